@@ -1,0 +1,29 @@
+"""Every exception the system raises on purpose: few types, each named for what the caller can do."""
+
+
+class SluiceError(Exception):
+    """Root of all errors raised on purpose; its message holds the values and the remedy."""
+
+
+class ConfigError(SluiceError, ValueError):
+    """The user gave something that cannot work: report it without a traceback and exit with status 2."""
+
+
+class SchemaError(SluiceError, ValueError):
+    """Bytes on the bus are not a message this build understands: a retry cannot help."""
+
+
+class BusError(SluiceError):
+    """The bus refused, is missing, or did not answer in time."""
+
+
+class FencedError(SluiceError):
+    """Another process took over this role: stop at once, write nothing more."""
+
+
+class EngineError(SluiceError):
+    """An inference engine failed or returned something that cannot be a generation."""
+
+
+class StorageError(SluiceError):
+    """Data on disk is missing, torn, or not what its manifest says."""
