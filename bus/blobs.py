@@ -1,0 +1,79 @@
+"""Bytes of any size on a stream: numbered chunks, pipelined in, fetched in parallel by direct get.
+
+The JetStream object store is not used: its `get` is quadratic in nats-py.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+import nats.errors
+import xxhash
+
+from bus.connection import Bus
+from bus.errors import BusError
+from bus.messages import BlobRef
+from bus.publish import Publisher
+
+T = TypeVar("T")
+CHUNK_BYTES = 512 << 10
+FETCH_WINDOW = 16
+"""Chunks asked for at once: enough to fill the connection, few enough to bound memory."""
+
+
+async def put_blob(bus: Bus, publisher: Publisher, data: bytes, *tokens: object) -> BlobRef:
+    """Store `data` on WEIGHTS under the subject made of `tokens`; returns the reference that finds it.
+
+    Raises `BusError` when the stream refuses a chunk.
+    """
+    digest = xxhash.xxh3_128_hexdigest(data)
+    subject = bus.subject("weights", *tokens, digest[:12])
+    view = memoryview(data)
+    chunks = [bytes(view[start : start + CHUNK_BYTES]) for start in range(0, len(data), CHUNK_BYTES)] or [b""]
+    put = uuid.uuid4().hex  # not the content: what was deleted a minute ago must be stored anew
+
+    async def store(n: int, chunk: bytes) -> None:
+        await publisher.publish(f"{subject}.{n}", chunk, message_id=f"{put}.{n}")
+
+    await _together(store(n, chunk) for n, chunk in enumerate(chunks))
+    return BlobRef(subject=subject, chunks=len(chunks), size_bytes=len(data), digest=digest)
+
+
+async def get_blob(bus: Bus, ref: BlobRef) -> bytes:
+    """The bytes behind `ref`. Raises `BusError` when a chunk is gone or the whole is not what was stored."""
+    stream = bus.topology.stream("WEIGHTS")
+    slots = asyncio.Semaphore(FETCH_WINDOW)
+
+    async def fetch(n: int) -> bytes:
+        async with slots:
+            try:
+                found = await bus.js.get_last_msg(stream, f"{ref.subject}.{n}", direct=True)
+            except nats.errors.Error as error:
+                raise BusError(
+                    f"{ref.subject}: chunk {n} of {ref.chunks} is not on the bus ({error})"
+                ) from error
+            return found.data or b""
+
+    data = b"".join(await _together(fetch(n) for n in range(ref.chunks)))
+    if len(data) != ref.size_bytes or xxhash.xxh3_128_hexdigest(data) != ref.digest:
+        raise BusError(f"{ref.subject}: {len(data)} bytes do not have the digest {ref.digest}")
+    return data
+
+
+async def delete_blob(bus: Bus, ref: BlobRef) -> None:
+    """Free the chunks behind `ref`."""
+    try:
+        await bus.js.purge_stream(bus.topology.stream("WEIGHTS"), subject=f"{ref.subject}.*")
+    except nats.errors.Error as error:
+        raise BusError(f"{ref.subject}: cannot delete it from the bus ({error})") from error
+
+
+async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, or the first error, plain, after the others were cancelled."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one) for one in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in running]

@@ -1,0 +1,271 @@
+"""MessagePack in and out: every byte that enters a process is checked here against its message's declaration.
+
+A message on the wire is `[tag, schema_version, {field: value}]`. Arrays travel as raw little-endian bytes.
+"""
+
+import reprlib
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.errors import SchemaError
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+"""What a metadata field may hold."""
+
+MAX_DEPTH = 64
+"""Nesting that a `Json` field may have; MessagePack itself writes no more than 511 levels."""
+MAX_ITEMS = 1 << 20
+"""Elements of one list or dict. Arrays travel as bytes, so no message needs more."""
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """Marks an array field: one dimension, this element type, raw little-endian bytes on the wire."""
+
+    name: str
+
+
+Int32Array = Annotated[NDArray[np.int32], Dtype("<i4")]
+Float32Array = Annotated[NDArray[np.float32], Dtype("<f4")]
+BoolArray = Annotated[NDArray[np.bool_], Dtype("|b1")]
+
+
+class Message:
+    """Base of everything on the bus. A subclass is a frozen dataclass with a `tag` and a `version`.
+
+    A new field with a default needs no new version; a changed meaning or type does.
+    """
+
+    __slots__ = ()
+    tag: ClassVar[str] = ""
+    version: ClassVar[int] = 1
+
+    def __init_subclass__(cls, *, tag: str | None = None, version: int | None = None) -> None:
+        """Keep the tag when `dataclass(slots=True)` builds the class a second time without it."""
+        if tag is not None:
+            cls.tag = tag
+        if version is not None:
+            cls.version = version
+
+    def check(self) -> None:
+        """Raise `SchemaError` when the fields, each right by itself, do not fit together."""
+
+
+M = TypeVar("M", bound=Message)
+Convert = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class _Field:
+    name: str
+    pack: Convert | None
+    unpack: Convert
+    default: Any
+
+
+def encode(message: Message) -> bytes:
+    """The message as bytes for the wire or for disk.
+
+    Raises `SchemaError` when a field holds what cannot travel, such as a set among the metadata.
+    """
+    try:
+        return cast(bytes, msgpack.packb([message.tag, message.version, _body(message)], use_bin_type=True))
+    except (TypeError, ValueError, OverflowError) as error:  # SchemaError is a ValueError
+        raise SchemaError(f"cannot encode {message.tag}: {error}") from error
+
+
+def decode(data: bytes, *expected: type[M]) -> M:
+    """The message in `data`, which must be one of `expected`.
+
+    Raises `SchemaError` for bytes that are not such a message: the reason names the field.
+    """
+    try:
+        content = msgpack.unpackb(data, raw=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise SchemaError(f"{len(data)} bytes are not MessagePack: {error}") from error
+    if not (isinstance(content, list) and len(content) == 3 and isinstance(content[2], dict)):
+        raise SchemaError("not a message: expected [tag, version, fields]")
+    tag, version, body = content
+    for cls in expected:
+        if tag == cls.tag:
+            _check_version(cls, version)
+            return _from_body(cls, body)
+    raise SchemaError(
+        f"unexpected message {reprlib.repr(tag)}: expected {' or '.join(c.tag for c in expected)}"
+    )
+
+
+def _check_version(cls: type[Message], version: object) -> None:
+    if type(version) is not int:
+        raise SchemaError(f"{cls.tag}: schema version {reprlib.repr(version)} is not a number")
+    if version > cls.version:
+        raise SchemaError(f"{cls.tag}: schema {version} is newer than this build's {cls.version}: upgrade it")
+    if version < cls.version:
+        raise SchemaError(f"{cls.tag}: schema {version} is older than this build's {cls.version}: drop it")
+
+
+def _body(message: Message) -> dict[str, Any]:
+    body = {}
+    for field in _fields_of(cast(Any, type(message))):
+        value = getattr(message, field.name)
+        body[field.name] = value if field.pack is None else field.pack(value)
+    return body
+
+
+def _from_body(cls: type[M], body: Any) -> M:
+    if not isinstance(body, dict):
+        raise SchemaError(f"{cls.tag}: expected fields, found {type(body).__name__}")
+    values = {}
+    for field in _fields_of(cast(Any, cls)):
+        if field.name in body:
+            try:
+                values[field.name] = field.unpack(body[field.name])
+            except SchemaError as error:
+                raise SchemaError(f"{cls.tag}.{field.name}: {error}") from error
+        elif field.default is MISSING:
+            raise SchemaError(f"{cls.tag}.{field.name}: missing")
+    message = cls(**values)
+    message.check()
+    return message
+
+
+@cache
+def _fields_of(cls: Any) -> tuple[_Field, ...]:
+    hints = get_type_hints(cls, include_extras=True)
+    return tuple(_Field(f.name, *_converters(hints[f.name]), default=_default_of(f)) for f in fields(cls))
+
+
+def _default_of(field: Any) -> Any:
+    return field.default if field.default is not MISSING else field.default_factory
+
+
+def _converters(hint: Any) -> tuple[Convert | None, Convert]:
+    """How a field of type `hint` is packed (None: as it is) and unpacked."""
+    origin = get_origin(hint)
+    if origin is Annotated:
+        return _array_converters(get_args(hint)[1])
+    if origin is tuple:
+        return _tuple_converters(get_args(hint)[0])
+    if origin is Literal:
+        return None, _one_of(get_args(hint))
+    if origin in (dict, Mapping):
+        return None, _json_of(dict)
+    if origin in (Union, types.UnionType):
+        return _union_converters(get_args(hint))
+    if isinstance(hint, type) and issubclass(hint, Message):
+        return _body, lambda value: _from_body(hint, value)
+    if hint is float:
+        return None, _number
+    if hint is int:
+        return None, _integer
+    return None, _exactly(hint)
+
+
+def _array_converters(dtype: Dtype) -> tuple[Convert, Convert]:
+    kind = np.dtype(dtype.name)
+
+    def pack(array: NDArray[Any]) -> bytes:
+        if array.dtype != kind or array.ndim != 1:
+            raise SchemaError(f"array is {array.dtype}{list(array.shape)}, declared one-dimensional {kind}")
+        return array.tobytes()
+
+    def unpack(value: Any) -> NDArray[Any]:
+        if not isinstance(value, bytes) or len(value) % kind.itemsize:
+            raise SchemaError(f"not the bytes of a {kind} array")
+        if kind.kind == "b" and value.strip(b"\x00\x01"):
+            raise SchemaError("a boolean array holds other bytes than 0 and 1")
+        return np.frombuffer(value, kind)
+
+    return pack, unpack
+
+
+def _tuple_converters(item: Any) -> tuple[Convert, Convert]:
+    pack_item, unpack_item = _converters(item)
+    to_list = _exactly(list)
+    return (
+        list if pack_item is None else lambda values: [pack_item(v) for v in values],
+        lambda value: tuple(unpack_item(v) for v in to_list(value)),
+    )
+
+
+def _union_converters(options: tuple[Any, ...]) -> tuple[Convert | None, Convert]:
+    """`X | None`, or a union of plain JSON types."""
+    if len(options) == 2 and types.NoneType in options:
+        pack, unpack = _converters(next(o for o in options if o is not types.NoneType))
+        packs = None if pack is None else lambda value: None if value is None else pack(value)
+        return packs, lambda value: None if value is None else unpack(value)
+    plain = tuple(get_origin(option) or option for option in options)
+    return None, _json_of(*(p for p in plain if isinstance(p, type)))
+
+
+def _exactly(*kinds: type) -> Convert:
+    def check(value: Any) -> Any:
+        if type(value) not in kinds:
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise SchemaError(f"expected {wanted}, found {type(value).__name__}")
+        return value
+
+    return check
+
+
+def _json_of(*kinds: type) -> Convert:
+    is_kind = _exactly(*kinds)
+
+    def check(value: Any) -> Any:
+        _check_json(is_kind(value), MAX_DEPTH)
+        return value
+
+    return check
+
+
+def _check_json(value: Any, depth: int) -> None:
+    """Bytes, timestamps and extension types are MessagePack, but not JSON; neither are keys of bytes."""
+    if type(value) in (types.NoneType, bool, int, float, str):
+        return
+    if depth == 0:
+        raise SchemaError(f"nested more than {MAX_DEPTH} deep")
+    if type(value) not in (dict, list):
+        raise SchemaError(f"expected JSON, found {type(value).__name__}")
+    if type(value) is dict and not all(type(key) is str for key in value):
+        raise SchemaError("a key is not a string")
+    for child in value.values() if type(value) is dict else value:
+        _check_json(child, depth - 1)
+
+
+def _one_of(choices: tuple[Any, ...]) -> Convert:
+    def check(value: Any) -> Any:
+        if value not in choices:
+            raise SchemaError(f"expected one of {', '.join(map(repr, choices))}, found {reprlib.repr(value)}")
+        return value
+
+    return check
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise SchemaError(f"expected a number, found {type(value).__name__}")
+    return float(value)
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
+        raise SchemaError(f"expected an integer of 64 bits, found {reprlib.repr(value)}")
+    return value

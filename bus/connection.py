@@ -1,0 +1,278 @@
+"""One connection to the bus, and everything on it that is not a durable stream: requests, notices, keys."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Self, TypeVar, cast
+
+import nats.errors
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js.client import JetStreamContext
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NotFoundError
+from nats.js.kv import KeyValue
+
+from bus.codec import M, Message, decode, encode
+from bus.config import BusConfig
+from bus.errors import BusError, ConfigError, SchemaError, SluiceError
+from bus.messages import Done, Refused
+from bus.topology import Topology
+
+log = structlog.get_logger()
+R = TypeVar("R", bound=Message)
+RETRY_S = 0.25
+PART = "Sluice-Part"
+"""Header that numbers the messages of one answer: core NATS may lose some when a connection breaks."""
+HEADER_BYTES = 64
+"""More than our headers take; the server counts them into its max_payload."""
+
+
+class Bus:
+    """A connection, with the names of the run it serves."""
+
+    def __init__(self, client: Client, run: str) -> None:
+        self.client = client
+        self.topology = Topology(run)
+        self.js: JetStreamContext = client.jetstream(timeout=10)
+        self._keys: KeyValue | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(cls, config: BusConfig, run: str, *, name: str) -> AsyncIterator[Self]:
+        """Connect as `name`; leaving the context drains what is still to be sent.
+
+        Raises `ConfigError` when nobody answers within `connect_timeout_s`, or refuses.
+        """
+        client = await _connected(config, name)
+        try:
+            yield cls(client, run)
+        finally:
+            await _drain(client)
+
+    def subject(self, *tokens: object) -> str:
+        """A subject of this run."""
+        return self.topology.subject(*tokens)
+
+    # --- requests and answers ---
+
+    async def request(self, subject: str, message: Message, *expected: type[R], timeout_s: float) -> R:
+        """Ask whoever serves `subject`.
+
+        Raises `BusError` when nobody answers in time or the answer is a refusal.
+        """
+        try:
+            raw = await self.client.request(subject, encode(message), timeout=timeout_s)
+        except nats.errors.NoRespondersError as error:
+            raise BusError(f"nobody serves {subject}") from error
+        except nats.errors.Error as error:
+            raise BusError(f"no answer from {subject} within {timeout_s:g} s ({error})") from error
+        answer: Message = decode(raw.data, *expected, Refused)
+        if isinstance(answer, Refused):
+            raise BusError(f"{subject}: {answer.reason}")
+        return cast(R, answer)
+
+    async def request_many(
+        self, subject: str, message: Message, expected: type[R], *, timeout_s: float
+    ) -> list[R]:
+        """Ask for an answer in several messages, ended by `Done`; `timeout_s` bounds each gap.
+
+        Raises `BusError` as `request` does, and when a part of the answer was lost on the way.
+        """
+        inbox = self.client.new_inbox()
+        answers: list[R] = []
+        replies = await self.client.subscribe(
+            inbox, pending_bytes_limit=0
+        )  # 0: drop none, we keep all anyway
+        try:
+            await self.client.publish(subject, encode(message), reply=inbox)
+            while True:
+                raw = await replies.next_msg(timeout=timeout_s)
+                if raw.headers and raw.headers.get("Status") == "503":
+                    raise BusError(f"nobody serves {subject}")
+                answer: Message = decode(raw.data, expected, Done, Refused)
+                if isinstance(answer, Refused):
+                    raise BusError(f"{subject}: {answer.reason}")
+                if raw.headers is None or raw.headers.get(PART) != str(len(answers)):
+                    raise BusError(f"{subject}: part {len(answers)} of the answer was lost")
+                if isinstance(answer, Done):
+                    return answers
+                answers.append(cast(R, answer))
+        except nats.errors.Error as error:
+            raise BusError(f"no answer from {subject} within {timeout_s:g} s ({error})") from error
+        finally:
+            await replies.unsubscribe()
+
+    async def serve(
+        self, subject: str, expected: type[M], handle: Callable[[M], Awaitable[list[Message]]]
+    ) -> Subscription:
+        """Answer requests on `subject` with the messages that `handle` returns, each request by itself.
+
+        Whatever `handle` raises is the asker's answer, as a refusal; what is not ours is logged in full.
+        """
+        running: set[asyncio.Task[None]] = set()
+
+        async def answer(raw: Msg) -> None:
+            try:
+                replies = [encode(reply) for reply in await handle(decode(raw.data, expected))]
+            except SluiceError as error:
+                replies = [encode(Refused(reason=str(error)))]
+            except Exception as error:  # in a task of its own nobody else would hear of it
+                log.exception("request_failed", subject=subject)
+                replies = [encode(Refused(reason=f"{type(error).__name__}: {error}"))]
+            await self._reply(raw, replies)
+
+        async def on_request(raw: Msg) -> None:  # long polls must not stand in each other's way
+            task = asyncio.create_task(answer(raw), name=f"serve {subject}")
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+        return await self.client.subscribe(subject, cb=on_request)
+
+    async def _reply(self, raw: Msg, replies: list[bytes]) -> None:
+        largest = max(map(len, replies), default=0)
+        if largest + HEADER_BYTES > self.client.max_payload:
+            limit = self.client.max_payload
+            replies = [encode(Refused(reason=f"an answer of {largest} bytes exceeds max_payload {limit}"))]
+        try:
+            for n, reply in enumerate(replies):
+                await self.client.publish(raw.reply, reply, headers={PART: str(n)})
+        except nats.errors.Error as error:  # the connection is gone: who asked will ask again
+            log.warning("answer_not_sent", subject=raw.subject, reason=str(error))
+
+    async def notify(self, subject: str, message: Message) -> None:
+        """Tell whoever listens now; nothing is stored."""
+        await self.client.publish(subject, encode(message))
+
+    async def listen(self, subject: str, expected: type[M], handle: Callable[[M], None]) -> Subscription:
+        """Call `handle` on each notice; one that is not understood is logged and passed over."""
+
+        async def on_notice(raw: Msg) -> None:
+            try:
+                handle(decode(raw.data, expected))
+            except SchemaError as error:
+                log.warning("notice_not_understood", subject=raw.subject, reason=str(error))
+
+        return await self.client.subscribe(subject, cb=on_notice)
+
+    # --- keys ---
+
+    async def create_keys(self) -> None:
+        """Make the run's key-value bucket, if it is not there."""
+        try:
+            self._keys = await self.js.create_key_value(bucket=self.topology.bucket, history=1)
+        except nats.errors.Error as error:
+            raise BusError(f"cannot create the keys of run {self.topology.run!r}: {error}") from error
+
+    async def get(self, key: str, expected: type[R]) -> tuple[R, int] | None:
+        """The message under `key` and its revision, or None."""
+        try:
+            entry = await (await self._bucket()).get(key)
+        except (KeyNotFoundError, NotFoundError):
+            return None
+        except nats.errors.Error as error:
+            raise BusError(f"cannot read {key!r} from the bus: {error}") from error
+        return decode(entry.value or b"", expected), entry.revision or 0
+
+    async def put(self, key: str, message: Message) -> None:
+        """Set `key`."""
+        try:
+            await (await self._bucket()).put(key, encode(message))
+        except nats.errors.Error as error:
+            raise BusError(f"cannot write {key!r} to the bus: {error}") from error
+
+    async def swap(self, key: str, message: Message, revision: int) -> int | None:
+        """Set `key` if it still has `revision` (0: is absent); returns the new one, or None if it has not."""
+        try:
+            bucket = await self._bucket()
+            if revision == 0:
+                return int(await bucket.create(key, encode(message)))
+            return int(await bucket.update(key, encode(message), last=revision))
+        except KeyWrongLastSequenceError:
+            return None
+        except nats.errors.Error as error:
+            raise BusError(f"cannot write {key!r} to the bus: {error}") from error
+
+    async def delete(self, key: str) -> None:
+        """Remove `key`."""
+        try:
+            await (await self._bucket()).delete(key)
+        except nats.errors.Error as error:
+            raise BusError(f"cannot delete {key!r} from the bus: {error}") from error
+
+    async def wait_for(self, key: str, expected: type[R], *, timeout_s: float, hint: str) -> R:
+        """The message under `key`, once it is there. Raises `ConfigError` with `hint` after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = await self.get(key, expected)
+            if found is not None:
+                return found[0]
+            if time.monotonic() > deadline:
+                raise ConfigError(f"run {self.topology.run!r}: waited {timeout_s:g} s for {key!r}: {hint}")
+            await asyncio.sleep(RETRY_S)
+
+    async def _bucket(self) -> KeyValue:
+        if self._keys is None:
+            self._keys = await self.js.key_value(self.topology.bucket)
+        return self._keys
+
+
+async def _connected(config: BusConfig, name: str) -> Client:
+    """A connected client, which from then on reconnects for ever."""
+    client = Client()
+    began, starting, complaint = time.monotonic(), True, ""
+
+    async def on_error(error: Exception) -> None:  # comes with every attempt: each new reason is logged once
+        nonlocal complaint
+        reason = str(error) or type(error).__name__
+        if reason != complaint:
+            complaint = reason
+            log.warning("bus_error", error=reason)
+        if starting and "authorization" in reason.lower():
+            raise ConfigError(reason)  # wrong credentials do not become right by waiting
+
+    async def on_reconnect() -> None:
+        nonlocal complaint
+        complaint = ""
+        log.info("bus_reconnected")
+
+    try:
+        async with asyncio.timeout(config.connect_timeout_s):
+            await client.connect(
+                config.url.split(","),
+                name=name,
+                error_cb=on_error,
+                reconnected_cb=on_reconnect,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=RETRY_S,
+                pending_size=64 << 20,
+            )
+    except (OSError, ValueError, nats.errors.Error) as error:  # TimeoutError is an OSError
+        reason = complaint or str(error) or "no answer"
+        raise ConfigError(
+            f"cannot use the bus at {_without_password(config.url)} ({reason}, tried for "
+            f"{time.monotonic() - began:.1f} s): start one with `launch bus`, or name another with --bus.url"
+        ) from error
+    finally:
+        starting = False
+        if client.options and not client.is_connected:  # without options not even the URL could be read
+            await client.close()
+    return client
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"(//[^:/@,]*):[^@,]*@", r"\1:***@", url)
+
+
+async def _drain(client: Client) -> None:
+    """Send what is buffered, then close; a bus that is gone must not hold the process back."""
+    try:
+        async with asyncio.timeout(5):
+            await client.drain()
+    except (OSError, nats.errors.Error) as error:  # TimeoutError is an OSError
+        log.warning("bus_not_drained", error=str(error) or type(error).__name__)
+        with suppress(OSError):  # what it still has to send can no longer be sent
+            await client.close()

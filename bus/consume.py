@@ -1,0 +1,244 @@
+"""The consumer loop: fetch, decode, handle, ack; what cannot be understood goes to DEAD with its reason."""
+
+import asyncio
+import itertools
+import json
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic
+
+import nats.errors
+import structlog
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js.errors import NotFoundError
+
+from bus.codec import M, decode, encode
+from bus.connection import RETRY_S, Bus
+from bus.errors import BusError, SchemaError
+from bus.messages import DeadLetter
+from bus.topology import ACK_WAIT_S
+
+log = structlog.get_logger()
+POLL_S = 1.0
+"""How long one pull waits on the server: also how soon an idle loop notices `stop`."""
+REASON_CHARS = 1000
+
+
+class Inbox:
+    """Pulls from a durable consumer; unlike nats-py's `fetch` it never waits for a full batch.
+
+    One pull is outstanding at a time, so no more messages lie here than one `take` asked for.
+    """
+
+    def __init__(self, bus: Bus, stream: str, durable: str) -> None:
+        self._bus = bus
+        self._stream = bus.topology.stream(stream)
+        self._durable = durable
+        self._inbox = bus.client.new_inbox()
+        self._messages: deque[Msg] = deque()
+        self._woken = asyncio.Event()
+        self._pulls = itertools.count()
+        self._pull = ""
+        self._owed = 0
+        self._owed_until = 0.0
+        self._rejected = False
+        self._subscription: Subscription | None = None
+
+    async def take(self, limit: int, timeout_s: float = POLL_S) -> list[Msg]:
+        """Up to `limit` messages that are there, at least one unless `timeout_s` passes.
+
+        Raises `BusError` when the consumer or its stream does not exist, or the connection was closed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._messages and (left := deadline - time.monotonic()) > 0:
+            self._woken.clear()
+            await self._ask(limit)
+            try:
+                async with asyncio.timeout(min(left, RETRY_S)):  # short: nobody tells us of a reconnection
+                    await self._woken.wait()
+            except TimeoutError:
+                continue
+            if self._rejected:
+                await self._refuse_missing_consumer()
+        return [self._messages.popleft() for _ in range(min(limit, len(self._messages)))]
+
+    async def give_back(self) -> None:
+        """Stop receiving, and let others have at once what was received and not taken. `take` resumes."""
+        subscription, self._subscription = self._subscription, None
+        self._owed = 0
+        try:
+            if subscription is not None:
+                await subscription.drain()  # waits for what the server has already sent
+            while self._messages:
+                await self._messages.popleft().nak()
+        except nats.errors.Error as error:  # the bus is away: the ack wait gives them back
+            log.warning("messages_not_given_back", consumer=self._durable, reason=str(error))
+        self._messages.clear()
+
+    async def _ask(self, limit: int) -> None:
+        """Ask for `limit` messages, unless the server still owes us some or is away: asking would add up."""
+        client = self._bus.client
+        if client.is_closed:
+            raise BusError(f"{self._stream}/{self._durable}: the connection to the bus was closed")
+        if not client.is_connected or (self._owed > 0 and time.monotonic() < self._owed_until):
+            return
+        if self._subscription is None:
+            self._subscription = await client.subscribe(f"{self._inbox}.*", cb=self._on_message)
+        self._pull = f"{self._inbox}.{next(self._pulls)}"
+        self._owed, self._owed_until = limit, time.monotonic() + POLL_S + RETRY_S
+        request = json.dumps({"batch": limit, "expires": int(POLL_S * 1e9)}).encode()
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._durable}"
+        await client.publish(subject, request, reply=self._pull)
+
+    async def _on_message(self, raw: Msg) -> None:
+        """Keep a message; a status ends the pull that it answers."""
+        if not (raw.headers and "Status" in raw.headers):
+            self._owed -= 1
+            self._messages.append(raw)
+            self._woken.set()
+        elif raw.subject == self._pull:
+            self._on_status(raw.headers["Status"], raw.headers.get("Description", ""))
+
+    def _on_status(self, status: str, description: str) -> None:
+        self._owed = 0
+        self._rejected = status not in ("404", "408")  # those: nothing there, expired
+        if self._rejected:
+            log.warning(
+                "pull_ended", stream=self._stream, consumer=self._durable, reason=description or status
+            )
+        self._woken.set()
+
+    async def _refuse_missing_consumer(self) -> None:
+        """Raise if the consumer is gone: only `topology.ensure` brings it back. Else wait a little."""
+        self._rejected = False
+        try:
+            await self._bus.js.consumer_info(self._stream, self._durable)
+        except NotFoundError as error:
+            raise BusError(
+                f"{self._stream} has no consumer {self._durable} ({error.description}): "
+                "restart the run's storage, which makes it"
+            ) from error
+        except nats.errors.Error as error:
+            log.warning("consumer_not_seen", consumer=self._durable, reason=str(error))
+        await asyncio.sleep(RETRY_S)
+
+
+@dataclass(frozen=True)
+class Received(Generic[M]):
+    """A decoded message and its handle on the stream."""
+
+    message: M
+    raw: Msg
+
+    async def ack(self) -> None:
+        """Done with it: the stream forgets it."""
+        try:
+            await self.raw.ack()
+        except nats.errors.Error as error:
+            raise BusError(f"cannot ack {self.raw.subject}: {error}") from error
+
+
+async def consume(
+    inbox: Inbox, bus: Bus, expected: type[M], handle: Callable[[M], Awaitable[None]], *,
+    stop: asyncio.Event, concurrency: int,
+) -> None:  # fmt: skip
+    """Run `handle` on each message, `concurrency` at a time, until `stop` is set; then finish those begun.
+
+    The ack follows `handle`, so a crash means redelivery: `handle` must be idempotent. While it runs, the
+    stream is told so. A failure cancels its siblings and propagates; the supervisor restarts the process.
+    """
+    slots = asyncio.Semaphore(concurrency)
+    busy = 0
+
+    async def process(received: Received[M]) -> None:
+        nonlocal busy
+        try:
+            await _while_reporting_progress(received, handle)
+            await received.ack()
+        finally:
+            busy -= 1
+            slots.release()
+
+    async with asyncio.TaskGroup() as tasks:  # leaving it waits for work in flight
+        while not stop.is_set():
+            async with slots:  # there is room for one more at least
+                if stop.is_set():  # while we waited for it
+                    break
+                room = concurrency - busy
+                arrived = await understood(await inbox.take(room, POLL_S), bus, expected)
+            for received in arrived:
+                await slots.acquire()
+                busy += 1
+                tasks.create_task(process(received), name=f"consume {received.raw.subject}")
+        await inbox.give_back()
+
+
+async def consume_batches(
+    inbox: Inbox, bus: Bus, expected: type[M], handle: Callable[[list[M]], Awaitable[None]], *,
+    stop: asyncio.Event, limit: int, linger_s: float = 0.0,
+) -> None:  # fmt: skip
+    """Run `handle` on what has arrived, `limit` messages at most, one batch after the other, until `stop`.
+
+    `linger_s` lets a batch grow after its first message. The acks follow `handle`, which must be idempotent.
+    """
+    while not stop.is_set():
+        raw = await inbox.take(limit, POLL_S)
+        if raw and linger_s and len(raw) < limit:
+            await asyncio.sleep(linger_s)
+            raw += await inbox.take(limit - len(raw), timeout_s=0.001)
+        batch = await understood(raw, bus, expected)
+        if batch:
+            await handle([received.message for received in batch])
+            for received in batch:
+                await received.ack()
+    await inbox.give_back()
+
+
+async def understood(batch: list[Msg], bus: Bus, expected: type[M]) -> list[Received[M]]:
+    """The messages of `batch` that decode; the others are set aside under DEAD and never come back."""
+    good: list[Received[M]] = []
+    for raw in batch:
+        try:
+            good.append(Received(decode(raw.data, expected), raw))
+        except SchemaError as error:
+            await set_aside(raw, bus, str(error))
+    return good
+
+
+async def set_aside(raw: Msg, bus: Bus, reason: str) -> None:
+    """Move a message to DEAD. A retry cannot help it."""
+    log.warning("message_set_aside", subject=raw.subject, reason=reason)
+    sequence = str(raw.metadata.sequence.stream)
+    room = (
+        bus.client.max_payload - len(raw.subject) - 4 * REASON_CHARS - 4096
+    )  # for the letter and its headers
+    letter = DeadLetter(
+        subject=raw.subject, reason=reason[:REASON_CHARS], data=raw.data[:room], origin=sequence
+    )
+    message_id = f"{raw.metadata.stream}-{sequence}"
+    try:
+        await bus.js.publish(
+            bus.subject("dead", "letter"), encode(letter), headers={"Nats-Msg-Id": message_id}
+        )
+        await raw.term()
+    except nats.errors.Error as error:
+        raise BusError(f"cannot set {message_id} aside: {error}") from error
+
+
+async def _while_reporting_progress(received: Received[M], handle: Callable[[M], Awaitable[None]]) -> None:
+    async def heartbeat() -> None:
+        while True:
+            await asyncio.sleep(ACK_WAIT_S / 3)
+            try:
+                await received.raw.in_progress()
+            except nats.errors.Error as error:  # the bus is away: try again, the work goes on
+                log.warning("progress_not_reported", subject=received.raw.subject, reason=str(error))
+
+    beating = asyncio.create_task(heartbeat())
+    try:
+        await handle(received.message)
+    finally:
+        beating.cancel()

@@ -1,0 +1,327 @@
+"""Every message on the bus, as frozen dataclasses. `codec.py` packs and checks them."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from bus.codec import BoolArray, Float32Array, Int32Array, Json, Message
+from bus.errors import SchemaError
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt(Message, tag="prompt"):
+    """One task to solve: plain text or chat messages, with what its reward needs."""
+
+    content: str | list[Json]
+    """Plain text (one user message), or chat messages [{"role": ..., "content": ...}, ...]."""
+    label: str | None = None
+    metadata: dict[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease(Message, tag="lease"):
+    """Leave to roll out one prompt `samples` times. Acked when the group is stored or rejected."""
+
+    lease_id: int
+    """Counts from 0 over the whole run; the order of issue."""
+    prompt: Prompt
+    samples: int
+    policy_version: int
+    """The learner's version when the lease was issued: the oldest that can sample it."""
+
+    @property
+    def group_id(self) -> str:
+        """Name of the group this lease becomes."""
+        return group_name(self.lease_id)
+
+
+def group_name(lease_id: int) -> str:
+    """Name of the group that a lease becomes."""
+    return f"g{lease_id:08d}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory(Message, tag="trajectory"):
+    """One agent's part of an episode as a flat sequence of L tokens, prompt included."""
+
+    trajectory_id: str
+    """Same bytes for the same lease and sample whoever rolls it out: a redelivery stores nothing new."""
+    group_id: str
+    lease_id: int
+    sample: int
+    """Position among its siblings, 0 <= sample < group_size."""
+    group_size: int
+    """Trajectories the group has when complete."""
+    token_ids: Int32Array
+    loss_mask: BoolArray
+    """[L], True on sampled tokens."""
+    behaviour_logprobs: Float32Array
+    """[L] nats, at the sampling temperature, under the weights that sampled the token; 0 outside the mask."""
+    policy_versions: Int32Array
+    """[L], the weights behind each token: a swap in mid-rollout shows here; -1 outside the mask."""
+    reward: float
+    agent: str = "solver"
+    finish_reason: FinishReason = "stop"
+    actor: str = ""
+    metadata: dict[str, Json] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Refuse what would poison training: unequal lengths, non-finite numbers, nothing to train on."""
+        length = len(self.token_ids)
+        arrays = (self.loss_mask, self.behaviour_logprobs, self.policy_versions)
+        if any(len(array) != length for array in arrays):
+            raise SchemaError(f"{self.trajectory_id}: arrays of {[length, *map(len, arrays)]} tokens")
+        if not self.loss_mask.any():
+            raise SchemaError(f"{self.trajectory_id}: no sampled token among {length}")
+        if not np.isfinite(self.behaviour_logprobs).all():
+            raise SchemaError(f"{self.trajectory_id}: a behaviour log-prob is not finite")
+        if not abs(self.reward) <= float(np.finfo(np.float32).max):  # also refuses NaN
+            raise SchemaError(f"{self.trajectory_id}: reward is {self.reward}")
+        if int(self.token_ids.min()) < 0 or int(self.policy_versions[self.loss_mask].min()) < 0:
+            raise SchemaError(f"{self.trajectory_id}: a token id or a sampled token's version is negative")
+        if not 0 <= self.sample < self.group_size:
+            raise SchemaError(f"{self.trajectory_id}: sample {self.sample} of a group of {self.group_size}")
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest trained token, which defines the trajectory's staleness."""
+        return int(self.policy_versions[self.loss_mask].min())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryBatch(Message, tag="trajectories"):
+    """Trajectories that travel together: siblings of a group, or the answer to a read."""
+
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRejected(Message, tag="group_rejected"):
+    """A group that will not be trained on; its lease is refunded."""
+
+    lease_id: int
+    reason: str
+    """Short and countable, such as zero_variance or rollout_failed."""
+    detail: str = ""
+    actor: str = ""
+
+
+# --- weights ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlobRef(Message, tag="blob"):
+    """Bytes that lie on a stream as numbered chunks `<subject>.<n>`."""
+
+    subject: str
+    chunks: int
+    size_bytes: int
+    digest: str
+    """xxh3-128 of the whole, hexadecimal."""
+
+    def check(self) -> None:
+        """Refuse a reference that would have a reader ask for chunks without end."""
+        if not 1 <= self.chunks <= max(1, self.size_bytes):
+            raise SchemaError(f"{self.subject}: {self.size_bytes} bytes in {self.chunks} chunks")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyManifest(Message, tag="policy"):
+    """A published policy version and where its weights lie."""
+
+    policy_version: int
+    incarnation: str
+    """The learner process that published it: after a resume the same version number is another policy."""
+    snapshot: BlobRef
+    """safetensors with Hugging Face names."""
+    model: BlobRef
+    """The model directory without weights: config, tokenizer, chat template."""
+    stage: str
+    """What the learner is doing with it: `warmup` needs no rollouts, `rl` does, `done` needs no more."""
+    trains_from: int = 0
+    """Version at which reinforcement learning began: admission counts from it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFiles(Message, tag="model_files"):
+    """Small files of a model directory, by name."""
+
+    names: tuple[str, ...]
+    contents: tuple[bytes, ...]
+
+
+# --- learner and storage ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRequest(Message, tag="batch_request"):
+    """The learner asks for the groups of one optimizer step. Asking again gives the same groups."""
+
+    step: int
+    policy_version: int
+    """The version the batch will be trained at."""
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRef(Message, tag="group_ref"):
+    """A stored, complete group and the shard that holds it."""
+
+    lease_id: int
+    shard: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchLease(Message, tag="batch_lease"):
+    """The groups of one step: trained on by nobody else unless this step is rolled back."""
+
+    step: int
+    groups: tuple[GroupRef, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting(Message, tag="waiting"):
+    """Not yet, and why: a human reads `reason` in the terminal view."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCommitted(Message, tag="step_committed"):
+    """A checkpoint that includes every step up to `step` is durable."""
+
+    step: int
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerResumed(Message, tag="learner_resumed"):
+    """A learner starts from `step`: leases of later steps are rolled back, older incarnations are fenced."""
+
+    step: int
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused(Message, tag="refused"):
+    """The request cannot be served, now or later."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done(Message, tag="done"):
+    """The request was carried out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadRequest(Message, tag="read_request"):
+    """Asks a shard for the trajectories of these groups."""
+
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredRequest(Message, tag="stored_request"):
+    """Asks a shard which groups it completed, from the `after`-th on."""
+
+    after: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredGroups(Message, tag="stored_groups"):
+    """Leases whose groups are complete in a shard, in the order of completion."""
+
+    shard: int
+    after: int
+    lease_ids: tuple[int, ...]
+    total: int
+    """Groups complete in the shard altogether."""
+
+
+# --- what every screen reads ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationTask(Message, tag="evaluation_task"):
+    """Asks for held-out accuracy of exactly one policy version."""
+
+    policy: PolicyManifest
+    prompts: BlobRef
+    """A `PromptSet`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSet(Message, tag="prompt_set"):
+    """Prompts that travel together: the held-out set."""
+
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationResult(Message, tag="evaluation_result"):
+    """Mean reward of one policy version on the held-out prompts."""
+
+    policy_version: int
+    incarnation: str
+    sampled: float
+    """One sample a prompt at the sampling temperature."""
+    greedy: float
+    prompts: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metrics(Message, tag="metrics"):
+    """Numbers of one process at one moment, named `area/name_unit`."""
+
+    source: str
+    step: int
+    """Optimizer step they belong to, or the latest known."""
+    time_s: float
+    """Seconds since the epoch."""
+    values: dict[str, Json]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status(Message, tag="status"):
+    """What a process is doing now, about once a second; never stored."""
+
+    source: str
+    role: str
+    doing: str
+    """One phrase for a human: what it works on or waits for."""
+    pid: int
+    peak_rss_bytes: int
+    values: dict[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeadLetter(Message, tag="dead_letter"):
+    """A message that could not be understood, set aside."""
+
+    subject: str
+    reason: str
+    data: bytes
+    origin: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord(Message, tag="run"):
+    """What a process that knows only the bus and the run's name needs to join."""
+
+    name: str
+    config_json: str
+    """The resolved configuration."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoleHolder(Message, tag="role_holder"):
+    """The process that holds a role nobody else may hold."""
+
+    incarnation: str
+    host: str
+    pid: int

