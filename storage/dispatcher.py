@@ -1,0 +1,264 @@
+"""Issues prompt leases within the staleness bound and gives complete groups to optimizer steps."""
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from bus.codec import Message, encode
+from bus.connection import Bus
+from bus.consume import Inbox, consume_batches
+from bus.errors import BusError
+from bus.messages import (
+    BatchLease,
+    BatchRequest,
+    Done,
+    GroupRef,
+    GroupRejected,
+    LearnerResumed,
+    Lease,
+    PolicyManifest,
+    Prompt,
+    StepCommitted,
+    StoredGroups,
+    StoredRequest,
+    Waiting,
+)
+from bus.publish import Publisher
+from bus.topology import shard_of
+from storage.config import AdmissionConfig
+from storage.ledger import Ledger
+from storage.prompts import PromptOrder
+from storage.sampling import expired, oldest_first
+
+log = structlog.get_logger()
+POLL_S = 1.0
+LONG_POLL_S = 2.0
+"""A batch request that cannot be served yet is held for so long before it is answered with the reason."""
+
+
+def older_of_the_same(manifest: PolicyManifest, than: PolicyManifest) -> bool:
+    """Whether one learner published `manifest` before `than`."""
+    same = manifest.incarnation == than.incarnation
+    return same and manifest.policy_version < than.policy_version
+
+
+class Dispatcher:
+    """The one process of a run that decides what is rolled out and what is trained on."""
+
+    def __init__(
+        self, bus: Bus, ledger: Ledger, prompts: Sequence[Prompt], order: PromptOrder,
+        admission: AdmissionConfig, *, shards: int,
+    ) -> None:  # fmt: skip
+        self.ledger = ledger
+        self.policy: PolicyManifest | None = None
+        self._bus = bus
+        self._publisher = Publisher(bus)
+        self._prompts = prompts
+        self._order = order
+        self._admission = admission
+        self._shards = shards
+        self._changed = asyncio.Event()
+        self._batch_changed = asyncio.Condition()
+        self._admitting = False
+
+    def admit(self) -> None:
+        """From now on leases may be issued: the prompts are known to fit the model."""
+        self._admitting = True
+        self._changed.set()
+
+    async def run(self, stop: asyncio.Event, *, reissue: bool) -> None:
+        """Serve until `stop`. `reissue` publishes again what is rolling out, for a bus that lost it."""
+        await self._republish(everything=reissue)
+        serving = [
+            await self._bus.serve(self._bus.subject("rpc", "batch"), BatchRequest, self._on_batch),
+            await self._bus.serve(self._bus.subject("rpc", "committed"), StepCommitted, self._on_committed),
+            await self._bus.serve(self._bus.subject("rpc", "resumed"), LearnerResumed, self._on_resumed),
+            await self._bus.listen(self._bus.subject("notice", "policy"), PolicyManifest, self._on_policy),
+            await self._bus.listen(self._bus.subject("notice", "stored"), StoredGroups, self._on_notice),
+        ]
+        rejected = Inbox(self._bus, "EVENTS", "dispatcher")
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._admit(stop), name="admit leases")
+            tasks.create_task(self._poll(stop), name="poll policy and shards")
+            tasks.create_task(
+                consume_batches(rejected, self._bus, GroupRejected, self._on_rejected, stop=stop, limit=64),
+                name="refund rejected groups",
+            )
+            tasks.create_task(stop.wait(), name="wait for stop")
+        for subscription in serving:
+            await subscription.unsubscribe()
+        await asyncio.to_thread(self.ledger.flush)
+
+    # --- admission ---
+
+    def room(self) -> int:
+        """Leases that may be issued now.
+
+        AReaL's capacity rule (arXiv:2505.24298, eq. 3), with what was trained read from the ledger instead of
+        computed from the version, so that it stays right when batch size or bound change on a resume.
+        """
+        policy = self.policy
+        if policy is None or policy.stage != "rl" or not self._admitting:
+            return 0
+        bound = (self._admission.max_staleness + 1) * self._admission.groups_per_step
+        return max(0, bound - self.ledger.ahead_of(policy.policy_version - policy.trains_from))
+
+    async def _admit(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            self._changed.clear()
+            room = self.room()
+            if room and self.policy is not None:
+                leases = self.ledger.issue(room, self.policy.policy_version)
+                await asyncio.to_thread(self.ledger.flush)
+                await self._publish_leases(leases)
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def _publish_leases(self, lease_ids: Sequence[int]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for lease_id in lease_ids:
+                tasks.create_task(self._publish_lease(lease_id))
+        if lease_ids:
+            self.ledger.set_fact("published_through", str(max(lease_ids)))
+
+    async def _publish_lease(self, lease_id: int) -> None:
+        lease = Lease(
+            lease_id=lease_id,
+            prompt=self._prompts[self._order.index(lease_id)],
+            samples=self._admission.samples_per_prompt,
+            policy_version=self.ledger.rolling_out[lease_id].policy_version,
+        )
+        subject = self._bus.subject("tasks", "rollout")
+        await self._publisher.publish(subject, encode(lease), message_id=f"lease-{lease_id}")
+
+    async def _republish(self, *, everything: bool) -> None:
+        """Publish what a crash left issued but unpublished, or all that is out if the bus lost its streams."""
+        through = -1 if everything else int(self.ledger.facts.get("published_through", "-1"))
+        again = [lease_id for lease_id in self.ledger.rolling_out if lease_id > through]
+        if again:
+            log.info("leases_published_again", count=len(again))
+        await self._publish_leases(again)
+
+    # --- what happened elsewhere ---
+
+    async def _poll(self, stop: asyncio.Event) -> None:
+        """Notices can be lost; the keys and the shards' own lists cannot."""
+        while not stop.is_set():
+            found = await self._bus.get("policy", PolicyManifest)
+            if found is not None:
+                self._on_policy(found[0])
+            for shard in range(self._shards):
+                await self._catch_up(shard)
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await stop.wait()
+            except TimeoutError:
+                continue
+
+    async def _catch_up(self, shard: int) -> None:
+        request = StoredRequest(after=int(self.ledger.facts.get(f"shard_{shard}", "0")))
+        try:
+            news = await self._bus.request(
+                self._bus.subject("rpc", "stored", shard), request, StoredGroups, timeout_s=POLL_S
+            )
+        except BusError as error:
+            log.debug("shard_does_not_answer", shard=shard, reason=str(error))
+            return
+        self._on_stored(news)
+
+    def _on_policy(self, manifest: PolicyManifest) -> None:
+        if self.policy == manifest:
+            return
+        if self.policy is not None and older_of_the_same(manifest, self.policy):
+            return  # a late poll must not take back a notice
+        self.policy = manifest
+        self._changed.set()
+
+    def _on_notice(self, news: StoredGroups) -> None:
+        if news.after == int(self.ledger.facts.get(f"shard_{news.shard}", "0")):
+            self._on_stored(news)  # else one was missed: the poll brings both
+
+    def _on_stored(self, news: StoredGroups) -> None:
+        seen = int(self.ledger.facts.get(f"shard_{news.shard}", "0"))
+        if news.after + len(news.lease_ids) <= seen:
+            return
+        for lease_id in news.lease_ids:
+            self.ledger.store(lease_id)
+        self.ledger.set_fact(f"shard_{news.shard}", str(news.after + len(news.lease_ids)))
+        self._wake()
+
+    async def _on_rejected(self, rejections: list[GroupRejected]) -> None:
+        for rejection in rejections:
+            self.ledger.reject(rejection.lease_id, rejection.reason)
+        await asyncio.to_thread(self.ledger.flush)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._wakeup = asyncio.create_task(self._notify_batches())
+
+    async def _notify_batches(self) -> None:
+        async with self._batch_changed:
+            self._batch_changed.notify_all()
+
+    # --- the learner's requests ---
+
+    async def _on_batch(self, request: BatchRequest) -> list[Message]:
+        self._refuse_fenced(request.incarnation)
+        deadline = asyncio.get_running_loop().time() + LONG_POLL_S
+        while True:
+            answer = await self._choose(request)
+            left = deadline - asyncio.get_running_loop().time()
+            if isinstance(answer, BatchLease) or left <= 0:
+                return [answer]
+            async with self._batch_changed:
+                try:
+                    async with asyncio.timeout(left):
+                        await self._batch_changed.wait()
+                except TimeoutError:
+                    continue
+
+    async def _choose(self, request: BatchRequest) -> BatchLease | Waiting:
+        if request.step not in self.ledger.steps:
+            staleness = self._admission.max_staleness
+            stored = self.ledger.stored.values()
+            for lease_id in expired(stored, train_version=request.policy_version, max_staleness=staleness):
+                self.ledger.reject(lease_id, "stale")
+                self._changed.set()
+            choice = oldest_first(
+                self.ledger.stored.values(),
+                self.ledger.rolling_out.values(),
+                groups=self._admission.groups_per_step,
+                train_version=request.policy_version,
+                max_staleness=staleness,
+            )
+            if not choice.leases:
+                return Waiting(reason=choice.waiting_for)
+            self.ledger.lease(request.step, choice.leases)
+            await asyncio.to_thread(self.ledger.flush)
+        groups = self.ledger.steps[request.step]
+        refs = (GroupRef(lease_id=g.lease_id, shard=shard_of(g.lease_id, self._shards)) for g in groups)
+        return BatchLease(step=request.step, groups=tuple(refs))
+
+    async def _on_committed(self, request: StepCommitted) -> list[Message]:
+        self._refuse_fenced(request.incarnation)
+        self.ledger.commit(request.step)
+        await asyncio.to_thread(self.ledger.flush)
+        return [Done()]
+
+    async def _on_resumed(self, request: LearnerResumed) -> list[Message]:
+        self.ledger.set_fact("incarnation", request.incarnation)
+        groups = self.ledger.roll_back(request.step)
+        await asyncio.to_thread(self.ledger.flush)
+        log.info("learner_resumed", step=request.step, groups_rolled_back=groups)
+        self._wake()
+        return [Done()]
+
+    def _refuse_fenced(self, incarnation: str) -> None:
+        current = self.ledger.facts.get("incarnation", incarnation)
+        if current != incarnation:
+            raise BusError(f"learner {incarnation} was replaced by {current}")

@@ -1,0 +1,138 @@
+"""Files and directories that are there whole or not at all, whatever is killed and whenever."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from bus.codec import Json
+from bus.errors import StorageError
+
+TEMPORARY_PREFIX = ".tmp-"
+"""How the name of everything unfinished begins."""
+
+
+def temporary_sibling(path: Path) -> Path:
+    """Where `path` is prepared: beside it, so that a rename publishes it."""
+    return path.with_name(TEMPORARY_PREFIX + path.name)
+
+
+def fsync_path(path: Path | str) -> None:
+    """Wait until the disk holds this file's bytes, or this directory's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(directory: Path | str) -> None:
+    """Wait until the disk holds everything below `directory`, and itself."""
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                fsync_tree(entry.path)
+            elif entry.is_file(follow_symlinks=False):
+                fsync_path(entry.path)
+    fsync_path(directory)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a finished directory its final name, durably.
+
+    Raises `StorageError` when `final` exists already or the disk refuses; then `final` is as it was."""
+    with _translating(final):
+        fsync_tree(temporary)
+        _rename(temporary, final)
+
+
+def publish_files(final: Path, contents: Mapping[str, bytes | memoryview]) -> None:
+    """Make a directory of these files, named `file` or `folder/file`, durably and whole.
+
+    Opens each file once, which counts where this happens many times a second. Raises like `publish`."""
+    temporary = temporary_sibling(final)
+    folders = {name.rpartition("/")[0] for name in contents} - {""}
+    with _translating(final):
+        try:
+            temporary.mkdir()
+            for folder in folders:
+                (temporary / folder).mkdir()
+            _write_files(temporary, contents)
+            for folder in folders:
+                fsync_path(f"{temporary}/{folder}")
+            fsync_path(temporary)
+            _rename(temporary, final)
+        except (OSError, StorageError):
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def _write_files(directory: Path, contents: Mapping[str, bytes | memoryview]) -> None:
+    """All are written before the first is waited for, so that one commit of the journal takes them all."""
+    with ExitStack() as opened:
+        files = []
+        for name, content in contents.items():
+            file = opened.enter_context(open(f"{directory}/{name}", "xb", buffering=0))  # noqa: PTH123  # hot
+            view = memoryview(content).cast("B")
+            while len(view):  # one call writes 2 GiB at most
+                view = view[file.write(view) :]
+            files.append(file)
+        for file in files:
+            os.fsync(file)
+
+
+def _rename(temporary: Path, final: Path) -> None:
+    if final.exists():
+        raise StorageError(f"{final} exists already: two processes write here, or it was not cleared")
+    temporary.rename(final)
+    fsync_path(final.parent)
+
+
+@contextmanager
+def _translating(final: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {final}: {error}") from error
+
+
+def make_directory(path: Path) -> None:
+    """Create `path` and its missing parents, durably."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for created in missing:
+        fsync_path(created.parent)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace the file at once and durably: a reader sees the old content or the new."""
+    temporary = temporary_sibling(path)
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_path(path.parent)
+
+
+def write_json(path: Path, value: Json) -> None:
+    """Replace the file at once and durably by `value` as indented JSON."""
+    write_file(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory so that a crash in between leaves a left-over, never a half directory."""
+    condemned = temporary_sibling(directory)
+    directory.rename(condemned)
+    shutil.rmtree(condemned)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what a killed writer left unfinished in `directory`, which may be missing."""
+    for path in directory.glob(TEMPORARY_PREFIX + "*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

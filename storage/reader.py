@@ -1,0 +1,107 @@
+"""The learner's side of storage: lease the groups of a step, fetch their trajectories, commit, resume."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+import structlog
+
+from bus.codec import Message
+from bus.connection import Bus
+from bus.errors import BusError
+from bus.messages import (
+    BatchLease,
+    BatchRequest,
+    Done,
+    GroupRef,
+    LearnerResumed,
+    ReadRequest,
+    StepCommitted,
+    Trajectory,
+    TrajectoryBatch,
+    Waiting,
+)
+
+log = structlog.get_logger()
+ANSWER_TIMEOUT_S = 10.0
+RETRY_S = 0.5
+SILENCE_LIMIT_S = 120.0
+"""Storage may restart; it is given so long to come back."""
+
+
+class ReplayReader:
+    """What one learner incarnation reads of its run's replay."""
+
+    def __init__(self, bus: Bus, incarnation: str) -> None:
+        self._bus = bus
+        self._incarnation = incarnation
+
+    async def batch(
+        self, step: int, policy_version: int, *, on_wait: Callable[[str], None]
+    ) -> list[list[Trajectory]]:
+        """The groups of `step`, each a list of siblings; `on_wait` hears what it is waiting for.
+
+        Raises `BusError` when storage is silent for `SILENCE_LIMIT_S` or refuses this incarnation.
+        """
+        request = BatchRequest(step=step, policy_version=policy_version, incarnation=self._incarnation)
+        subject = self._bus.subject("rpc", "batch")
+        silent_s = 0.0
+        while True:
+            try:
+                answer: Message = await self._bus.request(
+                    subject, request, BatchLease, Waiting, timeout_s=ANSWER_TIMEOUT_S
+                )
+                if isinstance(answer, BatchLease):
+                    return await self._fetch(answer.groups)
+                if isinstance(answer, Waiting):
+                    on_wait(answer.reason)
+                silent_s = 0.0
+            except BusError as error:
+                if "replaced" in str(error) or silent_s >= SILENCE_LIMIT_S:
+                    raise
+                on_wait(f"storage does not answer: {error}")
+                silent_s += ANSWER_TIMEOUT_S
+                await asyncio.sleep(RETRY_S)
+
+    async def committed(self, step: int) -> None:
+        """Tell storage that a durable checkpoint holds every step up to `step`."""
+        await self._tell("committed", StepCommitted(step=step, incarnation=self._incarnation))
+
+    async def resumed(self, step: int) -> None:
+        """Tell storage that training goes on from `step`: what was leased for later steps is free again."""
+        await self._tell("resumed", LearnerResumed(step=step, incarnation=self._incarnation))
+
+    async def _tell(self, what: str, message: StepCommitted | LearnerResumed) -> None:
+        """Storage may be starting or restarting: ask until `SILENCE_LIMIT_S` has passed."""
+        subject = self._bus.subject("rpc", what)
+        deadline = time.monotonic() + SILENCE_LIMIT_S
+        while True:
+            try:
+                await self._bus.request(subject, message, Done, timeout_s=ANSWER_TIMEOUT_S)
+            except BusError as error:
+                if "replaced" in str(error) or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(RETRY_S)
+            else:
+                return
+
+    async def _fetch(self, groups: tuple[GroupRef, ...]) -> list[list[Trajectory]]:
+        """Bodies from their shards, in parallel, in the order of `groups`."""
+        by_shard: defaultdict[int, list[int]] = defaultdict(list)
+        for group in groups:
+            by_shard[group.shard].append(group.lease_id)
+        answers = await asyncio.gather(*(self._read(shard, leases) for shard, leases in by_shard.items()))
+        siblings: defaultdict[int, list[Trajectory]] = defaultdict(list)
+        for trajectory in (t for answer in answers for t in answer):
+            siblings[trajectory.lease_id].append(trajectory)
+        return [siblings[group.lease_id] for group in groups]
+
+    async def _read(self, shard: int, lease_ids: list[int]) -> list[Trajectory]:
+        batches = await self._bus.request_many(
+            self._bus.subject("rpc", "read", shard),
+            ReadRequest(lease_ids=tuple(lease_ids)),
+            TrajectoryBatch,
+            timeout_s=ANSWER_TIMEOUT_S,
+        )
+        return [trajectory for batch in batches for trajectory in batch.trajectories]

@@ -1,0 +1,85 @@
+"""One replay shard on the bus: takes trajectories off the stream, stores them, answers reads."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import structlog
+
+from bus.codec import Message
+from bus.connection import Bus
+from bus.consume import Inbox, consume_batches
+from bus.errors import BusError, StorageError
+from bus.messages import Done, ReadRequest, StoredGroups, StoredRequest, Trajectory, TrajectoryBatch
+from storage.replay import ReplayStore
+
+log = structlog.get_logger()
+ANSWER_BYTES = 1 << 20
+"""Trajectories of a read are packed into answers of about this size."""
+ANSWER_LEASES = 65536
+
+
+class Shard:
+    """The single writer of one store, between the bus and the disk."""
+
+    def __init__(self, bus: Bus, store: ReplayStore, number: int, *, linger_s: float) -> None:
+        self.store = store
+        self._bus = bus
+        self._number = number
+        self._linger_s = linger_s
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Store what arrives and answer reads until `stop`."""
+        serving = [
+            await self._bus.serve(self._bus.subject("rpc", "read", self._number), ReadRequest, self._on_read),
+            await self._bus.serve(
+                self._bus.subject("rpc", "stored", self._number), StoredRequest, self._on_stored
+            ),
+        ]
+        inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}")
+        await consume_batches(
+            inbox, self._bus, TrajectoryBatch, self._append, stop=stop, limit=64, linger_s=self._linger_s
+        )
+        for subscription in serving:
+            await subscription.unsubscribe()
+
+    async def _append(self, batches: list[TrajectoryBatch]) -> None:
+        """The segment is durable when this returns; only then are the messages acked."""
+        before = len(self.store.completed)
+        completed = await asyncio.to_thread(
+            self.store.append, [trajectory for batch in batches for trajectory in batch.trajectories]
+        )
+        if completed:
+            await self._bus.notify(self._bus.subject("notice", "stored"), self._news(before))
+
+    async def _on_stored(self, request: StoredRequest) -> list[Message]:
+        return [self._news(request.after)]
+
+    async def _on_read(self, request: ReadRequest) -> list[Message]:
+        try:
+            found = await asyncio.to_thread(self.store.read, request.lease_ids)
+        except StorageError as error:
+            raise BusError(str(error)) from error
+        return [*_packed(found), Done()]
+
+    def _news(self, after: int) -> StoredGroups:
+        completed = self.store.completed
+        return StoredGroups(
+            shard=self._number,
+            after=after,
+            lease_ids=tuple(completed[after : after + ANSWER_LEASES]),
+            total=len(completed),
+        )
+
+
+def _packed(trajectories: Sequence[Trajectory]) -> Iterator[TrajectoryBatch]:
+    """Batches of about `ANSWER_BYTES`, so that no answer exceeds what the bus carries."""
+    batch: list[Trajectory] = []
+    size = 0
+    for trajectory in trajectories:
+        batch.append(trajectory)
+        size += 16 * len(trajectory.token_ids) + 512
+        if size >= ANSWER_BYTES:
+            yield TrajectoryBatch(trajectories=tuple(batch))
+            batch, size = [], 0
+    if batch:
+        yield TrajectoryBatch(trajectories=tuple(batch))

@@ -1,0 +1,106 @@
+import pytest
+
+from bus.errors import StorageError
+from storage import checkpoints
+from storage.files import write_file
+
+
+def save(root, step):
+    temporary = checkpoints.temporary(root, step)
+    (temporary / "rank_0").mkdir()
+    (temporary / "rank_0" / "weights").write_text(f"step {step}")
+    checkpoints.publish(temporary, checkpoints.directory(root, step))
+
+
+def test_published_checkpoints_are_listed_in_order_with_the_latest(tmp_path):
+    for step in (12, 3, 100_000_000):
+        save(tmp_path, step)
+    assert checkpoints.steps(tmp_path) == [3, 12, 100_000_000]
+    assert checkpoints.latest(tmp_path) == tmp_path / "step_100000000"
+    assert (tmp_path / "step_00000012" / "rank_0" / "weights").read_text() == "step 12"
+
+
+def test_a_missing_root_holds_no_checkpoint(tmp_path):
+    assert checkpoints.steps(tmp_path / "none") == []
+    assert checkpoints.latest(tmp_path / "none") is None
+
+
+def test_unfinished_and_foreign_directories_are_no_checkpoints(tmp_path):
+    save(tmp_path, 1)
+    temporary = checkpoints.temporary(tmp_path, 2)
+    assert checkpoints.temporary(tmp_path, 2) == temporary  # another rank asks
+    (temporary / "half").write_text("of it")
+    (tmp_path / "step_final").mkdir()
+    (tmp_path / "step_00000009").write_text("a file")
+    assert checkpoints.steps(tmp_path) == [1]
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path):
+    save(tmp_path, 1)
+    (checkpoints.temporary(tmp_path, 2) / "half").write_text("of it")
+    checkpoints.remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    checkpoints.remove_leftovers(tmp_path / "none")
+
+
+def test_pruning_keeps_the_latest(tmp_path):
+    for step in range(5):
+        save(tmp_path, step)
+    assert checkpoints.prune(tmp_path, keep=2) == [0, 1, 2]
+    assert checkpoints.steps(tmp_path) == [3, 4]
+    assert checkpoints.prune(tmp_path, keep=2) == []
+    with pytest.raises(ValueError, match="keep at least 1"):
+        checkpoints.prune(tmp_path, keep=0)
+
+
+def test_a_crash_while_pruning_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("storage.files.shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.prune(tmp_path, keep=1)
+    assert checkpoints.steps(tmp_path) == [2]
+    checkpoints.remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+
+
+def test_publishing_over_a_checkpoint_is_refused(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(StorageError, match="step_00000001 exists already"):
+        save(tmp_path, 1)
+    assert (tmp_path / "step_00000001" / "rank_0" / "weights").read_text() == "step 1"
+
+
+def test_a_disk_that_refuses_publishes_nothing(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("storage.files.os.fsync", full)
+        temporary = tmp_path / "prepared"
+        temporary.mkdir()
+        with pytest.raises(StorageError, match=r"cannot write .*step_00000001: .*No space left"):
+            checkpoints.publish(temporary, checkpoints.directory(tmp_path, 1))
+    assert checkpoints.steps(tmp_path) == []
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write_file(path, b"old")
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("storage.files.os.fsync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_file(path, b"new")
+    assert path.read_bytes() == b"old"
+    write_file(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]

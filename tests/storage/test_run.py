@@ -1,0 +1,60 @@
+import json
+import platform
+import sys
+
+import pytest
+
+from bus.errors import ConfigError
+from storage.run import RunDirectory, write_json
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "a b", "a/b", "..", "a*", ">", "é", "x" * 65, "a\n"])
+def test_a_name_that_cannot_be_a_subject_token_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="use 1 to 64 of A-Z, a-z, 0-9, _ and -"):
+        RunDirectory(tmp_path, name)
+
+
+def test_looking_for_a_run_creates_nothing(tmp_path):
+    run = RunDirectory(tmp_path / "runs", "sort-1")
+    assert not run.exists
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_path_is_ready_to_be_written(tmp_path):
+    run = RunDirectory(tmp_path / "runs", "sort-1")
+    root = tmp_path / "runs" / "sort-1"
+    files = {"config.json": run.config, "metrics.jsonl": run.metrics, "summary.json": run.summary}
+    files |= {"curves.png": run.curves, "ledger.sqlite": run.ledger, "provenance.json": run.provenance}
+    for name, path in files.items():
+        assert path == root / name
+        path.write_bytes(b"{}")
+    folders = {"checkpoints": run.checkpoints, "export": run.export, "data": run.data, "logs": run.logs}
+    folders |= {"bus": run.bus, "replay/shard_00": run.replay(0), "replay/shard_11": run.replay(11)}
+    for name, path in folders.items():
+        assert path == root / name
+        assert path.is_dir()
+    assert run.exists
+
+
+def test_json_is_replaced_whole(tmp_path):
+    run = RunDirectory(tmp_path, "a")
+    run.write_json(run.summary, {"accuracy": 0.9})
+    write_json(run.summary, {"accuracy": 1.0})
+    assert json.loads(run.summary.read_text()) == {"accuracy": 1.0}
+    assert [path.name for path in run.path.iterdir()] == ["summary.json"]
+
+
+def test_provenance_keeps_every_start_and_no_password(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        sys, "argv", ["launch", "actors", "--bus.url=nats://me:secret@host:4222,nats://you:pw@b"]
+    )
+    run = RunDirectory(tmp_path, "a")
+    run.write_provenance()
+    run.write_provenance()
+    starts = json.loads(run.provenance.read_text())
+    assert len(starts) == 2
+    assert starts[0]["argv"] == ["launch", "actors", "--bus.url=nats://***@host:4222,nats://***@b"]
+    assert starts[0]["python"] == platform.python_version()
+    assert starts[0]["host"] == platform.node()
+    assert starts[0]["packages"]["zarr"].startswith("3.")
+    assert {"started", "platform", "git_commit"} <= starts[0].keys()
