@@ -1,0 +1,101 @@
+"""What every inference engine offers the rollouts, in process or over HTTP."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, Self
+
+import numpy as np
+
+from actors.config import SamplingConfig
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request's tokens are drawn."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token (evaluation) and reports log-probs at 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    max_new_tokens: int = 512
+    stop_token_ids: tuple[int, ...] = ()
+    """Any of these ends the generation and is its last token."""
+
+    @classmethod
+    def from_config(cls, config: SamplingConfig, stop_token_ids: Iterable[int]) -> Self:
+        """Sample as configured; `replace(sampling, temperature=0)` is its greedy twin."""
+        return cls(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            max_new_tokens=config.max_new_tokens,
+            stop_token_ids=tuple(stop_token_ids),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt to continue."""
+
+    request_id: str
+    """Unique among the requests in flight."""
+    token_ids: Sequence[int]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """The N tokens sampled for a request, each with what the engine knew when it drew it."""
+
+    token_ids: np.ndarray
+    """int32 [N]"""
+    logprobs: np.ndarray
+    """float32 [N], nats, of the whole temperature-scaled distribution: log_softmax(logits / T)."""
+    policy_versions: np.ndarray
+    """int32 [N], the weights that drew each token."""
+    finish_reason: FinishReason
+
+
+class Engine(Protocol):
+    """A model that continues token sequences and takes new weights while it does."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in use, -1 before the first."""
+
+    @property
+    def running(self) -> int:
+        """Requests being decoded."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests accepted but not yet decoded."""
+
+    @property
+    def tokens_generated(self) -> int:
+        """Tokens sampled since the start."""
+
+    async def start(self) -> None:
+        """Make ready; called once, in the event loop that makes all further calls."""
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Continue `request`; waits for the first weights. Cancelling the caller aborts the request.
+
+        Raises EngineError when the request cannot be served or the engine failed."""
+
+    async def load_weights(self, state: Mapping[str, "torch.Tensor"], policy_version: int) -> float:
+        """Pause, take the tensors (HF names; the first time all of them), go on with what is in flight.
+
+        Tokens drawn afterwards carry `policy_version`. Returns the seconds generation stood still."""
+
+    async def abort(self, request_id: str) -> None:
+        """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
+
+    async def close(self) -> None:
+        """Stop and release; requests in flight raise EngineError."""

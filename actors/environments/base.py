@@ -1,0 +1,88 @@
+"""What a rollout starts from and what it leaves behind."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import numpy as np
+
+from actors.engines.base import FinishReason
+from bus.errors import SchemaError
+
+if TYPE_CHECKING:
+    from actors.policy import Policy
+
+JSON: TypeAlias = bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"] | None
+ChatMessage: TypeAlias = Mapping[str, JSON]
+"""One message of a chat as templates take it: at least `role` and `content`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A prompt to roll out."""
+
+    task_id: str
+    prompt: str | Sequence[JSON]
+    """Text (one user message), or chat messages."""
+    label: str | None = None
+    """What the reward compares with."""
+    metadata: Mapping[str, JSON] = field(default_factory=dict)
+
+    @property
+    def messages(self) -> Sequence[ChatMessage]:
+        """The prompt as a chat; raises SchemaError if it is none."""
+        if isinstance(self.prompt, str):
+            return ({"role": "user", "content": self.prompt},)
+        messages = [message for message in self.prompt if isinstance(message, Mapping) and "role" in message]
+        if not messages or len(messages) < len(self.prompt):
+            raise SchemaError(
+                f"task {self.task_id}: a prompt is text or messages with a role, not {self.prompt!r}"
+            )
+        return messages
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The tokens [start, stop) that one completion added to a trajectory."""
+
+    start: int
+    stop: int
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AgentTrajectory:
+    """One agent's part of an episode as a flat sequence of L tokens."""
+
+    token_ids: np.ndarray
+    """int32 [L]"""
+    loss_mask: np.ndarray
+    """bool [L], True on sampled tokens."""
+    behaviour_logprobs: np.ndarray
+    """float32 [L], nats, under the weights that sampled the token; 0 outside `loss_mask`."""
+    policy_versions: np.ndarray
+    """int32 [L], the weights behind each token; -1 outside `loss_mask`."""
+    agent: str = "solver"
+    reward: float
+    finish_reason: FinishReason
+    """Of the last turn."""
+    turns: tuple[Turn, ...] = ()
+    """Its completions, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """All that one rollout of a task produced."""
+
+    trajectories: tuple[AgentTrajectory, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to log, by `area/name_unit`."""
+
+
+class Environment(Protocol):
+    """Lets a policy act on a task. One instance serves many rollouts at once."""
+
+    async def run(self, task: Task, policy: "Policy") -> Episode:
+        """Roll `task` out once, recording on `policy.fresh(task.task_id)`: `policy` serves many rollouts.
+
+        Raises SluiceError (EngineError, RewardError, ...) for a rollout that failed."""

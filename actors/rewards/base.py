@@ -1,0 +1,34 @@
+"""What a reward function is given and how it fails."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from actors.engines.base import FinishReason
+from actors.environments.base import JSON, ChatMessage
+from bus.errors import SluiceError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A finished answer, ready to be scored."""
+
+    task_id: str
+    messages: Sequence[ChatMessage]
+    """The prompt as a chat."""
+    text: str
+    """What the policy said, without special tokens."""
+    finish_reason: FinishReason
+    label: str | None = None
+    """The task's expected answer."""
+    metadata: Mapping[str, JSON] = field(default_factory=dict)
+    """The task's own fields."""
+    token_count: int = 0
+    """Tokens sampled, special ones included."""
+
+
+Reward = Callable[[Answer], float | Awaitable[float]]
+"""Any function from an answer to a finite number. A plain one runs in a thread, unless it is built in."""
+
+
+class RewardError(SluiceError):
+    """A reward function failed or returned no finite number: this rollout has no reward."""

@@ -1,0 +1,50 @@
+"""Rewards that compare the text with the task's label: 1.0 or 0.0."""
+
+import re
+from decimal import Decimal, InvalidOperation
+
+from actors.rewards.base import Answer, RewardError
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+
+
+def exact(answer: Answer) -> float:
+    """Score 1 for the label and nothing else, ended by the policy itself."""
+    return float(answer.finish_reason == "stop" and answer.text.strip() == _label(answer).strip())
+
+
+def last_number(answer: Answer) -> float:
+    """Score 1 when the last number in the text equals the label as a number: 1,200.50 is 1200.5."""
+    numbers = NUMBER.findall(answer.text)
+    return float(bool(numbers) and _number(numbers[-1]) == _label_number(answer))
+
+
+def final_answer(answer: Answer) -> float:
+    """Score 1 when the text after the last `=` is the label's, ended by the policy itself."""
+    found, wanted = (text.rpartition("=")[2].strip() for text in (answer.text, _label(answer)))
+    return float(answer.finish_reason == "stop" and found == wanted)
+
+
+def contains(answer: Answer) -> float:
+    """Score 1 when the label occurs in the text."""
+    return float(_label(answer) in answer.text)
+
+
+def _label(answer: Answer) -> str:
+    if answer.label is None:
+        raise RewardError(
+            f"task {answer.task_id} has no label to compare with: give it one, or another reward"
+        )
+    return answer.label
+
+
+def _label_number(answer: Answer) -> Decimal:
+    label = _label(answer)
+    try:
+        return _number(label)
+    except InvalidOperation as error:
+        raise RewardError(f"task {answer.task_id}: the label {label!r} is not a number") from error
+
+
+def _number(text: str) -> Decimal:
+    return Decimal(text.strip().replace(",", ""))

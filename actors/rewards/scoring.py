@@ -1,0 +1,120 @@
+"""Calling a reward so that it can neither block the event loop, hang a rollout, nor return nonsense."""
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from numbers import Real
+from typing import cast
+
+from actors.rewards.base import Answer, Reward, RewardError
+from actors.rewards.registry import REWARDS, load_reward
+
+Outcome = object
+"""What a reward returned, or the exception it raised."""
+
+
+class Scorer:
+    """Scores answers with one reward.
+
+    Built-in rewards run inline, async ones as they are, and the user's plain functions in a daemon
+    thread, all answers that arrive together in one go. The timeout is for a single call; a thread that
+    is stuck in one is left behind, and a new one takes the answers after it."""
+
+    def __init__(self, name: str, *, timeout_s: float, reward: Reward | None = None) -> None:
+        self._name = name
+        self._timeout_s = timeout_s
+        self._reward = reward or load_reward(name)
+        self._inline = name in REWARDS and reward is None
+        self._async = _is_async(self._reward)
+        self._pending: list[tuple[Answer, asyncio.Future[Outcome]]] = []
+        self._drain: asyncio.Task[None] | None = None
+
+    async def score(self, answer: Answer) -> float:
+        """Return the finite reward of an answer; raises RewardError."""
+        if self._inline:
+            outcome = _call(self._reward, answer)
+        elif self._async:
+            outcome = await self._await(answer)
+        else:
+            outcome = await self._in_thread(answer)
+        return self._checked(outcome, answer)
+
+    async def _await(self, answer: Answer) -> Outcome:
+        reward = cast(Callable[[Answer], Awaitable[float]], self._reward)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await reward(answer)
+        except TimeoutError as error:
+            return error
+        except Exception as error:  # noqa: BLE001  # a user's reward may raise anything
+            return error
+
+    async def _in_thread(self, answer: Answer) -> Outcome:
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._pending.append((answer, future))
+        if self._drain is None or self._drain.done():
+            self._drain = asyncio.create_task(self._drain_pending(), name=f"reward {self._name}")
+        return await future
+
+    async def _drain_pending(self) -> None:
+        while self._pending:
+            batch, self._pending = self._pending, []
+            outcomes = await _run_in_thread(self._reward, [answer for answer, _ in batch], self._timeout_s)
+            for (_, future), outcome in zip(batch, outcomes, strict=False):
+                if not future.done():
+                    future.set_result(outcome)
+            self._pending = batch[len(outcomes) :] + self._pending  # the rest, after one that hung
+
+    def _checked(self, outcome: Outcome, answer: Answer) -> float:
+        where = f"reward {self._name} on task {answer.task_id}"
+        if isinstance(outcome, RewardError):
+            raise outcome
+        if isinstance(outcome, TimeoutError):
+            raise RewardError(f"{where}: no result within {self._timeout_s} s") from outcome
+        if isinstance(outcome, Exception):
+            raise RewardError(f"{where} raised {outcome!r}") from outcome
+        if not isinstance(outcome, Real) or not math.isfinite(outcome):
+            raise RewardError(f"{where} returned {outcome!r}: a reward is a finite number")
+        return float(outcome)
+
+
+async def _run_in_thread(reward: Reward, answers: Sequence[Answer], timeout_s: float) -> list[Outcome]:
+    """Score answers in order in a new daemon thread.
+
+    Returns their outcomes; if one call takes longer than `timeout_s`, up to it, with TimeoutError last."""
+    loop, ended, outcomes = asyncio.get_running_loop(), asyncio.Event(), list[Outcome]()
+    abandoned = threading.Event()
+
+    def work() -> None:
+        for answer in answers:
+            outcomes.append(_call(reward, answer))
+            if abandoned.is_set():
+                return
+        loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    while True:
+        before = len(outcomes)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await ended.wait()
+        except TimeoutError as error:
+            if len(outcomes) == before:  # the same call as one timeout ago
+                abandoned.set()
+                return [*outcomes[:before], error]
+        else:
+            return outcomes
+
+
+def _call(reward: Reward, answer: Answer) -> Outcome:
+    try:
+        return reward(answer)
+    except Exception as error:  # noqa: BLE001  # a user's reward may raise anything
+        return error
+
+
+def _is_async(function: object) -> bool:
+    called = getattr(function, "__call__", None)  # noqa: B004  # an object may be called asynchronously
+    return any(inspect.iscoroutinefunction(f) for f in (function, called, getattr(function, "func", None)))

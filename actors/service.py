@@ -1,0 +1,183 @@
+"""`launch actors`: an engine, the rollout workers and the evaluator of one host, in one process."""
+
+import asyncio
+import os
+import platform
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import structlog
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from actors.config import ActorsConfig, SamplingConfig
+from actors.engines.base import Engine, Sampling
+from actors.engines.embedded import EmbeddedEngine
+from actors.environments.single_turn import SingleTurn
+from actors.evaluation import Evaluator
+from actors.filters import load_filter
+from actors.policy import Policy
+from actors.weights import PolicyFollower, fetch_model_files
+from actors.worker import Worker
+from bus.codec import Json
+from bus.connection import RETRY_S, Bus
+from bus.errors import ConfigError
+from bus.messages import PolicyManifest
+from bus.status import report_status
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class ActorSettings:
+    """What one actor process needs to know."""
+
+    actors: ActorsConfig
+    sampling: SamplingConfig
+    shards: int
+
+
+async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> None:
+    """Roll out until `stop`, or until the learner says that it is done."""
+    environment = SingleTurn.from_config(settings.actors.environment)
+    keep = load_filter(settings.actors.group_filter)
+    manifest = await _first_policy(bus, settings.actors.patience_s, stop)
+    if manifest is None:
+        return
+    with tempfile.TemporaryDirectory(prefix="sluice-model-") as directory:
+        model = await fetch_model_files(bus, manifest.model, Path(directory))
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        build_engine = partial(EmbeddedEngine.from_directory, model, settings.actors.engine)
+        ends = stop_tokens(model, tokenizer)
+        sampled, greedy = _sampling(settings.sampling, ends)
+        engine = build_engine()
+        await engine.start()
+        try:
+            follower = PolicyFollower(bus, engine)
+            worker = Worker(
+                bus,
+                Policy(engine, tokenizer, sampled),
+                environment,
+                follower=follower,
+                keep=keep,
+                shards=settings.shards,
+                name=actor_name(),
+            )
+            evaluator = Evaluator(bus, build_engine, tokenizer, environment, sampled=sampled, greedy=greedy)
+            actor = _Actor(bus, engine, follower, worker, evaluator)
+            await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
+        finally:
+            await engine.close()
+
+
+class _Actor:
+    """The parts of an actor process, run together, and what they show."""
+
+    def __init__(
+        self, bus: Bus, engine: Engine, follower: PolicyFollower, worker: Worker, evaluator: Evaluator
+    ) -> None:
+        self._bus = bus
+        self._engine = engine
+        self._follower = follower
+        self._worker = worker
+        self._evaluator = evaluator
+        self._seen = (time.monotonic(), 0)
+
+    async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
+        finished = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follower.run(finished))
+            tasks.create_task(
+                report_status(self._bus, source=actor_name(), role="actor", look=self._look, stop=finished)
+            )
+            tasks.create_task(self._stop_when_done(stop))
+            try:
+                async with asyncio.TaskGroup() as work:
+                    work.create_task(self._worker.run(stop, groups_at_once=groups_at_once))
+                    work.create_task(self._evaluator.run(stop))
+            finally:
+                finished.set()
+
+    async def _stop_when_done(self, stop: asyncio.Event) -> None:
+        """A run that was done before this process came may be going on soon; one that gets done is over."""
+        trained = False
+        while not stop.is_set():
+            trained = trained or self._follower.stage in ("warmup", "rl")
+            if trained and self._follower.stage == "done":
+                log.info("run_is_done")
+                stop.set()
+            try:
+                async with asyncio.timeout(RETRY_S):
+                    await stop.wait()
+            except TimeoutError:
+                continue
+
+    def _look(self) -> tuple[str, dict[str, Json]]:
+        engine = self._engine
+        before, tokens = self._seen
+        now = time.monotonic()
+        rate = (engine.tokens_generated - tokens) / max(now - before, 1e-9)
+        if now - before > 1.0:
+            self._seen = (now, engine.tokens_generated)
+        doing = "generating" if engine.running else "waiting for leases"
+        if not engine.running and self._follower.stage == "warmup":
+            doing = "waiting for the warm-up to end"
+        if self._evaluator.doing:
+            doing = f"{doing}, {self._evaluator.doing}"
+        return doing, {
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "tokens_generated": engine.tokens_generated,
+            "generated_tokens_per_s": rate,
+            "policy_version": engine.policy_version,
+            "pause_s": self._follower.pause_s,
+            **self._worker.counts,
+        }
+
+
+def actor_name() -> str:
+    """This process among the run's actors."""
+    return f"actor-{platform.node()}-{os.getpid()}"
+
+
+def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends an answer, by the model's config and by the tokenizer."""
+    configured = AutoConfig.from_pretrained(model).eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    found = {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
+    if not found:
+        raise ConfigError("neither the model's config.json nor its tokenizer names an end token (eos_token)")
+    return tuple(sorted(found))
+
+
+def _sampling(config: SamplingConfig, ends: tuple[int, ...]) -> tuple[Sampling, Sampling]:
+    """As in training, and greedy."""
+    sampled = Sampling(
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        max_new_tokens=config.max_new_tokens,
+        stop_token_ids=ends,
+    )
+    return sampled, replace(sampled, temperature=0.0, top_p=1.0, top_k=0)
+
+
+async def _first_policy(bus: Bus, patience_s: float, stop: asyncio.Event) -> PolicyManifest | None:
+    """The first policy manifest, or None on `stop`. Raises `ConfigError` after `patience_s`."""
+    finished = asyncio.Event()
+    waiting = "waiting for the learner's first policy version"
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(
+            report_status(bus, source=actor_name(), role="actor", look=lambda: (waiting, {}), stop=finished)
+        )
+        try:
+            for _ in range(int(patience_s / RETRY_S)):
+                found = await bus.get("policy", PolicyManifest)
+                if found is not None or stop.is_set():
+                    return found[0] if found else None
+                await asyncio.sleep(RETRY_S)
+        finally:
+            finished.set()
+    raise ConfigError(f"waited {patience_s:g} s for a policy: is `launch learner` running for this run?")

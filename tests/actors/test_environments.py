@@ -1,0 +1,96 @@
+"""Single-turn rollouts, end to end on a scripted engine and on a real one."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from actors.config import SingleTurnConfig
+from actors.engines.base import Engine, Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.environments.base import Environment, Task
+from actors.environments.single_turn import SingleTurn
+from actors.policy import Policy
+from actors.rewards.base import RewardError
+from bus.errors import ConfigError, EngineError, SchemaError
+
+
+def policy_saying(tokenizer, text, *, max_new_tokens=64):
+    return Policy(
+        ScriptedEngine(lambda _: tokenizer.encode(text)), tokenizer, Sampling(max_new_tokens=max_new_tokens)
+    )
+
+
+async def test_an_episode_holds_the_answer_and_its_reward(tokenizer):
+    environment: Environment = SingleTurn.from_config(SingleTurnConfig())
+    policy = policy_saying(tokenizer, "42<|end|>")
+    episodes = [
+        await environment.run(Task(task_id="t", prompt="40+2=", label=label), policy)
+        for label in ("42", "43")
+    ]
+    assert [episode.trajectories[0].reward for episode in episodes] == [1.0, 0.0]
+    assert [len(episode.trajectories) for episode in episodes] == [1, 1]
+    assert episodes[0].metrics == {
+        "rollout/reward": 1.0,
+        "rollout/completion_tokens": 3.0,
+        "rollout/truncated": 0.0,
+    }
+
+
+async def test_a_cut_answer_counts_as_truncated(tokenizer):
+    environment = SingleTurn.from_config(SingleTurnConfig())
+    policy = policy_saying(tokenizer, "42<|end|>", max_new_tokens=2)
+    episode = await environment.run(Task(task_id="t", prompt="40+2=", label="42"), policy)
+    assert (episode.metrics["rollout/truncated"], episode.trajectories[0].reward) == (1.0, 0.0)
+
+
+async def test_chat_prompts_are_taken_as_they_are(tokenizer):
+    environment = SingleTurn.from_config(SingleTurnConfig())
+    prompt = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    policy = policy_saying(tokenizer, "d<|end|>")
+    episode = await environment.run(Task(task_id="t", prompt=prompt, label="d"), policy)
+    text = tokenizer.decode(episode.trajectories[0].token_ids)
+    assert text == "<|user|>a<|assistant|>b<|end|><|user|>c<|assistant|>d<|end|>"
+
+
+@pytest.mark.parametrize("prompt", [[], ["text"], [{"content": "no role"}]])
+async def test_a_prompt_that_is_no_chat_is_refused(tokenizer, prompt):
+    environment = SingleTurn.from_config(SingleTurnConfig())
+    with pytest.raises(SchemaError, match="task t: a prompt is text or messages with a role"):
+        await environment.run(Task(task_id="t", prompt=prompt), policy_saying(tokenizer, "a"))
+
+
+async def test_failures_are_raised_for_the_rollout_alone(tokenizer):
+    environment = SingleTurn.from_config(SingleTurnConfig())
+    policy = policy_saying(tokenizer, "42<|end|>")
+    with pytest.raises(RewardError, match="task unlabelled has no label"):
+        await environment.run(Task(task_id="unlabelled", prompt="a"), policy)
+    engine = ScriptedEngine(lambda _: [1])
+    engine.fail("gone")
+    with pytest.raises(EngineError, match="gone"):
+        await environment.run(Task(task_id="t", prompt="a"), Policy(engine, tokenizer, Sampling()))
+
+
+def test_an_unknown_reward_is_a_config_error():
+    with pytest.raises(ConfigError, match="did you mean 'exact'"):
+        SingleTurn.from_config(SingleTurnConfig(reward="exakt"))
+
+
+async def test_a_group_on_the_embedded_engine(serve, tokenizer):
+    environment = SingleTurn.from_config(SingleTurnConfig(reward="contains"))
+    async with serve(policy_version=6) as served:
+        engine: Engine = served
+        policy = Policy(engine, tokenizer, Sampling(max_new_tokens=8, stop_token_ids=(1,)))
+        # the tiny model's vocabulary is smaller than the tokenizer's
+        tasks = [Task(task_id=f"g.{n}", prompt="123", label="7") for n in range(6)]
+        episodes = await asyncio.gather(*(environment.run(task, policy) for task in tasks))
+    assert len({tuple(episode.trajectories[0].token_ids) for episode in episodes}) > 1
+    for episode in episodes:
+        [trajectory] = episode.trajectories
+        assert trajectory.loss_mask.tolist()[:5] == [False] * 5
+        assert set(trajectory.policy_versions[trajectory.loss_mask].tolist()) == {6}
+        assert np.isfinite(trajectory.behaviour_logprobs).all()

@@ -1,0 +1,156 @@
+"""Built-in rewards, rewards of the user's own, and how they fail."""
+
+import asyncio
+import threading
+
+import pytest
+
+from actors.rewards.base import Answer, RewardError
+from actors.rewards.registry import REWARDS, load_reward
+from actors.rewards.scoring import Scorer
+from bus.errors import ConfigError
+
+
+def answer(text="", label="42", *, finish_reason="stop", task_id="t"):
+    return Answer(task_id=task_id, messages=(), text=text, finish_reason=finish_reason, label=label)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "label", "finish_reason", "reward"),
+    [
+        ("exact", " 42 ", "42", "stop", 1.0),
+        ("exact", "42", "42", "length", 0.0),
+        ("exact", "so 42", "42", "stop", 0.0),
+        ("last_number", "1 and then 1,200.50.", "1200.5", "stop", 1.0),
+        ("last_number", "it is -7", "-7", "length", 1.0),
+        ("last_number", "42, no: 43", "42", "stop", 0.0),
+        ("last_number", "none", "42", "stop", 0.0),
+        ("final_answer", "92011 =042", "042", "stop", 1.0),
+        ("final_answer", "92011 =042", "31004 =042", "stop", 1.0),
+        ("final_answer", "92011 =042", "42", "stop", 0.0),
+        ("final_answer", "=042", "042", "length", 0.0),
+        ("contains", "it is 42!", "42", "length", 1.0),
+        ("contains", "it is 4 2", "42", "stop", 0.0),
+    ],
+)
+def test_builtin_rewards(name, text, label, finish_reason, reward):
+    assert REWARDS[name](answer(text, label, finish_reason=finish_reason)) == reward
+
+
+@pytest.mark.parametrize("name", sorted(REWARDS))
+async def test_a_missing_label_is_an_error_not_a_zero(name):
+    with pytest.raises(RewardError, match="task t has no label"):
+        await Scorer(name, timeout_s=1).score(answer("42", None))
+
+
+async def test_a_label_that_is_no_number_is_an_error():
+    with pytest.raises(RewardError, match="the label 'many' is not a number"):
+        await Scorer("last_number", timeout_s=1).score(answer("42", "many"))
+
+
+def test_an_unknown_name_names_the_nearest_and_all():
+    with pytest.raises(
+        ConfigError, match=r"no reward named 'last_numbr': did you mean 'last_number'\? .*contains"
+    ):
+        load_reward("last_numbr")
+
+
+@pytest.fixture
+def own_rewards(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "NUMBER = 3\ndef shortness(answer):\n    return 1 / len(answer.text)\n"
+    )
+    (tmp_path / "my_broken.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", __import__("sys").path.copy())
+
+
+@pytest.mark.usefixtures("own_rewards")
+async def test_a_reward_of_ones_own_is_imported_from_the_working_directory():
+    assert await Scorer("my_rewards:shortness", timeout_s=5).score(answer("1234")) == 0.25
+
+
+@pytest.mark.usefixtures("own_rewards")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("my_missing:reward", "importing 'my_missing' failed"),
+        ("my_broken:reward", "importing 'my_broken' failed: ZeroDivisionError"),
+        ("my_rewards:shortnes", "does not exist: did you mean 'shortness'"),
+        ("my_rewards:NUMBER", "is not callable"),
+        (":reward", "importing '' failed"),
+    ],
+)
+def test_rewards_that_cannot_be_loaded_are_config_errors(name, words):
+    with pytest.raises(ConfigError, match=words):
+        load_reward(name)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", True + 0j])
+async def test_a_reward_must_be_a_finite_number(value):
+    scorer = Scorer("mine", timeout_s=5, reward=lambda _: value)
+    with pytest.raises(RewardError, match="reward mine on task t returned"):
+        await scorer.score(answer())
+
+
+async def test_a_reward_that_raises_fails_its_own_rollout_only():
+    def picky(given):
+        if given.text == "bad":
+            raise KeyError("bad")
+        return 1
+
+    scorer = Scorer("picky", timeout_s=5, reward=picky)
+    outcomes = await asyncio.gather(
+        *(scorer.score(answer(text)) for text in ("good", "bad", "good")), return_exceptions=True
+    )
+    assert outcomes[0] == outcomes[2] == 1.0
+    assert isinstance(outcomes[1], RewardError)
+    assert str(outcomes[1]) == "reward picky on task t raised KeyError('bad')"
+
+
+async def test_plain_rewards_of_a_group_run_together_outside_the_event_loop():
+    threads = []
+
+    def reward(_):
+        threads.append(threading.current_thread())
+        return 1.0
+
+    scorer = Scorer("mine", timeout_s=5, reward=reward)
+    assert await asyncio.gather(*(scorer.score(answer()) for _ in range(8))) == [1.0] * 8
+    assert len(set(threads)) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+async def test_a_reward_that_hangs_fails_alone_and_the_next_go_on():
+    release = threading.Event()
+
+    def reward(given):
+        return 1.0 if given.text != "hang" else release.wait(60) and 0.0
+
+    scorer = Scorer("mine", timeout_s=0.05, reward=reward)
+    texts = ("a", "hang", "b", "c")
+    outcomes = await asyncio.gather(*(scorer.score(answer(text)) for text in texts), return_exceptions=True)
+    release.set()
+    assert [outcomes[0], *outcomes[2:]] == [1.0, 1.0, 1.0]
+    assert isinstance(outcomes[1], RewardError)
+    assert "no result within 0.05 s" in str(outcomes[1])
+
+
+async def test_async_rewards_are_awaited_and_time_out():
+    async def judge(given):
+        if given.text == "hang":
+            await asyncio.Event().wait()
+        return 0.5
+
+    scorer = Scorer("judge", timeout_s=0.05, reward=judge)
+    assert await scorer.score(answer("a")) == 0.5
+    with pytest.raises(RewardError, match="no result within"):
+        await scorer.score(answer("hang"))
+
+
+async def test_an_object_may_be_an_async_reward():
+    class Judge:
+        async def __call__(self, given):
+            return len(given.text)
+
+    assert await Scorer("judge", timeout_s=5, reward=Judge()).score(answer("abc")) == 3.0
