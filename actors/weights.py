@@ -14,6 +14,7 @@ from bus.codec import decode
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import BlobRef, ModelFiles, PolicyManifest
+from storage.model_files import unbundle
 
 log = structlog.get_logger()
 POLL_S = 1.0
@@ -30,9 +31,7 @@ async def fetch_state(bus: Bus, manifest: PolicyManifest) -> Mapping[str, torch.
 async def fetch_model_files(bus: Bus, ref: BlobRef, directory: Path) -> Path:
     """Write config, tokenizer and chat template of the run's model into `directory`, and return it."""
     files = decode(await get_blob(bus, ref), ModelFiles)
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, content in zip(files.names, files.contents, strict=True):
-        (directory / Path(name).name).write_bytes(content)
+    await asyncio.to_thread(unbundle, files, directory)
     return directory
 
 

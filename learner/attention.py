@@ -1,0 +1,183 @@
+"""Causal self-attention over packed sequences of different lengths, rotary embedding included.
+
+megatron-core's own path for packed sequences needs Transformer Engine, splits the rotary embedding into one
+call per sequence, and does not restart positions when `max_seqlen` happens to equal the number of tokens.
+Here everything that depends on the lengths is computed once per micro-batch, in a `PackedLayout` that
+travels in the place of megatron-core's `PackedSeqParams`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from learner.megatron import MegatronModule, PackedSeqParams, TransformerConfig
+
+LONGEST_TO_SHORTEST = 2
+"""Sequences attended to in one call differ in length by at most this factor, which bounds the padding."""
+
+
+class Bucket(NamedTuple):
+    """Sequences of similar length, attended to in one call."""
+
+    sequences: int
+    length: int
+    """Tokens of the longest; the others are padded on the right, where a causal mask hides the padding."""
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is untyped
+    """The lengths of the sequences in a pack, with what every layer needs to know about them."""
+
+    cos: Tensor | None = None
+    """[T, 1, d], cosine of the rotary angle of each token."""
+    sin: Tensor | None = None
+    """[T, 1, d], its sine, negated in the first half of d."""
+    buckets: tuple[Bucket, ...] = ()
+    """Sequences by length, longest first; empty where attention takes the lengths as they are."""
+    slots: Tensor | None = None
+    """int64 [T], where each token lies in the padded buckets laid end to end; `None` means just there."""
+
+
+def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Return the float32 [head_dim / 2] angles in radians per position (arXiv:2104.09864)."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+    return 1.0 / theta**exponent
+
+
+def pack_layout(
+    cu_seqlens: Tensor, lengths: Sequence[int], position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype
+) -> PackedLayout:
+    """Precompute what attention needs, once per micro-batch.
+
+    Args:
+        cu_seqlens: int32 [sequences + 1], where each sequence starts, and T.
+        lengths: the differences of `cu_seqlens`, on the host.
+        position_ids: [T], position of each token in its own sequence.
+        frequencies: [d / 2], from `rotary_frequencies`.
+        dtype: of the queries and keys.
+    """
+    angles = torch.outer(position_ids.float(), frequencies)[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    layout = PackedLayout(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        cos=torch.cat((cos, cos), dim=-1).to(dtype),
+        sin=torch.cat((-sin, sin), dim=-1).to(dtype),
+    )
+    if len(set(lengths)) == 1:
+        layout.buckets = (Bucket(len(lengths), lengths[0]),)
+    elif not _has_varlen_kernel(cu_seqlens.device, dtype):
+        layout.buckets, slots = bucket_by_length(lengths)
+        layout.slots = slots.to(cu_seqlens.device)
+    return layout
+
+
+def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+def bucket_by_length(lengths: Sequence[int]) -> tuple[tuple[Bucket, ...], Tensor]:
+    """Group sequences of similar length; return the groups and the int64 [T] padded slot of each token."""
+    by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    buckets: list[Bucket] = []
+    first_slot = [0] * len(lengths)
+    end = 0
+    while by_length:
+        longest = lengths[by_length[0]]
+        similar = [i for i in by_length if lengths[i] * LONGEST_TO_SHORTEST >= longest]
+        by_length = by_length[len(similar) :]
+        for row, sequence in enumerate(similar):
+            first_slot[sequence] = end + row * longest
+        buckets.append(Bucket(len(similar), longest))
+        end += len(similar) * longest
+    slots = torch.cat([torch.arange(slot, slot + n) for slot, n in zip(first_slot, lengths, strict=True)])
+    return tuple(buckets), slots
+
+
+class _Rotate(torch.autograd.Function):
+    """Turn [T, heads, d] by each token's angles, the halves of d paired as in Llama; keeps no input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate."""
+        ctx.save_for_backward(cos, sin)
+        return torch.addcmul(x * cos, _swap_halves(x), sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Rotate back: the inverse of a rotation is its transpose."""
+        cos, sin = ctx.saved_tensors
+        return torch.addcmul(grad * cos, _swap_halves(grad), sin, value=-1), None, None
+
+
+def _swap_halves(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((second, first), dim=-1)
+
+
+class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
+    """Core attention for megatron-core's `SelfAttention`; applies the rotary embedding itself."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedLayout,
+        **_: Any,
+    ) -> Tensor:
+        """Attend within each sequence: [T, heads, d] and twice [T, groups, d] to [T, heads, d]."""
+        layout = packed_seq_params
+        query, key = (_Rotate.apply(x, layout.cos, layout.sin) for x in (query, key))  # type: ignore[no-untyped-call]
+        if layout.buckets:
+            return self._bucketed(query, key, value, layout)
+        return self._varlen(query, key, value, layout)
+
+    def _bucketed(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
+        padded = (_pad(x, layout) for x in (query, key, value))
+        attended = [
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            for q, k, v in zip(*padded, strict=True)
+        ]
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in attended]
+        return flat[0] if layout.slots is None else torch.cat(flat).index_select(0, layout.slots)
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
+        queries_per_group = query.shape[1] // key.shape[1]
+        return varlen_attn(  # type: ignore[return-value]
+            query,
+            key.repeat_interleave(queries_per_group, dim=1),  # torch 2.11 has no enable_gqa here
+            value.repeat_interleave(queries_per_group, dim=1),
+            layout.cu_seqlens_q,
+            layout.cu_seqlens_kv,
+            layout.max_seqlen_q,
+            layout.max_seqlen_kv,
+            scale=self.scale,
+            window_size=(-1, 0),
+        )
+
+
+def _pad(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
+    """Lay [T, heads, d] out as one [sequences, heads, length, d] per bucket; padding is zero."""
+    sizes = [bucket.sequences * bucket.length for bucket in layout.buckets]
+    if layout.slots is not None:
+        packed = packed.new_zeros(sum(sizes), *packed.shape[1:]).index_copy(0, layout.slots, packed)
+    return [
+        part.view(*bucket, *part.shape[1:]).transpose(1, 2)
+        for part, bucket in zip(torch.split(packed, sizes), layout.buckets, strict=True)
+    ]

@@ -1,0 +1,139 @@
+"""Between Hugging Face's names and layouts of weights and megatron-core's: one table for both directions.
+
+A rule names one tensor of megatron-core and the Hugging Face tensors it is made of, and says how. Tensor
+parallelism belongs between the two: cut each Hugging Face part for the rank, then merge.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What merging and splitting need to know about a model."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    groups: int
+    head_dim: int
+    vocab: int
+    tied: bool
+
+    @classmethod
+    def of(cls, hf_config: PretrainedConfig) -> "Shape":
+        """Read the shape from a transformers configuration."""
+        heads = hf_config.num_attention_heads
+        return cls(
+            layers=hf_config.num_hidden_layers,
+            hidden=hf_config.hidden_size,
+            intermediate=hf_config.intermediate_size,
+            heads=heads,
+            groups=hf_config.num_key_value_heads or heads,
+            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+            vocab=hf_config.vocab_size,
+            tied=hf_config.tie_word_embeddings,
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How Hugging Face's parts become one tensor and back."""
+
+    merge: Callable[[Sequence[Tensor], Shape], Tensor]
+    split: Callable[[Tensor, Shape], Sequence[Tensor]]
+    part_shapes: Callable[[tuple[int, ...], Shape], Sequence[tuple[int, ...]]]
+    """Shapes of the parts, from the shape of the whole."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One tensor of megatron-core; `{}` in a name is the number of the layer."""
+
+    megatron: str
+    parts: tuple[str, ...]
+    layout: Layout
+
+
+def _merge_qkv(parts: Sequence[Tensor], shape: Shape) -> Tensor:
+    """Interleave by key-value group: its queries, its key, its value."""
+    grouped = [part.reshape(shape.groups, -1, *part.shape[1:]) for part in parts]
+    return torch.cat(grouped, dim=1).flatten(0, 1)
+
+
+def _split_qkv(whole: Tensor, shape: Shape) -> Sequence[Tensor]:
+    queries = shape.heads // shape.groups * shape.head_dim
+    grouped = whole.reshape(shape.groups, -1, *whole.shape[1:])
+    return [
+        part.flatten(0, 1) for part in torch.split(grouped, [queries, shape.head_dim, shape.head_dim], dim=1)
+    ]
+
+
+def _qkv_shapes(whole: tuple[int, ...], shape: Shape) -> Sequence[tuple[int, ...]]:
+    return [(n * shape.head_dim, *whole[1:]) for n in (shape.heads, shape.groups, shape.groups)]
+
+
+SAME = Layout(
+    merge=lambda parts, _: parts[0],
+    split=lambda whole, _: [whole],
+    part_shapes=lambda whole, _: [whole],
+)
+GATE_UP = Layout(
+    merge=lambda parts, _: torch.cat(list(parts)),
+    split=lambda whole, _: whole.chunk(2),
+    part_shapes=lambda whole, _: [(whole[0] // 2, *whole[1:])] * 2,
+)
+QKV = Layout(merge=_merge_qkv, split=_split_qkv, part_shapes=_qkv_shapes)
+
+EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), SAME)
+FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), SAME)
+OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), SAME)
+
+
+def layer_rule(megatron: str, parts: Sequence[str], layout: Layout = SAME) -> Rule:
+    """Make a rule for one tensor of every layer."""
+    return Rule(
+        f"decoder.layers.{{}}.{megatron}", tuple(f"model.layers.{{}}.{part}" for part in parts), layout
+    )
+
+
+SHARED_LAYER = (
+    layer_rule("input_layernorm.weight", ["input_layernorm.weight"]),
+    layer_rule(
+        "self_attention.linear_qkv.weight", [f"self_attn.{x}_proj.weight" for x in ("q", "k", "v")], QKV
+    ),
+    layer_rule("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"]),
+    layer_rule("pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"]),
+    layer_rule("mlp.linear_fc1.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], GATE_UP),
+    layer_rule("mlp.linear_fc2.weight", ["mlp.down_proj.weight"]),
+)
+"""What a layer of every family has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What sets one model family apart."""
+
+    layer_rules: tuple[Rule, ...]
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    def rules(self, shape: Shape) -> Iterator[Rule]:
+        """Yield the rules of a whole model, layers written out."""
+        yield EMBEDDING
+        for layer in range(shape.layers):
+            for rule in self.layer_rules:
+                parts = tuple(part.format(layer) for part in rule.parts)
+                yield Rule(rule.megatron.format(layer), parts, rule.layout)
+        yield FINAL_NORM
+        if not shape.tied:
+            yield OUTPUT
+
+
+State = Mapping[str, Tensor]
+"""Weights by their Hugging Face name."""

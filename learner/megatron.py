@@ -1,0 +1,72 @@
+"""The only place that imports megatron-core, which is untyped and wants adapting first."""
+
+import torch.distributed as dist
+
+from learner.cpu import adapt_megatron_to_cpu, megatron_import_warnings_silenced
+
+adapt_megatron_to_cpu()
+
+with megatron_import_warnings_silenced():
+    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist_strategy
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+        param_and_grad_buffer,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+if hasattr(dist, "reduce_scatter_single"):  # torch deprecates the names that megatron-core calls
+    param_and_grad_buffer.dist_reduce_scatter_func = dist.reduce_scatter_single
+    param_and_grad_buffer.dist_all_gather_func = dist.all_gather_single
+
+
+def _tensor_parallel_group(group: dist.ProcessGroup | None, **_: object) -> dist.ProcessGroup:
+    return group or parallel_state.get_tensor_model_parallel_group()
+
+
+# megatron-core's own layers pass None here, and then warn on every call that it is deprecated.
+tensor_parallel.layers.get_tensor_model_parallel_group_if_none = _tensor_parallel_group
+
+__all__ = [
+    "CheckpointingException",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "DistributedOptimizer",
+    "FileSystemWriterAsync",
+    "GPTModel",
+    "MegatronModule",
+    "MegatronOptimizer",
+    "MegatronOptimizerConfig",
+    "PackedSeqParams",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "clip_grad_by_total_norm_fp32",
+    "dist_checkpointing",
+    "filesystem_async",
+    "finalize_model_grads",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "get_num_layers_to_build",
+    "parallel_state",
+    "tensor_parallel",
+    "torch_dist_strategy",
+]

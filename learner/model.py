@@ -1,0 +1,202 @@
+"""The one adapter from a transformers configuration to megatron-core's GPT model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from bus.errors import ConfigError
+from learner.attention import PackedAttention, pack_layout, rotary_frequencies
+from learner.conversion.families import FAMILIES
+from learner.logprobs import label_logprobs
+from learner.megatron import (
+    GPTModel,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+    get_num_layers_to_build,
+    parallel_state,
+)
+from learner.norm import RMSNorm
+from learner.packing import MicroBatch
+from learner.parallel import device
+
+LOGITS_BYTES = 512 * 2**20
+"""Float32 logits alive at a time; more are recomputed in the backward pass."""
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
+    """A GPT model whose output is the log-probability of each trained token, not logits."""
+
+    def __init__(
+        self, config: TransformerConfig, layers: TransformerBlockSubmodules, hf_config: PretrainedConfig
+    ) -> None:
+        super().__init__(
+            config,
+            layers,
+            vocab_size=hf_config.vocab_size,
+            max_sequence_length=hf_config.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+            position_embedding_type="none",  # PackedAttention rotates
+        )
+        self.frequencies = rotary_frequencies(config.kv_channels, rope_theta(hf_config), device())
+
+    def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor] | Tensor:
+        """Return float32 [T] log-probabilities of the labels and their entropy, both 0 where not trained.
+
+        A pipeline stage before the last returns hidden states instead.
+        """
+        hidden = self._hidden(batch)
+        if not self.post_process:
+            return hidden
+        logprobs, entropy = label_logprobs(
+            hidden[:, 0].index_select(0, batch.trained),
+            self._logits,
+            batch.labels.index_select(0, batch.trained),
+            temperature=temperature,
+            group=self.pg_collection.tp,
+            chunk_size=max(1, LOGITS_BYTES // (4 * self.output_layer.output_size_per_partition)),
+        )
+        return _at(batch.trained, logprobs, len(batch.labels)), _at(batch.trained, entropy, len(batch.labels))
+
+    def logits(self, batch: MicroBatch) -> Tensor:
+        """Return the [T, V] logits of every position, for evaluation and tests."""
+        return self._logits(self._hidden(batch)[:, 0])
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        layout = pack_layout(
+            batch.cu_seqlens, batch.lengths, batch.position_ids, self.frequencies, self.config.params_dtype
+        )
+        embedded = self.embedding(batch.tokens[None], None) if self.pre_process else None
+        return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=layout)  # type: ignore[no-any-return]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        weight = (
+            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        )
+        logits, _ = self.output_layer(hidden[:, None], weight=weight)
+        return logits[:, 0]  # type: ignore[no-any-return]
+
+
+def build_model(hf_config: PretrainedConfig, *, dtype: torch.dtype) -> PolicyModel:
+    """Build this rank's part of the model, on its device, with weights not yet set.
+
+    Raises `ConfigError` with every hyperparameter of `hf_config` that cannot be represented.
+    """
+    problems = unsupported(hf_config) + _unsupported_parallelism()
+    if problems:
+        raise ConfigError("cannot train this model:\n" + "\n".join(f"- {problem}" for problem in problems))
+    config = _transformer_config(hf_config, dtype)
+    return PolicyModel(config, _block_spec(config), hf_config).to(device())  # type: ignore[no-any-return]
+
+
+def rope_theta(hf_config: PretrainedConfig) -> float:
+    """Return the base of the rotary embedding."""
+    return float(_rope(hf_config).get("rope_theta", 10000.0))
+
+
+def unsupported(hf_config: PretrainedConfig) -> list[str]:
+    """List, for people, every hyperparameter that the learner would get wrong."""
+    if hf_config.model_type not in FAMILIES:
+        return [f"model_type={hf_config.model_type!r} is unknown; known are {', '.join(sorted(FAMILIES))}"]
+    return [
+        f"{name}={_read(hf_config, name)!r}: {reason}"
+        for name, supported, reason in REQUIREMENTS
+        if not supported(_read(hf_config, name), hf_config)
+    ]
+
+
+REQUIREMENTS: list[tuple[str, Callable[[Any, PretrainedConfig], bool], str]] = [
+    ("hidden_act", lambda act, _: act == "silu", "only silu is supported"),
+    ("rope_type", lambda kind, _: kind == "default", "scaled rotary embeddings are not supported"),
+    ("partial_rotary_factor", lambda part, _: part in (None, 1.0), "the whole head must be rotated"),
+    (
+        "layer_types",
+        lambda kinds, _: set(kinds or ()) <= {"full_attention"},
+        "sliding windows are not supported",
+    ),
+    ("use_sliding_window", lambda used, _: not used, "sliding windows are not supported"),
+    ("attention_bias", lambda bias, _: not bias, "this bias is not supported"),
+    ("mlp_bias", lambda bias, _: not bias, "this bias is not supported"),
+    ("attention_dropout", lambda rate, _: not rate, "dropout is not supported: set it to 0"),
+    ("quantization_config", lambda quantized, _: quantized is None, "load the unquantized model"),
+    (
+        "num_key_value_heads",
+        lambda groups, c: c.num_attention_heads % (groups or c.num_attention_heads) == 0,
+        "must divide num_attention_heads",
+    ),
+]
+"""(name in the configuration, is this value supported, why not)"""
+
+
+def _read(hf_config: PretrainedConfig, name: str) -> Any:
+    if name == "rope_type":
+        return _rope(hf_config).get("rope_type", "default")
+    return getattr(hf_config, name, None)
+
+
+def _rope(hf_config: PretrainedConfig) -> dict[str, Any]:
+    return getattr(hf_config, "rope_parameters", None) or {}
+
+
+def _unsupported_parallelism() -> list[str]:
+    sizes = {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+    }
+    return [f"{name} parallel size {size}: only 1 is supported" for name, size in sizes.items() if size > 1]
+
+
+def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Megatron-core's own layers, but for attention over packed sequences and the norms."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layers = [layer] * get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _transformer_config(hf_config: PretrainedConfig, dtype: torch.dtype) -> TransformerConfig:
+    family = FAMILIES[hf_config.model_type]
+    heads = hf_config.num_attention_heads
+    return TransformerConfig(
+        num_layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        ffn_hidden_size=hf_config.intermediate_size,
+        num_attention_heads=heads,
+        num_query_groups=hf_config.num_key_value_heads or heads,
+        kv_channels=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf_config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        calculate_per_token_loss=True,
+        cuda_graph_scope=[],
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+    )
+
+
+def _at(positions: Tensor, values: Tensor, size: int) -> Tensor:
+    return values.new_zeros(size).index_copy(0, positions, values)

@@ -1,0 +1,104 @@
+"""megatron-core's distributed AdamW, with the faults of its torch fallback repaired.
+
+Without Transformer Engine and Apex, megatron-core 0.16.1 wraps `torch.optim.AdamW`, and then
+- its state dict asserts that every parameter has been stepped: `_prime` makes a fresh state look so;
+- loading raises KeyError 'step', which checkpoints hold once and not per parameter: `_keep_step_on_load`;
+- loading gives all parameters one shared `step` tensor, so that each update would count many times and the
+  trajectory silently departs from an uninterrupted run: `load_optimizer_state` separates them.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.config import OptimizerConfig
+from learner.megatron import (
+    DistributedDataParallel,
+    DistributedOptimizer,
+    MegatronOptimizer,
+    MegatronOptimizerConfig,
+    clip_grad_by_total_norm_fp32,
+    get_megatron_optimizer,
+)
+
+
+@torch.no_grad()  # its shards are views of the parameters that must stay leaves
+def build_optimizer(
+    config: OptimizerConfig, model: DistributedDataParallel, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """Build a distributed optimizer with fresh state over the parameters of `model`."""
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            clip_grad=config.clip_grad,
+            use_distributed_optimizer=True,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+        ),
+        [model],
+    )
+    for part in optimizer.chained_optimizers:
+        _keep_step_on_load(part)
+        _prime(part.optimizer)
+    return optimizer
+
+
+def configure_optimizer(optimizer: MegatronOptimizer, config: OptimizerConfig, lr: float) -> None:
+    """Set what the next update uses, whatever a loaded checkpoint brought along."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["betas"] = (config.beta1, config.beta2)
+        group["eps"] = config.eps
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        group["fused"] = True  # one kernel, on CPU too
+
+
+@torch.no_grad()
+def apply_gradients(
+    optimizer: MegatronOptimizer, clip_grad: float, *, loss_is_finite: bool
+) -> tuple[float, bool]:
+    """Clip and update, unless the loss or a gradient is not finite.
+
+    Returns the global gradient norm before clipping, and whether the parameters were updated.
+    """
+    optimizer.prepare_grads()
+    norm = optimizer.get_grad_norm()
+    if not loss_is_finite or not math.isfinite(norm):
+        return norm, False
+    if norm > clip_grad:
+        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), clip_grad, norm)
+    optimizer.step_with_ready_grads()
+    return norm, True
+
+
+@torch.no_grad()
+def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Load what `optimizer.sharded_state_dict` saved."""
+    optimizer.load_state_dict(state)
+    for part in optimizer.chained_optimizers:
+        for values in part.optimizer.state.values():
+            values["step"] = values["step"].clone()
+
+
+def _prime(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def _keep_step_on_load(optimizer: DistributedOptimizer) -> None:
+    assign = optimizer._set_main_param_and_optimizer_states
+
+    def assign_with_step(model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        current = optimizer._get_main_param_and_optimizer_states(model_param)
+        assign(model_param, {"step": current["step"], **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = assign_with_step

@@ -1,0 +1,79 @@
+"""`launch learner`: prepare the model or resume its checkpoint, then train."""
+
+import asyncio
+from pathlib import Path
+
+import structlog
+import torch
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from bus.connection import Bus
+from bus.errors import ConfigError
+from learner.checkpoint import latest_checkpoint, load_checkpoint, read_extra
+from learner.conversion.files import load_hf_directory
+from learner.parallel import init_world
+from learner.progress import Progress
+from learner.scratch import build_model_directory
+from learner.train import Learner, LearnerSettings, run_learner
+from learner.trainer import Trainer
+from learner.warmup import Demonstrations
+from storage.generators import load_demonstrations
+
+log = structlog.get_logger()
+
+
+async def run(
+    bus: Bus, settings: LearnerSettings, demonstrations: Path | None, stop: asyncio.Event
+) -> Progress:
+    """Train until the configured end or `stop`; returns how far it came."""
+    return await run_learner(bus, lambda incarnation: build(bus, settings, demonstrations, incarnation), stop)
+
+
+def build(bus: Bus, settings: LearnerSettings, demonstrations: Path | None, incarnation: str) -> Learner:
+    """Everything that torch needs before the first step; takes seconds, so it runs in a thread."""
+    torch.manual_seed(settings.seed)
+    if settings.model.path is None and not (settings.model_directory / "config.json").exists():
+        build_model_directory(settings.model_directory, settings.model.scratch, seed=settings.seed)
+    hf_config, state = load_hf_directory(settings.model_directory)
+    tokenizer = AutoTokenizer.from_pretrained(settings.model_directory)
+    refuse_misfit(hf_config, tokenizer, settings.model_directory)
+    rows = _demonstrations(settings, demonstrations, tokenizer, hf_config)
+    init_world()
+    latest = latest_checkpoint(settings.checkpoints)
+    progress = Progress.from_json(read_extra(latest)) if latest else Progress()
+    optimizer = settings.warmup.optimizer if progress.stage == "warmup" else settings.learner.optimizer
+    trainer = Trainer(hf_config, state, optimizer, dtype=getattr(torch, settings.model.dtype))
+    if latest is not None:
+        load_checkpoint(trainer, latest)
+        progress.stage = "rl" if progress.stage == "done" else progress.stage
+        log.info("resumed", checkpoint=str(latest), stage=progress.stage, step=progress.step)
+    return Learner(bus, settings, trainer, progress, demonstrations=rows, incarnation=incarnation)
+
+
+def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Raise `ConfigError` when the tokenizer is not this model's."""
+    if len(tokenizer) > hf_config.vocab_size:
+        raise ConfigError(
+            f"{directory}: the tokenizer has {len(tokenizer)} tokens, the model embeds "
+            f"{hf_config.vocab_size}: they do not belong together"
+        )
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"{directory}: the tokenizer has no chat template; prompts are rendered with it")
+
+
+def _demonstrations(
+    settings: LearnerSettings,
+    path: Path | None,
+    tokenizer: PreTrainedTokenizerBase,
+    hf_config: PretrainedConfig,
+) -> Demonstrations | None:
+    if settings.warmup.steps == 0:
+        return None
+    if path is None:
+        raise ConfigError("warmup.steps needs warmup.demonstrations, or data.task to generate some")
+    return Demonstrations(
+        load_demonstrations(path),
+        tokenizer,
+        context=hf_config.max_position_embeddings,
+        seed=settings.seed,
+    )

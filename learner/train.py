@@ -1,0 +1,439 @@
+"""The learner's loop, top to bottom: warm up, then take batches, step, publish, until done."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+import torch
+
+from bus.codec import Json, encode
+from bus.connection import Bus
+from bus.errors import ConfigError
+from bus.messages import BlobRef, EvaluationResult, EvaluationTask, Metrics, Trajectory
+from bus.publish import Publisher
+from bus.roles import guarded, hold_role
+from bus.status import report_status
+from learner.batches import StepBatch, make_step_batch
+from learner.checkpoint import save_checkpoint
+from learner.config import LearnerConfig, ModelConfig, SFTLoss, WarmupConfig
+from learner.conversion.files import save_hf_directory
+from learner.progress import Progress
+from learner.publish import WeightPublisher
+from learner.trainer import StepResult, Trainer
+from learner.warmup import Demonstrations
+from storage.config import EvaluationConfig
+from storage.reader import ReplayReader
+
+log = structlog.get_logger()
+T = TypeVar("T")
+FINAL_EVALUATION_TIMEOUT_S = 300.0
+FIRST_EVALUATION_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """What one learner process needs to know."""
+
+    model: ModelConfig
+    warmup: WarmupConfig
+    learner: LearnerConfig
+    evaluation: EvaluationConfig
+    temperature: float
+    """At which the actors sample; log-probs are taken at the same."""
+    seed: int
+    model_directory: Path
+    checkpoints: Path
+    export: Path
+
+
+class Learner:
+    """One incarnation of a run's learner."""
+
+    def __init__(
+        self, bus: Bus, settings: LearnerSettings, trainer: Trainer, progress: Progress, *,
+        demonstrations: Demonstrations | None, incarnation: str,
+    ) -> None:  # fmt: skip
+        self.progress = progress
+        self._bus = bus
+        self._settings = settings
+        self._trainer = trainer
+        self._demonstrations = demonstrations
+        self._incarnation = incarnation
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
+        self._reader = ReplayReader(bus, incarnation)
+        self._events = Publisher(bus)
+        self._weights = WeightPublisher(
+            bus,
+            incarnation=incarnation,
+            dtype=getattr(torch, settings.learner.publish_dtype),
+            keep_versions=settings.learner.keep_versions,
+        )
+        self._heldout: BlobRef | None = None
+        self._evaluated = asyncio.Condition()
+        self._publishing: asyncio.Task[None] | None = None
+        self._fetching: asyncio.Task[list[list[Trajectory]]] | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self._doing = "starting"
+        self._waiting_for = ""
+        self._tokens_per_s = 0.0
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Train until the configured end, or until `stop`; either way the state is saved."""
+        finished = asyncio.Event()
+        listening = await self._bus.listen(
+            self._bus.subject("events", "evaluation"), EvaluationResult, self._on_evaluation
+        )
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(
+                report_status(self._bus, source="learner", role="learner", look=self._look, stop=finished)
+            )
+            try:
+                if not await self._joined(stop):
+                    return
+                await self._warm_up(stop)
+                await self._reinforce(stop)
+                await self._conclude(stop)
+            finally:
+                finished.set()
+                if self._fetching is not None:
+                    self._fetching.cancel()
+        await listening.unsubscribe()
+
+    async def _joined(self, stop: asyncio.Event) -> bool:
+        """Join the run; False if `stop` came while storage or the bus let us wait."""
+        joining, stopping = asyncio.create_task(self._join()), asyncio.create_task(stop.wait())
+        await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not joining.done():
+            joining.cancel()
+            return False
+        await joining
+        return True
+
+    async def _join(self) -> None:
+        """Tell storage where training stands, and publish the weights it stands at."""
+        self._doing = "joining the run"
+        found = await self._bus.get("heldout", BlobRef)
+        self._heldout = found[0] if found else None
+        if self._settings.learner.target_accuracy and self._heldout is None:
+            raise ConfigError("learner.target_accuracy needs held-out prompts: set data.heldout or data.task")
+        await self._weights.retire_others()
+        await self._weights.publish_model_files(self._settings.model_directory)
+        await self._reader.resumed(self.progress.step)
+        await self._publish()
+        await self._published()
+        if self.progress.policy_version == 0:
+            await self._evaluate()
+
+    # --- warm-up ---
+
+    async def _warm_up(self, stop: asyncio.Event) -> None:
+        progress, warmup = self.progress, self._settings.warmup
+        if progress.stage != "warmup":
+            return
+        if self._demonstrations is not None:
+            await self._in_thread(lambda: torch.set_num_threads(warmup.threads))
+            while progress.warmup_step < warmup.steps and not stop.is_set():
+                started = time.monotonic()
+                self._doing = (
+                    f"warming up on demonstrations, step {progress.warmup_step + 1} of {warmup.steps}"
+                )
+                result = await self._in_thread(lambda: self._warm_up_step(progress.warmup_step))
+                progress.warmup_step += 1
+                progress.warmup_s += time.monotonic() - started
+                self._report("warmup", progress.warmup_step, _step_values(result))
+            if stop.is_set():
+                return
+            progress.policy_version += 1
+        await self._in_thread(lambda: torch.set_num_threads(self._settings.learner.threads))
+        progress.stage = "rl"
+        progress.trains_from = progress.policy_version
+        await self._in_thread(lambda: self._trainer.set_optimizer(self._settings.learner.optimizer))
+        await self._publish()
+        await self._published()
+        if progress.policy_version > 0:
+            await self._evaluate()
+        await self._checkpoint()
+
+    def _warm_up_step(self, step: int) -> StepResult:
+        if self._demonstrations is None:
+            raise RuntimeError("no demonstrations to warm up on")
+        batches = self._demonstrations.step(step, self._settings.warmup, self._settings.learner.batch)
+        return self._trainer.train_step(batches, SFTLoss(), temperature=1.0, policy_version=0)
+
+    # --- reinforcement learning ---
+
+    async def _reinforce(self, stop: asyncio.Event) -> None:
+        progress, learner = self.progress, self._settings.learner
+        while progress.stage == "rl" and progress.step < learner.steps and not stop.is_set():
+            if await self._step(stop):
+                if progress.step % learner.checkpoint.save_every == 0:
+                    await self._checkpoint()
+                if self._target_reached() and await self._latest_reaches_target():
+                    return
+
+    async def _step(self, stop: asyncio.Event) -> bool:
+        """One optimizer step and its publication; False if `stop` came while waiting for the batch."""
+        progress = self.progress
+        started = time.monotonic()
+        groups = await self._next_groups(stop)
+        if groups is None:
+            return False
+        waited = time.monotonic() - started
+        self._doing = f"training step {progress.step + 1}"
+        batch, result = await self._in_thread(lambda: self._train_on(groups))
+        trained = time.monotonic()
+        progress.step += 1
+        progress.policy_version += 1
+        progress.trajectories_trained += batch.trajectories
+        progress.tokens_trained += batch.tokens
+        progress.steps_skipped += result.skipped
+        progress.max_staleness_seen = max(progress.max_staleness_seen, batch.staleness_max)
+        self._doing = "publishing weights"
+        await self._publish()
+        every = self._settings.evaluation.every_versions
+        if every and progress.step % every == 0:
+            await self._published()
+            await self._evaluate()
+        seconds = time.monotonic() - started
+        progress.rl_s += seconds
+        self._tokens_per_s = batch.tokens / seconds
+        self._report("rl", progress.step, {
+            **_batch_values(batch), **_step_values(result),
+            "time/step_s": seconds, "time/waiting_for_batch_s": waited,
+            "time/publish_stall_s": time.monotonic() - trained,
+            "train/policy_version": progress.policy_version,
+        })  # fmt: skip
+        return True
+
+    async def _next_groups(self, stop: asyncio.Event) -> list[list[Trajectory]] | None:
+        """The groups of the next step; those of the step after are asked for while it trains."""
+        fetching = self._fetching or self._fetch(self.progress.step + 1)
+        self._doing, self._waiting_for = "waiting for the batch", ""
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({fetching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not fetching.done():
+            self._fetching = fetching
+            return None
+        self._waiting_for = ""
+        self._fetching = None
+        if self.progress.step + 1 < self._settings.learner.steps:
+            self._fetching = self._fetch(self.progress.step + 2)
+        return fetching.result()
+
+    def _fetch(self, step: int) -> asyncio.Task[list[list[Trajectory]]]:
+        version = self.progress.trains_from + step - 1
+        return asyncio.create_task(
+            self._reader.batch(step, version, on_wait=self._on_wait), name=f"fetch batch {step}"
+        )
+
+    def _train_on(self, groups: list[list[Trajectory]]) -> tuple[StepBatch, StepResult]:
+        learner, version = self._settings.learner, self.progress.policy_version
+        batch = make_step_batch(
+            groups, policy_version=version, advantage=learner.advantage, batch=learner.batch
+        )
+        result = self._trainer.train_step(
+            batch.micro_batches,
+            learner.loss,
+            temperature=self._settings.temperature,
+            policy_version=version,
+        )
+        return batch, result
+
+    # --- the end ---
+
+    def _target_reached(self) -> bool:
+        """Whether any version that was evaluated in this stage reached the target."""
+        return self.progress.target_reached_step is not None
+
+    async def _latest_reaches_target(self) -> bool:
+        """Evaluate the weights as they are; go on if sampling noise had flattered an older version."""
+        accuracy = await self._accuracy_now()
+        target = self._settings.learner.target_accuracy
+        reached = target is not None and accuracy is not None and accuracy >= target
+        if not reached:
+            self.progress.target_reached_step = None
+        return reached
+
+    async def _conclude(self, stop: asyncio.Event) -> None:
+        """Save everything; if training is complete, measure the result and tell the others."""
+        await self._give_back_the_next_batch()
+        await self._published()
+        complete = not stop.is_set()
+        if complete:
+            await self._accuracy_now()
+            self.progress.stage = "done"
+        await self._checkpoint()
+        if complete:
+            self._doing = "exporting"
+            await self._in_thread(self._export)
+            await self._publish()
+            await self._published()
+        await asyncio.gather(*self._background)
+        self._thread.shutdown()
+
+    async def _accuracy_now(self) -> float | None:
+        """Held-out sampled accuracy of the current version."""
+        version = self.progress.policy_version
+        if self._heldout is None:
+            return None
+        await self._published()
+        if self.progress.sampled_accuracy(version) is None:
+            await self._evaluate()
+            self._doing = f"waiting for the evaluation of version {version}"
+            try:
+                async with asyncio.timeout(FINAL_EVALUATION_TIMEOUT_S), self._evaluated:
+                    await self._evaluated.wait_for(
+                        lambda: self.progress.sampled_accuracy(version) is not None
+                    )
+            except TimeoutError:
+                log.warning("evaluation_missing", policy_version=version, waited_s=FINAL_EVALUATION_TIMEOUT_S)
+        return self.progress.sampled_accuracy(version)
+
+    async def _give_back_the_next_batch(self) -> None:
+        if self._fetching is not None:
+            self._fetching.cancel()
+            await asyncio.wait({self._fetching})
+            self._fetching = None
+        await self._reader.resumed(self.progress.step)
+
+    def _export(self) -> None:
+        save_hf_directory(
+            self._settings.export,
+            self._trainer.hf_config,
+            self._trainer.export(),
+            self._settings.model_directory,
+        )
+
+    # --- publication, evaluation, checkpoints ---
+
+    async def _publish(self) -> None:
+        """Copy the weights, then publish them while training goes on; one publication at a time."""
+        progress = self.progress
+        state = await self._in_thread(self._trainer.export)
+        await self._published()
+
+        async def publish(version: int, stage: str, trains_from: int) -> None:
+            await self._weights.publish(state, policy_version=version, stage=stage, trains_from=trains_from)
+
+        self._publishing = asyncio.create_task(
+            publish(progress.policy_version, progress.stage, progress.trains_from), name="publish weights"
+        )
+
+    async def _published(self) -> None:
+        if self._publishing is not None:
+            await self._publishing
+            self._publishing = None
+
+    async def _evaluate(self) -> None:
+        """Ask the actors for the held-out accuracy of the version published last."""
+        manifest = self._weights.latest
+        if self._heldout is None or manifest is None:
+            return
+        version = manifest.policy_version
+        self._weights.pin(version)
+        task = EvaluationTask(policy=manifest, prompts=self._heldout)
+        name = f"evaluate-{self._incarnation}-{version}"
+        await self._events.publish(self._bus.subject("tasks", "evaluation"), encode(task), message_id=name)
+
+    def _on_evaluation(self, result: EvaluationResult) -> None:
+        progress, target = self.progress, self._settings.learner.target_accuracy
+        progress.evaluations[str(result.policy_version)] = (result.sampled, result.greedy)
+        self._weights.unpin(result.policy_version)
+        reached = target is not None and result.sampled >= target and progress.stage == "rl"
+        if reached and progress.target_reached_step is None:
+            progress.target_reached_step = progress.step
+            progress.target_reached_s = progress.rl_s
+        self._later(self._wake_evaluation_waiters())
+
+    async def _wake_evaluation_waiters(self) -> None:
+        async with self._evaluated:
+            self._evaluated.notify_all()
+
+    async def _checkpoint(self) -> None:
+        """Save; only then may storage forget that these groups could be needed again."""
+        self._doing = "saving a checkpoint"
+        progress = self.progress
+        await self._in_thread(
+            lambda: save_checkpoint(
+                self._trainer,
+                self._settings.checkpoints,
+                progress.step,
+                progress.to_json(),
+                keep=self._settings.learner.checkpoint.keep,
+            )
+        )
+        await self._reader.committed(progress.step)
+
+    # --- what others see ---
+
+    def _on_wait(self, reason: str) -> None:
+        self._waiting_for = reason
+
+    def _look(self) -> tuple[str, dict[str, Json]]:
+        doing = f"{self._doing}: {self._waiting_for}" if self._waiting_for else self._doing
+        progress = self.progress
+        return doing, {
+            "stage": progress.stage,
+            "step": progress.step,
+            "warmup_step": progress.warmup_step,
+            "policy_version": progress.policy_version,
+            "trajectories_trained": progress.trajectories_trained,
+            "max_staleness_seen": progress.max_staleness_seen,
+            "trained_tokens_per_s": self._tokens_per_s,
+        }
+
+    def _report(self, stage: str, step: int, values: dict[str, Json]) -> None:
+        metrics = Metrics(
+            source="learner", step=step, time_s=time.time(), values={"train/stage": stage, **values}
+        )
+        name = f"metrics-{self._incarnation}-{stage}-{step}"
+        subject = self._bus.subject("events", "metrics")
+        self._later(self._events.publish(subject, encode(metrics), message_id=name))
+
+    def _later(self, work: "asyncio._CoroutineLike[None]") -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Torch work runs on one thread of its own, so that the bus stays responsive."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+async def run_learner(bus: Bus, build: Callable[[str], Learner], stop: asyncio.Event) -> Progress:
+    """Hold the run's learner role while training. Raises `FencedError` if another learner takes it over."""
+    incarnation = secrets.token_hex(4)
+    async with hold_role(bus, "learner", incarnation) as renewing:
+        learner = await asyncio.to_thread(build, incarnation)
+        await guarded(learner.run(stop), renewing)
+        return learner.progress
+
+
+def _step_values(result: StepResult) -> dict[str, Json]:
+    return {
+        "train/loss": result.loss,
+        "train/grad_norm": result.grad_norm,
+        "train/lr": result.lr,
+        "train/response_tokens": result.tokens,
+        "train/skipped": result.skipped,
+        **{f"policy/{name}": value for name, value in result.diagnostics.items()},
+    }
+
+
+def _batch_values(batch: StepBatch) -> dict[str, Json]:
+    return {
+        "reward/mean": batch.reward_mean,
+        "staleness/max_versions": batch.staleness_max,
+        "staleness/mean_versions": batch.staleness_mean,
+        "train/trajectories": batch.trajectories,
+        "train/tokens": batch.tokens,
+        "train/response_tokens_mean": batch.response_tokens_mean,
+    }

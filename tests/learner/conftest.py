@@ -1,0 +1,15 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from learner.parallel import close_world, init_world
+
+
+@pytest.fixture(scope="session", autouse=True)
+def world() -> Iterator[None]:
+    """A world of this one process, which megatron-core needs to exist."""
+    torch.set_num_threads(1)
+    init_world()
+    yield
+    close_world()

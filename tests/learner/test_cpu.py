@@ -1,0 +1,28 @@
+import pytest
+import torch
+
+from bus.errors import ConfigError
+from learner.cpu import MODULES_NAMING_CUDA, adapt_megatron_to_cpu
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is adapted where CUDA exists")
+
+
+def test_adapting_again_does_nothing():
+    adapt_megatron_to_cpu()
+
+
+def test_another_megatron_is_refused(monkeypatch):
+    monkeypatch.setattr("megatron.core.__version__", "9.9.9")
+    with pytest.raises(ConfigError, match=r"found 9\.9\.9: install megatron-core==0\.16\.1"):
+        adapt_megatron_to_cpu.__wrapped__()
+
+
+def test_a_module_that_names_no_cuda_is_reported():
+    # everything is adapted by now, so to a second pass the first module looks like one that drifted
+    with pytest.raises(ConfigError, match=MODULES_NAMING_CUDA[0]):
+        adapt_megatron_to_cpu.__wrapped__()
+
+
+def test_torch_itself_is_left_alone():
+    assert torch.cuda.current_device.__module__ == "torch.cuda"
+    assert torch.cuda.synchronize.__module__ == "torch.cuda"

@@ -1,0 +1,93 @@
+import pytest
+import torch
+
+from bus.errors import ConfigError
+from learner.conversion.weights import load_hf_weights
+from learner.model import build_model
+from learner.packing import pack
+from tests.learner.tiny import FAMILIES, random_samples, reference_logits, tiny_config, tiny_model
+
+
+def built_from(model):
+    built = build_model(model.config, dtype=torch.float32)
+    load_hf_weights(built, model.config, model.state_dict())
+    return built
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_packed_logits_equal_those_of_transformers_sequence_by_sequence(family, tied):
+    reference = tiny_model(family, tied=tied)
+    samples = random_samples([5, 17, 1, 32, 9])
+    [batch] = pack(samples, 1000)
+    difference = built_from(reference).logits(batch) - reference_logits(reference, samples)
+    assert difference.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("lengths", [[12], [8, 8, 8], [3, 30, 4, 15, 2, 2]])
+@torch.no_grad()
+def test_any_mix_of_lengths_gives_the_same_logits_as_each_sequence_alone(lengths):
+    model = built_from(tiny_model())
+    samples = random_samples(lengths)
+    [together] = pack(samples, 1000)
+    alone = torch.cat([model.logits(pack([sample], 1)[0]) for sample in samples])
+    assert (model.logits(together) - alone).abs().max() < 1e-5
+
+
+def test_gradients_of_a_pack_are_the_sum_of_those_of_its_sequences():
+    packed, alone = built_from(tiny_model()), built_from(tiny_model())
+    samples = random_samples([3, 30, 4, 15])
+    [batch] = pack(samples, 1000)
+    packed(batch, 1.0)[0].sum().backward()
+    for sample in samples:
+        alone(pack([sample], 1)[0], 1.0)[0].sum().backward()
+    for ours, expected in zip(packed.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(ours.grad, expected.grad, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_logprobs_are_at_the_temperature_and_zero_where_not_trained():
+    reference = tiny_model()
+    samples = random_samples([6, 11])
+    [batch] = pack(samples, 100)
+    logprobs, entropy = built_from(reference)(batch, 0.7)
+    distribution = torch.log_softmax(reference_logits(reference, samples) / 0.7, dim=-1)
+    expected = distribution.gather(-1, batch.labels[:, None])[:, 0]
+    assert torch.allclose(logprobs, torch.where(batch.loss_mask, expected, 0.0), atol=1e-5)
+    expected_entropy = -(distribution.exp() * distribution).sum(-1)
+    assert torch.allclose(entropy, torch.where(batch.loss_mask, expected_entropy, 0.0), atol=1e-5)
+
+
+def test_every_unsupported_hyperparameter_is_named_at_once():
+    config = tiny_config(
+        "llama",
+        hidden_act="gelu",
+        attention_bias=True,
+        mlp_bias=True,
+        attention_dropout=0.1,
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+    )
+    with pytest.raises(ConfigError) as error:
+        build_model(config, dtype=torch.float32)
+    for name in (
+        "hidden_act='gelu'",
+        "attention_bias",
+        "mlp_bias",
+        "attention_dropout",
+        "rope_type='linear'",
+    ):
+        assert name in str(error.value)
+
+
+def test_sliding_windows_are_refused():
+    config = tiny_config("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    with pytest.raises(ConfigError, match="sliding"):
+        build_model(config, dtype=torch.float32)
+
+
+def test_an_unknown_family_is_refused_with_those_known():
+    config = tiny_config("llama")
+    config.model_type = "mamba"
+    with pytest.raises(ConfigError, match="'mamba' is unknown; known are llama, qwen2, qwen3"):
+        build_model(config, dtype=torch.float32)

@@ -1,0 +1,160 @@
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from learner.config import OptimizerConfig, PPOClipLoss, SFTLoss, TISLoss
+from learner.packing import pack
+from learner.trainer import Trainer
+from tests.learner.tiny import random_samples, reference_logits, tiny_model
+
+LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1)
+
+
+def trainer_of(model, optimizer=OPTIMIZER, **settings):
+    return Trainer(model.config, model.state_dict(), optimizer, **settings)
+
+
+def reference_optimizer(model, config):
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+
+
+def reference_step(model, optimizer, samples, *, loss, lr, temperature):
+    """The same update in plain torch, written from the formulas."""
+    logits = reference_logits(model, samples)
+    total, count, start = 0.0, 0, 0
+    for sample in samples:
+        end = start + len(sample.token_ids)
+        distribution = torch.log_softmax(logits[start : end - 1] / temperature, dim=-1)
+        logprobs = distribution.gather(-1, torch.from_numpy(sample.token_ids[1:]).long()[:, None])[:, 0]
+        mask = torch.from_numpy(sample.loss_mask[1:])
+        weight = 1.0
+        if loss == "tis":
+            ratio = torch.exp(logprobs.detach() - torch.from_numpy(sample.behaviour_logprobs[1:]))
+            weight = sample.advantage * torch.minimum(ratio, torch.tensor(2.0))
+        total = total - (weight * logprobs)[mask].sum()
+        count += int(mask.sum())
+        start = end
+    mean = total / count
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad()
+    mean.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return mean.item(), norm.item()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("loss", "config", "temperature"), [("sft", SFTLoss(), 1.0), ("tis", TISLoss(), 0.8)]
+)
+def test_four_steps_follow_plain_torch_adamw(loss, config, temperature, tied):
+    reference = tiny_model(tied=tied)
+    trainer = trainer_of(reference)
+    optimizer = reference_optimizer(reference, OPTIMIZER)
+    for step in range(4):
+        samples = random_samples(LENGTHS, seed=step)
+        lr = 1e-2 * min(1, (step + 1) / 3)
+        expected = reference_step(reference, optimizer, samples, loss=loss, lr=lr, temperature=temperature)
+        result = trainer.train_step(pack(samples, 40), config, temperature=temperature, policy_version=3)
+        assert (result.loss, result.grad_norm) == pytest.approx(expected, abs=2e-5)
+        assert result.lr == pytest.approx(lr)
+    exported = trainer.export()
+    for name, parameter in reference.named_parameters():
+        assert (exported[name] - parameter).abs().max() < 1e-4
+
+
+def test_how_the_batch_is_split_into_micro_batches_does_not_matter():
+    model = tiny_model()
+    samples = random_samples(LENGTHS)
+    results, weights = [], []
+    for budget in (1, 40, 1000):
+        trainer = trainer_of(model, OptimizerConfig(lr=1e-4))
+        batches = pack(samples, budget)
+        results.append(trainer.train_step(batches, TISLoss(), temperature=1.0, policy_version=3))
+        weights.append(torch.cat([tensor.flatten() for tensor in trainer.export().values()]))
+    for result in results[1:]:
+        assert result.tokens == results[0].tokens
+        assert result.loss == pytest.approx(results[0].loss, abs=1e-5)
+        assert result.grad_norm == pytest.approx(results[0].grad_norm, abs=1e-5)
+        assert result.diagnostics == pytest.approx(results[0].diagnostics, abs=1e-5)
+    # a first AdamW update is lr * sign(gradient): only gradients near 0 can differ
+    assert (weights[0] - weights[2]).abs().mean() < 1e-7
+
+
+def test_data_from_the_policy_itself_shows_neither_mismatch_nor_drift():
+    model = tiny_model()
+    [sample] = random_samples([30])
+    logits = reference_logits(model, [sample]).detach()
+    labels = torch.from_numpy(sample.token_ids[1:]).long()
+    logprobs = torch.log_softmax(logits[:-1], -1).gather(-1, labels[:, None])[:, 0].numpy()
+    own = dataclasses.replace(sample, behaviour_logprobs=np.append(np.float32(0), logprobs))
+    result = trainer_of(model).train_step(pack([own], 100), TISLoss(), temperature=1.0, policy_version=3)
+    assert result.diagnostics["mismatch_nats"] < 1e-5
+    assert result.diagnostics["ess_fraction"] == pytest.approx(1.0, abs=1e-5)
+    assert result.diagnostics["clipped_fraction"] == 0.0
+    assert 0 < result.diagnostics["entropy_nats"] < math.log(58)
+
+
+def test_ppo_trains_too():
+    result = trainer_of(tiny_model()).train_step(
+        pack(random_samples(LENGTHS), 100), PPOClipLoss(), temperature=1.0, policy_version=3
+    )
+    assert not result.skipped
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_changes_nothing_and_says_so(bad):
+    trainer = trainer_of(tiny_model())
+    samples = random_samples(LENGTHS)
+    trainer.train_step(pack(samples, 100), TISLoss(), temperature=1.0, policy_version=3)
+    before = trainer.export()
+    poisoned = dataclasses.replace(samples[0], advantage=bad, loss_mask=np.ones(5, bool))
+    result = trainer.train_step(pack([poisoned], 100), TISLoss(), temperature=1.0, policy_version=3)
+    assert result.skipped
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export().items())
+    assert (trainer.steps_done, trainer.updates_done) == (2, 1)
+    good = trainer.train_step(pack(samples, 100), TISLoss(), temperature=1.0, policy_version=3)
+    assert not good.skipped
+    assert math.isfinite(good.loss)
+
+
+def test_a_step_without_trained_tokens_is_skipped():
+    trainer = trainer_of(tiny_model())
+    sample = dataclasses.replace(random_samples([5])[0], loss_mask=np.zeros(5, bool))
+    result = trainer.train_step(pack([sample], 100), TISLoss(), temperature=1.0, policy_version=3)
+    assert (result.skipped, result.tokens, result.loss) == (True, 0, 0.0)
+
+
+def test_a_new_optimizer_starts_from_nothing():
+    model = tiny_model()
+    samples = random_samples(LENGTHS)
+    trainer = trainer_of(model)
+    for _ in range(2):
+        trainer.train_step(pack(samples, 100), SFTLoss(), temperature=1.0, policy_version=0)
+    fresh = Trainer(model.config, trainer.export(), OptimizerConfig(lr=1e-3))
+    trainer.set_optimizer(OptimizerConfig(lr=1e-3))
+    for _ in range(2):
+        ours = trainer.train_step(pack(samples, 100), TISLoss(), temperature=1.0, policy_version=3)
+        theirs = fresh.train_step(pack(samples, 100), TISLoss(), temperature=1.0, policy_version=3)
+        assert (ours.loss, ours.grad_norm, ours.lr) == (theirs.loss, theirs.grad_norm, theirs.lr)
+    assert trainer.steps_done == 4
+
+
+def test_bfloat16_weights_learn_with_float32_main_weights():
+    trainer = trainer_of(tiny_model(), OptimizerConfig(lr=1e-3), dtype=torch.bfloat16)
+    samples = random_samples(LENGTHS)
+    losses = [
+        trainer.train_step(pack(samples, 100), SFTLoss(), temperature=1.0, policy_version=0).loss
+        for _ in range(6)
+    ]
+    assert losses[-1] < losses[0]
+    assert {tensor.dtype for tensor in trainer.export().values()} == {torch.bfloat16}

@@ -1,0 +1,65 @@
+"""Small random models and batches."""
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from learner.packing import Sample
+
+VOCAB = 58
+FAMILIES = ("llama", "qwen2", "qwen3")
+_CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def tiny_config(family: str = "qwen3", *, tied: bool = False, **changes: object) -> PretrainedConfig:
+    """A configuration of two layers."""
+    values = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "attn_implementation": "eager",
+    }
+    if family == "qwen3":
+        values["head_dim"] = 24
+    return getattr(transformers, f"{_CLASSES[family]}Config")(**{**values, **changes})
+
+
+def tiny_model(family: str = "qwen3", *, tied: bool = False, seed: int = 0) -> PreTrainedModel:
+    """A random transformers model whose norms and biases are not trivial."""
+    torch.manual_seed(seed)
+    config = tiny_config(family, tied=tied)
+    model = getattr(transformers, f"{_CLASSES[family]}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(3.0)
+    return model
+
+
+def random_samples(lengths: list[int], *, seed: int = 0, versions: tuple[int, ...] = (3,)) -> list[Sample]:
+    """Samples of these lengths, most of their tokens trained, behaviour log-probs near uniform."""
+    rng = np.random.default_rng(seed)
+    return [
+        Sample(
+            token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+            loss_mask=rng.random(length) < 0.7,
+            behaviour_logprobs=(-np.log(VOCAB) + rng.normal(0, 0.5, length)).astype(np.float32),
+            policy_versions=rng.choice(versions, length).astype(np.int32),
+            advantage=float(rng.normal()),
+        )
+        for length in lengths
+    ]
+
+
+def reference_logits(model: PreTrainedModel, samples: list[Sample]) -> Tensor:
+    """Logits of transformers, each sequence by itself, end to end."""
+    return torch.cat([model(torch.from_numpy(s.token_ids).long()[None]).logits[0] for s in samples])
