@@ -17,3 +17,6 @@ class BusConfig(Config):
 
     connect_timeout_s: float = Field(10.0, gt=0)
     """How long start-up waits for the bus before it gives up."""
+
+    join_timeout_s: float = Field(60.0, gt=0)
+    """How long a learner or actor waits for the run's storage before it gives up."""

@@ -70,8 +70,10 @@ class Inbox:
         subscription, self._subscription = self._subscription, None
         self._owed = 0
         try:
-            if subscription is not None:
+            if subscription is not None and self._bus.client.is_connected:
                 await subscription.drain()  # waits for what the server has already sent
+            elif subscription is not None:
+                await subscription.unsubscribe()
             while self._messages:
                 await self._messages.popleft().nak()
         except nats.errors.Error as error:  # the bus is away: the ack wait gives them back
@@ -183,6 +185,8 @@ async def consume_batches(
     """Run `handle` on what has arrived, `limit` messages at most, one batch after the other, until `stop`.
 
     `linger_s` lets a batch grow after its first message. The acks follow `handle`, which must be idempotent.
+    It may raise `SchemaError` before it has done anything: then it gets the messages one by one, and what it
+    refuses again is set aside.
     """
     while not stop.is_set():
         raw = await inbox.take(limit, POLL_S)
@@ -190,11 +194,26 @@ async def consume_batches(
             await asyncio.sleep(linger_s)
             raw += await inbox.take(limit - len(raw), timeout_s=0.001)
         batch = await understood(raw, bus, expected)
-        if batch:
-            await handle([received.message for received in batch])
-            for received in batch:
-                await received.ack()
+        for received in await _handled(batch, bus, handle):
+            await received.ack()
     await inbox.give_back()
+
+
+async def _handled(
+    batch: list[Received[M]], bus: Bus, handle: Callable[[list[M]], Awaitable[None]]
+) -> list[Received[M]]:
+    """Those that `handle` took."""
+    if not batch:
+        return []
+    try:
+        await handle([received.message for received in batch])
+    except SchemaError as error:
+        if len(batch) == 1:
+            await set_aside(batch[0].raw, bus, str(error))
+            return []
+    else:
+        return batch
+    return [received for one in batch for received in await _handled([one], bus, handle)]
 
 
 async def understood(batch: list[Msg], bus: Bus, expected: type[M]) -> list[Received[M]]:

@@ -5,6 +5,7 @@ import shutil
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -90,9 +91,10 @@ class NatsServer:
         """End it as a crash would; `start` brings it back on the same port with the same directory."""
         if self._process is None:
             raise BusError("nats-server is not running")
-        self._process.kill()
-        await self._process.wait()
-        self._process = None
+        process, self._process = self._process, None
+        with suppress(ProcessLookupError):  # it had ended by itself
+            process.kill()
+        await process.wait()
 
     async def wait(self) -> int:
         """Return its exit status once it has ended by itself."""

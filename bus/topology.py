@@ -13,7 +13,7 @@ from bus.errors import BusError, ConfigError
 ACK_WAIT_S = 30.0
 """A message whose holder neither acks nor reports progress for so long goes to another."""
 
-GIB = 1 << 30
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Topology:
             "duplicate_window": 120,
         }
         return (
-            self._stream("TASKS", "tasks", max_bytes=GIB, **work),
-            self._stream("TRAJECTORIES", "trajectories", max_bytes=4 * GIB, **work),
-            self._stream("WEIGHTS", "weights", max_bytes=8 * GIB, max_msgs_per_subject=1, allow_direct=True),
-            self._stream("EVENTS", "events", max_bytes=GIB),
-            self._stream("DEAD", "dead", max_bytes=GIB),
+            self._stream("TASKS", "tasks", max_bytes=256 * MIB, **work),
+            self._stream("TRAJECTORIES", "trajectories", max_bytes=1024 * MIB, **work),
+            self._stream("WEIGHTS", "weights", max_bytes=2048 * MIB, max_msgs_per_subject=1, allow_direct=True),
+            self._stream("EVENTS", "events", max_bytes=256 * MIB),
+            self._stream("DEAD", "dead", max_bytes=256 * MIB),
         )
 
     def consumers(self, shards: int) -> tuple[tuple[str, ConsumerConfig], ...]:

@@ -1,0 +1,358 @@
+"""What `decode` lets in and what it refuses."""
+
+import dataclasses
+import random
+import time
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bus.messages
+from bus.codec import MAX_DEPTH, Message, decode, encode
+from bus.errors import SchemaError
+from bus.messages import (
+    BatchLease,
+    BatchRequest,
+    BlobRef,
+    DeadLetter,
+    Done,
+    EvaluationResult,
+    EvaluationTask,
+    GroupRef,
+    GroupRejected,
+    LearnerResumed,
+    Metrics,
+    ModelFiles,
+    PolicyManifest,
+    Prompt,
+    PromptSet,
+    ReadRequest,
+    Refused,
+    RoleHolder,
+    RunRecord,
+    Status,
+    StepCommitted,
+    StoredGroups,
+    StoredRequest,
+    Trajectory,
+    TrajectoryBatch,
+    Waiting,
+)
+from tests.factories import make_lease, make_trajectory
+
+CLASSES = [c for c in vars(bus.messages).values() if isinstance(c, type) and issubclass(c, Message) and c.tag]
+BLOB = BlobRef(subject="sluice.test.weights.7", chunks=2, size_bytes=700_000, digest="ab" * 16)
+POLICY = PolicyManifest(
+    policy_version=7, incarnation="a1", snapshot=BLOB, model=BLOB, stage="rl", trains_from=2
+)
+CHAT = Prompt(
+    content=[{"role": "user", "content": "2+2?"}], label=None, metadata={"level": 3, "tags": ["a", None]}
+)
+EXAMPLES = (
+    CHAT,
+    make_lease(3),
+    make_trajectory(3, 1),
+    TrajectoryBatch(trajectories=(make_trajectory(1, 0), make_trajectory(1, 1))),
+    TrajectoryBatch(trajectories=()),
+    GroupRejected(lease_id=3, reason="zero_variance", detail="all 1.0", actor="a"),
+    BLOB,
+    POLICY,
+    ModelFiles(names=("config.json", "empty"), contents=(b"{}", b"")),
+    BatchRequest(step=1, policy_version=2, incarnation="a1"),
+    GroupRef(lease_id=1, shard=0),
+    BatchLease(step=1, groups=(GroupRef(lease_id=1, shard=0), GroupRef(lease_id=2, shard=1))),
+    Waiting(reason="2 of 4 groups"),
+    StepCommitted(step=10, incarnation="a1"),
+    LearnerResumed(step=10, incarnation="a2"),
+    Refused(reason="fenced"),
+    Done(),
+    ReadRequest(lease_ids=(1, 2, 3)),
+    StoredRequest(after=5),
+    StoredGroups(shard=1, after=5, lease_ids=(7, 9), total=7),
+    EvaluationTask(policy=POLICY, prompts=BLOB),
+    PromptSet(prompts=(CHAT, Prompt(content="plain"))),
+    EvaluationResult(policy_version=1, incarnation="a", sampled=0.5, greedy=1.0, prompts=9, seconds=2.5),
+    Metrics(source="learner", step=3, time_s=1.75e9, values={"train/loss": 0.5, "train/note": "x"}),
+    Status(source="a", role="actors", doing="rolls out", pid=1, peak_rss_bytes=2, values={"busy": 3}),
+    DeadLetter(subject="s", reason="r", data=b"\x00\xff", origin="9"),
+    RunRecord(name="test", config_json="{}"),
+    RoleHolder(incarnation="a1", host="h", pid=9),
+)
+
+
+def same(left: object, right: object) -> bool:
+    """Equality that looks into arrays; types and dtypes count."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and np.array_equal(left, right)
+    if dataclasses.is_dataclass(left):
+        return all(same(getattr(left, f.name), getattr(right, f.name)) for f in dataclasses.fields(left))
+    if isinstance(left, tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+def wire(message: Message, **changes: object) -> bytes:
+    """The encoded message with some fields replaced; `...` removes one."""
+    tag, version, body = msgpack.unpackb(encode(message))
+    body |= changes
+    return msgpack.packb([tag, version, {k: v for k, v in body.items() if v is not ...}])
+
+
+def test_every_message_class_has_an_example():
+    assert {type(example) for example in EXAMPLES} == set(CLASSES)
+
+
+def test_every_tag_names_one_class():
+    assert len({cls.tag for cls in CLASSES}) == len(CLASSES)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: m.tag)
+def test_message_survives_the_round_trip(message: Message):
+    assert same(decode(encode(message), *CLASSES), message)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    length = draw(st.integers(1, 40))
+    mask = draw(st.lists(st.booleans(), min_size=length, max_size=length).filter(any))
+
+    def array(elements: st.SearchStrategy, dtype: str) -> np.ndarray:
+        return np.array(draw(st.lists(elements, min_size=length, max_size=length)), dtype)
+
+    versions = array(st.integers(0, 2**31 - 1), "int32")
+    size = draw(st.integers(1, 64))
+    return Trajectory(
+        trajectory_id=draw(st.text()),
+        group_id=draw(st.text()),
+        lease_id=draw(st.integers(0, 2**63 - 1)),
+        sample=draw(st.integers(0, size - 1)),
+        group_size=size,
+        token_ids=array(st.integers(0, 2**31 - 1), "int32"),
+        loss_mask=np.array(mask),
+        behaviour_logprobs=array(float32s, "float32"),
+        policy_versions=np.where(mask, versions, -1).astype("int32"),
+        reward=draw(float32s),
+        agent=draw(st.text()),
+        finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+        metadata=draw(st.dictionaries(st.text(), json_values, max_size=3)),
+    )
+
+
+@given(trajectories())
+@settings(max_examples=30, deadline=None)
+def test_any_valid_trajectory_survives_the_round_trip(trajectory: Trajectory):
+    assert same(decode(encode(trajectory), Trajectory), trajectory)
+
+
+def test_decoded_arrays_cannot_be_written_to():
+    decoded = decode(encode(make_trajectory()), Trajectory)
+    with pytest.raises(ValueError, match="read-only"):
+        decoded.token_ids[0] = 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"hello",
+        b"\x93",
+        msgpack.packb({"a": 1}),
+        msgpack.packb(["done", 1]),
+        encode(Done()) + b"x",
+    ],
+)
+def test_bytes_that_are_no_message_are_refused(data: bytes):
+    with pytest.raises(SchemaError, match=r"not MessagePack|not a message"):
+        decode(data, Done)
+
+
+def test_unexpected_message_is_refused_by_name():
+    with pytest.raises(SchemaError, match=r"unexpected message 'done': expected waiting or refused"):
+        decode(encode(Done()), Waiting, Refused)
+
+
+def test_tag_of_a_wrong_type_is_refused_in_few_words():
+    with pytest.raises(SchemaError, match="unexpected message") as caught:
+        decode(msgpack.packb(["x" * 100_000, 1, {}]), Done)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [(2, "newer than this build's 1"), (0, "older"), (True, "not a number"), (1.0, "not a number")],
+)
+def test_other_schema_version_is_refused(version: object, reason: str):
+    with pytest.raises(SchemaError, match=reason):
+        decode(msgpack.packb(["done", version, {}]), Done)
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Trajectory)])
+def test_missing_field_is_refused_unless_it_has_a_default(field: str):
+    data = wire(make_trajectory(), **{field: ...})
+    if field in ("agent", "finish_reason", "actor", "metadata"):
+        assert decode(data, Trajectory).agent == "solver"
+    else:
+        with pytest.raises(SchemaError, match=f"trajectory.{field}: missing"):
+            decode(data, Trajectory)
+
+
+def test_unknown_field_of_a_newer_build_is_passed_over():
+    changed = wire(make_trajectory(), mood="cheerful")
+    assert same(decode(changed, Trajectory), make_trajectory())
+
+
+NAN4 = np.full(8, np.nan, "<f4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"trajectory_id": 7}, "trajectory.trajectory_id: expected str, found int"),
+        ({"trajectory_id": b"g"}, "expected str, found bytes"),
+        ({"lease_id": "7"}, "trajectory.lease_id: expected an integer"),
+        ({"lease_id": 7.0}, "expected an integer"),
+        ({"lease_id": True}, "expected an integer"),
+        ({"lease_id": 2**63}, "integer of 64 bits"),
+        ({"reward": "1"}, "trajectory.reward: expected a number"),
+        ({"reward": True}, "expected a number"),
+        ({"reward": float("nan")}, "reward is nan"),
+        ({"reward": float("inf")}, "reward is inf"),
+        ({"reward": 1e39}, "reward is 1e"),
+        ({"token_ids": [1] * 8}, "trajectory.token_ids: not the bytes of a int32 array"),
+        ({"token_ids": b"\0" * 31}, "not the bytes"),
+        ({"token_ids": b"\0" * 28}, r"arrays of \[7, 8, 8, 8\]"),
+        ({"token_ids": np.arange(8, dtype="<i8").tobytes()}, r"arrays of \[16, 8, 8, 8\]"),
+        ({"token_ids": np.full(8, -1, "<i4").tobytes()}, "negative"),
+        ({"policy_versions": np.full(8, -1, "<i4").tobytes()}, "negative"),
+        ({"loss_mask": b"\0\0\0\0\1\1\1\2"}, "trajectory.loss_mask: a boolean array holds other bytes"),
+        ({"loss_mask": b"\1\1\2\1\1\1\1\1"}, "holds other bytes"),
+        ({"loss_mask": b"\1" * 7}, r"arrays of \[8, 7, 8, 8\]"),
+        ({"loss_mask": b"\0" * 8}, "no sampled token among 8"),
+        ({"behaviour_logprobs": NAN4}, "log-prob is not finite"),
+        ({"behaviour_logprobs": np.full(8, -np.inf, "<f4").tobytes()}, "log-prob is not finite"),
+        ({"sample": 2}, "sample 2 of a group of 2"),
+        ({"sample": -1}, "sample -1"),
+        ({"finish_reason": "tired"}, "trajectory.finish_reason: expected one of 'stop'"),
+        ({"finish_reason": []}, "expected one of"),
+        ({"metadata": []}, "trajectory.metadata: expected dict, found list"),
+        ({"metadata": {"a": b"bytes"}}, "expected JSON, found bytes"),
+        ({"metadata": {b"a": 1}}, "a key is not a string"),
+        ({"metadata": {"a": msgpack.ExtType(5, b"x")}}, "expected JSON, found ExtType"),
+        ({"metadata": {"a": msgpack.Timestamp(1)}}, "expected JSON, found Timestamp"),
+    ],
+)
+def test_bad_field_of_a_trajectory_is_refused_by_name(changes: dict[str, object], reason: str):
+    with pytest.raises(SchemaError, match=reason):
+        decode(wire(make_trajectory(), **changes), Trajectory)
+
+
+def test_empty_trajectory_is_refused():
+    arrays = ("token_ids", "loss_mask", "behaviour_logprobs", "policy_versions")
+    with pytest.raises(SchemaError, match="no sampled token among 0"):
+        decode(wire(make_trajectory(), **dict.fromkeys(arrays, b"")), Trajectory)
+
+
+def test_bad_message_within_a_message_is_refused_by_its_path():
+    batch = TrajectoryBatch(trajectories=(make_trajectory(),))
+    body = msgpack.unpackb(encode(batch))[2]["trajectories"]
+    with pytest.raises(
+        SchemaError, match=r"trajectories\.trajectories: trajectory\.sample: expected an integer"
+    ):
+        decode(wire(batch, trajectories=[body[0] | {"sample": None}]), TrajectoryBatch)
+    with pytest.raises(SchemaError, match="expected fields, found int"):
+        decode(wire(batch, trajectories=[3]), TrajectoryBatch)
+    with pytest.raises(SchemaError, match="expected list, found dict"):
+        decode(wire(batch, trajectories={}), TrajectoryBatch)
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 11, 2**62])
+def test_blob_of_impossibly_many_chunks_is_refused(chunks: int):
+    with pytest.raises(SchemaError, match="10 bytes in"):
+        decode(wire(BLOB, size_bytes=10, chunks=chunks), BlobRef)
+
+
+def test_what_cannot_travel_is_refused_before_it_is_sent():
+    for metadata in ({"seen": {1, 2}}, {"seen": np.float32(1)}, {"seen": 2**80}, {"seen": "\ud800"}):
+        with pytest.raises(SchemaError, match="cannot encode prompt"):
+            encode(Prompt(content="x", metadata=metadata))
+    wrong_dtype = dataclasses.replace(make_trajectory(), token_ids=np.arange(8))
+    with pytest.raises(SchemaError, match="array is int64"):
+        encode(wrong_dtype)
+
+
+def test_what_is_too_deep_to_be_written_again_is_not_read():
+    deep: object = 1
+    for _ in range(MAX_DEPTH):
+        deep = [deep]
+    fits = decode(wire(CHAT, metadata={"a": deep[0]}), Prompt)
+    assert encode(fits)
+    with pytest.raises(SchemaError, match="nested more than"):
+        decode(wire(CHAT, metadata={"a": deep}), Prompt)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x91" * 10_000 + b"\xc0",  # nested arrays
+        b"\x81\xa1a" * 10_000 + b"\xc0",  # nested maps
+        b"\xdd\xff\xff\xff\xff" + b"\xc0" * 1000,  # 4 billion items declared
+        b"\xdf\xff\xff\xff\xff" + b"\xc0" * 1000,
+        b"\xc6\xff\xff\xff\xff" + b"\0" * 1000,  # 4 GiB of bytes declared
+        b"\xdb\xff\xff\xff\xff" + b"a" * 1000,
+        b"\xdd\x00\x10\x00\x00" * 1000 + b"\xc0" * (2 << 20),  # a thousand lists, a million items each
+    ],
+)
+def test_bombs_are_refused_quickly(data: bytes):
+    began = time.monotonic()
+    with pytest.raises(SchemaError):
+        decode(data, Done)
+    assert time.monotonic() - began < 2
+
+
+def test_mutated_bytes_never_raise_anything_but_schema_errors():
+    chance = random.Random(0)
+    survivors = 0
+    for data in (encode(example) for example in EXAMPLES):
+        for _ in range(500):
+            survivors += _decodes(_mutated(data, chance))
+    assert survivors > 0  # some changes, as of a letter in a name, cannot be seen
+
+
+def _mutated(data: bytes, chance: random.Random) -> bytes:
+    mutated = bytearray(data)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(mutated))
+        match chance.randrange(4):
+            case 0:
+                mutated[at] ^= 1 << chance.randrange(8)
+            case 1:
+                mutated[at] = chance.randrange(256)
+            case 2:
+                del mutated[at : at + chance.randint(1, 8)]
+            case 3:
+                mutated[at:at] = chance.randbytes(chance.randint(1, 8))
+        mutated = mutated or bytearray(b"\x93")
+    return bytes(mutated)
+
+
+def _decodes(data: bytes) -> bool:
+    try:
+        message = decode(data, *CLASSES)
+    except SchemaError:
+        return False
+    assert encode(message)
+    return True

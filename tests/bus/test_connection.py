@@ -1,0 +1,295 @@
+"""Connecting, requests and answers, keys."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from structlog.testing import capture_logs
+
+from bus.codec import encode
+from bus.config import BusConfig
+from bus.connection import PART, Bus
+from bus.errors import BusError, ConfigError, SchemaError, StorageError
+from bus.messages import (
+    Done,
+    GroupRef,
+    Refused,
+    RunRecord,
+    StoredRequest,
+    Trajectory,
+    TrajectoryBatch,
+    Waiting,
+)
+from bus.server import NatsServer, free_port
+from tests.conftest import Connect
+from tests.factories import make_trajectory
+
+ASK = StoredRequest(after=3)
+
+
+async def refusal(url: str, timeout_s: float = 0.4) -> str:
+    """What connecting to `url` fails with; it must leave no task behind."""
+    before = asyncio.all_tasks()
+    with pytest.raises(ConfigError) as caught:
+        async with Bus.connect(BusConfig(url=url, connect_timeout_s=timeout_s), "test", name="t"):
+            pytest.fail("connected")
+    assert asyncio.all_tasks() == before
+    return str(caught.value)
+
+
+async def test_unreachable_bus_is_named_with_its_remedy_within_the_timeout():
+    url = f"nats://127.0.0.1:{free_port('127.0.0.1')}"
+    began = time.monotonic()
+    with capture_logs() as logs:
+        message = await refusal(url)
+    assert time.monotonic() - began < 1.5
+    assert url in message
+    assert "Connect call failed" in message
+    assert "`launch bus`" in message
+    assert len(logs) <= 1  # the reason once, not at every attempt
+
+
+async def test_peer_that_is_no_nats_server_is_refused():
+    async def mute(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(mute, "127.0.0.1") as listener:
+        port = listener.sockets[0].getsockname()[1]
+        assert "empty response" in await refusal(f"nats://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("url", ["nats://host:port", "nats://", "nats://a:1,nats://b:x"])
+async def test_url_that_cannot_be_read_is_refused_at_once(url: str):
+    began = time.monotonic()
+    assert url in await refusal(url, timeout_s=5)
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.nats
+async def test_wrong_credentials_are_refused_at_once_and_not_shown(tmp_path: Path):
+    class Guarded(NatsServer):
+        def _config(self) -> str:
+            return super()._config() + 'authorization { user: "u", password: "right" }\n'
+
+    async with Guarded(tmp_path) as server:
+        began = time.monotonic()
+        message = await refusal(f"nats://u:wrong@127.0.0.1:{server.port}", timeout_s=10)
+        assert "Authorization Violation" in message
+        assert "wrong" not in message
+        assert "Authorization Violation" in await refusal(server.url, timeout_s=10)
+        assert time.monotonic() - began < 2
+        async with Bus.connect(BusConfig(url=server.url.replace("//", "//u:right@")), "test", name="t"):
+            pass
+
+
+@pytest.mark.parametrize("run", ["", "a.b", "a b", "a*", "a>"])
+def test_run_name_that_cannot_be_a_subject_is_refused(run: str):
+    with pytest.raises(ConfigError, match="use letters, digits"):
+        Bus(Client(), run)
+
+
+@pytest.mark.nats
+async def test_request_without_a_responder_fails_at_once(bus: Bus):
+    began = time.monotonic()
+    with pytest.raises(BusError, match=r"nobody serves test\.nobody"):
+        await bus.request("test.nobody", ASK, Done, timeout_s=10)
+    with pytest.raises(BusError, match=r"nobody serves test\.nobody"):
+        await bus.request_many("test.nobody", ASK, Done, timeout_s=10)
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.nats
+async def test_request_is_answered(bus: Bus, connect: Connect):
+    async def handle(request: StoredRequest) -> list[GroupRef]:
+        return [GroupRef(lease_id=request.after, shard=1)]
+
+    await bus.serve("test.ask", StoredRequest, handle)
+    async with connect("asker") as asker:
+        answer = await asker.request("test.ask", ASK, Waiting, GroupRef, timeout_s=5)
+    assert answer == GroupRef(lease_id=3, shard=1)
+
+
+@pytest.mark.nats
+async def test_slow_request_does_not_hold_up_the_next(bus: Bus):
+    second = asyncio.Event()
+
+    async def handle(request: StoredRequest) -> list[Done]:
+        if request.after == 1:
+            await second.wait()
+        second.set()
+        return [Done()]
+
+    await bus.serve("test.ask", StoredRequest, handle)
+    asked = [bus.request("test.ask", StoredRequest(after=n), Done, timeout_s=5) for n in (1, 2)]
+    assert await asyncio.gather(*asked) == [Done(), Done()]
+
+
+@pytest.mark.nats
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(BusError("no room"), "no room"), (StorageError("torn"), "torn"), (KeyError("k"), "KeyError: 'k'")],
+)
+async def test_error_of_the_responder_reaches_the_asker_and_spares_the_responder(
+    bus: Bus, error: Exception, reason: str
+):
+    async def handle(request: StoredRequest) -> list[Done]:
+        if request.after == 3:
+            raise error
+        return [Done()]
+
+    await bus.serve("test.ask", StoredRequest, handle)
+    with pytest.raises(BusError, match=f"test.ask: {reason}"):
+        await bus.request("test.ask", ASK, Done, timeout_s=5)
+    with pytest.raises(BusError, match=f"test.ask: {reason}"):
+        await bus.request_many("test.ask", ASK, Done, timeout_s=5)
+    assert await bus.request("test.ask", StoredRequest(after=0), Done, timeout_s=5) == Done()
+
+
+@pytest.mark.nats
+async def test_refusal_is_an_error_and_a_request_not_understood_is_refused(bus: Bus):
+    async def handle(_: StoredRequest) -> list[Refused]:
+        return [Refused(reason="fenced")]
+
+    await bus.serve("test.ask", StoredRequest, handle)
+    with pytest.raises(BusError, match=r"test\.ask: fenced"):
+        await bus.request("test.ask", ASK, Done, timeout_s=5)
+    with pytest.raises(BusError, match="unexpected message 'done'"):
+        await bus.request("test.ask", Done(), Done, timeout_s=5)
+
+
+@pytest.mark.nats
+async def test_silent_responder_ends_in_an_error_that_names_it(bus: Bus):
+    async def handle(_: StoredRequest) -> list[Done]:
+        return []
+
+    await bus.serve("test.ask", StoredRequest, handle)
+    with pytest.raises(BusError, match=r"no answer from test\.ask within 0\.1 s"):
+        await bus.request("test.ask", ASK, Done, timeout_s=0.1)
+    with pytest.raises(BusError, match=r"no answer from test\.ask within 0\.1 s"):
+        await bus.request_many("test.ask", ASK, Done, timeout_s=0.1)
+
+
+@pytest.mark.nats
+async def test_answer_in_many_messages_arrives_whole_and_in_order(bus: Bus, connect: Connect):
+    async def handle(request: StoredRequest) -> list[GroupRef | Done]:
+        return [*(GroupRef(lease_id=n, shard=0) for n in range(request.after)), Done()]
+
+    await bus.serve("test.ask", StoredRequest, handle)
+    async with connect("asker") as asker:
+        many = await asker.request_many("test.ask", StoredRequest(after=2000), GroupRef, timeout_s=5)
+        none = await asker.request_many("test.ask", StoredRequest(after=0), GroupRef, timeout_s=5)
+    assert [group.lease_id for group in many] == list(range(2000))
+    assert none == []
+
+
+@pytest.mark.nats
+async def test_answer_of_which_a_part_was_lost_is_an_error(bus: Bus):
+    async def lossy(raw: Msg) -> None:
+        await bus.client.publish(raw.reply, encode(GroupRef(lease_id=0, shard=0)), headers={PART: "0"})
+        await bus.client.publish(raw.reply, encode(Done()), headers={PART: "2"})
+
+    await bus.client.subscribe("test.lossy", cb=lossy)
+    with pytest.raises(BusError, match="part 1 of the answer was lost"):
+        await bus.request_many("test.lossy", ASK, GroupRef, timeout_s=5)
+
+
+@pytest.mark.nats
+async def test_answer_larger_than_the_server_takes_becomes_a_refusal(bus: Bus):
+    async def handle(_: StoredRequest) -> list[TrajectoryBatch]:
+        return [TrajectoryBatch(trajectories=(make_trajectory(tokens=700_000),))]
+
+    await bus.serve("test.ask", StoredRequest, handle)
+    with pytest.raises(BusError, match=r"answer of \d+ bytes exceeds max_payload"):
+        await bus.request("test.ask", ASK, TrajectoryBatch, timeout_s=5)
+
+
+@pytest.mark.nats
+async def test_notice_reaches_who_listens_and_a_bad_one_is_passed_over(bus: Bus):
+    heard: asyncio.Queue[GroupRef] = asyncio.Queue()
+    await bus.listen("test.news", GroupRef, heard.put_nowait)
+    await bus.client.publish("test.news", b"garbage")
+    await bus.notify("test.news", GroupRef(lease_id=1, shard=0))
+    async with asyncio.timeout(5):
+        assert await heard.get() == GroupRef(lease_id=1, shard=0)
+
+
+@pytest.mark.nats
+async def test_key_is_put_read_and_deleted(bus: Bus, connect: Connect):
+    record = RunRecord(name="test", config_json="{}")
+    assert await bus.get("run", RunRecord) is None
+    await bus.put("run", record)
+    async with connect("reader") as reader:
+        found = await reader.get("run", RunRecord)
+        assert found is not None
+        assert found[0] == record
+        with pytest.raises(SchemaError, match="unexpected message 'run'"):
+            await reader.get("run", Trajectory)
+        await reader.delete("run")
+    assert await bus.get("run", RunRecord) is None
+
+
+@pytest.mark.nats
+async def test_swap_succeeds_only_on_the_revision_that_was_read(bus: Bus):
+    first = await bus.swap("k", Waiting(reason="1"), 0)
+    assert first is not None
+    assert await bus.swap("k", Waiting(reason="x"), 0) is None
+    second = await bus.swap("k", Waiting(reason="2"), first)
+    assert second is not None
+    assert await bus.swap("k", Waiting(reason="x"), first) is None
+    assert await bus.get("k", Waiting) == (Waiting(reason="2"), second)
+    await bus.delete("k")
+    assert await bus.swap("k", Waiting(reason="x"), second) is None
+    assert await bus.swap("k", Waiting(reason="3"), 0) is not None
+
+
+@pytest.mark.nats
+async def test_one_of_many_swaps_at_the_same_moment_wins(bus: Bus):
+    swaps = [bus.swap("k", Waiting(reason=str(n)), 0) for n in range(20)]
+    assert sum(revision is not None for revision in await asyncio.gather(*swaps)) == 1
+
+
+@pytest.mark.nats
+async def test_waiting_for_a_key_ends_with_its_message_or_a_hint(bus: Bus):
+    with pytest.raises(ConfigError, match=r"run 'test': waited 0\.1 s for 'run': start `launch storage`"):
+        await bus.wait_for("run", RunRecord, timeout_s=0.1, hint="start `launch storage`")
+    waiting = asyncio.create_task(bus.wait_for("run", RunRecord, timeout_s=5, hint=""))
+    await asyncio.sleep(0)
+    await bus.put("run", RunRecord(name="test", config_json="{}"))
+    assert (await waiting).name == "test"
+
+
+@pytest.mark.nats
+async def test_run_without_keys_reads_as_absent_and_cannot_be_written(server: NatsServer):
+    async with Bus.connect(BusConfig(url=server.url), "nobody", name="t") as bus:
+        assert await bus.get("run", RunRecord) is None
+        for write in (bus.put("run", Done()), bus.swap("run", Done(), 0), bus.delete("run")):
+            with pytest.raises(BusError, match="'run'"):
+                await write
+
+
+@pytest.mark.nats
+async def test_connection_outlives_a_restart_of_the_server_and_says_so_once(server: NatsServer, bus: Bus):
+    async def handle(_: StoredRequest) -> list[Done]:
+        return [Done()]
+
+    await bus.serve("test.ask", StoredRequest, handle)
+    await bus.put("k", Done())
+    with capture_logs() as logs:
+        await server.kill()
+        await asyncio.sleep(0.6)  # an outage of several attempts to reconnect
+        await server.start()
+        assert await bus.request("test.ask", ASK, Done, timeout_s=5) == Done()
+    assert await bus.get("k", Done) is not None
+    assert [log["event"] for log in logs].count("bus_reconnected") == 1
+    assert len(logs) <= 4  # each reason once
+
+
+@pytest.mark.nats
+async def test_leaving_does_not_wait_for_a_bus_that_is_gone(server: NatsServer, connect: Connect):
+    async with connect("t"):
+        await server.kill()
+        began = time.monotonic()
+    assert time.monotonic() - began < 2

@@ -1,0 +1,147 @@
+"""Every message is stored exactly once, whatever happens to the server meanwhile."""
+
+import asyncio
+import time
+
+import pytest
+from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
+
+import bus.publish
+from bus.connection import Bus
+from bus.consume import Inbox
+from bus.errors import BusError
+from bus.publish import Publisher
+from bus.server import MAX_PAYLOAD, NatsServer
+from tests.conftest import Connect
+
+
+async def stored(bus: Bus, stream: str) -> int:
+    return int((await bus.js.stream_info(bus.topology.stream(stream))).state.messages)
+
+
+@pytest.mark.nats
+async def test_message_is_stored_once_under_its_id(bus: Bus):
+    publisher = Publisher(bus)
+    for _ in range(3):
+        await publisher.publish(bus.subject("trajectories", 0), b"x", message_id="a")
+    await publisher.publish(bus.subject("trajectories", 0), b"x", message_id="b")
+    assert (publisher.counts.stored, publisher.counts.duplicates) == (2, 2)
+    assert await stored(bus, "TRAJECTORIES") == 2
+
+
+@pytest.mark.nats
+async def test_pipelined_messages_are_stored_once_through_two_kills_of_the_server(
+    server: NatsServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("bus.publish.ACK_TIMEOUT_S", 0.5)
+    publisher = Publisher(bus, window=16)
+    subject = bus.subject("trajectories", 1)
+    finished = asyncio.Semaphore(0)
+
+    async def publish(n: int) -> None:
+        await publisher.publish(subject, b"x" * 16384, message_id=f"m{n}")
+        finished.release()
+
+    async with asyncio.TaskGroup() as tasks:
+        for n in range(500):
+            tasks.create_task(publish(n))
+        for _ in range(2):
+            for _ in range(150):
+                await finished.acquire()
+            await server.kill()
+            await server.start()
+    assert await stored(bus, "TRAJECTORIES") == 500
+    counts = publisher.counts
+    assert counts.stored + counts.duplicates == 500
+    assert counts.retries > 0  # the kills did hit messages in flight
+
+
+@pytest.mark.nats
+async def test_message_sent_again_after_a_restart_is_a_duplicate(server: NatsServer, bus: Bus):
+    publisher = Publisher(bus)
+    subject = bus.subject("trajectories", 0)
+    await publisher.publish(subject, b"x", message_id="a")
+    await server.kill()
+    await server.start()
+    await publisher.publish(subject, b"x", message_id="a")
+    assert publisher.counts.duplicates == 1
+    assert await stored(bus, "TRAJECTORIES") == 1
+
+
+@pytest.mark.nats
+async def test_full_stream_holds_publishers_back_until_a_consumer_acks(bus: Bus, connect: Connect):
+    await tiny_stream(bus, max_bytes=20_000)
+    publisher, everything = Publisher(bus), {b"%d" % n + b"x" * 1000 for n in range(100)}
+    received: list[bytes] = []
+    async with connect("consumer") as other, asyncio.TaskGroup() as tasks:
+        for n, data in enumerate(everything):
+            tasks.create_task(publisher.publish("tiny", data, message_id=str(n)))
+        inbox = Inbox(other, "TINY", "reader")
+        async with asyncio.timeout(20):
+            while len(received) < len(everything):
+                for raw in await inbox.take(10):
+                    received.append(raw.data)
+                    await raw.ack()
+        await inbox.give_back()
+    assert len(received) == len(everything)
+    assert set(received) == everything
+    assert publisher.counts.refused_full > 0
+
+
+async def tiny_stream(bus: Bus, max_bytes: int) -> None:
+    """A work queue TINY with room for a few messages, and its consumer `reader`."""
+    name = bus.topology.stream("TINY")
+    work = {"retention": RetentionPolicy.WORK_QUEUE, "discard": DiscardPolicy.NEW}
+    await bus.js.add_stream(StreamConfig(name=name, subjects=["tiny"], max_bytes=max_bytes, **work))
+    await bus.js.add_consumer(name, durable_name="reader", ack_policy="explicit")
+
+
+@pytest.mark.nats
+async def test_stream_that_stays_full_ends_in_an_error(bus: Bus):
+    await tiny_stream(bus, max_bytes=1500)
+    publisher = Publisher(bus)
+    await publisher.publish("tiny", b"x" * 1000, message_id="a")
+    with pytest.raises(BusError, match=r"tiny: b was not stored within 0\.2 s"):
+        await publisher.publish("tiny", b"x" * 1000, message_id="b", timeout_s=0.2)
+
+
+@pytest.mark.nats
+async def test_message_larger_than_the_server_takes_fails_at_once(bus: Bus):
+    publisher = Publisher(bus)
+    for size in (MAX_PAYLOAD, MAX_PAYLOAD + 1):  # the headers count as well
+        began = time.monotonic()
+        with pytest.raises(BusError, match=rf"{size} bytes exceed the server's max_payload of {MAX_PAYLOAD}"):
+            await publisher.publish(bus.subject("trajectories", 0), b"x" * size, message_id="big")
+        assert time.monotonic() - began < 0.5
+
+
+@pytest.mark.nats
+async def test_largest_message_that_is_not_refused_is_stored(bus: Bus):
+    publisher = Publisher(bus)
+    data = b"x" * (MAX_PAYLOAD - bus_headers("m"))
+    await publisher.publish(bus.subject("trajectories", 0), data, message_id="m", timeout_s=5)
+    assert publisher.counts.retries == 0
+
+
+def bus_headers(message_id: str) -> int:
+    return bus.publish.HEADER_BYTES + len(message_id)
+
+
+@pytest.mark.nats
+async def test_refusal_that_waiting_cannot_mend_fails_at_once(bus: Bus):
+    name = bus.topology.stream("SMALL")
+    await bus.js.add_stream(StreamConfig(name=name, subjects=["small"], max_msg_size=100))
+    with pytest.raises(BusError, match="small: the stream refuses: message size exceeds maximum allowed"):
+        await Publisher(bus).publish("small", b"x" * 200, message_id="a")
+
+
+@pytest.mark.nats
+async def test_subject_without_a_stream_is_tried_again_until_the_deadline(bus: Bus):
+    publisher = Publisher(bus)
+    with pytest.raises(BusError, match=r"nowhere: a was not stored within 0\.2 s"):
+        await publisher.publish("nowhere", b"x", message_id="a", timeout_s=0.2)
+    assert publisher.counts.retries > 1
+    publishing = asyncio.create_task(publisher.publish("tiny", b"x", message_id="a", timeout_s=5))
+    await asyncio.sleep(0)
+    await tiny_stream(bus, max_bytes=1500)
+    await publishing

