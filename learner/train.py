@@ -29,6 +29,7 @@ from learner.trainer import StepResult, Trainer
 from learner.warmup import Demonstrations
 from storage.config import EvaluationConfig
 from storage.reader import ReplayReader
+from storage.run import write_json
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -49,6 +50,8 @@ class LearnerSettings:
     seed: int
     model_directory: Path
     checkpoints: Path
+    progress: Path
+    """Where the newest checkpoint's progress is written as JSON, for people and the summary."""
     export: Path
 
 
@@ -361,16 +364,14 @@ class Learner:
         """Save; only then may storage forget that these groups could be needed again."""
         self._doing = "saving a checkpoint"
         progress = self.progress
-        await self._in_thread(
-            lambda: save_checkpoint(
-                self._trainer,
-                self._settings.checkpoints,
-                progress.step,
-                progress.to_json(),
-                keep=self._settings.learner.checkpoint.keep,
-            )
-        )
+        await self._in_thread(self._save)
         await self._reader.committed(progress.step)
+
+    def _save(self) -> None:
+        settings, progress = self._settings, self.progress.to_json()
+        keep = settings.learner.checkpoint.keep
+        save_checkpoint(self._trainer, settings.checkpoints, self.progress.step, progress, keep=keep)
+        write_json(settings.progress, progress)
 
     # --- what others see ---
 

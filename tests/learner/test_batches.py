@@ -1,0 +1,58 @@
+import numpy as np
+import pytest
+from factories import make_trajectory
+
+from learner.batches import make_step_batch
+from learner.config import BatchConfig, GRPOAdvantage
+
+
+def batch_of(groups, *, policy_version=5, tokens_per_micro_batch=10_000):
+    return make_step_batch(
+        groups,
+        policy_version=policy_version,
+        advantage=GRPOAdvantage(std_floor=0.0),
+        batch=BatchConfig(tokens_per_micro_batch=tokens_per_micro_batch),
+    )
+
+
+def with_reward(trajectory, reward, **changes):
+    from dataclasses import replace
+
+    return replace(trajectory, reward=reward, **changes)
+
+
+def test_advantages_are_relative_to_the_own_group():
+    groups = [
+        [with_reward(make_trajectory(0, n, group_size=2), reward) for n, reward in enumerate((0.0, 1.0))],
+        [with_reward(make_trajectory(1, n, group_size=2), reward) for n, reward in enumerate((5.0, 7.0))],
+    ]
+    [micro_batch] = batch_of(groups).micro_batches
+    first_token = micro_batch.cu_seqlens[:-1].long()
+    assert micro_batch.advantages[first_token].tolist() == [-1.0, 1.0, -1.0, 1.0]
+
+
+def test_staleness_is_that_of_the_oldest_trained_token():
+    fresh, old = make_trajectory(0, 0, group_size=2), make_trajectory(0, 1, group_size=2)
+    versions = np.where(old.loss_mask, 5, -1).astype(np.int32)
+    newer = with_reward(fresh, 0.0, policy_versions=versions)
+    versions = versions.copy()
+    versions[np.flatnonzero(old.loss_mask)[-1]] = 2
+    batch = batch_of([[newer, with_reward(old, 1.0, policy_versions=versions)]], policy_version=5)
+    assert batch.staleness_max == 3
+    assert batch.staleness_mean == pytest.approx(1.5)
+
+
+def test_tokens_of_a_dead_learners_later_version_are_not_stale():
+    trajectory = make_trajectory(0, 0, group_size=1)
+    versions = np.where(trajectory.loss_mask, 9, -1).astype(np.int32)
+    batch = batch_of([[with_reward(trajectory, 1.0, policy_versions=versions)]], policy_version=5)
+    assert batch.staleness_max == 0
+
+
+def test_counts_cover_every_micro_batch():
+    groups = [[make_trajectory(lease, n, group_size=2) for n in range(2)] for lease in range(3)]
+    length = len(groups[0][0].token_ids)
+    batch = batch_of(groups, tokens_per_micro_batch=2 * length)
+    assert len(batch.micro_batches) == 3
+    assert batch.trajectories == 6
+    assert batch.tokens == 6 * length

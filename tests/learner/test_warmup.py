@@ -1,0 +1,49 @@
+import pytest
+
+from bus.errors import ConfigError
+from bus.messages import Prompt
+from learner.config import BatchConfig, WarmupConfig
+from learner.scratch import character_tokenizer
+from learner.warmup import Demonstrations
+
+ROWS = [(Prompt(content=f"sort {n:03d}"), "".join(sorted(f"{n:03d}"))) for n in range(10)]
+
+
+def demonstrations(context=64, seed=0):
+    return Demonstrations(ROWS, character_tokenizer(), context=context, seed=seed)
+
+
+def test_only_the_response_and_its_end_are_trained():
+    tokenizer = character_tokenizer()
+    [batch] = demonstrations().step(0, WarmupConfig(batch_size=1), BatchConfig())
+    trained = tokenizer.decode(batch.labels[batch.loss_mask].tolist())
+    assert trained.endswith("<|end|>")
+    prompt = tokenizer.decode(batch.tokens.tolist())
+    assert prompt.startswith("<|user|>sort ")
+    digits = trained.removesuffix("<|end|>")
+    assert sorted(digits) == list(digits)
+
+
+def test_each_epoch_visits_every_demonstration_once():
+    warmup = WarmupConfig(batch_size=5)
+    tokenizer = character_tokenizer()
+    seen = []
+    for step in range(2):
+        [batch] = demonstrations().step(step, warmup, BatchConfig())
+        bounds = batch.cu_seqlens.tolist()
+        seen += [tokenizer.decode(batch.tokens[a:b].tolist()) for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert len(set(seen)) == len(ROWS)
+
+
+def test_a_position_gives_the_same_batch_whenever_it_is_asked_for():
+    warmup = WarmupConfig(batch_size=4)
+    one = demonstrations()
+    one.step(0, warmup, BatchConfig())
+    [later] = one.step(7, warmup, BatchConfig())
+    [at_once] = demonstrations().step(7, warmup, BatchConfig())
+    assert later.tokens.tolist() == at_once.tokens.tolist()
+
+
+def test_a_demonstration_beyond_the_context_is_refused_with_its_text():
+    with pytest.raises(ConfigError, match=r"has \d+ tokens, the model's context is 8.*sort"):
+        demonstrations(context=8).step(0, WarmupConfig(batch_size=1), BatchConfig())
