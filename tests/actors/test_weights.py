@@ -1,0 +1,89 @@
+import asyncio
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from actors.engines.scripted import ScriptedEngine
+from actors.weights import PolicyFollower
+from bus.blobs import delete_blob, put_blob
+from bus.messages import PolicyManifest
+from bus.publish import Publisher
+
+pytestmark = pytest.mark.nats
+TIMEOUT_S = 10
+
+
+async def publish(bus, version, *, incarnation="one", stage="rl", announce=True):
+    snapshot = await put_blob(
+        bus, Publisher(bus), save({"weight": torch.full((4,), float(version))}), incarnation, version
+    )
+    manifest = PolicyManifest(
+        policy_version=version, incarnation=incarnation, snapshot=snapshot, model=snapshot, stage=stage
+    )
+    if announce:
+        await bus.put("policy", manifest)
+        await bus.notify(bus.subject("notice", "policy"), manifest)
+    return manifest
+
+
+@pytest.fixture
+async def following(bus):
+    """A follower at work, and its engine."""
+    engine = ScriptedEngine(lambda tokens: [1], policy_version=-1)
+    await engine.start()
+    follower, stop = PolicyFollower(bus, engine), asyncio.Event()
+    running = asyncio.create_task(follower.run(stop))
+    yield follower, engine
+    stop.set()
+    async with asyncio.timeout(TIMEOUT_S):
+        await running
+    await engine.close()
+
+
+async def test_engine_takes_each_version_that_is_announced(bus, following):
+    follower, engine = following
+    async with asyncio.timeout(TIMEOUT_S):
+        for version in (0, 1, 2):
+            await publish(bus, version)
+            await follower.at_least(version)
+            assert engine.policy_version == version
+
+
+async def test_a_version_published_before_the_start_is_found_without_a_notice(bus, following):
+    follower, engine = following
+    manifest = await publish(bus, 3, announce=False)
+    await bus.put("policy", manifest)
+    async with asyncio.timeout(TIMEOUT_S):
+        await follower.at_least(3)
+    assert engine.policy_version == 3
+
+
+async def test_a_version_that_left_the_bus_is_skipped_for_the_next(bus, following):
+    follower, engine = following
+    gone = await publish(bus, 0, announce=False)
+    await delete_blob(bus, gone.snapshot)
+    await bus.put("policy", gone)
+    await publish(bus, 1)
+    async with asyncio.timeout(TIMEOUT_S):
+        await follower.at_least(1)
+    assert engine.policy_version == 1
+
+
+async def test_a_resumed_learners_older_version_replaces_the_dead_ones(bus, following):
+    follower, engine = following
+    async with asyncio.timeout(TIMEOUT_S):
+        await publish(bus, 9, incarnation="dead")
+        await follower.at_least(9)
+        await publish(bus, 5, incarnation="resumed")
+        while engine.policy_version != 5:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0.01)
+    assert follower.latest.incarnation == "resumed"
+
+
+async def test_stage_is_the_learners(bus, following):
+    follower, _ = following
+    await publish(bus, 0, stage="warmup")
+    async with asyncio.timeout(TIMEOUT_S):
+        await follower.at_least(0)
+    assert follower.stage == "warmup"

@@ -1,0 +1,142 @@
+import asyncio
+
+import pytest
+from factories import make_lease
+
+from actors.config import SingleTurnConfig
+from actors.engines.base import Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.environments.single_turn import SingleTurn
+from actors.filters import load_filter
+from actors.policy import Policy
+from actors.rewards.scoring import Scorer
+from actors.weights import PolicyFollower
+from actors.worker import Worker
+from bus.codec import encode
+from bus.consume import Inbox, understood
+from bus.messages import GroupRejected, TrajectoryBatch
+from bus.publish import Publisher
+from learner.scratch import character_tokenizer
+
+pytestmark = pytest.mark.nats
+TIMEOUT_S = 20
+TOKENIZER = character_tokenizer()
+
+
+def answer_with(text):
+    """An engine's script that always answers `text` and ends."""
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + [TOKENIZER.eos_token_id]
+    return lambda tokens: ids
+
+
+class Actor:
+    """A worker on a scripted engine, run for as long as a test needs it."""
+
+    def __init__(self, bus, engine, environment=None, keep="none"):
+        self.bus = bus
+        sampling = Sampling(max_new_tokens=8, stop_token_ids=(TOKENIZER.eos_token_id,))
+        self.follower = PolicyFollower(bus, engine)
+        self.worker = Worker(
+            bus,
+            Policy(engine, TOKENIZER, sampling),
+            environment or SingleTurn.from_config(SingleTurnConfig(reward="exact")),
+            follower=self.follower,
+            keep=load_filter(keep),
+            shards=2,
+            name="tester",
+        )
+
+    async def roll_out(self, *leases, result):
+        """Publish the leases, work until each has a result on its subject, and stop."""
+        publisher, stop = Publisher(self.bus), asyncio.Event()
+        for lease in leases:
+            subject = self.bus.subject("tasks", "rollout")
+            await publisher.publish(subject, encode(lease), message_id=f"lease-{lease.lease_id}")
+        working = asyncio.create_task(self.worker.run(stop, groups_at_once=4))
+        stream, durable, expected = result
+        inbox, found = Inbox(self.bus, stream, durable), []
+        async with asyncio.timeout(TIMEOUT_S):
+            while len(found) < len(leases):
+                found += [r.message for r in await understood(await inbox.take(8), self.bus, expected)]
+            stop.set()
+            await working
+        return found
+
+    async def leases_left(self):
+        return (await self.bus.js.stream_info(self.bus.topology.stream("TASKS"))).state.messages
+
+
+GROUPS = ("TRAJECTORIES", "shard-0", TrajectoryBatch)
+REJECTED = ("EVENTS", "dispatcher", GroupRejected)
+
+
+@pytest.fixture
+async def engine():
+    engine = ScriptedEngine(answer_with("0"), policy_version=4)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+async def test_a_lease_becomes_one_group_on_its_shard_and_is_acked(bus, engine):
+    actor = Actor(bus, engine)
+    [batch] = await actor.roll_out(make_lease(0, samples=3, policy_version=4), result=GROUPS)
+    group = batch.trajectories
+    assert [t.trajectory_id for t in group] == ["g00000000.0", "g00000000.1", "g00000000.2"]
+    assert {(t.group_size, t.reward, t.oldest_version, t.actor) for t in group} == {(3, 1.0, 4, "tester")}
+    assert TOKENIZER.decode(group[0].token_ids[group[0].loss_mask]) == "0<|end|>"
+    assert await actor.leases_left() == 0
+
+
+async def test_a_redelivered_lease_gives_the_same_ids_so_nothing_is_stored_twice(bus, engine):
+    lease = make_lease(0, samples=2, policy_version=4)
+    [first] = await Actor(bus, engine).roll_out(lease, result=GROUPS)
+    await Publisher(bus).publish(bus.subject("tasks", "rollout"), encode(lease), message_id="again")
+    actor, stop = Actor(bus, engine), asyncio.Event()
+    working = asyncio.create_task(actor.worker.run(stop, groups_at_once=1))
+    async with asyncio.timeout(TIMEOUT_S):
+        while await actor.leases_left():
+            await asyncio.sleep(0.02)
+        stop.set()
+        await working
+    state = (await bus.js.stream_info(bus.topology.stream("TRAJECTORIES"))).state
+    assert state.last_seq == 1  # the bus took the second for the duplicate it is
+    assert first.trajectories[0].trajectory_id == "g00000000.0"
+
+
+async def test_a_group_of_equal_rewards_is_rejected_with_a_countable_reason(bus, engine):
+    actor = Actor(bus, engine, keep="zero_variance")
+    [rejection] = await actor.roll_out(make_lease(2, samples=2, policy_version=4), result=REJECTED)
+    assert (rejection.lease_id, rejection.reason, rejection.actor) == (2, "zero_variance", "tester")
+    assert await actor.leases_left() == 0
+
+
+async def test_a_failing_reward_rejects_the_group_and_the_actor_goes_on(bus, engine):
+    def fails_once(answer, calls=[]):  # noqa: B006 - remembers its calls
+        calls.append(answer.task_id)
+        return float("nan") if len(calls) == 1 else 1.0
+
+    environment = SingleTurn(Scorer("fails_once", timeout_s=5, reward=fails_once))
+    actor = Actor(bus, engine, environment)
+    [rejection] = await actor.roll_out(make_lease(0, samples=1, policy_version=4), result=REJECTED)
+    assert rejection.reason == "rollout_failed"
+    assert "nan" in rejection.detail
+    [batch] = await actor.roll_out(make_lease(4, samples=1, policy_version=4), result=GROUPS)
+    assert batch.trajectories[0].reward == 1.0
+
+
+async def test_nothing_is_sampled_by_weights_older_than_the_lease(bus, engine):
+    """The staleness bound counts from the lease's version, so older weights must not touch it."""
+    actor = Actor(bus, engine)
+    rolling = asyncio.create_task(
+        actor.roll_out(make_lease(0, samples=1, policy_version=5), result=GROUPS)
+    )
+    stream = bus.topology.stream("TASKS")
+    while (await bus.js.consumer_info(stream, "rollout")).num_ack_pending == 0:  # noqa: ASYNC110 - a server's state
+        await asyncio.sleep(0.01)
+    assert not engine.requests
+    await engine.load_weights({}, 5)
+    async with actor.follower._swapped:
+        actor.follower._swapped.notify_all()
+    [batch] = await rolling
+    assert batch.trajectories[0].oldest_version == 5
