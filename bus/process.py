@@ -9,13 +9,13 @@ from collections.abc import Callable
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """For `preexec_fn`: the kernel sends the child SIGTERM when its parent is gone, however that died."""
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], None] | None:
+    """For `preexec_fn`: the kernel sends the child a signal when its parent is gone, however that died."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(ctypes.util.find_library("c"))  # loaded before the fork
 
     def ask_kernel() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        libc.prctl(PR_SET_PDEATHSIG, number)
 
     return ask_kernel

@@ -12,6 +12,7 @@ from typing import Self
 import structlog
 
 from bus.errors import BusError, ConfigError
+from bus.process import die_with_parent
 
 log = structlog.get_logger()
 MAX_PAYLOAD = 8 << 20
@@ -57,7 +58,13 @@ class NatsServer:
         config.write_text(self._config())
         log_file = self.directory / "nats.log"
         self._process = await asyncio.create_subprocess_exec(
-            nats_binary(), "-c", str(config), "-l", str(log_file), start_new_session=True
+            nats_binary(),
+            "-c",
+            str(config),
+            "-l",
+            str(log_file),
+            start_new_session=True,
+            preexec_fn=die_with_parent(signal.SIGKILL),  # at once, so that a successor finds the port free
         )
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
