@@ -2,8 +2,11 @@
 
 import asyncio
 import os
-import resource
+import re
 from collections.abc import Callable
+from pathlib import Path
+
+import psutil
 
 from bus.codec import Json
 from bus.connection import Bus
@@ -37,6 +40,16 @@ async def report_status(
             continue
 
 
-def peak_rss_bytes() -> int:
-    """The most resident memory this process ever had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+def peak_rss_bytes(pid: int | None = None) -> int:
+    """The most resident memory that this process, or another, had since it began its program.
+
+    Not `ru_maxrss`, which counts what the parent held when it forked. Where there is no /proc, it is what the
+    process has now. Raises `psutil.NoSuchProcess` for one that is gone.
+    """
+    process = psutil.Process(pid)
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except FileNotFoundError:
+        status = ""
+    peak = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(peak[1]) * 1024 if peak else int(process.memory_info().rss)

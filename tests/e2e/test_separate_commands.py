@@ -44,7 +44,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_each_host_keeps_only_what_is_its_own(finished: Path):
-    found = {host.name: {p.name for p in (host / "runs/shared-nothing").glob("*")} for host in finished.iterdir()}
+    found = {
+        host.name: {p.name for p in (host / "runs/shared-nothing").glob("*")} for host in finished.iterdir()
+    }
     assert {"checkpoints", "export", "model", "progress.json"} <= found["learner"]
     assert {"ledger.sqlite", "replay", "data"} <= found["storage"]
     assert found["actors"] == set()

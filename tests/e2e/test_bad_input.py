@@ -1,0 +1,400 @@
+"""What a user can get wrong, through the real command line: one clear message, status 2, nobody left behind.
+
+Also that a run survives garbage on its bus, and two Ctrl-C.
+"""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bus.config import BusConfig
+from bus.connection import Bus
+from bus.server import NatsServer, free_port, nats_binary
+
+LAUNCH = (sys.executable, "-m", "launch")
+NOBODY = "nats://127.0.0.1:1"
+QUICK = ("--bus.connect-timeout-s", "0.3", "--bus.join-timeout-s", "0.3")
+ENV = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
+START_S = 60.0
+
+
+def refused(*arguments: str | Path, timeout_s: float = 60.0, cwd: Path | None = None) -> str:
+    """The message that `launch ...` ends with; there is one, and the status says whose mistake it is."""
+    done = subprocess.run(
+        [*LAUNCH, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s, env=ENV, cwd=cwd
+    )
+    return refusal(done.returncode, done.stderr)
+
+
+def refusal(status: int, stderr: str) -> str:
+    assert "Traceback" not in stderr, stderr
+    messages = re.findall(r"^launch: (.*(?:\n {8}.*)*)", stderr, re.MULTILINE)
+    assert (status, len(messages)) == (2, 1), (status, stderr)
+    return messages[0]
+
+
+@contextmanager
+def launched(*arguments: str | Path, log: Path, until: str) -> Iterator[subprocess.Popen]:
+    """A `launch ...` that has said `until`; what it says goes to `log`. It is gone at the end."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*LAUNCH, *map(str, arguments)], stdout=output, stderr=output, env=ENV, start_new_session=True
+        )
+    try:
+        wait_until(lambda: until in log.read_text() or process.poll() is not None)
+        assert process.poll() is None, log.read_text()
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(START_S)
+        finally:
+            process.kill()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = START_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def bus_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A `launch bus`."""
+    directory = tmp_path_factory.mktemp("bus")
+    log = directory / "log"
+    with launched("bus", "--port", "0", "--directory", directory / "nats", log=log, until="bus_ready"):
+        yield re.search(r"url=(\S+)", log.read_text())[1]
+
+
+@pytest.fixture(scope="module")
+def storage(bus_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen]:
+    """A `launch storage` of run "stored"."""
+    directory = tmp_path_factory.mktemp("storage")
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text('{"prompt": "sort 21", "label": "12"}\n')
+    arguments = ("--run", "stored", "--bus", bus_url, "--prompts", prompts, "--directory", directory)
+    small = ("--sampling.max-new-tokens", "8", "--model.dtype", "float32")
+    with launched("storage", *arguments, *small, log=directory / "log", until="storage_ready") as process:
+        yield process
+
+
+# --- prompts, rewards, names: known before anything starts ---
+
+GOOD = '{"prompt": "sort 21", "label": "12"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.jsonl", None, "missing.jsonl: no such file"),
+        ("empty.jsonl", "", "empty.jsonl: holds no rows"),
+        ("torn.jsonl", GOOD + '{"prompt": "sort', "torn.jsonl, line 2: not JSON (Unterminated string"),
+        ("other.jsonl", GOOD + '{"promt": "sort 1"}\n', "line 2: no key 'prompt'; did you mean 'promt'?"),
+    ],
+)
+def test_local_refuses_prompts_that_it_cannot_read(
+    tmp_path: Path, name: str, content: str | None, message: str
+):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    assert message in refused("local", "--prompts", tmp_path / name, "--directory", tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--reward", "exakt"), "no reward named 'exakt': did you mean 'exact'?"),
+        (("--reward", "my_pkg:fn"), "reward 'my_pkg:fn': importing 'my_pkg' failed: ModuleNotFoundError"),
+        (("--data.task", "sotr"), "no built-in task 'sotr': did you mean 'sort'?"),
+        (("--run", "a b"), "run name 'a b'"),
+        (("--config", "nowhere.toml"), "cannot read the configuration nowhere.toml: No such file"),
+        (("--model.path", "nowhere"), "model.path: nowhere is not a model directory: it has no config.json"),
+        (("--warmup.demonstrations", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
+    ],
+)
+def test_local_refuses_what_does_not_exist(tmp_path: Path, arguments: tuple[str, ...], message: str):
+    assert message in refused("local", "--preset", "sort", "--directory", tmp_path, *arguments)
+
+
+def test_a_run_is_launched_once_at_a_time(tmp_path: Path):
+    """Whoever holds the lock, even its parts alone after a crash, keeps others out."""
+    (tmp_path / "sort").mkdir()
+    with (tmp_path / "sort" / "lock").open("w") as lock:
+        lock.write(str(os.getpid()))
+        lock.flush()
+        subprocess.run(["flock", "--nonblock", str(lock.fileno())], pass_fds=[lock.fileno()], check=True)
+        message = refused("local", "--preset", "sort", "--directory", tmp_path)
+    assert f"run 'sort' is already going on in {tmp_path / 'sort'}, process {os.getpid()}" in message
+
+
+# --- the bus ---
+
+
+@pytest.mark.parametrize("command", [("actors",), ("learner",), ("storage", "--data.task", "sort")])
+def test_a_bus_that_cannot_be_reached_is_named(tmp_path: Path, command: tuple[str, ...]):
+    began = time.monotonic()
+    message = refused(*command, "--bus", NOBODY, *QUICK, "--directory", tmp_path)
+    assert message.startswith(f"cannot use the bus at {NOBODY} ([Errno 111] Connection refused, tried for")
+    assert "launch bus" in message
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.nats
+def test_a_bus_that_refuses_us_is_named_without_the_password(tmp_path: Path):
+    port = free_port("127.0.0.1")
+    config = tmp_path / "nats.conf"
+    config.write_text(f'listen: "127.0.0.1:{port}"\nauthorization {{ user: ada, password: right }}\n')
+    with subprocess.Popen([nats_binary(), "-c", str(config), "-l", str(tmp_path / "log")]) as server:
+        wait_until(lambda: "Server is ready" in (tmp_path / "log").read_text())
+        try:
+            message = refused("actors", "--bus", f"nats://ada:wrong@127.0.0.1:{port}")
+        finally:
+            server.terminate()
+    assert "Authorization Violation" in message
+    assert "wrong" not in message
+
+
+@pytest.mark.nats
+def test_a_port_in_use_is_refused(bus_url: str, tmp_path: Path):
+    port = bus_url.rpartition(":")[2]
+    message = refused("bus", "--port", port, "--directory", tmp_path)
+    assert message.startswith(f"cannot listen on 127.0.0.1:{port} (Address already in use)")
+
+
+@pytest.mark.nats
+def test_two_buses_do_not_share_a_directory(tmp_path: Path):
+    bus = ("bus", "--port", "0", "--directory", tmp_path / "nats")
+    with launched(*bus, log=tmp_path / "log", until="bus_ready"):
+        assert "another `launch bus` keeps its streams in" in refused(*bus)
+
+
+@pytest.mark.nats
+@pytest.mark.parametrize("command", ["actors", "learner"])
+def test_a_run_that_nobody_stores_is_waited_for_and_named(bus_url: str, command: str):
+    message = refused(command, "--run", "nobody", "--bus", bus_url, *QUICK)
+    assert message.startswith("run 'nobody': waited 0.3 s for 'run'")
+    assert "is `launch storage --run nobody` running on this bus?" in message
+
+
+@pytest.mark.nats
+def test_a_learner_that_waits_for_its_run_stops_when_asked(bus_url: str, tmp_path: Path):
+    command = ("learner", "--run", "nobody", "--bus", bus_url)
+    process = subprocess.Popen([*LAUNCH, *command], env=ENV, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: any(c.status == "ESTABLISHED" for c in psutil.Process(process.pid).net_connections()))
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=START_S)
+    assert (process.returncode, stderr) == (0, "")
+
+
+@pytest.mark.nats
+def test_storage_survives_what_it_cannot_read(bus_url: str, storage: subprocess.Popen):
+    """Garbage, and a message of a later version, are set aside; the run goes on."""
+
+    async def send_garbage() -> int:
+        async with Bus.connect(BusConfig(url=bus_url), "stored", name="vandal") as bus:
+            subject = bus.subject("trajectories", 0)
+            for data in (b"garbage", b"", b"\x82\xa3tag\xaatrajectory\xaeschema_version\xcd\x03\xe7"):
+                await bus.js.publish(subject, data)
+            dead = bus.topology.stream("DEAD")
+            async with asyncio.timeout(START_S):
+                while (await bus.js.stream_info(dead)).state.messages < 3:
+                    await asyncio.sleep(0.05)
+            return (await bus.js.stream_info(bus.topology.stream("TRAJECTORIES"))).state.messages
+
+    assert asyncio.run(send_garbage()) == 0
+    assert storage.poll() is None
+
+
+# --- with torch: slow ---
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model directory that fits."""
+    from learner.config import ScratchModel
+    from learner.scratch import build_model_directory
+
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    sizes = ScratchModel(hidden_size=16, layers=1, heads=2, kv_heads=1, intermediate_size=16, context=64)
+    build_model_directory(directory, sizes, seed=0)
+    return directory
+
+
+def change(file: Path, **values: object) -> None:
+    content = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def without_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def without_tokenizer(model: Path) -> None:
+    for file in model.glob("*token*"):
+        file.unlink()
+
+
+def without_chat_template(model: Path) -> None:
+    change(model / "tokenizer_config.json", chat_template=None)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+
+
+def with_small_vocabulary(model: Path) -> None:
+    change(model / "config.json", vocab_size=8)
+
+
+def with_torn_config(model: Path) -> None:
+    (model / "config.json").write_text("{")
+
+
+def of_unknown_kind(model: Path) -> None:
+    change(model / "config.json", model_type="mystery")
+
+
+@pytest.mark.slow
+@pytest.mark.nats
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (None, "is not a model directory: it has no config.json"),
+        (with_torn_config, "config.json"),
+        (of_unknown_kind, "mystery"),
+        (without_weights, "has neither model.safetensors nor"),
+        (without_tokenizer, "tokenizer"),
+        (without_chat_template, "the tokenizer has no chat template"),
+        (with_small_vocabulary, "the model embeds 8: they do not belong together"),
+    ],
+)
+def test_a_model_that_cannot_work_is_refused(
+    bus_url: str, storage: subprocess.Popen, model: Path, tmp_path: Path,
+    spoil: Callable[[Path], None] | None, message: str,
+):  # fmt: skip
+    spoilt = tmp_path / "spoilt"
+    if spoil is not None:
+        subprocess.run(["cp", "-r", model, spoilt], check=True)
+        spoil(spoilt)
+    arguments = ("--run", "stored", "--bus", bus_url, "--directory", tmp_path, "--model.path", spoilt)
+    said = refused("learner", *arguments)
+    assert message in said
+    assert str(spoilt) in said
+
+
+@pytest.mark.slow
+@pytest.mark.nats
+def test_a_second_learner_is_refused_while_the_first_goes_on(
+    bus_url: str, storage: subprocess.Popen, model: Path, tmp_path: Path
+):
+    learner = ("learner", "--run", "stored", "--bus", bus_url, "--directory", tmp_path, "--model.path", model)
+    with launched(*learner, log=tmp_path / "log", until="learner_starting") as first:
+        time.sleep(8)  # it loads torch and takes its role
+        message = refused(*learner)
+        assert f"run 'stored' already has a learner: process {first.pid} on " in message
+        assert first.poll() is None
+
+
+# --- whole runs ---
+
+SMALL = (
+    "--preset sort --warmup.steps 5 --learner.steps 6 --learner.target-accuracy none "
+    "--admission.groups-per-step 4 --admission.samples-per-prompt 4 --evaluation.every-versions 0 "
+    "--model.scratch.hidden-size 16 --model.scratch.intermediate-size 16 --model.scratch.layers 1"
+).split()
+
+
+@contextmanager
+def local(directory: Path, *arguments: str) -> Iterator[subprocess.Popen]:
+    """`launch local` of a small run; none of its processes may outlive it."""
+    process = subprocess.Popen(
+        [*LAUNCH, "local", "--directory", str(directory), *SMALL, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENV,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def family(process: subprocess.Popen) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def says(process: subprocess.Popen, wanted: str) -> str:
+    """What it wrote up to `wanted`."""
+    said = ""
+    for line in process.stdout:
+        said += line
+        if wanted in line:
+            return said
+    raise AssertionError(f"{wanted!r} was never said:\n{said}\n{process.stderr.read()}")
+
+
+@pytest.mark.slow
+@pytest.mark.nats
+@pytest.mark.timeout(300)
+def test_prompts_longer_than_the_context_end_the_whole_run(tmp_path: Path):
+    with local(tmp_path, "--model.scratch.context", "12") as process:
+        says(process, "storage: started")
+        started = family(process)
+        _, stderr = process.communicate(timeout=120)
+    message = refusal(process.returncode, stderr)
+    assert "exceeds the model's context of 12" in message
+    assert psutil.wait_procs(started, timeout=5)[1] == []
+
+
+@pytest.mark.slow
+@pytest.mark.nats
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("moment", ["learner: started", "stage: warmup -> rl"])
+def test_a_run_that_was_interrupted_goes_on_where_it_was(tmp_path: Path, moment: str):
+    with local(tmp_path) as process:
+        says(process, moment)
+        started = family(process)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=180)
+    assert process.returncode == 0, stderr
+    assert "Stopped. The same command takes the run up again." in stdout
+    assert psutil.wait_procs(started, timeout=5)[1] == []
+
+    with local(tmp_path) as process:
+        stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    summary = json.loads((tmp_path / "sort" / "summary.json").read_text())
+    assert (summary["stage"], summary["steps"], summary["accounted"]) == ("done", 6, True)
+    assert summary["trajectories_trained"] == 6 * 4 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.nats
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["twice", "killed"])
+def test_a_run_that_is_ended_at_once_leaves_nobody_behind(tmp_path: Path, how: str):
+    with local(tmp_path, "--warmup.steps", "100000") as process:
+        says(process, "stage: starting -> warmup")
+        started = family(process)
+        if how == "twice":
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=30)
+            assert process.returncode == 130
+        else:
+            process.kill()
+    assert psutil.wait_procs(started, timeout=10 if how == "twice" else 60)[1] == []
