@@ -15,7 +15,7 @@ import torch
 from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.messages import BlobRef, EvaluationResult, EvaluationTask, Metrics, Trajectory
+from bus.messages import EvaluationResult, Metrics, Trajectory
 from bus.publish import Publisher
 from bus.roles import guarded, hold_role
 from bus.status import report_status
@@ -23,6 +23,8 @@ from learner.batches import StepBatch, make_step_batch
 from learner.checkpoint import save_checkpoint
 from learner.config import LearnerConfig, ModelConfig, SFTLoss, WarmupConfig
 from learner.conversion.files import save_hf_directory
+from learner.heldout import HeldOut
+from learner.metrics import batch_values, step_values
 from learner.progress import Progress
 from learner.publish import WeightPublisher
 from learner.trainer import StepResult, Trainer
@@ -33,8 +35,6 @@ from storage.run import write_json
 
 log = structlog.get_logger()
 T = TypeVar("T")
-FINAL_EVALUATION_TIMEOUT_S = 300.0
-FIRST_EVALUATION_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ class Learner:
             dtype=getattr(torch, settings.learner.publish_dtype),
             keep_versions=settings.learner.keep_versions,
         )
-        self._heldout: BlobRef | None = None
-        self._evaluated = asyncio.Condition()
+        self._heldout = HeldOut(bus, incarnation, self._on_evaluation)
         self._publishing: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[list[list[Trajectory]]] | None = None
         self._background: set[asyncio.Task[None]] = set()
@@ -89,42 +88,28 @@ class Learner:
     async def run(self, stop: asyncio.Event) -> None:
         """Train until the configured end, or until `stop`; either way the state is saved."""
         finished = asyncio.Event()
-        listening = await self._bus.listen(
-            self._bus.subject("events", "evaluation"), EvaluationResult, self._on_evaluation
-        )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
                 report_status(self._bus, source="learner", role="learner", look=self._look, stop=finished)
             )
             try:
-                if not await self._joined(stop):
-                    return
-                await self._warm_up(stop)
-                await self._reinforce(stop)
-                await self._conclude(stop)
+                joining = asyncio.create_task(self._join())
+                if await ended_before(stop, joining):
+                    await self._warm_up(stop)
+                    await self._reinforce(stop)
+                    await self._conclude(stop)
+                else:
+                    joining.cancel()
             finally:
                 finished.set()
                 if self._fetching is not None:
                     self._fetching.cancel()
-        await listening.unsubscribe()
-
-    async def _joined(self, stop: asyncio.Event) -> bool:
-        """Join the run; False if `stop` came while storage or the bus let us wait."""
-        joining, stopping = asyncio.create_task(self._join()), asyncio.create_task(stop.wait())
-        await asyncio.wait({joining, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not joining.done():
-            joining.cancel()
-            return False
-        await joining
-        return True
 
     async def _join(self) -> None:
         """Tell storage where training stands, and publish the weights it stands at."""
         self._doing = "joining the run"
-        found = await self._bus.get("heldout", BlobRef)
-        self._heldout = found[0] if found else None
-        if self._settings.learner.target_accuracy and self._heldout is None:
+        await self._heldout.find()
+        if self._settings.learner.target_accuracy and self._heldout.prompts is None:
             raise ConfigError("learner.target_accuracy needs held-out prompts: set data.heldout or data.task")
         await self._weights.retire_others()
         await self._weights.publish_model_files(self._settings.model_directory)
@@ -150,7 +135,7 @@ class Learner:
                 result = await self._in_thread(lambda: self._warm_up_step(progress.warmup_step))
                 progress.warmup_step += 1
                 progress.warmup_s += time.monotonic() - started
-                self._report("warmup", progress.warmup_step, _step_values(result))
+                self._report("warmup", progress.warmup_step, step_values(result))
             if stop.is_set():
                 return
             progress.policy_version += 1
@@ -178,7 +163,7 @@ class Learner:
             if await self._step(stop):
                 if progress.step % learner.checkpoint.save_every == 0:
                     await self._checkpoint()
-                if self._target_reached() and await self._latest_reaches_target():
+                if self._target_reached() and await self._latest_reaches_target(stop):
                     return
 
     async def _step(self, stop: asyncio.Event) -> bool:
@@ -208,7 +193,7 @@ class Learner:
         progress.rl_s += seconds
         self._tokens_per_s = batch.tokens / seconds
         self._report("rl", progress.step, {
-            **_batch_values(batch), **_step_values(result),
+            **batch_values(batch), **step_values(result),
             "time/step_s": seconds, "time/waiting_for_batch_s": waited,
             "time/publish_stall_s": time.monotonic() - trained,
             "train/policy_version": progress.policy_version,
@@ -219,10 +204,7 @@ class Learner:
         """The groups of the next step; those of the step after are asked for while it trains."""
         fetching = self._fetching or self._fetch(self.progress.step + 1)
         self._doing, self._waiting_for = "waiting for the batch", ""
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({fetching, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not fetching.done():
+        if not await ended_before(stop, fetching):
             self._fetching = fetching
             return None
         self._waiting_for = ""
@@ -256,9 +238,9 @@ class Learner:
         """Whether any version that was evaluated in this stage reached the target."""
         return self.progress.target_reached_step is not None
 
-    async def _latest_reaches_target(self) -> bool:
+    async def _latest_reaches_target(self, stop: asyncio.Event) -> bool:
         """Evaluate the weights as they are; go on if sampling noise had flattered an older version."""
-        accuracy = await self._accuracy_now()
+        accuracy = await self._accuracy_now(stop)
         target = self._settings.learner.target_accuracy
         reached = target is not None and accuracy is not None and accuracy >= target
         if not reached:
@@ -269,9 +251,9 @@ class Learner:
         """Save everything; if training is complete, measure the result and tell the others."""
         await self._give_back_the_next_batch()
         await self._published()
+        await self._accuracy_now(stop)
         complete = not stop.is_set()
         if complete:
-            await self._accuracy_now()
             self.progress.stage = "done"
         await self._checkpoint()
         if complete:
@@ -282,22 +264,18 @@ class Learner:
         await asyncio.gather(*self._background)
         self._thread.shutdown()
 
-    async def _accuracy_now(self) -> float | None:
-        """Held-out sampled accuracy of the current version."""
+    async def _accuracy_now(self, stop: asyncio.Event) -> float | None:
+        """Held-out sampled accuracy of the current version; None if nobody measures it, or on `stop`."""
         version = self.progress.policy_version
-        if self._heldout is None:
+        if self._heldout.prompts is None or stop.is_set():
             return None
         await self._published()
         if self.progress.sampled_accuracy(version) is None:
             await self._evaluate()
             self._doing = f"waiting for the evaluation of version {version}"
-            try:
-                async with asyncio.timeout(FINAL_EVALUATION_TIMEOUT_S), self._evaluated:
-                    await self._evaluated.wait_for(
-                        lambda: self.progress.sampled_accuracy(version) is not None
-                    )
-            except TimeoutError:
-                log.warning("evaluation_missing", policy_version=version, waited_s=FINAL_EVALUATION_TIMEOUT_S)
+            measured = asyncio.create_task(self._heldout.measured(version))
+            if not await ended_before(stop, measured):
+                measured.cancel()
         return self.progress.sampled_accuracy(version)
 
     async def _give_back_the_next_batch(self) -> None:
@@ -338,13 +316,9 @@ class Learner:
     async def _evaluate(self) -> None:
         """Ask the actors for the held-out accuracy of the version published last."""
         manifest = self._weights.latest
-        if self._heldout is None or manifest is None:
-            return
-        version = manifest.policy_version
-        self._weights.pin(version)
-        task = EvaluationTask(policy=manifest, prompts=self._heldout)
-        name = f"evaluate-{self._incarnation}-{version}"
-        await self._events.publish(self._bus.subject("tasks", "evaluation"), encode(task), message_id=name)
+        if manifest is not None and self._heldout.prompts is not None:
+            self._weights.pin(manifest.policy_version)
+            await self._heldout.ask(manifest)
 
     def _on_evaluation(self, result: EvaluationResult) -> None:
         progress, target = self.progress, self._settings.learner.target_accuracy
@@ -354,11 +328,6 @@ class Learner:
         if reached and progress.target_reached_step is None:
             progress.target_reached_step = progress.step
             progress.target_reached_s = progress.rl_s
-        self._later(self._wake_evaluation_waiters())
-
-    async def _wake_evaluation_waiters(self) -> None:
-        async with self._evaluated:
-            self._evaluated.notify_all()
 
     async def _checkpoint(self) -> None:
         """Save; only then may storage forget that these groups could be needed again."""
@@ -409,6 +378,16 @@ class Learner:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
+async def ended_before(stop: asyncio.Event, task: asyncio.Task[T]) -> bool:
+    """Wait for `task`, and raise what it raised; False if `stop` came first, and then it goes on."""
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if task.done():
+        task.result()
+    return task.done()
+
+
 async def run_learner(bus: Bus, build: Callable[[str], Learner], stop: asyncio.Event) -> Progress:
     """Hold the run's learner role while training. Raises `FencedError` if another learner takes it over."""
     incarnation = secrets.token_hex(4)
@@ -416,25 +395,3 @@ async def run_learner(bus: Bus, build: Callable[[str], Learner], stop: asyncio.E
         learner = await asyncio.to_thread(build, incarnation)
         await guarded(learner.run(stop), renewing)
         return learner.progress
-
-
-def _step_values(result: StepResult) -> dict[str, Json]:
-    return {
-        "train/loss": result.loss,
-        "train/grad_norm": result.grad_norm,
-        "train/lr": result.lr,
-        "train/response_tokens": result.tokens,
-        "train/skipped": result.skipped,
-        **{f"policy/{name}": value for name, value in result.diagnostics.items()},
-    }
-
-
-def _batch_values(batch: StepBatch) -> dict[str, Json]:
-    return {
-        "reward/mean": batch.reward_mean,
-        "staleness/max_versions": batch.staleness_max,
-        "staleness/mean_versions": batch.staleness_mean,
-        "train/trajectories": batch.trajectories,
-        "train/tokens": batch.tokens,
-        "train/response_tokens_mean": batch.response_tokens_mean,
-    }

@@ -1,0 +1,29 @@
+"""Names of the learner's numbers, `area/name_unit`, as metrics.jsonl and every screen know them."""
+
+from bus.codec import Json
+from learner.batches import StepBatch
+from learner.trainer import StepResult
+
+
+def step_values(result: StepResult) -> dict[str, Json]:
+    """What an optimizer step did."""
+    return {
+        "train/loss": result.loss,
+        "train/grad_norm": result.grad_norm,
+        "train/lr": result.lr,
+        "train/response_tokens": result.tokens,
+        "train/skipped": result.skipped,
+        **{f"policy/{name}": value for name, value in result.diagnostics.items()},
+    }
+
+
+def batch_values(batch: StepBatch) -> dict[str, Json]:
+    """What it trained on."""
+    return {
+        "reward/mean": batch.reward_mean,
+        "staleness/max_versions": batch.staleness_max,
+        "staleness/mean_versions": batch.staleness_mean,
+        "train/trajectories": batch.trajectories,
+        "train/tokens": batch.tokens,
+        "train/response_tokens_mean": batch.response_tokens_mean,
+    }
