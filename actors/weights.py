@@ -69,9 +69,19 @@ class PolicyFollower:
         await listening.unsubscribe()
 
     async def at_least(self, policy_version: int) -> None:
-        """Return once the engine's weights are `policy_version` or younger: so no token exceeds the bound."""
-        async with self._swapped:
-            await self._swapped.wait_for(lambda: self._engine.policy_version >= policy_version)
+        """Return once the engine's weights are `policy_version` or younger: so no token exceeds the bound.
+
+        A version that is not the run's any more, because its learner died and resumed from an older one, is
+        not waited for.
+        """
+        while self._engine.policy_version < policy_version:
+            try:
+                async with asyncio.timeout(2 * POLL_S), self._swapped:
+                    await self._swapped.wait_for(lambda: self._engine.policy_version >= policy_version)
+            except TimeoutError:
+                found = await self._bus.get("policy", PolicyManifest)  # never behind a lease it led to
+                if found is not None and found[0].policy_version < policy_version:
+                    return
 
     def _hear(self, manifest: PolicyManifest) -> None:
         known = self.latest

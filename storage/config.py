@@ -1,8 +1,6 @@
 """Configuration of what outlives the processes: prompts, admission, replay, evaluation."""
 
 from pathlib import Path
-from typing import Literal
-
 from pydantic import Field
 
 from bus.config import Config
@@ -68,10 +66,3 @@ class EvaluationConfig(Config):
 
     every_versions: int = Field(10, ge=0)
     """Evaluate each so many versions; 0 measures only the first and the last."""
-
-
-class RetentionConfig(Config):
-    """What happens when a group can never be trained on."""
-
-    incomplete: Literal["wait", "drop"] = "wait"
-    """A group whose rollout does not come back: wait for redelivery, or drop it at the staleness bound."""

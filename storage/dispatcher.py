@@ -1,14 +1,16 @@
 """Issues prompt leases within the staleness bound and gives complete groups to optimizer steps."""
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 
+import nats.errors
 import structlog
 
 from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
-from bus.errors import BusError
+from bus.errors import BusError, StorageError
 from bus.messages import (
     BatchLease,
     BatchRequest,
@@ -19,6 +21,7 @@ from bus.messages import (
     Lease,
     PolicyManifest,
     Prompt,
+    RoleHolder,
     StepCommitted,
     StoredGroups,
     StoredRequest,
@@ -29,7 +32,7 @@ from bus.topology import shard_of
 from storage.config import AdmissionConfig
 from storage.ledger import Ledger
 from storage.prompts import PromptOrder
-from storage.sampling import expired, oldest_first
+from storage.sampling import Candidate, expired, oldest_first
 
 log = structlog.get_logger()
 POLL_S = 1.0
@@ -59,7 +62,8 @@ class Dispatcher:
         self._admission = admission
         self._shards = shards
         self._changed = asyncio.Event()
-        self._batch_changed = asyncio.Condition()
+        self._news = asyncio.Event()
+        """Set, and replaced, whenever a batch that could not be formed may have become possible."""
         self._admitting = False
 
     def admit(self) -> None:
@@ -85,7 +89,6 @@ class Dispatcher:
                 consume_batches(rejected, self._bus, GroupRejected, self._on_rejected, stop=stop, limit=64),
                 name="refund rejected groups",
             )
-            tasks.create_task(stop.wait(), name="wait for stop")
         for subscription in serving:
             await subscription.unsubscribe()
         await asyncio.to_thread(self.ledger.flush)
@@ -119,25 +122,32 @@ class Dispatcher:
                 continue
 
     async def _publish_leases(self, lease_ids: Sequence[int]) -> None:
+        """Publish those that still roll out, and remember durably that they are published."""
+        if not lease_ids:
+            return
+        rolling_out = self.ledger.rolling_out
         async with asyncio.TaskGroup() as tasks:
-            for lease_id in lease_ids:
-                tasks.create_task(self._publish_lease(lease_id))
-        if lease_ids:
-            self.ledger.set_fact("published_through", str(max(lease_ids)))
+            for lease in [rolling_out[lease_id] for lease_id in lease_ids if lease_id in rolling_out]:
+                tasks.create_task(self._publish_lease(lease, f"lease-{lease.lease_id}"))
+        self.ledger.set_fact("published_through", str(max(self._published_through(), *lease_ids)))
+        await asyncio.to_thread(self.ledger.flush)  # the bus recognises what it has for two minutes only
 
-    async def _publish_lease(self, lease_id: int) -> None:
+    def _published_through(self) -> int:
+        return int(self.ledger.facts.get("published_through", "-1"))
+
+    async def _publish_lease(self, issued: Candidate, message_id: str) -> None:
         lease = Lease(
-            lease_id=lease_id,
-            prompt=self._prompts[self._order.index(lease_id)],
+            lease_id=issued.lease_id,
+            prompt=self._prompts[self._order.index(issued.lease_id)],
             samples=self._admission.samples_per_prompt,
-            policy_version=self.ledger.rolling_out[lease_id].policy_version,
+            policy_version=issued.policy_version,
         )
         subject = self._bus.subject("tasks", "rollout")
-        await self._publisher.publish(subject, encode(lease), message_id=f"lease-{lease_id}")
+        await self._publisher.publish(subject, encode(lease), message_id=message_id)
 
     async def _republish(self, *, everything: bool) -> None:
-        """Publish what a crash left issued but unpublished, or all that is out if the bus lost its streams."""
-        through = -1 if everything else int(self.ledger.facts.get("published_through", "-1"))
+        """Publish what a crash left issued but unpublished, or all that is out if the bus lost it."""
+        through = -1 if everything else self._published_through()
         again = [lease_id for lease_id in self.ledger.rolling_out if lease_id > through]
         if again:
             log.info("leases_published_again", count=len(again))
@@ -146,20 +156,62 @@ class Dispatcher:
     # --- what happened elsewhere ---
 
     async def _poll(self, stop: asyncio.Event) -> None:
-        """Notices can be lost; the keys and the shards' own lists cannot."""
+        """Notices can be lost; the keys and the shards' own lists cannot. A full disk is noticed here."""
         while not stop.is_set():
-            found = await self._bus.get("policy", PolicyManifest)
-            if found is not None:
-                self._on_policy(found[0])
-            for shard in range(self._shards):
-                await self._catch_up(shard)
+            await self._look_at_policy()
+            unheld = await self._held_by_nobody()
+            if all([await self._catch_up(shard) for shard in range(self._shards)]):
+                await self._publish_lost(unheld)
+            await asyncio.to_thread(self.ledger.flush)
             try:
                 async with asyncio.timeout(POLL_S):
                     await stop.wait()
             except TimeoutError:
                 continue
 
-    async def _catch_up(self, shard: int) -> None:
+    async def _look_at_policy(self) -> None:
+        before = self.policy
+        try:
+            found = await self._bus.get("policy", PolicyManifest)
+        except BusError as error:  # the bus is away: what is known stays true meanwhile
+            log.warning("policy_not_read", reason=str(error))
+            return
+        if found is not None and self.policy is before:  # else a notice overtook the answer
+            self._on_policy(found[0])
+
+    async def _held_by_nobody(self) -> list[int]:
+        """Published leases that were not on the bus at this moment, in any form: stored since, or lost.
+
+        A lease becomes trajectories or a rejection, and these an entry in a shard or in the ledger, each
+        gone only after the next is there. So, looked for in this order, none can slip past.
+        """
+        through = self._published_through()
+        published = [lease_id for lease_id in self.ledger.rolling_out if lease_id <= through]
+        js, topology, tasks = self._bus.js, self._bus.topology, self._bus.subject("tasks", "rollout")
+        try:
+            if not published or (await js.stream_info(topology.stream("TASKS"), tasks)).state.subjects:
+                return []
+            if (await js.stream_info(topology.stream("TRAJECTORIES"))).state.messages:
+                return []
+            events = await js.consumer_info(topology.stream("EVENTS"), "dispatcher")
+        except nats.errors.Error as error:
+            log.warning("bus_not_searched_for_leases", reason=str(error))
+            return []
+        return [] if events.num_pending or events.num_ack_pending else published
+
+    async def _publish_lost(self, lease_ids: Sequence[int]) -> None:
+        """Publish anew what a crash of the bus, or a message that nobody understood, has swallowed."""
+        lost = [lease for n in lease_ids if (lease := self.ledger.rolling_out.get(n)) is not None]
+        if not lost:
+            return
+        log.warning("leases_lost", count=len(lost), first=lost[0].lease_id)
+        attempt = secrets.token_hex(4)  # the bus may remember that it once had them
+        async with asyncio.TaskGroup() as tasks:
+            for lease in lost:
+                tasks.create_task(self._publish_lease(lease, f"lease-{lease.lease_id}-{attempt}"))
+
+    async def _catch_up(self, shard: int) -> bool:
+        """Hear of the groups that were completed since; whether the shard answered."""
         request = StoredRequest(after=int(self.ledger.facts.get(f"shard_{shard}", "0")))
         try:
             news = await self._bus.request(
@@ -167,14 +219,22 @@ class Dispatcher:
             )
         except BusError as error:
             log.debug("shard_does_not_answer", shard=shard, reason=str(error))
-            return
+            return False
+        if news.total < request.after:
+            raise StorageError(
+                f"shard {shard} holds {news.total} complete groups, but the ledger has seen {request.after}: "
+                "restore the replay directory"
+            )
         self._on_stored(news)
+        return True
 
     def _on_policy(self, manifest: PolicyManifest) -> None:
         if self.policy == manifest:
             return
         if self.policy is not None and older_of_the_same(manifest, self.policy):
             return  # a late poll must not take back a notice
+        if self._is_fenced(manifest.incarnation):
+            return  # nor what the learner before this one left behind
         self.policy = manifest
         self._changed.set()
 
@@ -193,34 +253,32 @@ class Dispatcher:
 
     async def _on_rejected(self, rejections: list[GroupRejected]) -> None:
         for rejection in rejections:
-            self.ledger.reject(rejection.lease_id, rejection.reason)
+            if rejection.lease_id in self.ledger.rolling_out:  # else a redelivered lease had two outcomes
+                self.ledger.reject(rejection.lease_id, rejection.reason)
         await asyncio.to_thread(self.ledger.flush)
         self._wake()
 
     def _wake(self) -> None:
         self._changed.set()
-        self._wakeup = asyncio.create_task(self._notify_batches())
-
-    async def _notify_batches(self) -> None:
-        async with self._batch_changed:
-            self._batch_changed.notify_all()
+        self._news.set()
+        self._news = asyncio.Event()
 
     # --- the learner's requests ---
 
     async def _on_batch(self, request: BatchRequest) -> list[Message]:
-        self._refuse_fenced(request.incarnation)
         deadline = asyncio.get_running_loop().time() + LONG_POLL_S
         while True:
+            self._refuse_fenced(request.incarnation)  # each time: another may have come while we waited
+            news = self._news
             answer = await self._choose(request)
             left = deadline - asyncio.get_running_loop().time()
             if isinstance(answer, BatchLease) or left <= 0:
                 return [answer]
-            async with self._batch_changed:
-                try:
-                    async with asyncio.timeout(left):
-                        await self._batch_changed.wait()
-                except TimeoutError:
-                    continue
+            try:
+                async with asyncio.timeout(left):
+                    await news.wait()
+            except TimeoutError:
+                continue
 
     async def _choose(self, request: BatchRequest) -> BatchLease | Waiting:
         if request.step not in self.ledger.steps:
@@ -239,8 +297,8 @@ class Dispatcher:
             if not choice.leases:
                 return Waiting(reason=choice.waiting_for)
             self.ledger.lease(request.step, choice.leases)
-            await asyncio.to_thread(self.ledger.flush)
         groups = self.ledger.steps[request.step]
+        await asyncio.to_thread(self.ledger.flush)  # also if another request chose them a moment ago
         refs = (GroupRef(lease_id=g.lease_id, shard=shard_of(g.lease_id, self._shards)) for g in groups)
         return BatchLease(step=request.step, groups=tuple(refs))
 
@@ -251,6 +309,9 @@ class Dispatcher:
         return [Done()]
 
     async def _on_resumed(self, request: LearnerResumed) -> list[Message]:
+        await self._refuse_usurper(request.incarnation)
+        if self.policy is not None and self.policy.incarnation != request.incarnation:
+            self.policy = None  # the learner goes on from another, which it publishes next
         self.ledger.set_fact("incarnation", request.incarnation)
         groups = self.ledger.roll_back(request.step)
         await asyncio.to_thread(self.ledger.flush)
@@ -258,7 +319,15 @@ class Dispatcher:
         self._wake()
         return [Done()]
 
+    async def _refuse_usurper(self, incarnation: str) -> None:
+        """A learner that was suspended while another took its role over must not take the run back."""
+        found = await self._bus.get("role.learner", RoleHolder)
+        if found is not None and found[0].incarnation != incarnation:
+            raise BusError(f"learner {incarnation} was replaced by {found[0].incarnation}")
+
     def _refuse_fenced(self, incarnation: str) -> None:
-        current = self.ledger.facts.get("incarnation", incarnation)
-        if current != incarnation:
-            raise BusError(f"learner {incarnation} was replaced by {current}")
+        if self._is_fenced(incarnation):
+            raise BusError(f"learner {incarnation} was replaced by {self.ledger.facts['incarnation']}")
+
+    def _is_fenced(self, incarnation: str) -> bool:
+        return self.ledger.facts.get("incarnation", incarnation) != incarnation

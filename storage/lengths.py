@@ -10,17 +10,23 @@ BATCH = 1024
 
 
 def check_prompt_lengths(prompts: Iterable[Prompt], model_directory: Path, *, max_new_tokens: int) -> None:
-    """Raise `ConfigError` for the first prompt that leaves no room for `max_new_tokens` in the context."""
+    """Raise `ConfigError` for the first prompt that leaves no room for `max_new_tokens` in the context, or
+    that the model's chat template refuses."""
+    from jinja2.exceptions import TemplateError  # what transformers renders chat templates with
     from transformers import AutoConfig, AutoTokenizer  # slow to import, needed once
 
-    context = AutoConfig.from_pretrained(model_directory).max_position_embeddings
+    context = AutoConfig.from_pretrained(model_directory).get_text_config().max_position_embeddings
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     rendered: list[str] = []
     start = 0
     for prompt in prompts:
         content = prompt.content
         chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        rendered.append(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        try:
+            rendered.append(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        except (TemplateError, ValueError) as error:
+            number = start + len(rendered) + 1
+            raise ConfigError(f"prompt {number}: the model's chat template refuses it: {error}") from error
         if len(rendered) == BATCH:
             _check(rendered, start, tokenizer, context, max_new_tokens)
             start, rendered = start + BATCH, []

@@ -9,7 +9,7 @@ import structlog
 
 from bus.codec import Message
 from bus.connection import Bus
-from bus.errors import BusError
+from bus.errors import BusError, FencedError
 from bus.messages import (
     BatchLease,
     BatchRequest,
@@ -42,11 +42,12 @@ class ReplayReader:
     ) -> list[list[Trajectory]]:
         """The groups of `step`, each a list of siblings; `on_wait` hears what it is waiting for.
 
-        Raises `BusError` when storage is silent for `SILENCE_LIMIT_S` or refuses this incarnation.
+        Raises `BusError` when storage gives neither a batch nor a reason for `SILENCE_LIMIT_S`, `FencedError`
+        when another learner took over.
         """
         request = BatchRequest(step=step, policy_version=policy_version, incarnation=self._incarnation)
         subject = self._bus.subject("rpc", "batch")
-        silent_s = 0.0
+        heard = time.monotonic()
         while True:
             try:
                 answer: Message = await self._bus.request(
@@ -56,12 +57,10 @@ class ReplayReader:
                     return await self._fetch(answer.groups)
                 if isinstance(answer, Waiting):
                     on_wait(answer.reason)
-                silent_s = 0.0
+                heard = time.monotonic()
             except BusError as error:
-                if "replaced" in str(error) or silent_s >= SILENCE_LIMIT_S:
-                    raise
+                _raise_if_final(error, heard)
                 on_wait(f"storage does not answer: {error}")
-                silent_s += ANSWER_TIMEOUT_S
                 await asyncio.sleep(RETRY_S)
 
     async def committed(self, step: int) -> None:
@@ -75,13 +74,12 @@ class ReplayReader:
     async def _tell(self, what: str, message: StepCommitted | LearnerResumed) -> None:
         """Storage may be starting or restarting: ask until `SILENCE_LIMIT_S` has passed."""
         subject = self._bus.subject("rpc", what)
-        deadline = time.monotonic() + SILENCE_LIMIT_S
+        began = time.monotonic()
         while True:
             try:
                 await self._bus.request(subject, message, Done, timeout_s=ANSWER_TIMEOUT_S)
             except BusError as error:
-                if "replaced" in str(error) or time.monotonic() > deadline:
-                    raise
+                _raise_if_final(error, began)
                 await asyncio.sleep(RETRY_S)
             else:
                 return
@@ -105,3 +103,11 @@ class ReplayReader:
             timeout_s=ANSWER_TIMEOUT_S,
         )
         return [trajectory for batch in batches for trajectory in batch.trajectories]
+
+
+def _raise_if_final(error: BusError, heard: float) -> None:
+    """Raise when asking again is useless, or nothing useful came since `heard` for too long."""
+    if "was replaced by" in str(error):
+        raise FencedError(str(error)) from error
+    if time.monotonic() - heard > SILENCE_LIMIT_S:
+        raise error

@@ -9,7 +9,7 @@ from io import BufferedRandom
 from pathlib import Path
 from typing import Self
 
-from bus.errors import StorageError
+from bus.errors import SchemaError, StorageError
 from bus.messages import Trajectory
 from storage.files import make_directory, remove_leftovers
 from storage.segments import Segment, read_records, write_segment
@@ -58,8 +58,8 @@ class ReplayStore:
     def append(self, trajectories: Sequence[Trajectory]) -> list[int]:
         """Store those not stored yet as one new segment; the leases whose groups this completed, in order.
 
-        On return they are on the disk. Raises `StorageError`, having stored nothing, when the disk refuses
-        or siblings disagree on their group's size."""
+        On return they are on the disk. Otherwise nothing is stored: the disk refuses (`StorageError`), or
+        siblings disagree on their group's size, where a retry cannot help (`SchemaError`)."""
         if self._lock is None:
             raise StorageError(f"{self.directory} was opened for reading")
         fresh = self._groups.fresh(trajectories)
@@ -146,13 +146,13 @@ class _GroupIndex:
         self._sizes: dict[int, int] = {}  # of the partial groups
 
     def fresh(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-        """Those not stored yet, each once. Raises `StorageError` when siblings disagree on `group_size`."""
+        """Those not stored yet, each once. Raises `SchemaError` when siblings disagree on `group_size`."""
         fresh: dict[tuple[int, int], Trajectory] = {}
         sizes: dict[int, int] = {}
         for t in trajectories:
             size = self._size(t.lease_id) or sizes.setdefault(t.lease_id, t.group_size)
             if t.group_size != size:
-                raise StorageError(f"{t.trajectory_id}: its group has {size} samples, it says {t.group_size}")
+                raise SchemaError(f"{t.trajectory_id}: its group has {size} samples, it says {t.group_size}")
             if not self._holds(t.lease_id, t.sample):
                 fresh.setdefault((t.lease_id, t.sample), t)
         return list(fresh.values())

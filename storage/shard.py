@@ -1,15 +1,25 @@
 """One replay shard on the bus: takes trajectories off the stream, stores them, answers reads."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 
-from bus.codec import Message
+from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
-from bus.errors import BusError, StorageError
-from bus.messages import Done, ReadRequest, StoredGroups, StoredRequest, Trajectory, TrajectoryBatch
+from bus.errors import BusError, SchemaError, StorageError
+from bus.messages import (
+    Done,
+    GroupRejected,
+    ReadRequest,
+    StoredGroups,
+    StoredRequest,
+    Trajectory,
+    TrajectoryBatch,
+)
+from bus.publish import Publisher
+from bus.topology import shard_of
 from storage.replay import ReplayStore
 
 log = structlog.get_logger()
@@ -21,10 +31,16 @@ ANSWER_LEASES = 65536
 class Shard:
     """The single writer of one store, between the bus and the disk."""
 
-    def __init__(self, bus: Bus, store: ReplayStore, number: int, *, linger_s: float) -> None:
+    def __init__(
+        self, bus: Bus, store: ReplayStore, number: int, *,
+        shards: int, was_issued: Callable[[int], bool], linger_s: float,
+    ) -> None:  # fmt: skip
         self.store = store
         self._bus = bus
+        self._publisher = Publisher(bus)
         self._number = number
+        self._shards = shards
+        self._was_issued = was_issued
         self._linger_s = linger_s
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -45,11 +61,34 @@ class Shard:
     async def _append(self, batches: list[TrajectoryBatch]) -> None:
         """The segment is durable when this returns; only then are the messages acked."""
         before = len(self.store.completed)
-        completed = await asyncio.to_thread(
-            self.store.append, [trajectory for batch in batches for trajectory in batch.trajectories]
-        )
+        trajectories = [trajectory for batch in batches for trajectory in batch.trajectories]
+        try:
+            self._refuse_misdirected(trajectories)
+            completed = await asyncio.to_thread(self.store.append, trajectories)
+        except SchemaError as error:
+            if len(batches) == 1:  # the one that will be set aside
+                await self._refund(trajectories, str(error))
+            raise
         if completed:
             await self._bus.notify(self._bus.subject("notice", "stored"), self._news(before))
+
+    def _refuse_misdirected(self, trajectories: Sequence[Trajectory]) -> None:
+        """What is stored stays: a lease that is issued later would find its samples taken."""
+        for t in trajectories:
+            home = shard_of(t.lease_id, self._shards)
+            if home != self._number:
+                raise SchemaError(
+                    f"{t.trajectory_id}: lease {t.lease_id} belongs to shard {home}, not {self._number}"
+                )
+            if not self._was_issued(t.lease_id):
+                raise SchemaError(f"{t.trajectory_id}: lease {t.lease_id} was never issued in this run")
+
+    async def _refund(self, trajectories: Sequence[Trajectory], detail: str) -> None:
+        """Nobody will send these groups again: without a refund the learner would wait for them for ever."""
+        for lease_id in sorted({t.lease_id for t in trajectories}):
+            event = GroupRejected(lease_id=lease_id, reason="set_aside", detail=detail)
+            subject = self._bus.subject("events", "rejected")
+            await self._publisher.publish(subject, encode(event), message_id=f"rejected-{lease_id}")
 
     async def _on_stored(self, request: StoredRequest) -> list[Message]:
         return [self._news(request.after)]

@@ -81,6 +81,14 @@ async def test_a_resumed_learners_older_version_replaces_the_dead_ones(bus, foll
     assert follower.latest.incarnation == "resumed"
 
 
+async def test_a_version_of_a_dead_learner_is_not_waited_for(bus, following):
+    follower, engine = following
+    async with asyncio.timeout(TIMEOUT_S):
+        await publish(bus, 5, incarnation="resumed")
+        await follower.at_least(9)
+    assert engine.policy_version == 5
+
+
 async def test_stage_is_the_learners(bus, following):
     follower, _ = following
     await publish(bus, 0, stage="warmup")

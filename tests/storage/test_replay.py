@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bus.codec import encode
-from bus.errors import StorageError
+from bus.errors import SchemaError, StorageError
 from bus.messages import Trajectory, group_name
 from storage import replay
 from storage.replay import ReplayStore
@@ -155,9 +155,9 @@ def test_reading_an_unknown_or_incomplete_group_says_what_is_stored(tmp_path):
 def test_siblings_that_disagree_on_the_group_size_store_nothing(tmp_path):
     store = ReplayStore.open(tmp_path)
     store.append([trajectory(0, 0, group_size=2)])
-    with pytest.raises(StorageError, match="its group has 2 samples, it says 3"):
+    with pytest.raises(SchemaError, match="its group has 2 samples, it says 3"):
         store.append([trajectory(1, 0), trajectory(0, 1, group_size=3)])
-    with pytest.raises(StorageError, match="its group has 4 samples, it says 5"):
+    with pytest.raises(SchemaError, match="its group has 4 samples, it says 5"):
         store.append([trajectory(2, 0, group_size=4), trajectory(2, 1, group_size=5)])
     assert store.trajectories == 1
     assert store.append([trajectory(0, 1), *group(1)]) == [0, 1]

@@ -1,0 +1,251 @@
+"""The ledger against a model, through crashes; and against files that are no ledger."""
+
+import shutil
+import sqlite3
+import tempfile
+from collections import Counter
+from contextlib import closing
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from bus.errors import StorageError
+from storage.ledger import Account, Ledger
+from storage.sampling import Candidate
+from tests.storage.serving import refusing_disk
+
+
+def on_disk(path: Path, copy: Path) -> Path:
+    """What a crash at this moment would leave, as a ledger of its own."""
+    for suffix in ("", "-wal"):
+        if (source := path.with_name(path.name + suffix)).exists():
+            shutil.copyfile(source, copy.with_name(copy.name + suffix))
+    return copy
+
+
+@dataclass
+class Model:
+    rolling_out: set[int] = field(default_factory=set)
+    stored: set[int] = field(default_factory=set)
+    steps: dict[int, set[int]] = field(default_factory=dict)
+    rejected: dict[int, str] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Everything a dispatcher does, in any order, with crashes in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp(prefix="ledger-"))
+        self.path = self.directory / "0.sqlite"
+        self.crashes = 0
+        self.ledger = Ledger.open(self.path)
+        self.model, self.durable = Model(), Model()
+
+    def teardown(self) -> None:
+        self.ledger.close()
+        shutil.rmtree(self.directory)
+
+    @rule(count=st.integers(0, 5), version=st.integers(0, 9))
+    def issue(self, count: int, version: int) -> None:
+        issued = self.ledger.issue(count, version)
+        assert issued == list(range(len(self.model.versions), len(self.model.versions) + count))
+        self.model.versions += [version] * count
+        self.model.rolling_out.update(issued)
+
+    @rule(lease_id=st.integers(-1, 20))
+    def store(self, lease_id: int) -> None:
+        assert self.ledger.store(lease_id) == (lease_id in self.model.rolling_out)
+        if lease_id in self.model.rolling_out:
+            self.model.rolling_out.remove(lease_id)
+            self.model.stored.add(lease_id)
+
+    @rule(lease_id=st.integers(-1, 20), reason=st.sampled_from(["stale", "zero_variance"]))
+    def reject(self, lease_id: int, reason: str) -> None:
+        open_groups = self.model.rolling_out | self.model.stored
+        assert self.ledger.reject(lease_id, reason) == (lease_id in open_groups)
+        if lease_id in open_groups:
+            self.model.rolling_out.discard(lease_id)
+            self.model.stored.discard(lease_id)
+            self.model.rejected[lease_id] = reason
+
+    @precondition(lambda self: self.model.stored)
+    @rule(data=st.data())
+    def lease(self, data: st.DataObject) -> None:
+        some = st.lists(st.sampled_from(sorted(self.model.stored)), min_size=1, max_size=3, unique=True)
+        taken = tuple(data.draw(some))
+        step = max(self.model.steps, default=0) + 1
+        self.ledger.lease(step, taken)
+        self.model.stored.difference_update(taken)
+        self.model.steps[step] = set(taken)
+
+    @rule(step=st.integers(0, 6))
+    def commit(self, step: int) -> None:
+        self.ledger.commit(step)
+
+    @rule(step=st.integers(0, 6))
+    def roll_back(self, step: int) -> None:
+        undone = [s for s in self.model.steps if s > step]
+        groups = set().union(*(self.model.steps.pop(s) for s in undone))
+        assert self.ledger.roll_back(step) == len(groups)
+        self.model.stored |= groups
+
+    @rule(name=st.sampled_from(["shard_0", "incarnation"]), value=st.text(max_size=3))
+    def set_fact(self, name: str, value: str) -> None:
+        self.ledger.set_fact(name, value)
+        self.model.facts[name] = value
+
+    @rule()
+    def flush(self) -> None:
+        self.ledger.flush()
+        self.durable = deepcopy(self.model)
+
+    @rule()
+    def close_and_open(self) -> None:
+        self.ledger.close()
+        self.ledger = Ledger.open(self.path)
+        self.durable = deepcopy(self.model)
+
+    @rule()
+    def crash(self) -> None:
+        self.crashes += 1
+        after = on_disk(self.path, self.directory / f"{self.crashes}.sqlite")
+        self.ledger.close()
+        self.path, self.ledger = after, Ledger.open(after)
+        self.model = deepcopy(self.durable)
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        ledger, model = self.ledger, self.model
+        assert set(ledger.rolling_out) == model.rolling_out
+        assert set(ledger.stored) == model.stored
+        assert {s: {g.lease_id for g in groups} for s, groups in ledger.steps.items()} == model.steps
+        assert ledger.reasons == Counter(model.rejected.values())
+        assert ledger.facts == model.facts
+        for lease_id, lease in (ledger.rolling_out | ledger.stored).items():
+            assert lease == Candidate(model.versions[lease_id], lease_id)
+
+    @invariant()
+    def accounts_for_every_group_once(self) -> None:
+        account = self.ledger.account()
+        assert account.balanced()
+        trained = [g for groups in self.model.steps.values() for g in groups]
+        assert (account.issued, account.trained) == (len(self.model.versions), len(trained))
+        for step in (0, 2, 99):
+            later = sum(len(groups) for s, groups in self.model.steps.items() if s > step)
+            open_groups = len(self.model.rolling_out) + len(self.model.stored)
+            assert self.ledger.ahead_of(step) == open_groups + later
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+test_ledger_agrees_with_a_simple_model_through_crashes = LedgerMachine.TestCase
+
+
+def test_committed_groups_can_still_be_rolled_back(tmp_path: Path):
+    """The learner may have to resume from a checkpoint before its last one."""
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger.open(path)) as ledger:
+        ledger.issue(2, 0)
+        for step, lease_id in ((1, 0), (2, 1)):
+            ledger.store(lease_id)
+            ledger.lease(step, (lease_id,))
+        ledger.commit(2)
+    with closing(Ledger.open(path)) as ledger:
+        assert ledger.roll_back(1) == 1
+        assert ledger.account() == Account(issued=2, rolling_out=0, rejected=0, stored=1, trained=1)
+
+
+def test_groups_of_a_step_keep_their_order_through_a_restart(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger.open(path)) as ledger:
+        ledger.issue(2, policy_version=3)
+        ledger.issue(2, policy_version=1)  # after the learner fell back to an older version
+        for lease_id in range(4):
+            ledger.store(lease_id)
+        ledger.lease(1, (2, 3, 0, 1))
+    with closing(Ledger.open(path)) as ledger:
+        assert [group.lease_id for group in ledger.steps[1]] == [2, 3, 0, 1]
+
+
+def test_lease_of_another_run_was_never_issued(tmp_path: Path):
+    with closing(Ledger.open(tmp_path / "ledger.sqlite")) as ledger:
+        ledger.issue(3, 0)
+        assert [ledger.was_issued(n) for n in (-1, 0, 2, 3)] == [False, True, True, False]
+
+
+def test_full_disk_is_reported_and_loses_no_change(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger.open(path)) as ledger:
+        ledger.issue(1, 0)
+        ledger.flush()
+        ledger.issue(1000, 1)
+        with refusing_disk(), pytest.raises(StorageError, match="ledger cannot be written"):
+            ledger.flush()
+        ledger.store(0)
+        ledger.flush()
+        with closing(Ledger.open(on_disk(path, tmp_path / "crashed.sqlite"))) as after:
+            assert after.account() == ledger.account()
+
+
+@pytest.mark.parametrize(
+    "content", [b"not a database, but long enough to be one" * 99, b"SQLite format 3\0torn"]
+)
+def test_foreign_file_is_refused(tmp_path: Path, content: bytes):
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(content)
+    with pytest.raises(StorageError, match=r"ledger\.sqlite is not a ledger that can be used"):
+        Ledger.open(path)
+    assert path.read_bytes() == content
+
+
+def test_database_of_another_program_is_refused_untouched(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE bookmarks (url TEXT)")
+    content = path.read_bytes()
+    with pytest.raises(StorageError, match="it holds bookmarks"):
+        Ledger.open(path)
+    assert path.read_bytes() == content
+
+
+def test_torn_ledger_is_refused(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger.open(path)) as ledger:
+        ledger.issue(5000, 0)
+    content = path.read_bytes()
+    for length in (len(content) // 2, 4096, 100):
+        path.write_bytes(content[:length])
+        with pytest.raises(StorageError, match="is not a ledger that can be used"):
+            Ledger.open(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        ("DELETE FROM leases WHERE lease_id = 1", "lacks some of its 3 leases"),
+        ("UPDATE leases SET state = 'lost' WHERE lease_id = 1", "lease 1 is 'lost'"),
+        ("UPDATE leases SET state = 'leased' WHERE lease_id = 1", "lease 1 is 'leased' in step None"),
+    ],
+)
+def test_ledger_whose_entries_do_not_add_up_is_refused(tmp_path: Path, damage: str, complaint: str):
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger.open(path)) as ledger:
+        ledger.issue(3, 0)
+    with closing(sqlite3.connect(path)) as other:
+        other.execute(damage)
+        other.commit()
+    with pytest.raises(StorageError, match=complaint):
+        Ledger.open(path)
+
+
+def test_ledger_in_a_place_that_cannot_hold_one_is_refused(tmp_path: Path):
+    (tmp_path / "ledger.sqlite").mkdir()
+    with pytest.raises(StorageError, match="unable to open"):
+        Ledger.open(tmp_path / "ledger.sqlite")

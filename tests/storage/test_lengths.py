@@ -1,0 +1,68 @@
+"""Prompts against a model's context, with a real tokenizer and a real configuration."""
+
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from bus.errors import ConfigError
+from bus.messages import Prompt
+from learner.scratch import character_tokenizer
+from storage import lengths
+from storage.lengths import check_prompt_lengths
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory without weights: a token a character, two for the chat, 32 in the context."""
+    directory = tmp_path_factory.mktemp("model")
+    character_tokenizer().save_pretrained(directory)
+    Qwen3Config(max_position_embeddings=32).save_pretrained(directory)
+    return directory
+
+
+def test_prompts_that_fill_the_context_exactly_pass(model):
+    check_prompt_lengths([Prompt(content="x" * 20)], model, max_new_tokens=10)
+
+
+def test_prompt_that_is_too_long_is_named_with_its_length(model):
+    prompts = [Prompt(content="short"), Prompt(content="y" * 21)]
+    with pytest.raises(
+        ConfigError, match=r"prompt 2 has 23 tokens: with 10 new ones .* context of 32 .*yyyy"
+    ):
+        check_prompt_lengths(prompts, model, max_new_tokens=10)
+
+
+def test_chat_is_measured_with_all_its_messages(model):
+    chat = [{"role": "user", "content": "z" * 10}, {"role": "assistant", "content": "z" * 10}]
+    check_prompt_lengths([Prompt(content=[*chat])], model, max_new_tokens=8)
+    with pytest.raises(ConfigError, match="prompt 1 has 24 tokens"):
+        check_prompt_lengths([Prompt(content=[*chat])], model, max_new_tokens=9)
+
+
+def test_prompts_are_numbered_through_all_batches(model, monkeypatch):
+    monkeypatch.setattr(lengths, "BATCH", 2)
+    short = [Prompt(content="x")] * 4
+    check_prompt_lengths(short, model, max_new_tokens=10)
+    with pytest.raises(ConfigError, match="prompt 5 has 42 tokens"):
+        check_prompt_lengths([*short, Prompt(content="x" * 40)], model, max_new_tokens=10)
+
+
+def test_prompt_that_the_chat_template_refuses_is_named(model, tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    tokenizer.save_pretrained(tmp_path)
+    Qwen3Config(max_position_embeddings=32).save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match="prompt 1: the model's chat template refuses it: roles must alternate"
+    ):
+        check_prompt_lengths([Prompt(content="x")], tmp_path, max_new_tokens=1)
+
+
+def test_template_that_is_missing_is_said_so(model, tmp_path):
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    Qwen3Config(max_position_embeddings=32).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"prompt 1: .* refuses it: .*chat_template"):
+        check_prompt_lengths([Prompt(content="x")], tmp_path, max_new_tokens=1)

@@ -1,0 +1,177 @@
+"""The storage process as a whole: what it refuses at the start, and what it tells others."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from bus import roles
+from bus.blobs import get_blob, put_blob
+from bus.codec import decode, encode
+from bus.connection import Bus
+from bus.errors import ConfigError
+from bus.messages import BlobRef, GroupRejected, ModelFiles, PolicyManifest, PromptSet, RunRecord, Status
+from bus.publish import Publisher
+from learner.scratch import character_tokenizer
+from storage.config import DataConfig, ReplayConfig
+from storage.model_files import bundle
+from storage.replay import ReplayStore
+from storage.run import RunDirectory
+from storage.service import StorageSettings, run_storage
+from tests.conftest import Connect
+from tests.factories import make_trajectory
+from tests.storage.serving import BLOB, SMALL, LearnerStandIn, has, messages, running, send_groups, until
+
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
+
+
+@pytest.fixture(autouse=True)
+def quick_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "RENEW_S", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def own_switch_interval() -> Iterator[None]:
+    """The storage process sets it for itself; it is this one now."""
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.fixture(scope="module")
+def model_files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    """Of a model with a context of 32 tokens, one a character."""
+    directory = tmp_path_factory.mktemp("model")
+    character_tokenizer().save_pretrained(directory)
+    Qwen3Config(max_position_embeddings=32).save_pretrained(directory)
+    return bundle(directory)
+
+
+def write_prompts(path: Path, *contents: str) -> Path:
+    path.write_text("".join(json.dumps({"prompt": content}) + "\n" for content in contents))
+    return path
+
+
+def make_settings(
+    tmp_path: Path, *contents: str, shards: int = 2, heldout: Path | None = None
+) -> StorageSettings:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", *contents) if contents else None
+    return StorageSettings(
+        data=DataConfig(prompts=prompts, heldout=heldout),
+        admission=SMALL,
+        replay=ReplayConfig(shards=shards, linger_s=0.0),
+        seed=0,
+        max_new_tokens=10,
+        run=RunDirectory(tmp_path / "runs", "test"),
+        config_json='{"seed": 0}',
+    )
+
+
+async def publish_policy(bus: Bus, model: BlobRef) -> None:
+    await bus.put(
+        "policy",
+        PolicyManifest(policy_version=0, incarnation="a", snapshot=BLOB, model=model, stage="rl"),
+    )
+
+
+def storage(bus: Bus, settings: StorageSettings):
+    return running(lambda stop: run_storage(bus, settings, stop))
+
+
+async def test_run_without_prompts_is_refused(bus, tmp_path):
+    with pytest.raises(ConfigError, match="no prompts: give --prompts FILE"):
+        await run_storage(bus, make_settings(tmp_path), asyncio.Event())
+
+
+async def test_prompts_are_checked_against_the_model_before_the_first_lease(bus, tmp_path, model_files):
+    heldout = write_prompts(tmp_path / "heldout.jsonl", "4 + 4 =")
+    async with storage(bus, make_settings(tmp_path, "2 + 2 =", "x" * 20, heldout=heldout)):
+        await until(lambda: is_known(bus))
+        assert await messages(bus, "TASKS") == 0
+        await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
+        await has(bus, "TASKS", 4)
+        found = await bus.get("heldout", BlobRef)
+        assert found is not None
+        assert [p.content for p in decode(await get_blob(bus, found[0]), PromptSet).prompts] == ["4 + 4 ="]
+
+
+async def is_known(bus: Bus) -> bool:
+    return await bus.get("run", RunRecord) is not None
+
+
+async def test_prompt_longer_than_the_context_stops_the_run_and_is_named(bus, tmp_path, model_files):
+    await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
+    with pytest.raises(ExceptionGroup) as failure:
+        await run_storage(bus, make_settings(tmp_path, "2 + 2 =", "x" * 21), asyncio.Event())
+    reason = r"prompt 2 has 23 tokens: with 10 new ones it exceeds the model's context of 32"
+    assert failure.group_contains(ConfigError, match=reason)
+    assert await messages(bus, "TASKS") == 0
+
+
+async def test_model_files_that_are_gone_are_waited_for(bus, tmp_path, model_files):
+    """A learner that starts over replaces them."""
+    await publish_policy(bus, BLOB)
+    async with storage(bus, make_settings(tmp_path, "2 + 2 =")):
+        await until(lambda: is_known(bus))
+        await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
+        await has(bus, "TASKS", 4)
+
+
+async def test_second_storage_process_of_a_run_is_refused(bus, tmp_path, connect: Connect):
+    settings = make_settings(tmp_path, "2 + 2 =")
+    async with storage(bus, settings), connect("second") as other:
+        await until(lambda: is_known(bus))
+        with pytest.raises(ConfigError, match="run 'test' already has a dispatcher: process"):
+            await run_storage(other, settings, asyncio.Event())
+    async with storage(bus, settings):  # the first has left
+        pass
+
+
+async def test_other_number_of_shards_is_refused_and_changes_nothing(bus, tmp_path):
+    async with storage(bus, make_settings(tmp_path, "2 + 2 =")):
+        await until(lambda: is_known(bus))
+    await bus.delete("run")
+    with pytest.raises(ConfigError, match=r"in 2 shards: set replay\.shards = 2"):
+        await run_storage(bus, make_settings(tmp_path, "2 + 2 =", shards=3), asyncio.Event())
+    consumers = await bus.js.consumers_info(bus.topology.stream("TRAJECTORIES"))
+    assert sorted(consumer.name for consumer in consumers) == ["shard-0", "shard-1"]
+    assert not await is_known(bus)
+
+
+async def test_replay_of_another_run_is_refused(bus, tmp_path):
+    settings = make_settings(tmp_path, "2 + 2 =")
+    store = ReplayStore.open(settings.run.replay(1))
+    store.append([make_trajectory(5, sample) for sample in range(2)])
+    store.close()
+    with pytest.raises(ConfigError, match="holds the group of lease 5, but the ledger has issued only 0"):
+        await run_storage(bus, settings, asyncio.Event())
+
+
+async def test_status_accounts_for_every_group(bus, tmp_path, model_files):
+    heard: list[Status] = []
+    await bus.listen(bus.subject("status", "storage"), Status, heard.append)
+    await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
+    async with storage(bus, make_settings(tmp_path, "2 + 2 =")):
+        await has(bus, "TASKS", 4)
+        await send_groups(bus, [0, 1, 2])
+        assert await LearnerStandIn(bus).batch(1) == [0, 1]
+        rejected = encode(GroupRejected(lease_id=3, reason="zero_variance"))
+        await bus.js.publish(bus.subject("events", "rejected"), rejected)
+        await has(bus, "TASKS", 5)
+    values = heard[-1].values
+    account = {"issued": 5, "rolling_out": 1, "rejected": 1, "stored": 1, "trained": 2}
+    assert {name: values[name] for name in account} == account
+    assert values["reasons"] == {"zero_variance": 1}
+    assert values["trajectories_stored"] == 6
+    assert heard[-1].doing == "all that the staleness bound allows is rolling out"
+
+
+async def test_storage_lets_waiting_threads_in_quickly(bus, tmp_path):
+    """A segment is written with many releases of the GIL, each of which waits for this interval."""
+    async with storage(bus, make_settings(tmp_path, "2 + 2 =")):
+        await until(lambda: is_known(bus))
+        assert sys.getswitchinterval() == pytest.approx(0.0005)
