@@ -1,0 +1,238 @@
+"""`launch ...`: every command, its flags and its help. Loads no torch: help is quick."""
+
+import sys
+from collections.abc import Sequence
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import docstring_parser
+from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
+from pydantic import PlainValidator
+
+from bus.errors import ConfigError
+from launch.config import (
+    ActorsProcess,
+    LearnerProcess,
+    ProcessConfig,
+    RunConfig,
+    config_file,
+    flags,
+    merge,
+    preset,
+    resolve,
+    validate,
+)
+from launch.runtime import configure_logging, fail, run
+
+# For --help, cyclopts parses the source of every class in every config's ancestry, several times over, though
+# pydantic has each field's description already: with the commands' docstrings alone, help is twice as quick.
+_parse_docstring = docstring_parser.parse_from_object
+docstring_parser.parse_from_object = cache(
+    lambda documented: (
+        docstring_parser.parse("") if isinstance(documented, type) else _parse_docstring(documented)
+    )
+)
+
+app = App(
+    name="launch",
+    help="Asynchronous actor-learner reinforcement learning for language models on a message queue.",
+    help_format="plaintext",  # markdown takes 0.1 s to load
+    version=lambda: version("sluice-rl"),
+    print_error=False,
+    exit_on_error=False,
+)
+
+SHORT = Group("Short forms", sort_key=0)
+# Flags stay as they were written: only together with the layers below them can they be checked.
+AS_WRITTEN = PlainValidator(dict), Parameter(name="*", group=Group("Settings", sort_key=1))
+Settings = Annotated[RunConfig, *AS_WRITTEN]
+LearnerSettings = Annotated[LearnerProcess, *AS_WRITTEN]
+ActorsSettings = Annotated[ActorsProcess, *AS_WRITTEN]
+
+PresetName = Annotated[str | None, Parameter(name="--preset", group=SHORT)]
+ConfigFile = Annotated[Path | None, Parameter(name="--config", group=SHORT)]
+BusUrl = Annotated[str | None, Parameter(name="--bus", group=SHORT)]
+Prompts = Annotated[Path | None, Parameter(name="--prompts", group=SHORT)]
+RewardName = Annotated[str | None, Parameter(name="--reward", group=SHORT)]
+
+
+@app.command
+def local(
+    *,
+    preset_name: PresetName = None,
+    config: ConfigFile = None,
+    bus: BusUrl = None,
+    prompts: Prompts = None,
+    reward: RewardName = None,
+    settings: Settings = RunConfig(),
+) -> None:
+    """Train on this machine: bus, storage, learner and actors as supervised processes, with a live view.
+
+    Ctrl-C stops it kindly; the same command takes it up again where it was.
+
+    Parameters
+    ----------
+    preset_name
+        Settings that come with Sluice: sort, addition.
+    config
+        TOML or JSON file of settings, over the preset; flags go over both.
+    bus
+        NATS server to use, as nats://[user:password@]host:port, instead of starting one.
+    prompts
+        Training prompts, .jsonl or .parquet.
+    reward
+        A built-in reward, or my_pkg.my_module:function.
+    """
+    from launch.local import run_local
+
+    configure_logging("warning")
+    layers = _layers(preset_name, config, _short(bus, prompts, reward), settings)
+    own_bus = "url" not in layers.get("bus", {})
+    raise SystemExit(run(partial(run_local, resolve(layers), own_bus=own_bus)))
+
+
+@app.command(name="bus")
+def bus_command(*, host: str = "127.0.0.1", port: int = 4222, directory: Path = Path("runs/bus")) -> None:
+    """Run a nats-server with JetStream on this machine.
+
+    Parameters
+    ----------
+    host
+        Address to listen on; 0.0.0.0 lets other hosts in.
+    port
+        Port to listen on.
+    directory
+        Where its streams lie.
+    """
+    from launch.services import serve_bus
+
+    configure_logging()
+    run(partial(serve_bus, host, port, directory))
+
+
+@app.command
+def storage(
+    *,
+    preset_name: PresetName = None,
+    config: ConfigFile = None,
+    bus: BusUrl = None,
+    prompts: Prompts = None,
+    reward: RewardName = None,
+    settings: Settings = RunConfig(),
+) -> None:
+    """Dispatch prompts and keep trajectories for one run. It defines the run: the others join by name.
+
+    Parameters
+    ----------
+    preset_name
+        Settings that come with Sluice: sort, addition.
+    config
+        TOML or JSON file of settings, over the preset; flags go over both.
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    prompts
+        Training prompts, .jsonl or .parquet.
+    reward
+        A built-in reward, or my_pkg.my_module:function.
+    """
+    from launch.services import serve_storage
+
+    configure_logging()
+    layers = _layers(preset_name, config, _short(bus, prompts, reward), settings)
+    run(partial(serve_storage, resolve(layers)))
+
+
+@app.command
+def learner(*, bus: BusUrl = None, settings: LearnerSettings = LearnerProcess()) -> None:
+    """Train the policy of a run whose storage is up: name it with --run. Its settings come from the bus.
+
+    Parameters
+    ----------
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    """
+    from launch.services import serve_learner
+
+    configure_logging()
+    run(partial(serve_learner, *_joining(_short(bus), settings)))
+
+
+@app.command
+def actors(
+    *, bus: BusUrl = None, reward: RewardName = None, settings: ActorsSettings = ActorsProcess()
+) -> None:
+    """Roll out prompts for a run: name it with --run. Start as many as you like, on any host.
+
+    Parameters
+    ----------
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    reward
+        A built-in reward, or my_pkg.my_module:function.
+    """
+    from launch.services import serve_actors
+
+    configure_logging()
+    run(partial(serve_actors, *_joining(_short(bus, reward=reward), settings)))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the `launch` command."""
+    try:
+        app(sys.argv[1:] if arguments is None else arguments)
+    except CycloptsError as error:
+        fail(ConfigError(_complaint(error)))
+    except ConfigError as error:
+        fail(error)
+
+
+def _complaint(error: CycloptsError) -> str:
+    """What is wrong with a command line, in the form of our own messages."""
+    command, *_ = [*(error.command_chain or ()), ""]
+    processes: dict[str, type[ProcessConfig]] = {"learner": LearnerProcess, "actors": ActorsProcess}
+    own = processes.get(command)
+    if own is not None and isinstance(error, UnknownOptionError):
+        option = str(error.token.keyword or error.token.value).partition("=")[0]
+        section = option.removeprefix("--").partition(".")[0]
+        runs = {*RunConfig.model_fields, "preset", "config", "prompts", "reward"} - {*own.model_fields}
+        if section in runs:
+            return f"{option} is the run's, not this process's: give it to the `launch storage` of the run"
+    if isinstance(error, UnusedCliTokensError):
+        return f"unexpected argument {(error.unused_tokens or [''])[0]!r}: settings are given as --name VALUE"
+    said = str(error)
+    return said[:1].lower() + said[1:].removesuffix(".")
+
+
+def _layers(
+    preset_name: str | None, config: Path | None, short: dict[str, Any], settings: object
+) -> dict[str, Any]:
+    """All that was said about a run, merged."""
+    return merge(
+        preset(preset_name) if preset_name else {},
+        config_file(config) if config else {},
+        short,
+        flags(settings),
+    )
+
+
+def _short(bus: str | None = None, prompts: Path | None = None, reward: str | None = None) -> dict[str, Any]:
+    """What the short forms stand for."""
+    layer: dict[str, Any] = {}
+    if bus is not None:
+        layer["bus"] = {"url": bus}
+    if prompts is not None:
+        layer["data"] = {"prompts": prompts}
+    if reward is not None:
+        layer["actors"] = {"environment": {"reward": reward}}
+    return layer
+
+
+def _joining(short: dict[str, Any], settings: object) -> tuple[RunConfig, dict[str, Any]]:
+    """Which run on which bus, and the settings that this process has of its own."""
+    given = merge(short, flags(settings))
+    where = {key: given.pop(key) for key in ProcessConfig.model_fields if key in given}
+    validate(given)  # a wrong one is refused before the bus is asked for the others
+    return validate(where), given

@@ -1,0 +1,240 @@
+"""The whole configuration of a run, and how it is put together: defaults < preset < --config file < flags."""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from actors.config import ActorsConfig, SamplingConfig
+from bus.config import BusConfig, Config
+from bus.errors import ConfigError
+from learner.config import LearnerConfig, ModelConfig, WarmupConfig
+from storage.config import AdmissionConfig, DataConfig, EvaluationConfig, ReplayConfig
+
+Layer = Mapping[str, Any]
+
+
+class ProcessConfig(Config):
+    """What every process of a run has to be told."""
+
+    run: str = "default"
+    """Name of the run: letters, digits, - and _."""
+
+    directory: Path = Path("runs")
+    """Where runs lie; this one in a directory of its own name."""
+
+    bus: BusConfig = BusConfig()
+    """The message bus."""
+
+
+class LearnerProcess(ProcessConfig):
+    """What a learner may have of its own, over the run's configuration."""
+
+    model: ModelConfig = ModelConfig()
+    """The policy."""
+
+    warmup: WarmupConfig = WarmupConfig()
+    """Supervised stage before reinforcement learning."""
+
+    learner: LearnerConfig = LearnerConfig()
+    """Reinforcement learning."""
+
+
+class ActorsProcess(ProcessConfig):
+    """What an actor process may have of its own, over the run's configuration."""
+
+    actors: ActorsConfig = ActorsConfig()
+    """Rollouts."""
+
+
+class RunConfig(ProcessConfig):
+    """A run."""
+
+    seed: int = Field(0, ge=0)
+    """Of the weights, the order of prompts and what generators draw."""
+
+    data: DataConfig = DataConfig()
+    """Prompts."""
+
+    admission: AdmissionConfig = AdmissionConfig()
+    """How much is rolled out, and how stale it may get."""
+
+    replay: ReplayConfig = ReplayConfig()
+    """The trajectory store."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """How tokens are drawn."""
+
+    model: ModelConfig = ModelConfig()
+    """The policy."""
+
+    warmup: WarmupConfig = WarmupConfig()
+    """Supervised stage before reinforcement learning."""
+
+    learner: LearnerConfig = LearnerConfig()
+    """Reinforcement learning."""
+
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out accuracy."""
+
+    actors: ActorsConfig = ActorsConfig()
+    """Rollouts."""
+
+
+def resolve(*layers: Layer) -> RunConfig:
+    """Merge `layers` over the defaults, the last wins, and check the result.
+
+    Raises `ConfigError` with every problem, each naming the key, the value and the nearest key there is.
+    """
+    config = validate(*layers)
+    _check_together(config)
+    return config
+
+
+def validate(*layers: Layer) -> RunConfig:
+    """As `resolve`, for layers of which others may follow: sections are not checked against each other."""
+    try:
+        return RunConfig.model_validate(merge(RunConfig().model_dump(), *layers))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem) for problem in error.errors())) from error
+
+
+def merge(*layers: Layer) -> dict[str, Any]:
+    """Tables merge key by key, the last layer wins; one with another `type` replaces what is below it."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            old = merged.get(key)
+            both = isinstance(old, Mapping) and isinstance(value, Mapping)
+            merged[key] = merge(old, value) if both and _same_type(old, value) else value  # type: ignore[arg-type]
+    return merged
+
+
+def _same_type(old: Any, value: Any) -> bool:
+    return "type" not in value or value["type"] == old.get("type", value["type"])
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The preset of that name. Raises `ConfigError` with the nearest match for an unknown one."""
+    found = {
+        entry.name.removesuffix(".toml"): entry
+        for entry in (files("launch") / "presets").iterdir()
+        if entry.name.endswith(".toml")
+    }
+    if name not in found:
+        raise ConfigError(
+            f"no preset {name!r}: {_nearest(name, found)}the presets are: {', '.join(sorted(found))}; "
+            "a file of your own is given with --config"
+        )
+    return tomllib.loads(found[name].read_text())
+
+
+def config_file(path: Path) -> dict[str, Any]:
+    """A TOML or JSON file of settings. Raises `ConfigError` when it is missing or malformed."""
+    try:
+        text = path.read_text()
+        loaded = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except ValueError as error:
+        form = "JSON" if path.suffix == ".json" else "TOML"
+        raise ConfigError(f"the configuration {path} is not {form}: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"the configuration {path} is not an object of settings: {text[:40]!r}")
+    return loaded
+
+
+def flags(given: object) -> dict[str, Any]:
+    """The layer that a command line's flags make; `none` there means no value, where a setting allows it."""
+    return _without_none(given, ()) if isinstance(given, Mapping) else {}  # else it is the default
+
+
+def _without_none(table: Mapping[str, Any], above: tuple[str, ...]) -> dict[str, Any]:
+    layer: dict[str, Any] = {}
+    for key, value in table.items():
+        here = (*above, key)
+        if isinstance(value, Mapping):
+            layer[key] = _without_none(value, here)
+        else:
+            layer[key] = None if value == "none" and _may_be_none(here) else value
+    return layer
+
+
+def _may_be_none(location: tuple[str, ...]) -> bool:
+    field = _fields(location[:-1]).get(location[-1])
+    return field is not None and type(None) in get_args(field.annotation)
+
+
+def _check_together(config: RunConfig) -> None:
+    """What single sections cannot know of each other."""
+    generated = config.data.task is not None and config.data.prompts is None
+    if config.learner.target_accuracy and not (config.data.heldout or generated):
+        raise ConfigError(
+            "learner.target_accuracy needs held-out prompts: give them with --data.heldout, or turn the "
+            "target off with --learner.target-accuracy none"
+        )
+    if config.warmup.steps and not (config.warmup.demonstrations or config.data.task):
+        raise ConfigError(
+            "warmup.steps needs demonstrations: give them with --warmup.demonstrations, or turn the stage "
+            "off with --warmup.steps 0"
+        )
+
+
+def _explain(problem: Mapping[str, Any]) -> str:
+    """One problem that pydantic found, in a line."""
+    location = tuple(str(part) for part in problem["loc"])
+    key, value = ".".join(_keys(location)), problem["input"]
+    match problem["type"]:
+        case "extra_forbidden":
+            beside = _fields(location[:-1])
+            hint = _nearest(location[-1], beside) or f"there are: {', '.join(beside)}"
+            return f"unknown key {key}: {hint}".rstrip()
+        case "union_tag_invalid":
+            wanted, there = problem["ctx"]["tag"], problem["ctx"]["expected_tags"].replace("'", "")
+            return f"{key}.type: no {wanted!r}: {_nearest(wanted, there.split(', '))}there are: {there}"
+        case "model_type":
+            return f"{key} is a table of settings, not a value (got {value!r})"
+    said = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{key}: {said[:1].lower()}{said[1:]} (got {value!r})"
+
+
+def _fields(location: Iterable[str]) -> Mapping[str, FieldInfo]:
+    """The settings in the table at `location`; of a union those of the member it names, else of all."""
+    section: Any = RunConfig
+    for part in location:
+        found = _members(section)
+        fields = {name: field for member in found for name, field in member.model_fields.items()}
+        section = fields[part].annotation if part in fields else _tagged(found, part)
+    return {name: field for member in _members(section) for name, field in member.model_fields.items()}
+
+
+def _members(section: Any) -> list[type[BaseModel]]:
+    """The table, or each of a union of them."""
+    return [
+        member
+        for member in (section, *get_args(section))
+        if isinstance(member, type) and issubclass(member, BaseModel)
+    ]
+
+
+def _tagged(members: Iterable[type[BaseModel]], tag: str) -> Any:
+    return next((member for member in members if member.model_fields["type"].default == tag), None)
+
+
+def _keys(location: tuple[str, ...]) -> Iterator[str]:
+    """`location` as written in a file: pydantic puts in the `type` that chose a member of a union."""
+    for n, part in enumerate(location):
+        last = n == len(location) - 1
+        if last or part in _fields(location[:n]):
+            yield part
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    match = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f"did you mean {match[0]!r}? " if match else ""

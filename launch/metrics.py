@@ -1,0 +1,190 @@
+"""metrics.jsonl: one JSON object for every step and every evaluation, and the history that they make."""
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import isfinite, nan
+from pathlib import Path
+
+from bus.codec import Json
+from bus.messages import EvaluationResult, Metrics
+
+Record = dict[str, Json]
+"""One line: time_s (since the epoch), source, step, kind ("metrics" or "evaluation") and the values."""
+
+
+def metrics_record(metrics: Metrics) -> Record:
+    """The line for one process's numbers."""
+    head: Record = {
+        "time_s": metrics.time_s,
+        "source": metrics.source,
+        "step": metrics.step,
+        "kind": "metrics",
+    }
+    return head | metrics.values
+
+
+def evaluation_record(result: EvaluationResult, *, step: int) -> Record:
+    """The line for a held-out evaluation that arrived now; `step` made the evaluated version."""
+    return {
+        "time_s": time.time(),
+        "source": "evaluation",
+        "step": step,
+        "kind": "evaluation",
+        "policy_version": result.policy_version,
+        "incarnation": result.incarnation,
+        "sampled": result.sampled,
+        "greedy": result.greedy,
+        "prompts": result.prompts,
+        "seconds": result.seconds,
+    }
+
+
+def append_records(path: Path, records: Iterable[Record]) -> None:
+    """Add lines to the file, below whatever a killed writer left unfinished."""
+    lines = "".join(_line(record) for record in records)
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":
+                lines = "\n" + lines
+        file.write(lines.encode())
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Every whole line of the file, which may be missing."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:  # a killed writer's last line
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def number(values: Mapping[str, Json], key: str) -> float:
+    """The value as a float; NaN when it is missing or no number."""
+    value = values.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else nan
+
+
+def whole(values: Mapping[str, Json], key: str) -> int:
+    """The value as an int; 0 when it is missing or no finite number."""
+    value = number(values, key)
+    return int(value) if isfinite(value) else 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of the reinforcement learning stage. NaN where nothing was reported."""
+
+    step: int
+    time_s: float
+    policy_version: int
+    """The version that this step made."""
+    reward_mean: float
+    staleness_mean: float
+    staleness_max: float
+    step_s: float
+    waiting_s: float
+    """For the batch, within `step_s`."""
+    publish_stall_s: float
+    """For the publication of weights, within `step_s`."""
+
+    @property
+    def training_s(self) -> float:
+        """The rest of the step."""
+        return max(0.0, self.step_s - self.waiting_s - self.publish_stall_s)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out accuracy of one policy version."""
+
+    policy_version: int
+    time_s: float
+    sampled: float
+    greedy: float
+
+
+class History:
+    """Steps and evaluations as they count in the end: of a step trained again, the last time."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.steps: dict[int, Step] = {}
+        """By step, ascending."""
+        self.evaluations: dict[int, Evaluation] = {}
+        """By policy version, ascending."""
+        for record in records:
+            self.add(record)
+
+    @property
+    def last(self) -> Step | None:
+        """The step trained last."""
+        return self.steps[next(reversed(self.steps))] if self.steps else None
+
+    @property
+    def trains_from(self) -> int | None:
+        """Version with which reinforcement learning began, once a step tells."""
+        return None if self.last is None else self.last.policy_version - self.last.step
+
+    def recent_reward(self, steps: int = 10) -> float:
+        """Mean reward of the last steps; NaN before the first."""
+        last = [step.reward_mean for step in list(self.steps.values())[-steps:] if isfinite(step.reward_mean)]
+        return sum(last) / len(last) if last else nan
+
+    def add(self, record: Record) -> None:
+        """Take one line of the file; what is neither a step nor an evaluation is passed over."""
+        if record.get("kind") == "evaluation":
+            self._add_evaluation(record)
+        elif record.get("train/stage") == "rl":
+            self._add_step(record)
+
+    def _add_evaluation(self, record: Record) -> None:
+        evaluation = Evaluation(
+            policy_version=whole(record, "policy_version"),
+            time_s=number(record, "time_s"),
+            sampled=number(record, "sampled"),
+            greedy=number(record, "greedy"),
+        )
+        self.evaluations[evaluation.policy_version] = evaluation
+        self.evaluations = dict(sorted(self.evaluations.items()))
+
+    def _add_step(self, record: Record) -> None:
+        step = Step(
+            step=whole(record, "step"),
+            time_s=number(record, "time_s"),
+            policy_version=whole(record, "train/policy_version"),
+            reward_mean=number(record, "reward/mean"),
+            staleness_mean=number(record, "staleness/mean_versions"),
+            staleness_max=number(record, "staleness/max_versions"),
+            step_s=number(record, "time/step_s"),
+            waiting_s=number(record, "time/waiting_for_batch_s"),
+            publish_stall_s=number(record, "time/publish_stall_s"),
+        )
+        if self.last is not None and step.step <= self.last.step:
+            self._roll_back(step)
+        else:
+            self.steps[step.step] = step
+
+    def _roll_back(self, step: Step) -> None:
+        """A learner resumed before `step`: what followed it earlier belongs to weights that are gone."""
+        known = [
+            other for other in self.steps.values() if other.step < step.step or other.time_s > step.time_s
+        ]
+        self.steps = {other.step: other for other in sorted([*known, step], key=lambda s: (s.step, s.time_s))}
+        self.evaluations = {
+            version: evaluation
+            for version, evaluation in self.evaluations.items()
+            if version <= step.policy_version or evaluation.time_s > step.time_s
+        }
+
+
+def _line(record: Record) -> str:
+    """JSON has no NaN and no infinity: they become null."""
+    finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite, separators=(",", ":")) + "\n"

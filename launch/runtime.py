@@ -1,0 +1,100 @@
+"""What every process does around its work: event loop, signals, logging, exit status."""
+
+import asyncio
+import fcntl
+import logging
+import re
+import signal
+import sys
+import textwrap
+from collections.abc import Awaitable, Callable, Iterator
+from typing import NoReturn, TextIO, TypeVar
+
+from bus.errors import ConfigError, SluiceError
+
+T = TypeVar("T")
+USAGE = 2
+"""Exit status for what the user can mend."""
+KILLED = 130
+"""Exit status after a second Ctrl-C."""
+PREFIX = "launch: "
+
+
+def run(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
+    """Run `main` on uvloop with an event that SIGINT or SIGTERM sets; a second signal ends it at once.
+
+    An error made for the user ends the process with one message and no traceback: status 2 for what they
+    can mend, 1 for the rest. Anything else is a bug and shows its traceback.
+    """
+    import uvloop
+
+    try:
+        return uvloop.run(_with_signals(main))
+    except* SluiceError as group:
+        fail(*_leaves(group))
+    except* asyncio.CancelledError:
+        sys.exit(KILLED)
+
+
+def fail(*errors: BaseException) -> NoReturn:
+    """End with each error's message on stderr, its further lines indented."""
+    for message in dict.fromkeys(str(error) for error in errors):
+        indented = textwrap.indent(message, " " * len(PREFIX)).lstrip()
+        print(PREFIX + indented, file=sys.stderr)  # noqa: T201 - the user's terminal
+    sys.exit(USAGE if any(isinstance(error, ConfigError) for error in errors) else 1)
+
+
+def complaints(output: str) -> list[str]:
+    """The messages that `fail` wrote among a process's other output."""
+    indent = " " * len(PREFIX)
+    found = re.findall(rf"^{PREFIX}(.*(?:\n{indent}.*)*)", output, re.MULTILINE)
+    return [message.replace(f"\n{indent}", "\n") for message in found]
+
+
+def configure_logging(level: str = "info") -> None:
+    """Events as one line each on stderr."""
+    import structlog  # slow to import, and --help logs nothing
+
+    structlog.configure(
+        processors=[
+            structlog.stdlib.add_log_level,
+            structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False),
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
+        logger_factory=lambda *_: structlog.PrintLogger(
+            sys.stderr
+        ),  # looked up late: a live view replaces it
+    )
+
+
+def locked(file: TextIO) -> bool:
+    """Lock `file` against other processes, or return False; it is free when all who hold it open ended."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+async def _with_signals(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+
+    def on_signal() -> None:
+        if stop.is_set() and task is not None:
+            task.cancel("second signal")
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    return await main(stop)
+
+
+def _leaves(group: BaseException) -> Iterator[BaseException]:
+    if isinstance(group, BaseExceptionGroup):
+        for inner in group.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield group

@@ -1,0 +1,168 @@
+"""The command line: its help, its own errors, and how flags go over files and presets."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import cli
+from launch.config import RunConfig
+
+COMMANDS = ("local", "bus", "storage", "learner", "actors")
+HEAVY = {"torch", "transformers", "megatron", "zarr", "numpy", "matplotlib", "sglang", "nats", "structlog"}
+USER_SECONDS = 3.0
+"""About four times what help takes on a quiet machine: it must not grow into seconds."""
+
+
+def run_python(*arguments: str) -> tuple[subprocess.CompletedProcess, float]:
+    """A finished `python ...`, and the processor time it took."""
+    before = os.times().children_user
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"COLUMNS": "100", "NO_COLOR": "1"},
+    )
+    return done, os.times().children_user - before
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("local", ["--preset", "--config", "--prompts", "--reward", "--bus", "--learner.steps", "--seed"]),
+        ("bus", ["--host", "--port", "--directory"]),
+        ("storage", ["--preset", "--config", "--data.prompts", "--replay.shards", "--run"]),
+        ("learner", ["--bus", "--run", "--model.path", "--warmup.steps", "--learner.loss.type"]),
+        ("actors", ["--bus", "--run", "--reward", "--actors.engine.slots", "--bus.join-timeout-s"]),
+    ],
+)
+def test_help_names_the_flags_and_loads_nothing_heavy(command: str, flags: list[str]):
+    done, user_s = run_python("-X", "importtime", "-m", "launch", command, "--help")
+
+    assert done.returncode == 0
+    assert [flag for flag in flags if flag not in done.stdout] == []
+    imported = set(re.findall(r"\| +(\w+)", done.stderr))
+    assert "pydantic" in imported
+    assert imported & HEAVY == set()
+    assert user_s < USER_SECONDS
+
+
+def test_without_a_command_all_commands_are_listed():
+    done, _ = run_python("-m", "launch")
+    assert done.returncode == 0
+    assert [command for command in COMMANDS if command not in done.stdout] == []
+
+
+def test_a_wrong_command_line_is_refused_in_one_line():
+    done, _ = run_python("-m", "launch", "local", "--learner.stepps", "3")
+    assert done.returncode == 2
+    assert done.stderr == "launch: unknown option: --learner.stepps. Did you mean --learner.steps?\n"
+    assert done.stdout == ""
+
+
+# --- in this process: quicker, and the work is only looked at ---
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch):
+    """Run the command line up to the work; returns the work's arguments."""
+    work = []
+
+    def record(main) -> int:
+        work.extend((*main.args, main.keywords))
+        return 0
+
+    def call(*arguments: str) -> list:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code in (None, 0), ended.value.code
+        return work
+
+    monkeypatch.setattr(cli, "run", record)
+    monkeypatch.setattr(cli, "configure_logging", lambda *_: None)
+    return call
+
+
+@pytest.fixture
+def refused(call, capsys: pytest.CaptureFixture):
+    """The one line that a command line is refused with."""
+
+    def refused(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        captured = capsys.readouterr()
+        assert ended.value.code == 2
+        assert captured.out == ""
+        prefix, _, message = captured.err.partition("launch: ")
+        assert prefix == ""
+        assert message.count("\n") == 1
+        return message.rstrip()
+
+    return refused
+
+
+def test_flags_go_over_the_file_and_the_file_over_the_preset(call, tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text("[learner]\nsteps = 20\nthreads = 2\n[learner.loss]\ntype = 'ppo_clip'\n")
+    flags = ("--learner.threads", "3", "--learner.loss.clip-eps", "0.1", "--data.no-shuffle")
+    config: RunConfig = call("local", "--preset", "sort", "--config", str(file), *flags)[0]
+
+    assert config.run == "sort"
+    assert config.learner.steps == 20
+    assert config.learner.threads == 3
+    assert (config.learner.loss.type, config.learner.loss.clip_eps) == ("ppo_clip", 0.1)
+    assert config.data.shuffle is False
+
+
+def test_short_forms_stand_for_their_settings(call):
+    config: RunConfig = call(
+        "storage", "--bus", "nats://there:1", "--prompts", "p.jsonl", "--reward", "contains"
+    )[0]
+    assert config.bus.url == "nats://there:1"
+    assert config.data.prompts == Path("p.jsonl")
+    assert config.actors.environment.reward == "contains"
+
+
+@pytest.mark.parametrize(
+    ("flags", "own"),
+    [((), True), (("--bus", "nats://there:1"), False), (("--bus.url", "nats://there:1"), False)],
+)
+def test_local_starts_a_bus_unless_one_is_named(call, flags: tuple[str, ...], own: bool):
+    assert call("local", "--data.task", "sort", *flags)[-1] == {"own_bus": own}
+
+
+def test_a_joining_process_takes_the_run_from_the_bus_and_keeps_its_own_settings(call):
+    flags = ("--run", "there", "--reward", "contains", "--actors.groups-at-once", "3")
+    where, own, _ = call("actors", *flags)
+    assert where.run == "there"
+    assert own == {"actors": {"environment": {"reward": "contains"}, "groups_at_once": "3"}}
+
+
+def test_a_learner_may_have_settings_that_alone_would_be_incomplete(call):
+    _, own, _ = call("learner", "--learner.target-accuracy", "0.5", "--warmup.steps", "3")
+    assert own == {"learner": {"target_accuracy": "0.5"}, "warmup": {"steps": "3"}}
+
+
+@pytest.mark.parametrize(
+    ("command_line", "message"),
+    [
+        ("lokal", 'unknown command "lokal". Did you mean "local"?'),
+        ("local sort", "unexpected argument 'sort': settings are given as --name VALUE"),
+        ("local --preset", "--preset"),
+        ("local --preset sotr", "no preset 'sotr': did you mean 'sort'?"),
+        ("local --learner.steps many", "learner.steps: should be a valid integer"),
+        ("local --learner.loss.type ppo", "learner.loss.type: no 'ppo': did you mean 'ppo_clip'?"),
+        ("bus --port high", 'invalid value for --port: unable to convert "high" into int'),
+        ("learner --learner.steps 0", "learner.steps: should be greater than 0"),
+        ("learner --admission.max-staleness 1", "--admission.max-staleness is the run's, not this process's"),
+        ("actors --preset sort", "--preset is the run's, not this process's"),
+        ("actors --actors.slots 1", "unknown option: --actors.slots"),
+        ("actors --learner.steps=3", "--learner.steps is the run's, not this process's"),
+    ],
+)
+def test_what_is_wrong_with_a_command_line_is_said(refused, command_line: str, message: str):
+    assert message in refused(*command_line.split())

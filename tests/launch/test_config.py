@@ -1,0 +1,184 @@
+"""How a run's configuration is put together, and what is said about a wrong one."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from bus.errors import ConfigError
+from launch.config import RunConfig, config_file, flags, merge, preset, resolve, validate
+
+SORT = {"data": {"task": "sort"}}
+
+
+def refusal(*layers: dict) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(*layers)
+    return str(caught.value)
+
+
+def test_without_layers_the_defaults_stand():
+    assert resolve() == RunConfig()
+
+
+def test_later_layers_win_key_by_key():
+    config = resolve(
+        {"run": "preset", "learner": {"steps": 1, "optimizer": {"lr": 1e-3}}, **SORT},
+        {"learner": {"steps": 2}},
+        {"learner": {"threads": "2"}},
+    )
+    assert (config.run, config.learner.steps, config.learner.threads) == ("preset", 2, 2)
+    assert config.learner.optimizer.lr == 1e-3
+
+
+def test_a_table_that_is_given_in_part_keeps_the_other_defaults():
+    config = resolve({"warmup": {"optimizer": {"lr": 1.0}}})
+    assert config.warmup.optimizer.lr == 1.0
+    assert config.warmup.optimizer.warmup_steps == RunConfig().warmup.optimizer.warmup_steps == 20
+
+
+def test_another_type_replaces_the_table_below_it():
+    ppo = {"learner": {"loss": {"type": "ppo_clip", "clip_eps": 0.1, "truncation_cap": 5}}}
+    tis = resolve(ppo, {"learner": {"loss": {"type": "tis"}}}).learner.loss
+    assert tis.model_dump() == {"type": "tis", "truncation_cap": 2.0}
+
+
+def test_the_same_type_or_none_named_goes_over_the_table_below_it():
+    ppo = {"learner": {"loss": {"type": "ppo_clip", "clip_eps": 0.1}}}
+    loss = resolve(ppo, {"learner": {"loss": {"truncation_cap": 3}}}).learner.loss
+    assert (loss.type, loss.clip_eps, loss.truncation_cap) == ("ppo_clip", 0.1, 3)
+    assert resolve({"learner": {"loss": {"truncation_cap": 3}}}).learner.loss.type == "tis"
+
+
+def test_layers_are_not_changed_by_merging():
+    below = {"learner": {"steps": 1}}
+    assert merge(below, {"learner": {"threads": 2}}) == {"learner": {"steps": 1, "threads": 2}}
+    assert below == {"learner": {"steps": 1}}
+
+
+def test_none_in_a_flag_takes_a_value_away_where_there_may_be_none():
+    given = {"learner": {"target_accuracy": "none", "loss": {"clip_eps_high": "none"}}, "run": "none"}
+    assert flags(given) == {
+        "learner": {"target_accuracy": None, "loss": {"clip_eps_high": None}},
+        "run": "none",
+    }
+    assert (
+        resolve(preset("sort"), flags({"learner": {"target_accuracy": "none"}})).learner.target_accuracy
+        is None
+    )
+
+
+def test_without_flags_there_is_no_layer():
+    assert flags(RunConfig()) == {}
+
+
+@pytest.mark.parametrize("name", ["sort", "addition"])
+def test_presets_resolve(name: str):
+    config = resolve(preset(name))
+    assert (config.run, config.data.task) == (name, name)
+
+
+def test_what_a_run_saves_resolves_to_the_same_again():
+    config = resolve(preset("sort"), {"learner": {"loss": {"type": "ppo_clip"}}, "directory": "/somewhere"})
+    assert resolve(json.loads(config.model_dump_json())) == config
+
+
+def test_a_configuration_is_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        RunConfig().run = "other"
+    with pytest.raises(ValidationError, match="frozen"):
+        RunConfig().learner.loss.truncation_cap = 1.0
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"lerner": {"steps": 1}}, "unknown key lerner: did you mean 'learner'?"),
+        ({"learner": {"stepps": 1}}, "unknown key learner.stepps: did you mean 'steps'?"),
+        (
+            {"learner": {"loss": {"type": "ppo_clip", "clip_epss": 1}}},
+            "unknown key learner.loss.clip_epss: did you mean 'clip_eps'?",
+        ),
+        (
+            {"learner": {"loss": {"zzz": 1}}},
+            "unknown key learner.loss.zzz: there are: type, truncation_cap",
+        ),
+        ({"learner": {"steps": 0}}, "learner.steps: should be greater than 0 (got 0)"),
+        (
+            {"learner": {"steps": "many"}},
+            "learner.steps: should be a valid integer, unable to parse string as an integer (got 'many')",
+        ),
+        (
+            {"learner": {"loss": {"type": "ppo_clip", "clip_eps": -1}}},
+            "learner.loss.clip_eps: should be greater than 0 (got -1)",
+        ),
+        (
+            {"learner": {"loss": {"type": "ppo"}}},
+            "learner.loss.type: no 'ppo': did you mean 'ppo_clip'? there are: tis, ppo_clip",
+        ),
+        ({"learner": 3}, "learner is a table of settings, not a value (got 3)"),
+        (
+            {"model": {"dtype": "float8"}},
+            "model.dtype: should be 'float32' or 'bfloat16' (got 'float8')",
+        ),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_what_is_right(layer: dict, message: str):
+    assert refusal(layer) == message
+
+
+def test_every_problem_is_told_on_a_line_of_its_own():
+    said = refusal({"lerner": 1, "seed": -1}).splitlines()
+    assert sorted(line.split(":")[0] for line in said) == ["seed", "unknown key lerner"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "remedy"),
+    [
+        ({"learner": {"target_accuracy": 0.5}}, "--learner.target-accuracy none"),
+        (
+            {"learner": {"target_accuracy": 0.5}, "data": {"task": "sort", "prompts": "p.jsonl"}},
+            "--data.heldout",
+        ),
+        ({"warmup": {"steps": 5}}, "--warmup.demonstrations"),
+    ],
+)
+def test_settings_that_need_each_other_say_so(layer: dict, remedy: str):
+    assert remedy in refusal(layer)
+    validate(layer)  # alone it is no mistake: the rest may come from the bus
+
+
+def test_an_unknown_preset_is_answered_with_the_nearest_and_all():
+    with pytest.raises(ConfigError, match=r"no preset 'sotr': did you mean 'sort'\? .*: addition, sort"):
+        preset("sotr")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.toml", "[learner]\nsteps = 3"), ("a.json", '{"learner": {"steps": 3}}')]
+)
+def test_a_configuration_file_is_toml_or_json(tmp_path: Path, name: str, text: str):
+    (tmp_path / name).write_text(text)
+    assert config_file(tmp_path / name) == {"learner": {"steps": 3}}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.toml", "steps = 1\nrun = sort", "a.toml is not TOML: .* line 2, column 7"),
+        ("a.json", "{", "a.json is not JSON: .* line 1 column 2"),
+        ("a.json", "[1]", "a.json is not an object of settings"),
+        ("a.toml", b"\xff\xfe", "a.toml is not TOML: .*utf-8"),
+    ],
+)
+def test_a_malformed_configuration_file_is_named(tmp_path: Path, name: str, text: str | bytes, message: str):
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=message):
+        config_file(tmp_path / name)
+
+
+def test_a_configuration_file_that_cannot_be_read_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"missing\.toml: No such file"):
+        config_file(tmp_path / "missing.toml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        config_file(tmp_path)

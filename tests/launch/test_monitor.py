@@ -1,0 +1,202 @@
+"""The monitor's state, and metrics.jsonl."""
+
+import asyncio
+import json
+import time
+from math import isnan, nan
+from pathlib import Path
+
+import pytest
+
+from bus.codec import encode
+from bus.connection import Bus
+from bus.publish import Publisher
+from launch.metrics import History, append_records, metrics_record, read_records
+from launch.monitor import RunMonitor, watch
+from tests.launch.messages import FACTS, MIB, Clock, actor, evaluation, learner, metrics, storage
+
+
+def make_monitor() -> tuple[RunMonitor, Clock]:
+    clock = Clock()
+    return RunMonitor(FACTS, clock=clock), clock
+
+
+def test_a_process_is_silent_after_five_seconds_and_an_actor_is_forgotten_after_a_minute():
+    monitor, clock = make_monitor()
+    monitor.on_status(learner())
+    monitor.on_status(actor())
+    clock.now_s += 4.9
+    assert len(monitor.actors()) == 1
+    clock.now_s += 0.2
+    assert monitor.actors() == []
+    assert [round(monitor.silent_s(p), 1) for p in monitor.shown()] == [5.1, 5.1]
+    clock.now_s += 60
+    assert [p.status.source for p in monitor.shown()] == ["learner"]
+
+
+def test_lines_come_in_the_order_learner_storage_actors():
+    monitor, _ = make_monitor()
+    for status in (actor(1), actor(0), storage(), learner()):
+        monitor.on_status(status)
+    assert [p.status.source for p in monitor.shown()] == [
+        "learner",
+        "storage",
+        "actor-host-1000",
+        "actor-host-1001",
+    ]
+
+
+def test_peak_memory_covers_restarts_and_sums_only_what_lived_together():
+    monitor, clock = make_monitor()
+    monitor.on_status(learner(rss=1000 * MIB))
+    monitor.on_status(actor(0, rss=300 * MIB))
+    monitor.note_memory("nats-server", 50 * MIB)
+    clock.now_s += 10  # actor 0 is killed; the learner starts again, smaller
+    monitor.on_status(learner(pid=9, rss=400 * MIB))
+    monitor.on_status(actor(1, rss=310 * MIB))
+    assert monitor.processes["learner"].starts == 2
+    assert monitor.peak_rss_bytes == {
+        "learner": 1000 * MIB,
+        "actor-host-1000": 300 * MIB,
+        "nats-server": 50 * MIB,
+        "actor-host-1001": 310 * MIB,
+    }
+    assert monitor.peak_rss_bytes_total == 1350 * MIB
+
+
+def test_published_trajectories_of_actors_that_left_still_count():
+    monitor, clock = make_monitor()
+    monitor.on_status(actor(0, trajectories=100))
+    clock.now_s += 100
+    monitor.on_status(actor(1, trajectories=10))
+    monitor.on_status(actor(1, trajectories=30))
+    assert monitor.trajectories_published == 130
+    monitor.on_status(storage(trajectories_stored=500))  # most by an earlier launch
+    assert monitor.trajectories_published == 500
+
+
+def test_stage_and_first_version_follow_the_learner():
+    monitor, _ = make_monitor()
+    assert (monitor.stage, monitor.trains_from) == ("starting", 0)
+    monitor.on_status(learner(stage="warmup", step=0))
+    assert (monitor.stage, monitor.trains_from) == ("warmup", 0)
+    monitor.on_status(learner(stage="rl", step=7))
+    assert (monitor.stage, monitor.trains_from) == ("rl", 1)
+    assert monitor.on_evaluation(evaluation(6, 0.3))["step"] == 5
+
+
+def test_numbers_of_another_type_than_expected_do_no_harm():
+    monitor, _ = make_monitor()
+    monitor.on_status(actor(trajectories="many", generated_tokens_per_s=None))
+    monitor.on_status(learner(trajectories_trained="7", policy_version=None))
+    monitor.on_metrics(metrics(1, reward=None))
+    assert monitor.trajectories_published == 0
+    assert monitor.generated_tokens_per_s == 0
+    assert isnan(monitor.history.recent_reward())
+
+
+def test_recent_reward_is_the_mean_of_the_last_ten_steps():
+    history = History(metrics_record(metrics(step, reward=step)) for step in range(1, 21))
+    assert history.recent_reward() == 15.5
+
+
+def test_warm_up_steps_are_recorded_but_are_no_step_of_the_curves():
+    monitor, _ = make_monitor()
+    assert monitor.on_metrics(metrics(3, stage="warmup"))["train/stage"] == "warmup"
+    assert monitor.history.last is None
+
+
+def test_steps_after_a_rollback_replace_those_that_were_lost():
+    history = History(metrics_record(metrics(step, reward=0.1)) for step in range(1, 11))
+    history.add(metrics_record(metrics(6, reward=0.9, time_s=2000.0)))
+    assert list(history.steps) == [1, 2, 3, 4, 5, 6]
+    assert history.steps[6].reward_mean == 0.9
+
+
+def test_a_late_or_repeated_record_takes_nothing_back():
+    history = History(metrics_record(metrics(step)) for step in (1, 3, 2, 3, 1))
+    assert list(history.steps) == [1, 2, 3]
+
+
+def test_evaluations_of_lost_versions_go_with_their_steps():
+    monitor, _ = make_monitor()
+    for step in range(1, 11):
+        monitor.on_metrics(metrics(step))
+    for version in (1, 6, 11):
+        monitor.on_evaluation(evaluation(version, 0.5))
+    monitor.on_metrics(metrics(6, time_s=time.time() + 10))
+    assert list(monitor.history.evaluations) == [1, 6]
+
+
+def test_a_line_cut_short_by_a_kill_costs_only_itself(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    append_records(path, [metrics_record(metrics(1))])
+    with path.open("a") as file:
+        file.write('{"time_s":12,"sou')
+    append_records(path, [metrics_record(metrics(2))])
+    assert [record["step"] for record in read_records(path)] == [1, 2]
+
+
+def test_what_json_cannot_say_becomes_null(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    append_records(path, [metrics_record(metrics(1, reward=nan))])
+    assert json.loads(path.read_text())["reward/mean"] is None
+
+
+def test_a_missing_file_has_no_records(tmp_path: Path):
+    assert list(read_records(tmp_path / "metrics.jsonl")) == []
+
+
+@pytest.mark.nats
+async def test_watch_feeds_the_monitor_and_writes_every_event_once(bus: Bus, tmp_path: Path):
+    path, stop, monitor = tmp_path / "metrics.jsonl", asyncio.Event(), RunMonitor(FACTS)
+    append_records(path, [metrics_record(metrics(1))])
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watch(bus, monitor, path, stop))
+        while 1 not in monitor.history.steps:  # noqa: ASYNC110  # the monitor tells nobody
+            await asyncio.sleep(0.01)
+        events = Publisher(bus)
+        for step in (2, 3):
+            await events.publish(
+                bus.subject("events", "metrics"), encode(metrics(step)), message_id=f"m{step}"
+            )
+        await events.publish(bus.subject("events", "evaluation"), encode(evaluation(3, 0.7)), message_id="e3")
+        for status in (learner(), actor(), storage()):
+            await bus.notify(bus.subject("status", status.role), status)
+        await bus.client.flush()
+        stop.set()
+    assert sorted(monitor.processes) == ["actor-host-1000", "learner", "storage"]
+    assert list(monitor.history.steps) == [1, 2, 3]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["metrics", "metrics", "metrics", "evaluation"]
+    assert lines[2]["reward/mean"] == 0.5
+    assert (lines[2]["source"], lines[2]["step"], lines[2]["time_s"]) == ("learner", 3, 1003.0)
+    assert (lines[3]["policy_version"], lines[3]["sampled"]) == (3, 0.7)
+    assert list(History(read_records(path)).evaluations) == [3]
+
+
+@pytest.mark.nats
+async def test_watch_without_a_file_only_feeds_the_monitor(bus: Bus):
+    stop, monitor = asyncio.Event(), RunMonitor(FACTS)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watch(bus, monitor, None, stop))
+        while not monitor.processes:
+            await bus.notify(bus.subject("status", "learner"), learner())
+            await asyncio.sleep(0.01)
+        stop.set()
+    assert monitor.stage == "rl"
+
+
+@pytest.mark.nats
+async def test_watch_ends_although_the_bus_is_gone(bus: Bus, server, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("launch.monitor.DRAIN_TIMEOUT_S", 0.2)
+    path, stop, monitor = tmp_path / "metrics.jsonl", asyncio.Event(), RunMonitor(FACTS)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watch(bus, monitor, path, stop))
+        while not monitor.history.steps:
+            await bus.notify(bus.subject("events", "metrics"), metrics(1))
+            await asyncio.sleep(0.01)
+        await server.kill()
+        stop.set()
+    assert next(read_records(path))["step"] == 1
+    await server.start()

@@ -1,0 +1,170 @@
+"""The summary's numbers and table, and the picture of the curves."""
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bus.codec import Json
+from launch.curves import HEIGHT_PX, WIDTH_PX, draw_curves
+from launch.metrics import Record, append_records, evaluation_record, metrics_record
+from launch.monitor import RunMonitor
+from launch.summary import print_summary, summarise, write_summary
+from storage.run import RunDirectory
+from tests.launch.messages import FACTS, MIB, actor, evaluation, learner, metrics, storage
+
+PROGRESS: dict[str, Json] = {
+    "stage": "done",
+    "warmup_step": 100,
+    "step": 20,
+    "policy_version": 21,
+    "trains_from": 1,
+    "trajectories_trained": 5120,
+    "max_staleness_seen": 4,
+    "warmup_s": 12.5,
+    "rl_s": 95.0,
+    "target_reached_s": 90.0,
+    "target_reached_step": 18,
+    "evaluations": {"0": [0.02, 0.03], "1": [0.3, 0.35], "21": [0.91, 0.95]},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path, "demo")
+
+
+def watched() -> RunMonitor:
+    monitor = RunMonitor(FACTS)
+    for status in (learner(stage="done"), storage(), actor(0), actor(1)):
+        monitor.on_status(status)
+    return monitor
+
+
+def test_summary_of_a_finished_run(run: RunDirectory):
+    run.metrics.touch()
+    (run.export / "config.json").touch()
+    summary = summarise(watched(), run=run, progress=PROGRESS, checkpoint=Path("c/step_20"), wall_s=130.0)
+    expected = {
+        "stage": "done",
+        "heldout_accuracy_start": 0.02,
+        "heldout_accuracy_after_sft": 0.3,
+        "heldout_accuracy_end": 0.91,
+        "heldout_accuracy_greedy_end": 0.95,
+        "wall_s": 130.0,
+        "warmup_wall_s": 12.5,
+        "rl_wall_s": 95.0,
+        "steps": 20,
+        "target_reached_s": 90.0,
+        "target_reached_step": 18,
+        "trajectories_published": 5216,
+        "trajectories_trained": 5120,
+        "trajectories_rejected": {"zero_variance": 672, "rollout_failed": 48},
+        "trajectories_in_store": 96,
+        "trajectories_rolling_out": 512,
+        "groups_rejected": {"zero_variance": 84, "rollout_failed": 6},
+        "accounted": True,
+        "max_staleness_allowed": 4,
+        "max_staleness_seen": 4,
+        "peak_rss_bytes_total": 1800 * MIB,
+        "checkpoint": "c/step_20",
+        "export": str(run.export),
+        "metrics": str(run.metrics),
+        "curves": None,
+    }
+    assert {key: summary[key] for key in expected} == expected
+
+
+def test_what_was_not_measured_is_null(run: RunDirectory):
+    summary = summarise(RunMonitor(FACTS), run=run, progress=None, checkpoint=None, wall_s=1.0)
+    for key in (
+        "heldout_accuracy_start", "heldout_accuracy_after_sft", "heldout_accuracy_end", "rl_wall_s",
+        "warmup_wall_s", "target_reached_s", "target_reached_step", "trajectories_in_store",
+        "trajectories_rolling_out", "accounted", "export", "checkpoint", "metrics", "curves",
+    ):  # fmt: skip
+        assert summary[key] is None, key
+    assert (summary["stage"], summary["steps"], summary["trajectories_rejected"]) == ("starting", 0, {})
+
+
+def test_without_warm_up_there_is_no_accuracy_after_it(run: RunDirectory):
+    progress = PROGRESS | {"trains_from": 0, "policy_version": 20}
+    summary = summarise(watched(), run=run, progress=progress, checkpoint=None, wall_s=1.0)
+    assert summary["heldout_accuracy_start"] == 0.02
+    assert summary["heldout_accuracy_after_sft"] is None
+    assert summary["heldout_accuracy_end"] is None  # version 20 was not evaluated
+
+
+def test_an_evaluation_that_came_after_the_checkpoint_counts(run: RunDirectory):
+    monitor = watched()
+    monitor.on_evaluation(evaluation(21, 0.88))
+    progress = PROGRESS | {"evaluations": {"0": [0.02, 0.03]}}
+    summary = summarise(monitor, run=run, progress=progress, checkpoint=None, wall_s=1.0)
+    assert summary["heldout_accuracy_end"] == 0.88
+
+
+@pytest.mark.parametrize("values", [{"issued": 807}, {"trained": 600}, {"issued": 205, "trained": 39}])
+def test_a_group_lost_or_trained_without_leave_is_not_accounted_for(run: RunDirectory, values):
+    monitor = watched()
+    monitor.on_status(storage(**values))
+    summary = summarise(monitor, run=run, progress=PROGRESS, checkpoint=None, wall_s=1.0)
+    assert summary["accounted"] is False
+
+
+def test_the_file_holds_the_summary(run: RunDirectory):
+    summary = summarise(watched(), run=run, progress=PROGRESS, checkpoint=None, wall_s=1.0)
+    write_summary(run, summary)
+    assert json.loads(run.summary.read_text()) == summary
+
+
+def printed(summary: dict[str, Json]) -> str:
+    console = Console(file=StringIO(), width=100, record=True)
+    print_summary(console, summary)
+    return console.export_text()
+
+
+def test_the_table_has_units_and_reasons(run: RunDirectory):
+    summary = summarise(watched(), run=run, progress=PROGRESS, checkpoint=None, wall_s=130.0)
+    text = printed(json.loads(json.dumps(summary)))
+    for part in (
+        "0.910", "0.900, reached at step 18, 1 min 30 s into reinforcement learning", "2 min 10 s",
+        "672 zero_variance, 48 rollout_failed", "4 policy versions, 4 allowed", "1.76 GiB together",
+    ):  # fmt: skip
+        assert part in text
+
+
+def test_the_table_of_a_run_without_numbers(run: RunDirectory):
+    text = printed(summarise(RunMonitor(FACTS), run=run, progress=None, checkpoint=None, wall_s=1.0))
+    assert "0.900, not reached" in text
+    assert "not known" in text
+
+
+# --- curves ---
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    header = path.read_bytes()[:24]
+    assert header.startswith(b"\x89PNG\r\n\x1a\n")
+    return int.from_bytes(header[16:20], "big"), int.from_bytes(header[20:24], "big")
+
+
+def a_run(steps: int) -> list[Record]:
+    records = [metrics_record(metrics(step, reward=step / steps)) for step in range(1, steps + 1)]
+    results = (evaluation(version, version / steps) for version in range(0, steps, 10))
+    return records + [evaluation_record(result, step=result.policy_version) for result in results]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 30, 500])
+def test_curves_are_one_picture_of_known_size(tmp_path: Path, steps: int):
+    lines, picture = tmp_path / "metrics.jsonl", tmp_path / "curves.png"
+    append_records(lines, a_run(steps) if steps else [])
+    draw_curves(lines, picture, title="demo", max_staleness=4, target_accuracy=0.9)
+    assert png_size(picture) == (WIDTH_PX, HEIGHT_PX)
+
+
+def test_curves_need_neither_numbers_nor_bounds(tmp_path: Path):
+    lines, picture = tmp_path / "metrics.jsonl", tmp_path / "curves.png"
+    append_records(lines, [{"kind": "metrics", "step": 1, "train/stage": "rl"}])
+    draw_curves(lines, picture)
+    assert png_size(picture) == (WIDTH_PX, HEIGHT_PX)

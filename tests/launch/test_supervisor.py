@@ -1,0 +1,249 @@
+"""Supervision with small Python programs as parts."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bus.errors import ConfigError, SluiceError
+from launch.runtime import complaints
+from launch.supervisor import Part, RestartPolicy, Supervisor
+
+WAIT_S = 20.0
+IMPATIENT = RestartPolicy(restarts=2, window_s=60, first_pause_s=0.01)
+SERVE = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def part(name: str, program: str, **options) -> Part:
+    return Part(name, (sys.executable, "-c", textwrap.dedent(program)), **options)
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - of other processes nobody sets an event
+            await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture
+async def supervisor(tmp_path: Path):
+    supervisor = Supervisor(tmp_path, policy=IMPATIENT)
+    yield supervisor
+    await supervisor.end()
+
+
+async def failure_of(supervisor: Supervisor) -> Exception:
+    """What `watch` raises, out of its group."""
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(WAIT_S):
+            await supervisor.watch(asyncio.Event())
+    [error] = caught.value.exceptions
+    return error
+
+
+async def test_a_part_that_was_killed_is_started_again(supervisor: Supervisor):
+    serving = part("serving", SERVE)
+    await supervisor.start(serving)
+    stop = asyncio.Event()
+    watching = asyncio.create_task(supervisor.watch(stop))
+    [first] = supervisor.pids("serving")
+
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: supervisor.pids("serving") not in ([], [first]))
+
+    assert supervisor.restarts == 1
+    stop.set()
+    await watching
+
+
+async def test_each_restart_waits_longer_than_the_one_before(supervisor: Supervisor):
+    await supervisor.start(part("failing", "raise SystemExit(1)"))
+    await failure_of(supervisor)
+
+    first, second, third = supervisor.parts[0].started
+    assert second - first >= 0.01
+    assert third - second >= 0.02
+
+
+async def test_a_part_that_keeps_failing_ends_the_run_with_its_last_lines(supervisor: Supervisor):
+    await supervisor.start(part("failing", 'print("the disk is on fire"); raise SystemExit(3)'))
+    error = await failure_of(supervisor)
+
+    assert type(error) is SluiceError
+    assert "failing ended 3 times within 60 s, last with status 3" in str(error)
+    assert "failing.log" in str(error)
+    assert str(error).count("the disk is on fire") == 1  # of its last start alone
+
+
+async def test_what_killed_a_part_is_named(supervisor: Supervisor):
+    await supervisor.start(part("failing", "import os; os.kill(os.getpid(), 9)"))
+    assert "signal SIGKILL" in str(await failure_of(supervisor))
+
+
+async def test_a_part_that_refuses_its_configuration_ends_the_run_with_its_own_words(
+    supervisor: Supervisor, tmp_path: Path
+):
+    (tmp_path / "refusing.log").write_text("launch: of an earlier launch\n")
+    program = """
+        from bus.errors import ConfigError
+        from launch.runtime import fail
+        print("loading")
+        fail(ConfigError("prompts.jsonl, line 3: not JSON\\nsecond line"))
+    """
+    await supervisor.start(part("refusing", program))
+    error = await failure_of(supervisor)
+
+    assert type(error) is ConfigError
+    assert str(error) == "prompts.jsonl, line 3: not JSON\nsecond line"
+    assert supervisor.restarts == 0
+
+
+async def test_the_run_is_over_when_the_part_that_ends_it_is_done(supervisor: Supervisor):
+    await supervisor.start(part("serving", SERVE))
+    await supervisor.start(part("working", "pass", ends_run=True))
+    async with asyncio.timeout(WAIT_S):
+        await supervisor.watch(asyncio.Event())
+
+
+async def test_parts_stop_one_after_the_other_the_first_started_last(supervisor: Supervisor, tmp_path: Path):
+    program = f"""
+        import pathlib, signal, sys, time
+        ends = pathlib.Path({str(tmp_path / "ends")!r})
+        def end(*_):
+            time.sleep(0.05)
+            ends.open("a").write(sys.argv[1] + " ")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, end)
+        print("ready", flush=True)
+        time.sleep(60)
+    """
+    for name in ("bus", "storage", "actors", "learner"):
+        started = part(name, program)
+        started.command = (*started.command, name)
+        await supervisor.start(started)
+        await until(lambda name=name: "ready" in (tmp_path / f"{name}.log").read_text())
+
+    await supervisor.end(but="bus")
+    assert (tmp_path / "ends").read_text().split() == ["learner", "actors", "storage"]
+    assert supervisor.pids("bus")
+
+    await supervisor.end()
+    assert (tmp_path / "ends").read_text().split()[-1] == "bus"
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+async def test_a_part_that_ignores_the_request_to_stop_is_killed_with_its_children(
+    supervisor: Supervisor, tmp_path: Path
+):
+    await supervisor.start(part("stubborn", STUBBORN, drain_s=0.1))
+    log = tmp_path / "stubborn.log"
+    await until(lambda: log.read_text().endswith("\n"))
+    child = int(log.read_text())
+
+    await supervisor.end()
+
+    assert supervisor.pids("stubborn") == []
+    await until(lambda: not alive(child))
+
+
+async def test_a_second_request_to_stop_kills_every_part_at_once(supervisor: Supervisor, tmp_path: Path):
+    for name in ("one", "two"):
+        await supervisor.start(part(name, STUBBORN))
+        await until(lambda name=name: (tmp_path / f"{name}.log").read_text().endswith("\n"))
+    ending = asyncio.create_task(supervisor.end())
+    await asyncio.sleep(0.1)
+
+    began = time.monotonic()
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+
+    await until(lambda: not supervisor.pids("one") and not supervisor.pids("two"))
+    assert time.monotonic() - began < 5
+
+
+async def test_starting_waits_until_a_part_is_ready(supervisor: Supervisor, tmp_path: Path):
+    log = tmp_path / "serving.log"
+
+    async def ready() -> bool:
+        return "ready" in log.read_text()
+
+    async with asyncio.timeout(WAIT_S):
+        await supervisor.start(part("serving", SERVE), ready=ready)
+    assert await ready()
+
+
+async def test_a_part_that_ends_before_it_is_ready_is_an_error(supervisor: Supervisor):
+    async def never() -> bool:
+        return False
+
+    with pytest.raises(SluiceError, match="no such luck"):
+        await supervisor.start(part("failing", 'raise SystemExit("no such luck")'), ready=never)
+
+
+async def test_log_files_are_appended_to(supervisor: Supervisor, tmp_path: Path):
+    (tmp_path / "failing.log").write_text("of yesterday\n")
+    await supervisor.start(part("failing", 'raise SystemExit("once more")'))
+    await failure_of(supervisor)
+    assert (tmp_path / "failing.log").read_text().split("\n") == ["of yesterday", *["once more"] * 3, ""]
+
+
+@pytest.mark.nats
+def test_nothing_outlives_a_supervisor_that_was_killed(tmp_path: Path):
+    """The kernel tells the parts, and the bus part its nats-server."""
+    program = f"""
+        import asyncio, pathlib, sys
+        from launch.supervisor import Part, Supervisor
+
+        async def main():
+            logs = pathlib.Path({str(tmp_path)!r})
+            supervisor = Supervisor(logs)
+            bus = (sys.executable, "-m", "launch", "bus", "--port", "0", "--directory", str(logs / "bus"))
+            await supervisor.start(Part("bus", bus))
+            await supervisor.start(Part("serving", (sys.executable, "-c", {SERVE!r})))
+            await asyncio.sleep(60)
+
+        asyncio.run(main())
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
+    deadline = time.monotonic() + WAIT_S
+    log = tmp_path / "bus.log"
+    while not (log.exists() and "bus_ready" in log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert {"nats-server"} < {child.name() for child in family}
+
+    process.kill()
+    process.wait()
+
+    _, left = psutil.wait_procs(family, timeout=WAIT_S)
+    assert left == []
+
+
+def test_complaints_are_found_among_other_output():
+    output = "12:00 loading\nlaunch: one\n        more of one\nlaunch: two\nnot indented\n"
+    assert complaints(output) == ["one\nmore of one", "two"]
