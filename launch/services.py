@@ -99,6 +99,7 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
         model_directory=config.model.path or directory.path / "model",
         checkpoints=directory.checkpoints,
         progress=directory.path / "progress.json",
+        lineage=directory.path / "lineage.jsonl",
         export=directory.export,
     )
     progress = await run(bus, settings, demonstrations, stop)

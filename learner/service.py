@@ -1,6 +1,7 @@
 """`launch learner`: prepare the model or resume its checkpoint, then train."""
 
 import asyncio
+import secrets
 from pathlib import Path
 
 import structlog
@@ -9,12 +10,13 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from bus.connection import Bus
 from bus.errors import ConfigError
+from bus.roles import guarded, hold_role
 from learner.checkpoint import latest_checkpoint, load_checkpoint, read_extra
 from learner.conversion.files import load_hf_directory
 from learner.parallel import init_world
 from learner.progress import Progress
 from learner.scratch import build_model_directory
-from learner.train import Learner, LearnerSettings, run_learner
+from learner.train import Learner, LearnerSettings
 from learner.trainer import Trainer
 from learner.warmup import Demonstrations
 from storage.generators import load_demonstrations
@@ -25,8 +27,15 @@ log = structlog.get_logger()
 async def run(
     bus: Bus, settings: LearnerSettings, demonstrations: Path | None, stop: asyncio.Event
 ) -> Progress:
-    """Train until the configured end or `stop`; returns how far it came."""
-    return await run_learner(bus, lambda incarnation: build(bus, settings, demonstrations, incarnation), stop)
+    """Train until the configured end or `stop`; returns how far it came.
+
+    Holds the run's learner role meanwhile, and raises `FencedError` if another learner takes it over.
+    """
+    incarnation = secrets.token_hex(4)
+    async with hold_role(bus, "learner", incarnation) as renewing:
+        learner = await asyncio.to_thread(build, bus, settings, demonstrations, incarnation)
+        await guarded(learner.run(stop), renewing)
+        return learner.progress
 
 
 def build(bus: Bus, settings: LearnerSettings, demonstrations: Path | None, incarnation: str) -> Learner:

@@ -1,7 +1,6 @@
 """The learner's loop, top to bottom: warm up, then take batches, step, publish, until done."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +16,8 @@ from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import EvaluationResult, Metrics, Trajectory
 from bus.publish import Publisher
-from bus.roles import guarded, hold_role
 from bus.status import report_status
+from learner import lineage
 from learner.batches import StepBatch, make_step_batch
 from learner.checkpoint import save_checkpoint
 from learner.config import LearnerConfig, ModelConfig, SFTLoss, WarmupConfig
@@ -52,6 +51,8 @@ class LearnerSettings:
     checkpoints: Path
     progress: Path
     """Where the newest checkpoint's progress is written as JSON, for people and the summary."""
+    lineage: Path
+    """Where the groups of every step are written down."""
     export: Path
 
 
@@ -230,6 +231,13 @@ class Learner:
             temperature=self._settings.temperature,
             policy_version=version,
         )
+        lineage.record(
+            self._settings.lineage,
+            step=self.progress.step + 1,
+            policy_version=version + 1,
+            incarnation=self._incarnation,
+            lease_ids=[group[0].lease_id for group in groups],
+        )
         return batch, result
 
     # --- the end ---
@@ -386,12 +394,3 @@ async def ended_before(stop: asyncio.Event, task: asyncio.Task[T]) -> bool:
     if task.done():
         task.result()
     return task.done()
-
-
-async def run_learner(bus: Bus, build: Callable[[str], Learner], stop: asyncio.Event) -> Progress:
-    """Hold the run's learner role while training. Raises `FencedError` if another learner takes it over."""
-    incarnation = secrets.token_hex(4)
-    async with hold_role(bus, "learner", incarnation) as renewing:
-        learner = await asyncio.to_thread(build, incarnation)
-        await guarded(learner.run(stop), renewing)
-        return learner.progress
