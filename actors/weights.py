@@ -71,17 +71,11 @@ class PolicyFollower:
     async def at_least(self, policy_version: int) -> None:
         """Return once the engine's weights are `policy_version` or younger: so no token exceeds the bound.
 
-        A version that is not the run's any more, because its learner died and resumed from an older one, is
-        not waited for.
+        A lease may be of a version whose learner died and resumed from an older one. It waits all the same:
+        the steps taken back leave groups enough to come to that version again.
         """
-        while self._engine.policy_version < policy_version:
-            try:
-                async with asyncio.timeout(2 * POLL_S), self._swapped:
-                    await self._swapped.wait_for(lambda: self._engine.policy_version >= policy_version)
-            except TimeoutError:
-                found = await self._bus.get("policy", PolicyManifest)  # never behind a lease it led to
-                if found is not None and found[0].policy_version < policy_version:
-                    return
+        async with self._swapped:
+            await self._swapped.wait_for(lambda: self._engine.policy_version >= policy_version)
 
     def _hear(self, manifest: PolicyManifest) -> None:
         known = self.latest
