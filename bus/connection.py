@@ -274,5 +274,5 @@ async def _drain(client: Client) -> None:
             await client.drain()
     except (OSError, nats.errors.Error) as error:  # TimeoutError is an OSError
         log.warning("bus_not_drained", error=str(error) or type(error).__name__)
-        with suppress(OSError):  # what it still has to send can no longer be sent
+        with suppress(OSError, RuntimeError):  # uvloop's for a closed transport: nothing more can be sent
             await client.close()
