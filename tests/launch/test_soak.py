@@ -1,0 +1,44 @@
+import asyncio
+
+import numpy as np
+import pytest
+
+from launch.soak import exit_status, ks_p, run_soak
+
+CLEAN = {
+    "lost": 0, "trained_too_often": 0, "trained_but_not_in_ledger": 0, "length_ks_p": 0.5,
+    "max_staleness_seen": 2, "max_staleness_allowed": 2,
+}  # fmt: skip
+
+
+def test_samples_of_one_distribution_are_alike_and_shifted_ones_are_not():
+    draw = np.random.default_rng(0)
+    one, other = draw.integers(0, 40, 2000), draw.integers(0, 40, 3000)
+    assert ks_p(one, one) == 1.0
+    assert ks_p(one, other) > 0.01
+    assert ks_p(one, other[other > 3]) < 1e-6  # what lost its short answers
+
+
+def test_p_value_is_kolmogorovs():
+    """The largest gap between 0..n-1 and the same shifted by k is k/n; at 1.36 the distribution's tail is 0.05."""
+    n = 20_000
+    shift = round(1.36 * n / np.sqrt(n / 2))
+    assert ks_p(np.arange(n), np.arange(n) + shift) == pytest.approx(0.049, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lost": 4}, {"trained_too_often": 4}, {"length_ks_p": 0.001}, {"max_staleness_seen": 3}],
+    ids=lambda change: next(iter(change)),
+)
+def test_anything_lost_doubled_or_stale_fails_the_soak(change):
+    assert exit_status(CLEAN) == 0
+    assert exit_status(CLEAN | change) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.nats
+async def test_a_minute_of_kills_loses_nothing(tmp_path):
+    result = await run_soak(1.0, 3, tmp_path, asyncio.Event())
+    assert exit_status(result) == 0, result
+    assert result["kills"] >= 6, result
