@@ -45,6 +45,9 @@ app = App(
     exit_on_error=False,
 )
 
+USAGE = "Usage: launch {} [OPTIONS]"
+"""Given, since cyclopts would go through all settings once more for these words."""
+
 SHORT = Group("Short forms", sort_key=0)
 # Flags stay as they were written: only together with the layers below them can they be checked.
 AS_WRITTEN = PlainValidator(dict), Parameter(name="*", group=Group("Settings", sort_key=1))
@@ -59,7 +62,7 @@ Prompts = Annotated[Path | None, Parameter(name="--prompts", group=SHORT)]
 RewardName = Annotated[str | None, Parameter(name="--reward", group=SHORT)]
 
 
-@app.command
+@app.command(usage=USAGE.format("local"))
 def local(
     *,
     preset_name: PresetName = None,
@@ -94,7 +97,7 @@ def local(
     raise SystemExit(run(partial(run_local, resolve(layers), own_bus=own_bus)))
 
 
-@app.command(name="bus")
+@app.command(name="bus", usage=USAGE.format("bus"))
 def bus_command(*, host: str = "127.0.0.1", port: int = 4222, directory: Path = Path("runs/bus")) -> None:
     """Run a nats-server with JetStream on this machine.
 
@@ -113,7 +116,7 @@ def bus_command(*, host: str = "127.0.0.1", port: int = 4222, directory: Path = 
     run(partial(serve_bus, host, port, directory))
 
 
-@app.command
+@app.command(usage=USAGE.format("storage"))
 def storage(
     *,
     preset_name: PresetName = None,
@@ -145,7 +148,7 @@ def storage(
     run(partial(serve_storage, resolve(layers)))
 
 
-@app.command
+@app.command(usage=USAGE.format("learner"))
 def learner(*, bus: BusUrl = None, settings: LearnerSettings = LearnerProcess()) -> None:
     """Train the policy of a run whose storage is up: name it with --run. Its settings come from the bus.
 
@@ -160,7 +163,7 @@ def learner(*, bus: BusUrl = None, settings: LearnerSettings = LearnerProcess())
     run(partial(serve_learner, *_joining(_short(bus), settings)))
 
 
-@app.command
+@app.command(usage=USAGE.format("actors"))
 def actors(
     *, bus: BusUrl = None, reward: RewardName = None, settings: ActorsSettings = ActorsProcess()
 ) -> None:

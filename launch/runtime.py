@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import logging
+import os
 import re
 import signal
 import sys
@@ -18,6 +19,10 @@ USAGE = 2
 KILLED = 130
 """Exit status after a second Ctrl-C."""
 PREFIX = "launch: "
+SUPERVISOR = "SLUICE_SUPERVISOR"
+"""Environment variable with the process id of the supervisor that started this process, if one did."""
+ORPHAN_DRAIN_S = 30.0
+"""How long a process may take to end when its supervisor is gone: the bus went with it, and stays away."""
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
@@ -62,9 +67,8 @@ def configure_logging(level: str = "info") -> None:
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=lambda *_: structlog.PrintLogger(
-            sys.stderr
-        ),  # looked up late: a live view replaces it
+        # looked up at each event: a live view puts its own in place of stderr
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
 
 
@@ -80,16 +84,18 @@ def locked(file: TextIO) -> bool:
 async def _with_signals(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
+    work = asyncio.ensure_future(main(stop))
 
     def on_signal() -> None:
-        if stop.is_set() and task is not None:
-            task.cancel("second signal")
+        if stop.is_set():
+            work.cancel("second signal")
+        elif os.environ.get(SUPERVISOR, str(os.getppid())) != str(os.getppid()):
+            loop.call_later(ORPHAN_DRAIN_S, work.cancel, "orphan")
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    return await main(stop)
+    return await work
 
 
 def _leaves(group: BaseException) -> Iterator[BaseException]:

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 import psutil
@@ -13,7 +15,7 @@ import structlog
 
 from bus.errors import ConfigError, SluiceError
 from bus.process import die_with_parent
-from launch.runtime import USAGE, complaints
+from launch.runtime import SUPERVISOR, USAGE, complaints
 
 log = structlog.get_logger()
 TAIL_BYTES = 16 << 10
@@ -30,6 +32,8 @@ class RestartPolicy:
     """Only restarts within this count."""
     first_pause_s: float = 0.5
     """Before the first restart; each further one waits twice as long."""
+    failed_drain_s: float = 30.0
+    """Once a part has failed for good the others may take no longer to end: they may wait for that one."""
 
 
 @dataclass
@@ -67,6 +71,7 @@ class Supervisor:
         self._logs = logs
         self._policy = policy
         self._inherited = tuple(inherited)
+        self._longest_drain_s = inf
 
     @property
     def restarts(self) -> int:
@@ -148,6 +153,7 @@ class Supervisor:
                 start_new_session=True,  # Ctrl-C reaches us alone: we stop the parts in order
                 preexec_fn=die_with_parent(),
                 pass_fds=self._inherited,
+                env=os.environ | {SUPERVISOR: str(os.getpid())},
             )
 
     async def _end(self, part: Part) -> None:
@@ -156,16 +162,18 @@ class Supervisor:
             return
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
+        patience_s = min(part.drain_s, self._longest_drain_s)
         try:
-            async with asyncio.timeout(part.drain_s):
+            async with asyncio.timeout(patience_s):
                 await process.wait()
         except TimeoutError:
-            log.warning("part_killed", part=part.name, waited_s=part.drain_s)
+            log.warning("part_killed", part=part.name, waited_s=patience_s)
             _kill(part)
             await process.wait()
 
     def _failure(self, part: Part, status: int, when: str) -> SluiceError:
         """Why the run cannot go on: the part's own words if it had any for the user, else its last lines."""
+        self._longest_drain_s = self._policy.failed_drain_s
         said = self._said(part)
         if status == USAGE and (own := complaints(said)):
             return ConfigError("\n".join(own))

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from bus.errors import ConfigError, SluiceError
-from launch.runtime import complaints
+from launch.runtime import KILLED, SUPERVISOR, complaints
 from launch.supervisor import Part, RestartPolicy, Supervisor
 
 WAIT_S = 20.0
@@ -169,6 +169,17 @@ async def test_a_part_that_ignores_the_request_to_stop_is_killed_with_its_childr
     await until(lambda: not alive(child))
 
 
+async def test_after_a_failure_nobody_waits_long_for_the_part_that_failed(tmp_path: Path):
+    policy = RestartPolicy(restarts=0, window_s=60, failed_drain_s=0.1)
+    supervisor = Supervisor(tmp_path, policy=policy)
+    await supervisor.start(part("stubborn", STUBBORN, drain_s=600))
+    await until(lambda: (tmp_path / "stubborn.log").read_text().endswith("\n"))
+    await supervisor.start(part("failing", "raise SystemExit(1)"))
+    await failure_of(supervisor)
+    async with asyncio.timeout(WAIT_S):
+        await supervisor.end()
+
+
 async def test_a_second_request_to_stop_kills_every_part_at_once(supervisor: Supervisor, tmp_path: Path):
     for name in ("one", "two"):
         await supervisor.start(part(name, STUBBORN))
@@ -242,6 +253,39 @@ def test_nothing_outlives_a_supervisor_that_was_killed(tmp_path: Path):
 
     _, left = psutil.wait_procs(family, timeout=WAIT_S)
     assert left == []
+
+
+ORPHAN = """
+    import asyncio
+    from launch import runtime
+
+    runtime.ORPHAN_DRAIN_S = 0.1
+
+    async def main(stop):
+        print("ready", flush=True)
+        await asyncio.sleep(60)  # deaf to `stop`, as one that waits for a bus
+
+    runtime.run(main)
+"""
+
+
+@pytest.mark.parametrize("orphan", [True, False])
+def test_only_a_part_without_its_supervisor_is_hurried(orphan: bool):
+    supervisor = 1 if orphan else os.getpid()
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(ORPHAN)],
+        env=os.environ | {SUPERVISOR: str(supervisor)},
+        stdout=subprocess.PIPE,
+    )
+    with process:
+        process.stdout.readline()
+        process.terminate()
+        try:
+            process.wait(WAIT_S if orphan else 0.5)
+        except subprocess.TimeoutExpired:
+            assert not orphan
+        process.terminate()  # a second time
+        assert process.wait(WAIT_S) == KILLED
 
 
 def test_complaints_are_found_among_other_output():
