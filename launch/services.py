@@ -84,7 +84,7 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
 
     adapt_megatron_to_cpu()
     from learner.service import run
-    from learner.train import LearnerSettings
+    from learner.settings import LearnerSettings
 
     demonstrations = config.warmup.demonstrations
     if config.warmup.steps and demonstrations is None and config.data.task:

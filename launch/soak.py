@@ -132,7 +132,7 @@ class Soak:
         await asyncio.to_thread(psutil.wait_procs, children, timeout=60)
 
     async def _damage_bus(self, how: str) -> None:
-        """The faults with which Jepsen broke NATS 2.12.1: its directory truncated, a bit flipped, or wiped."""
+        """The faults with which Jepsen broke NATS 2.12.1: the directory truncated, a bit flipped, wiped."""
         await self._kill_everything()
         store = RunDirectory(self.directory, RUN).bus / "jetstream"
         blocks = sorted(path for path in store.rglob("*.blk") if path.stat().st_size > 0)

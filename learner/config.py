@@ -138,6 +138,16 @@ class ModelConfig(Config):
     """Parameters and activations of the learner; the optimizer's main weights are float32."""
 
 
+class WarmupOptimizerConfig(OptimizerConfig):
+    """AdamW of the supervised stage."""
+
+    lr: float = Field(2e-3, gt=0)
+    """Learning rate after its own warm-up."""
+
+    warmup_steps: int = Field(20, ge=0)
+    """Updates over which the learning rate rises linearly."""
+
+
 class WarmupConfig(Config):
     """Supervised fine-tuning before reinforcement learning, on demonstrations."""
 
@@ -153,7 +163,7 @@ class WarmupConfig(Config):
     threads: int = Field(1, ge=1)
     """CPU threads of this stage, in which the actors are idle."""
 
-    optimizer: OptimizerConfig = OptimizerConfig(lr=2e-3, warmup_steps=20)
+    optimizer: WarmupOptimizerConfig = WarmupOptimizerConfig()
     """Its own optimizer; the next stage starts with a fresh one."""
 
 

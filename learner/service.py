@@ -6,17 +6,18 @@ from pathlib import Path
 
 import structlog
 import torch
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.roles import guarded, hold_role
 from learner.checkpoint import latest_checkpoint, load_checkpoint, read_extra
-from learner.conversion.files import load_hf_directory
+from learner.conversion.files import load_hf_directory, load_tokenizer
 from learner.parallel import init_world
 from learner.progress import Progress
-from learner.scratch import build_model_directory
-from learner.train import Learner, LearnerSettings
+from learner.scratch import ensure_model_directory
+from learner.settings import LearnerSettings
+from learner.train import Learner
 from learner.trainer import Trainer
 from learner.warmup import Demonstrations
 from storage.generators import load_demonstrations
@@ -33,18 +34,20 @@ async def run(
     """
     incarnation = secrets.token_hex(4)
     async with hold_role(bus, "learner", incarnation) as renewing:
-        learner = await asyncio.to_thread(build, bus, settings, demonstrations, incarnation)
-        await guarded(learner.run(stop), renewing)
+        learner = await asyncio.to_thread(build, bus, settings, demonstrations, incarnation, stop)
+        await guarded(learner.run(), renewing)
         return learner.progress
 
 
-def build(bus: Bus, settings: LearnerSettings, demonstrations: Path | None, incarnation: str) -> Learner:
+def build(
+    bus: Bus, settings: LearnerSettings, demonstrations: Path | None, incarnation: str, stop: asyncio.Event
+) -> Learner:
     """Everything that torch needs before the first step; takes seconds, so it runs in a thread."""
     torch.manual_seed(settings.seed)
-    if settings.model.path is None and not (settings.model_directory / "config.json").exists():
-        build_model_directory(settings.model_directory, settings.model.scratch, seed=settings.seed)
+    if settings.model.path is None:
+        ensure_model_directory(settings.model_directory, settings.model.scratch, seed=settings.seed)
     hf_config, state = load_hf_directory(settings.model_directory)
-    tokenizer = AutoTokenizer.from_pretrained(settings.model_directory)
+    tokenizer = load_tokenizer(settings.model_directory)
     refuse_misfit(hf_config, tokenizer, settings.model_directory)
     rows = _demonstrations(settings, demonstrations, tokenizer, hf_config)
     init_world()
@@ -56,7 +59,7 @@ def build(bus: Bus, settings: LearnerSettings, demonstrations: Path | None, inca
         load_checkpoint(trainer, latest)
         progress.stage = "rl" if progress.stage == "done" else progress.stage
         log.info("resumed", checkpoint=str(latest), stage=progress.stage, step=progress.step)
-    return Learner(bus, settings, trainer, progress, demonstrations=rows, incarnation=incarnation)
+    return Learner(bus, settings, trainer, progress, demonstrations=rows, incarnation=incarnation, stop=stop)
 
 
 def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

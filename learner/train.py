@@ -2,10 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -20,40 +18,22 @@ from bus.status import report_status
 from learner import lineage
 from learner.batches import StepBatch, make_step_batch
 from learner.checkpoint import save_checkpoint
-from learner.config import LearnerConfig, ModelConfig, SFTLoss, WarmupConfig
+from learner.config import SFTLoss
 from learner.conversion.files import save_hf_directory
 from learner.heldout import HeldOut
 from learner.metrics import batch_values, step_values
 from learner.progress import Progress
 from learner.publish import WeightPublisher
+from learner.settings import LearnerSettings
 from learner.trainer import StepResult, Trainer
 from learner.warmup import Demonstrations
-from storage.config import EvaluationConfig
 from storage.reader import ReplayReader
 from storage.run import write_json
 
 log = structlog.get_logger()
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class LearnerSettings:
-    """What one learner process needs to know."""
-
-    model: ModelConfig
-    warmup: WarmupConfig
-    learner: LearnerConfig
-    evaluation: EvaluationConfig
-    temperature: float
-    """At which the actors sample; log-probs are taken at the same."""
-    seed: int
-    model_directory: Path
-    checkpoints: Path
-    progress: Path
-    """Where the newest checkpoint's progress is written as JSON, for people and the summary."""
-    lineage: Path
-    """Where the groups of every step are written down."""
-    export: Path
+LAST_WORDS_S = 5.0
+"""A learner that stops waits no longer for storage to answer."""
 
 
 class Learner:
@@ -61,7 +41,7 @@ class Learner:
 
     def __init__(
         self, bus: Bus, settings: LearnerSettings, trainer: Trainer, progress: Progress, *,
-        demonstrations: Demonstrations | None, incarnation: str,
+        demonstrations: Demonstrations | None, incarnation: str, stop: asyncio.Event,
     ) -> None:  # fmt: skip
         self.progress = progress
         self._bus = bus
@@ -69,6 +49,7 @@ class Learner:
         self._trainer = trainer
         self._demonstrations = demonstrations
         self._incarnation = incarnation
+        self._stop = stop
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._reader = ReplayReader(bus, incarnation)
         self._events = Publisher(bus)
@@ -86,8 +67,9 @@ class Learner:
         self._waiting_for = ""
         self._tokens_per_s = 0.0
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self) -> None:
         """Train until the configured end, or until `stop`; either way the state is saved."""
+        stop = self._stop
         finished = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
@@ -96,9 +78,9 @@ class Learner:
             try:
                 joining = asyncio.create_task(self._join())
                 if await ended_before(stop, joining):
-                    await self._warm_up(stop)
-                    await self._reinforce(stop)
-                    await self._conclude(stop)
+                    await self._warm_up()
+                    await self._reinforce()
+                    await self._conclude()
                 else:
                     joining.cancel()
             finally:
@@ -122,13 +104,13 @@ class Learner:
 
     # --- warm-up ---
 
-    async def _warm_up(self, stop: asyncio.Event) -> None:
+    async def _warm_up(self) -> None:
         progress, warmup = self.progress, self._settings.warmup
         if progress.stage != "warmup":
             return
         if self._demonstrations is not None:
             await self._in_thread(lambda: torch.set_num_threads(warmup.threads))
-            while progress.warmup_step < warmup.steps and not stop.is_set():
+            while progress.warmup_step < warmup.steps and not self._stop.is_set():
                 started = time.monotonic()
                 self._doing = (
                     f"warming up on demonstrations, step {progress.warmup_step + 1} of {warmup.steps}"
@@ -137,7 +119,7 @@ class Learner:
                 progress.warmup_step += 1
                 progress.warmup_s += time.monotonic() - started
                 self._report("warmup", progress.warmup_step, step_values(result))
-            if stop.is_set():
+            if self._stop.is_set():
                 return
             progress.policy_version += 1
         await self._in_thread(lambda: torch.set_num_threads(self._settings.learner.threads))
@@ -158,20 +140,20 @@ class Learner:
 
     # --- reinforcement learning ---
 
-    async def _reinforce(self, stop: asyncio.Event) -> None:
+    async def _reinforce(self) -> None:
         progress, learner = self.progress, self._settings.learner
-        while progress.stage == "rl" and progress.step < learner.steps and not stop.is_set():
-            if await self._step(stop):
+        while progress.stage == "rl" and progress.step < learner.steps and not self._stop.is_set():
+            if await self._step():
                 if progress.step % learner.checkpoint.save_every == 0:
                     await self._checkpoint()
-                if self._target_reached() and await self._latest_reaches_target(stop):
+                if self._target_reached() and await self._latest_reaches_target():
                     return
 
-    async def _step(self, stop: asyncio.Event) -> bool:
+    async def _step(self) -> bool:
         """One optimizer step and its publication; False if `stop` came while waiting for the batch."""
         progress = self.progress
         started = time.monotonic()
-        groups = await self._next_groups(stop)
+        groups = await self._next_groups()
         if groups is None:
             return False
         waited = time.monotonic() - started
@@ -201,11 +183,11 @@ class Learner:
         })  # fmt: skip
         return True
 
-    async def _next_groups(self, stop: asyncio.Event) -> list[list[Trajectory]] | None:
+    async def _next_groups(self) -> list[list[Trajectory]] | None:
         """The groups of the next step; those of the step after are asked for while it trains."""
         fetching = self._fetching or self._fetch(self.progress.step + 1)
         self._doing, self._waiting_for = "waiting for the batch", ""
-        if not await ended_before(stop, fetching):
+        if not await ended_before(self._stop, fetching):
             self._fetching = fetching
             return None
         self._waiting_for = ""
@@ -246,21 +228,21 @@ class Learner:
         """Whether any version that was evaluated in this stage reached the target."""
         return self.progress.target_reached_step is not None
 
-    async def _latest_reaches_target(self, stop: asyncio.Event) -> bool:
+    async def _latest_reaches_target(self) -> bool:
         """Evaluate the weights as they are; go on if sampling noise had flattered an older version."""
-        accuracy = await self._accuracy_now(stop)
+        accuracy = await self._accuracy_now()
         target = self._settings.learner.target_accuracy
         reached = target is not None and accuracy is not None and accuracy >= target
         if not reached:
             self.progress.target_reached_step = None
         return reached
 
-    async def _conclude(self, stop: asyncio.Event) -> None:
+    async def _conclude(self) -> None:
         """Save everything; if training is complete, measure the result and tell the others."""
         await self._give_back_the_next_batch()
         await self._published()
-        await self._accuracy_now(stop)
-        complete = not stop.is_set()
+        await self._accuracy_now()
+        complete = not self._stop.is_set()
         if complete:
             self.progress.stage = "done"
         await self._checkpoint()
@@ -272,17 +254,17 @@ class Learner:
         await asyncio.gather(*self._background)
         self._thread.shutdown()
 
-    async def _accuracy_now(self, stop: asyncio.Event) -> float | None:
+    async def _accuracy_now(self) -> float | None:
         """Held-out sampled accuracy of the current version; None if nobody measures it, or on `stop`."""
         version = self.progress.policy_version
-        if self._heldout.prompts is None or stop.is_set():
+        if self._heldout.prompts is None or self._stop.is_set():
             return None
         await self._published()
         if self.progress.sampled_accuracy(version) is None:
             await self._evaluate()
             self._doing = f"waiting for the evaluation of version {version}"
             measured = asyncio.create_task(self._heldout.measured(version))
-            if not await ended_before(stop, measured):
+            if not await ended_before(self._stop, measured):
                 measured.cancel()
         return self.progress.sampled_accuracy(version)
 
@@ -291,7 +273,7 @@ class Learner:
             self._fetching.cancel()
             await asyncio.wait({self._fetching})
             self._fetching = None
-        await self._reader.resumed(self.progress.step)
+        await self._tell(self._reader.resumed(self.progress.step))
 
     def _export(self) -> None:
         save_hf_directory(
@@ -342,7 +324,15 @@ class Learner:
         self._doing = "saving a checkpoint"
         progress = self.progress
         await self._in_thread(self._save)
-        await self._reader.committed(progress.step)
+        await self._tell(self._reader.committed(progress.step))
+
+    async def _tell(self, telling: Coroutine[None, None, None]) -> None:
+        """Storage must hear it, unless we stop: the next learner's `resumed` repairs what is missing."""
+        task = asyncio.create_task(telling)
+        if not await ended_before(self._stop, task):
+            await asyncio.wait({task}, timeout=LAST_WORDS_S)
+            if not task.cancel():
+                task.result()
 
     def _save(self) -> None:
         settings, progress = self._settings, self.progress.to_json()

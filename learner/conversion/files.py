@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.errors import ConfigError
 from learner.conversion.base import State
@@ -35,7 +35,10 @@ def load_hf_directory(path: Path) -> tuple[PretrainedConfig, dict[str, Tensor]]:
     """
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} is not a model directory: it has no config.json")
-    hf_config = AutoConfig.from_pretrained(path)
+    try:
+        hf_config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot read {path / 'config.json'}: {_first_line(error)}") from error
     state: dict[str, Tensor] = {}
     for file in _weight_files(path):
         try:
@@ -43,6 +46,16 @@ def load_hf_directory(path: Path) -> tuple[PretrainedConfig, dict[str, Tensor]]:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot read {file}: {error}") from error
     return hf_config, state
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Read the tokenizer. Raises `ConfigError` when it is not there: transformers would make one up."""
+    if not any((path / name).is_file() for name in TOKENIZER_FILES if name.startswith("tokenizer")):
+        raise ConfigError(f"{path} has no tokenizer: it needs tokenizer.json or tokenizer.model")
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot read the tokenizer in {path}: {_first_line(error)}") from error
 
 
 def save_hf_directory(
@@ -67,3 +80,8 @@ def _weight_files(path: Path) -> list[Path]:
     raise ConfigError(
         f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}: convert the weights to safetensors"
     )
+
+
+def _first_line(error: Exception) -> str:
+    """What transformers says, without its advice to update itself."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -20,7 +20,7 @@ def test_samples_of_one_distribution_are_alike_and_shifted_ones_are_not():
 
 
 def test_p_value_is_kolmogorovs():
-    """The largest gap between 0..n-1 and the same shifted by k is k/n; at 1.36 the distribution's tail is 0.05."""
+    """0..n-1 and the same shifted by k differ by k/n at most; at 1.36 the distribution's tail is 0.05."""
     n = 20_000
     shift = round(1.36 * n / np.sqrt(n / 2))
     assert ks_p(np.arange(n), np.arange(n) + shift) == pytest.approx(0.049, abs=0.001)

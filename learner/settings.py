@@ -1,0 +1,27 @@
+"""What one learner process is told: its sections of the configuration, and where its files lie."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from learner.config import LearnerConfig, ModelConfig, WarmupConfig
+from storage.config import EvaluationConfig
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """What one learner process needs to know."""
+
+    model: ModelConfig
+    warmup: WarmupConfig
+    learner: LearnerConfig
+    evaluation: EvaluationConfig
+    temperature: float
+    """At which the actors sample; log-probs are taken at the same."""
+    seed: int
+    model_directory: Path
+    checkpoints: Path
+    progress: Path
+    """Where the newest checkpoint's progress is written as JSON, for people and the summary."""
+    lineage: Path
+    """Where the groups of every step are written down."""
+    export: Path
