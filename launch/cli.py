@@ -1,11 +1,13 @@
 """`launch ...`: every command, its flags and its help. Loads no torch: help is quick."""
 
+import json
 import sys
+import time
 from collections.abc import Sequence
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import docstring_parser
 from cyclopts import App, CycloptsError, Group, Parameter
@@ -180,6 +182,62 @@ def actors(
 
     configure_logging()
     run(partial(serve_actors, *_joining(_short(bus, reward=reward), settings)))
+
+
+@app.command(usage=USAGE.format("soak"))
+def soak(
+    *,
+    minutes: float = 15.0,
+    seed: int = 0,
+    directory: Path = Path("runs/soaks"),
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Kill the processes of a real run at random, and account for every trajectory afterwards.
+
+    Parameters
+    ----------
+    minutes
+        How long the harm goes on.
+    seed
+        Decides what is harmed, and when.
+    directory
+        Each soak leaves its run in a folder of its own there.
+    as_json
+        Print the account as one JSON object only.
+    """
+    from launch.soak import exit_status, run_soak
+
+    configure_logging("warning" if as_json else "info")
+    result = run(partial(run_soak, minutes, seed, directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}"))
+    print(json.dumps(result, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
+    raise SystemExit(exit_status(result))
+
+
+@app.command(usage="Usage: launch bench WHAT [OPTIONS]")
+def bench(
+    what: Literal["actors", "bus"], *, as_json: Annotated[bool, Parameter(name="--json", negative=())] = False
+) -> None:
+    """Measure a part on this machine: ratios side by side in one run, with their limits beside them.
+
+    Parameters
+    ----------
+    what
+        actors: the embedded engine against batched generate. bus: publishing against TCP and the C client.
+    as_json
+        Print one JSON object on one line.
+    """
+    report = _measure(what)
+    print(json.dumps(report, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
+
+
+def _measure(what: str) -> object:
+    if what == "bus":
+        from bus.bench import bench_bus
+
+        return bench_bus()
+    from actors.engines.bench import bench_embedded
+
+    return bench_embedded()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

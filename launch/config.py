@@ -53,6 +53,25 @@ class ActorsProcess(ProcessConfig):
     """Rollouts."""
 
 
+class SupervisionConfig(Config):
+    """How `launch local` keeps its processes alive."""
+
+    restarts: int = Field(5, ge=0)
+    """A process that ends more often than this within `window_s` is given up, and the run with it."""
+
+    window_s: float = Field(300.0, gt=0)
+    """Only restarts within this count."""
+
+    first_pause_s: float = Field(0.5, ge=0)
+    """Before the first restart; each further one waits twice as long."""
+
+    longest_pause_s: float = Field(30.0, ge=0)
+    """Before any restart."""
+
+    failed_drain_s: float = Field(30.0, gt=0)
+    """Once a process has failed for good the others may take no longer to end: they may wait for that one."""
+
+
 class RunConfig(ProcessConfig):
     """A run."""
 
@@ -85,6 +104,9 @@ class RunConfig(ProcessConfig):
 
     actors: ActorsConfig = ActorsConfig()
     """Rollouts."""
+
+    supervision: SupervisionConfig = SupervisionConfig()
+    """Restarts, for `launch local`."""
 
 
 def resolve(*layers: Layer) -> RunConfig:

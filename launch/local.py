@@ -100,7 +100,7 @@ async def _supervise(
     run.write_provenance()
     started = time.monotonic()
     monitor = RunMonitor(_facts(config))
-    supervisor = Supervisor(run.logs, inherited=[lock])
+    supervisor = Supervisor(run.logs, policy=config.supervision, inherited=[lock])
     async with _parts(config, run, supervisor, monitor, console, own_bus=own_bus):
         await supervisor.watch(stop)
     return _conclude(config, run, monitor, time.monotonic() - started)

@@ -45,6 +45,7 @@ SETTINGS = (
     "--evaluation.every-versions", "0", "--replay.shards", str(SHARDS),
     "--admission.groups-per-step", str(GROUPS), "--admission.samples-per-prompt", str(SAMPLES),
     "--admission.max-staleness", str(MAX_STALENESS),
+    "--supervision.restarts", "100000", "--supervision.longest-pause-s", "1",
 )  # fmt: skip
 
 
@@ -156,7 +157,10 @@ class Soak:
 
 
 async def run_soak(minutes: float, seed: int, directory: Path, stop: asyncio.Event) -> dict[str, Json]:
-    """Harm a run for so long, let it settle, stop it, and account for every trajectory."""
+    """Harm a run for so long, let it settle, stop it, and account for every trajectory.
+
+    Raises `SluiceError` when the run does not start, gives up, or does not end.
+    """
     run = RunDirectory(directory, RUN)
     await asyncio.to_thread(lambda: directory.mkdir(parents=True, exist_ok=True))
     soak = Soak(directory, random.Random(seed))

@@ -15,25 +15,13 @@ import structlog
 
 from bus.errors import ConfigError, SluiceError
 from bus.process import die_with_parent
+from launch.config import SupervisionConfig
 from launch.runtime import SUPERVISOR, USAGE, complaints
 
 log = structlog.get_logger()
 TAIL_BYTES = 16 << 10
 TAIL_LINES = 15
 POLL_S = 0.05
-
-
-@dataclass(frozen=True)
-class RestartPolicy:
-    """How often a part may end by itself before it is given up, and the run with it."""
-
-    restarts: int = 5
-    window_s: float = 300.0
-    """Only restarts within this count."""
-    first_pause_s: float = 0.5
-    """Before the first restart; each further one waits twice as long."""
-    failed_drain_s: float = 30.0
-    """Once a part has failed for good the others may take no longer to end: they may wait for that one."""
 
 
 @dataclass
@@ -65,11 +53,11 @@ class Supervisor:
     """
 
     def __init__(
-        self, logs: Path, *, policy: RestartPolicy = RestartPolicy(), inherited: Sequence[int] = ()
+        self, logs: Path, *, policy: SupervisionConfig | None = None, inherited: Sequence[int] = ()
     ) -> None:
         self.parts: list[Part] = []
         self._logs = logs
-        self._policy = policy
+        self._policy = policy or SupervisionConfig()
         self._inherited = tuple(inherited)
         self._longest_drain_s = inf
 
@@ -138,7 +126,8 @@ class Supervisor:
                 times = f"{len(recent)} times within {self._policy.window_s:g} s"
                 raise self._failure(part, status, times)
             log.warning("part_restarts", part=part.name, ended=_ending(status), log=str(self._log_file(part)))
-            await asyncio.sleep(self._policy.first_pause_s * 2 ** (len(recent) - 1))
+            pause_s = self._policy.first_pause_s * 2.0 ** (len(recent) - 1)
+            await asyncio.sleep(min(pause_s, self._policy.longest_pause_s))
             await self._spawn(part)
 
     async def _spawn(self, part: Part) -> None:

@@ -13,11 +13,12 @@ import psutil
 import pytest
 
 from bus.errors import ConfigError, SluiceError
+from launch.config import SupervisionConfig
 from launch.runtime import KILLED, SUPERVISOR, complaints
-from launch.supervisor import Part, RestartPolicy, Supervisor
+from launch.supervisor import Part, Supervisor
 
 WAIT_S = 20.0
-IMPATIENT = RestartPolicy(restarts=2, window_s=60, first_pause_s=0.01)
+IMPATIENT = SupervisionConfig(restarts=2, window_s=60, first_pause_s=0.01)
 SERVE = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -170,7 +171,7 @@ async def test_a_part_that_ignores_the_request_to_stop_is_killed_with_its_childr
 
 
 async def test_after_a_failure_nobody_waits_long_for_the_part_that_failed(tmp_path: Path):
-    policy = RestartPolicy(restarts=0, window_s=60, failed_drain_s=0.1)
+    policy = SupervisionConfig(restarts=0, window_s=60, failed_drain_s=0.1)
     supervisor = Supervisor(tmp_path, policy=policy)
     await supervisor.start(part("stubborn", STUBBORN, drain_s=600))
     await until(lambda: (tmp_path / "stubborn.log").read_text().endswith("\n"))
