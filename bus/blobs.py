@@ -5,8 +5,6 @@ The JetStream object store is not used: its `get` is quadratic in nats-py.
 
 import asyncio
 import uuid
-from collections.abc import Coroutine, Iterable
-from typing import Any, TypeVar
 
 import nats.errors
 import xxhash
@@ -14,9 +12,8 @@ import xxhash
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import BlobRef
-from bus.publish import Publisher
+from bus.publish import Publisher, together
 
-T = TypeVar("T")
 CHUNK_BYTES = 512 << 10
 FETCH_WINDOW = 16
 """Chunks asked for at once: enough to fill the connection, few enough to bound memory."""
@@ -36,7 +33,7 @@ async def put_blob(bus: Bus, publisher: Publisher, data: bytes, *tokens: object)
     async def store(n: int, chunk: bytes) -> None:
         await publisher.publish(f"{subject}.{n}", chunk, message_id=f"{put}.{n}")
 
-    await _together(store(n, chunk) for n, chunk in enumerate(chunks))
+    await together(store(n, chunk) for n, chunk in enumerate(chunks))
     return BlobRef(subject=subject, chunks=len(chunks), size_bytes=len(data), digest=digest)
 
 
@@ -55,7 +52,7 @@ async def get_blob(bus: Bus, ref: BlobRef) -> bytes:
                 ) from error
             return found.data or b""
 
-    data = b"".join(await _together(fetch(n) for n in range(ref.chunks)))
+    data = b"".join(await together(fetch(n) for n in range(ref.chunks)))
     if len(data) != ref.size_bytes or xxhash.xxh3_128_hexdigest(data) != ref.digest:
         raise BusError(f"{ref.subject}: {len(data)} bytes do not have the digest {ref.digest}")
     return data
@@ -67,13 +64,3 @@ async def delete_blob(bus: Bus, ref: BlobRef) -> None:
         await bus.js.purge_stream(bus.topology.stream("WEIGHTS"), subject=f"{ref.subject}.*")
     except nats.errors.Error as error:
         raise BusError(f"{ref.subject}: cannot delete it from the bus ({error})") from error
-
-
-async def _together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, or the first error, plain, after the others were cancelled."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one) for one in work]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in running]

@@ -98,6 +98,7 @@ def decode(data: bytes, *expected: type[M]) -> M:
     Raises `SchemaError` for bytes that are not such a message: the reason names the field.
     """
     try:
+        _check_counts(data)
         content = msgpack.unpackb(data, raw=False, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
     except (ValueError, msgpack.UnpackException) as error:
         raise SchemaError(f"{len(data)} bytes are not MessagePack: {error}") from error
@@ -111,6 +112,13 @@ def decode(data: bytes, *expected: type[M]) -> M:
     raise SchemaError(
         f"unexpected message {reprlib.repr(tag)}: expected {' or '.join(c.tag for c in expected)}"
     )
+
+
+def _check_counts(data: bytes) -> None:
+    """Walk over `data` without building it: a list's memory is allocated by its declared length alone."""
+    walker = msgpack.Unpacker(max_buffer_size=max(1, len(data)))  # 0 would be without limit
+    walker.feed(data)
+    walker.skip()
 
 
 def _check_version(cls: type[Message], version: object) -> None:

@@ -163,7 +163,9 @@ class Bus:
     async def create_keys(self) -> None:
         """Make the run's key-value bucket, if it is not there."""
         try:
-            self._keys = await self.js.create_key_value(bucket=self.topology.bucket, history=1)
+            self._keys = await self.js.create_key_value(
+                bucket=self.topology.bucket, history=1, replicas=self.topology.replicas
+            )
         except nats.errors.Error as error:
             raise BusError(f"cannot create the keys of run {self.topology.run!r}: {error}") from error
 

@@ -15,16 +15,15 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js.errors import NotFoundError
 
-from bus.codec import M, decode, encode
+from bus.codec import M, decode
 from bus.connection import RETRY_S, Bus
 from bus.errors import BusError, SchemaError
-from bus.messages import DeadLetter
+from bus.parts import Parts, Whole
 from bus.topology import ACK_WAIT_S
 
 log = structlog.get_logger()
 POLL_S = 1.0
 """How long one pull waits on the server: also how soon an idle loop notices `stop`."""
-REASON_CHARS = 1000
 
 
 class Inbox:
@@ -33,7 +32,8 @@ class Inbox:
     One pull is outstanding at a time, so no more messages lie here than one `take` asked for.
     """
 
-    def __init__(self, bus: Bus, stream: str, durable: str) -> None:
+    def __init__(self, bus: Bus, stream: str, durable: str, parts: Parts | None = None) -> None:
+        self.parts = parts or Parts(bus)
         self._bus = bus
         self._stream = bus.topology.stream(stream)
         self._durable = durable
@@ -76,6 +76,7 @@ class Inbox:
                 await subscription.unsubscribe()
             while self._messages:
                 await self._messages.popleft().nak()
+            await self.parts.give_back()
         except nats.errors.Error as error:  # the bus is away: the ack wait gives them back
             log.warning("messages_not_given_back", consumer=self._durable, reason=str(error))
         self._messages.clear()
@@ -88,7 +89,11 @@ class Inbox:
         if not client.is_connected or (self._owed > 0 and time.monotonic() < self._owed_until):
             return
         if self._subscription is None:
-            self._subscription = await client.subscribe(f"{self._inbox}.*", cb=self._on_message)
+            self._subscription = await client.subscribe(
+                f"{self._inbox}.*",
+                cb=self._on_message,
+                pending_bytes_limit=0,  # drop none: `limit` bounds them
+            )
         self._pull = f"{self._inbox}.{next(self._pulls)}"
         self._owed, self._owed_until = limit, time.monotonic() + POLL_S + RETRY_S
         request = json.dumps({"batch": limit, "expires": int(POLL_S * 1e9)}).encode()
@@ -133,14 +138,11 @@ class Received(Generic[M]):
     """A decoded message and its handle on the stream."""
 
     message: M
-    raw: Msg
+    whole: Whole
 
     async def ack(self) -> None:
-        """Done with it: the stream forgets it."""
-        try:
-            await self.raw.ack()
-        except nats.errors.Error as error:
-            raise BusError(f"cannot ack {self.raw.subject}: {error}") from error
+        """Done with it: the stream forgets it. Raises `BusError` when the connection was closed."""
+        await self.whole.ack()
 
 
 async def consume(
@@ -164,17 +166,17 @@ async def consume(
             busy -= 1
             slots.release()
 
-    async with asyncio.TaskGroup() as tasks:  # leaving it waits for work in flight
+    async with inbox.parts.tended(), asyncio.TaskGroup() as tasks:  # leaving it waits for work in flight
         while not stop.is_set():
             async with slots:  # there is room for one more at least
                 if stop.is_set():  # while we waited for it
                     break
                 room = concurrency - busy
-                arrived = await understood(await inbox.take(room, POLL_S), bus, expected)
+                arrived = await understood(await inbox.take(room, POLL_S), bus, expected, inbox.parts)
             for received in arrived:
                 await slots.acquire()
                 busy += 1
-                tasks.create_task(process(received), name=f"consume {received.raw.subject}")
+                tasks.create_task(process(received), name=f"consume {received.whole.subject}")
         await inbox.give_back()
 
 
@@ -188,15 +190,16 @@ async def consume_batches(
     It may raise `SchemaError` before it has done anything: then it gets the messages one by one, and what it
     refuses again is set aside.
     """
-    while not stop.is_set():
-        raw = await inbox.take(limit, POLL_S)
-        if raw and linger_s and len(raw) < limit:
-            await asyncio.sleep(linger_s)
-            raw += await inbox.take(limit - len(raw), timeout_s=0.001)
-        batch = await understood(raw, bus, expected)
-        for received in await _handled(batch, bus, handle):
-            await received.ack()
-    await inbox.give_back()
+    async with inbox.parts.tended():
+        while not stop.is_set():
+            raw = await inbox.take(limit, POLL_S)
+            if raw and linger_s and len(raw) < limit:
+                await asyncio.sleep(linger_s)
+                raw += await inbox.take(limit - len(raw), timeout_s=0.001)
+            batch = await understood(raw, bus, expected, inbox.parts)
+            for received in await _handled(batch, bus, handle):
+                await received.ack()
+        await inbox.give_back()
 
 
 async def _handled(
@@ -209,42 +212,27 @@ async def _handled(
         await handle([received.message for received in batch])
     except SchemaError as error:
         if len(batch) == 1:
-            await set_aside(batch[0].raw, bus, str(error))
+            await batch[0].whole.set_aside(bus, str(error))
             return []
     else:
         return batch
     return [received for one in batch for received in await _handled([one], bus, handle)]
 
 
-async def understood(batch: list[Msg], bus: Bus, expected: type[M]) -> list[Received[M]]:
-    """The messages of `batch` that decode; the others are set aside under DEAD and never come back."""
+async def understood(
+    arrived: list[Msg], bus: Bus, expected: type[M], parts: Parts | None = None
+) -> list[Received[M]]:
+    """The messages complete with `arrived` that decode; the others are set aside and never come back.
+
+    What is incomplete waits in `parts` for the rest.
+    """
     good: list[Received[M]] = []
-    for raw in batch:
+    for whole in await (parts or Parts(bus)).collect(arrived):
         try:
-            good.append(Received(decode(raw.data, expected), raw))
+            good.append(Received(decode(whole.data, expected), whole))
         except SchemaError as error:
-            await set_aside(raw, bus, str(error))
+            await whole.set_aside(bus, str(error))
     return good
-
-
-async def set_aside(raw: Msg, bus: Bus, reason: str) -> None:
-    """Move a message to DEAD. A retry cannot help it."""
-    log.warning("message_set_aside", subject=raw.subject, reason=reason)
-    sequence = str(raw.metadata.sequence.stream)
-    room = (
-        bus.client.max_payload - len(raw.subject) - 4 * REASON_CHARS - 4096
-    )  # for the letter and its headers
-    letter = DeadLetter(
-        subject=raw.subject, reason=reason[:REASON_CHARS], data=raw.data[:room], origin=sequence
-    )
-    message_id = f"{raw.metadata.stream}-{sequence}"
-    try:
-        await bus.js.publish(
-            bus.subject("dead", "letter"), encode(letter), headers={"Nats-Msg-Id": message_id}
-        )
-        await raw.term()
-    except nats.errors.Error as error:
-        raise BusError(f"cannot set {message_id} aside: {error}") from error
 
 
 async def _while_reporting_progress(received: Received[M], handle: Callable[[M], Awaitable[None]]) -> None:
@@ -252,9 +240,10 @@ async def _while_reporting_progress(received: Received[M], handle: Callable[[M],
         while True:
             await asyncio.sleep(ACK_WAIT_S / 3)
             try:
-                await received.raw.in_progress()
+                for raw in received.whole.raws:
+                    await raw.in_progress()
             except nats.errors.Error as error:  # the bus is away: try again, the work goes on
-                log.warning("progress_not_reported", subject=received.raw.subject, reason=str(error))
+                log.warning("progress_not_reported", subject=received.whole.subject, reason=str(error))
 
     beating = asyncio.create_task(heartbeat())
     try:

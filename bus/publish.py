@@ -7,8 +7,11 @@ sends each message under a `Nats-Msg-Id`, and sends it again until the server ha
 import asyncio
 import itertools
 import json
+import sys
 import time
+from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import nats.errors
 import structlog
@@ -16,12 +19,28 @@ from nats.aio.msg import Msg
 
 from bus.connection import HEADER_BYTES, Bus
 from bus.errors import BusError
+from bus.parts import PART_BYTES, split
 
 log = structlog.get_logger()
 ACK_TIMEOUT_S = 2.0
 LONGEST_PAUSE_S = 0.5
 STREAM_FULL = frozenset({10077, 10047, 10023})
 """err_codes with which `discard: new` and resource limits answer: wait, space returns as others ack."""
+
+
+MESSAGE_ID = "Nats-Msg-Id"
+PARTS_IN_FLIGHT = 16
+"""Few enough that a slow connection has acked them within `ACK_TIMEOUT_S`."""
+T = TypeVar("T")
+Answer = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """An ack that has not come, and when to send again without it."""
+
+    ack: asyncio.Future[Answer]
+    until: float
 
 
 @dataclass
@@ -35,58 +54,100 @@ class PublishCounts:
 
 
 class Publisher:
-    """Pipelined, deduplicated publishing over one connection; `window` messages await their ack at a time."""
+    """Pipelined, deduplicated publishing over one connection; `window` messages await their ack at a time.
 
-    def __init__(self, bus: Bus, *, window: int = 256) -> None:
+    A message above `part_bytes` travels in parts, one such message after the other; None sends all whole.
+    """
+
+    def __init__(self, bus: Bus, *, window: int = 256, part_bytes: int | None = PART_BYTES) -> None:
         self.counts = PublishCounts()
         self._bus = bus
+        self._part_bytes = part_bytes or sys.maxsize
         self._slots = asyncio.Semaphore(window)
+        self._one_in_parts = asyncio.Lock()
         self._inbox = bus.client.new_inbox()
-        self._awaited: dict[str, asyncio.Future[dict[str, object]]] = {}
+        self._awaited: dict[str, _Awaited] = {}
+        self._sweep: asyncio.TimerHandle | None = None
         self._tokens = itertools.count()
         self._subscribed = False
 
     async def publish(self, subject: str, data: bytes, *, message_id: str, timeout_s: float = 600.0) -> None:
         """Return once the stream has stored `data`, however often that takes.
 
-        Raises `BusError` when the message is larger than the server takes, when the server refuses it for a
-        reason that waiting cannot mend, or after `timeout_s`.
+        Raises `BusError` when the message or its parts are larger than the server takes, when the server
+        refuses it for a reason that waiting cannot mend, or after `timeout_s`.
         """
+        deadline = time.monotonic() + timeout_s
+        try:
+            if len(data) <= self._part_bytes:
+                await self._publish(subject, data, {MESSAGE_ID: message_id}, deadline)
+            else:
+                async with self._one_in_parts:  # whoever reassembles holds one message rather than many
+                    await self._publish_parts(subject, split(data, message_id, self._part_bytes), deadline)
+        except TimeoutError as error:
+            raise BusError(f"{subject}: {message_id} was not stored within {timeout_s:g} s") from error
+
+    async def _publish_parts(
+        self, subject: str, parts: Iterator[tuple[dict[str, str], bytes]], deadline: float
+    ) -> None:
+        async def send_next() -> None:
+            for headers, part in parts:
+                await self._publish(subject, part, headers, deadline)
+
+        await together(send_next() for _ in range(PARTS_IN_FLIGHT))
+
+    async def _publish(self, subject: str, data: bytes, headers: dict[str, str], deadline: float) -> None:
         limit = self._bus.client.max_payload  # for data and headers: a server closes the connection above it
-        if len(data) + HEADER_BYTES + len(message_id.encode()) > limit:
+        if len(data) + HEADER_BYTES + sum(len(value.encode()) for value in headers.values()) > limit:
             raise BusError(
                 f"{subject}: {len(data)} bytes exceed the server's max_payload of {limit}: raise it"
             )
-        deadline = time.monotonic() + timeout_s
         pause = 0.02
         async with self._slots:
-            while not await self._stored(subject, data, message_id):
+            while not await self._stored(subject, data, headers):
                 if time.monotonic() > deadline:
-                    raise BusError(f"{subject}: {message_id} was not stored within {timeout_s:g} s")
+                    raise TimeoutError
                 self.counts.retries += 1
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    async def _stored(self, subject: str, data: bytes, message_id: str) -> bool:
+    async def _stored(self, subject: str, data: bytes, headers: dict[str, str]) -> bool:
         """Send once; True when the server says it has it."""
         if not self._subscribed:
             self._subscribed = True
             await self._bus.client.subscribe(f"{self._inbox}.*", cb=self._on_ack)
         token = str(next(self._tokens))
-        ack = self._awaited[token] = asyncio.get_running_loop().create_future()
+        ack: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._awaited[token] = _Awaited(ack, time.monotonic() + ACK_TIMEOUT_S)
+        self._sweep_later()
         try:
-            await self._bus.client.publish(
-                subject, data, reply=f"{self._inbox}.{token}", headers={"Nats-Msg-Id": message_id}
-            )
-            answer = await asyncio.wait_for(ack, ACK_TIMEOUT_S)
-        except (TimeoutError, nats.errors.Error) as error:
-            log.debug("publish_retry", subject=subject, reason=str(error) or "no ack")
+            await self._bus.client.publish(subject, data, reply=f"{self._inbox}.{token}", headers=headers)
+            answer = await ack
+        except nats.errors.Error as error:
+            log.debug("publish_retry", subject=subject, reason=str(error))
             return False
         finally:
             self._awaited.pop(token, None)
         return self._accepted(subject, answer)
 
-    def _accepted(self, subject: str, answer: dict[str, object]) -> bool:
+    def _sweep_later(self) -> None:
+        """One timer for all that wait: a timer for each costs more than the rest of a small publish."""
+        if self._sweep is None and self._awaited:
+            oldest = next(iter(self._awaited.values())).until
+            delay = max(oldest - time.monotonic(), ACK_TIMEOUT_S / 10)
+            self._sweep = asyncio.get_running_loop().call_later(delay, self._give_up_on_the_late)
+
+    def _give_up_on_the_late(self) -> None:
+        now = time.monotonic()
+        for awaited in self._awaited.values():  # in the order they were sent
+            if awaited.until > now:
+                break
+            if not awaited.ack.done():
+                awaited.ack.set_result({"error": {"code": 503}})
+        self._sweep = None
+        self._sweep_later()
+
+    def _accepted(self, subject: str, answer: Answer) -> bool:
         error = answer.get("error")
         if not isinstance(error, dict):
             self.counts.duplicates += bool(answer.get("duplicate"))
@@ -94,15 +155,26 @@ class Publisher:
             return True
         if error.get("err_code") in STREAM_FULL:
             self.counts.refused_full += 1
-        elif error.get("code") != 503:  # 503: no leader or no stream yet
+        elif error.get("code") != 503:  # 503: no leader, no stream yet, or no answer
             raise BusError(f"{subject}: the stream refuses: {error.get('description')}")
         return False
 
     async def _on_ack(self, raw: Msg) -> None:
-        ack = self._awaited.get(raw.subject.rsplit(".", 1)[1])
-        if ack is None or ack.done():
+        awaited = self._awaited.get(raw.subject.rsplit(".", 1)[1])
+        if awaited is None or awaited.ack.done():
             return
+        ack = awaited.ack
         if raw.headers and raw.headers.get("Status") == "503":
             ack.set_result({"error": {"code": 503}})
         else:
             ack.set_result(json.loads(raw.data))
+
+
+async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, or the first error, plain, after the others were cancelled."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one) for one in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in running]

@@ -13,6 +13,9 @@ from bus.errors import BusError, ConfigError
 ACK_WAIT_S = 30.0
 """A message whose holder neither acks nor reports progress for so long goes to another."""
 
+DUPLICATE_WINDOW_S = 120
+"""A message that comes again under its id within this time is the same message."""
+
 MIB = 1 << 20
 
 
@@ -21,6 +24,8 @@ class Topology:
     """Names on the bus that belong to one run."""
 
     run: str
+    replicas: int = 1
+    """Servers of a cluster that keep each stream: 3 survive the loss of one."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a run name that cannot be part of a subject and a stream's name."""
@@ -45,12 +50,14 @@ class Topology:
         work = {
             "retention": RetentionPolicy.WORK_QUEUE,
             "discard": DiscardPolicy.NEW,
-            "duplicate_window": 120,
+            "duplicate_window": DUPLICATE_WINDOW_S,
         }
         return (
             self._stream("TASKS", "tasks", max_bytes=256 * MIB, **work),
             self._stream("TRAJECTORIES", "trajectories", max_bytes=1024 * MIB, **work),
-            self._stream("WEIGHTS", "weights", max_bytes=2048 * MIB, max_msgs_per_subject=1, allow_direct=True),
+            self._stream(
+                "WEIGHTS", "weights", max_bytes=2048 * MIB, max_msgs_per_subject=1, allow_direct=True
+            ),
             self._stream("EVENTS", "events", max_bytes=256 * MIB),
             self._stream("DEAD", "dead", max_bytes=256 * MIB),
         )
@@ -66,7 +73,11 @@ class Topology:
 
     def _stream(self, name: str, token: str, **options: object) -> StreamConfig:
         return StreamConfig(
-            name=self.stream(name), subjects=[self.subject(token, ">")], storage="file", **options
+            name=self.stream(name),
+            subjects=[self.subject(token, ">")],
+            storage="file",
+            num_replicas=self.replicas,
+            **options,
         )
 
     def _consumer(self, durable: str, *tokens: object) -> ConsumerConfig:

@@ -106,8 +106,8 @@ async def test_stream_that_stays_full_ends_in_an_error(bus: Bus):
 
 
 @pytest.mark.nats
-async def test_message_larger_than_the_server_takes_fails_at_once(bus: Bus):
-    publisher = Publisher(bus)
+async def test_whole_message_larger_than_the_server_takes_fails_at_once(bus: Bus):
+    publisher = Publisher(bus, part_bytes=None)
     for size in (MAX_PAYLOAD, MAX_PAYLOAD + 1):  # the headers count as well
         began = time.monotonic()
         with pytest.raises(BusError, match=rf"{size} bytes exceed the server's max_payload of {MAX_PAYLOAD}"):
@@ -116,8 +116,9 @@ async def test_message_larger_than_the_server_takes_fails_at_once(bus: Bus):
 
 
 @pytest.mark.nats
-async def test_largest_message_that_is_not_refused_is_stored(bus: Bus):
-    publisher = Publisher(bus)
+@pytest.mark.parametrize("part_bytes", [None, MAX_PAYLOAD - 200])
+async def test_largest_message_that_is_not_refused_is_stored(bus: Bus, part_bytes: int | None):
+    publisher = Publisher(bus, part_bytes=part_bytes)
     data = b"x" * (MAX_PAYLOAD - bus_headers("m"))
     await publisher.publish(bus.subject("trajectories", 0), data, message_id="m", timeout_s=5)
     assert publisher.counts.retries == 0
