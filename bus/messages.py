@@ -172,11 +172,13 @@ class GroupRef(Message, tag="group_ref"):
 
     lease_id: int
     shard: int
+    weight: float = 1.0
+    """Importance weight of its advantages in this step, at most 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchLease(Message, tag="batch_lease"):
-    """The groups of one step: trained on by nobody else unless this step is rolled back."""
+    """The groups of one step: they are counted as trained on unless this step is rolled back."""
 
     step: int
     groups: tuple[GroupRef, ...]
@@ -229,6 +231,8 @@ class StoredRequest(Message, tag="stored_request"):
     """Asks a shard which groups it completed, from the `after`-th on."""
 
     after: int
+    spreads: bool = False
+    """Whether the answer is to tell how far apart the rewards of each group are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,6 +244,25 @@ class StoredGroups(Message, tag="stored_groups"):
     lease_ids: tuple[int, ...]
     total: int
     """Groups complete in the shard altogether."""
+    spreads: tuple[float, ...] = ()
+    """Mean |reward - mean reward| of each group's siblings, if asked for."""
+
+    def check(self) -> None:
+        """Refuse spreads that do not fit the groups."""
+        if self.spreads and len(self.spreads) != len(self.lease_ids):
+            raise SchemaError(f"{len(self.spreads)} spreads for {len(self.lease_ids)} groups")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnsettledRequest(Message, tag="unsettled_request"):
+    """A shard asks the dispatcher which groups must not be removed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unsettled(Message, tag="unsettled"):
+    """Every lease that is neither rejected nor in a committed step: its trajectories are still needed."""
+
+    lease_ids: tuple[int, ...]
 
 
 # --- what every screen reads ---

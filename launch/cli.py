@@ -215,14 +215,17 @@ def soak(
 
 @app.command(usage="Usage: launch bench WHAT [OPTIONS]")
 def bench(
-    what: Literal["actors", "bus"], *, as_json: Annotated[bool, Parameter(name="--json", negative=())] = False
+    what: Literal["actors", "bus", "replay"],
+    *,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
     """Measure a part on this machine: ratios side by side in one run, with their limits beside them.
 
     Parameters
     ----------
     what
-        actors: the embedded engine against batched generate. bus: publishing against TCP and the C client.
+        actors: the embedded engine against batched generate. bus: publishing against TCP and the C
+        client. replay: writing and reading segments against np.memmap.
     as_json
         Print one JSON object on one line.
     """
@@ -235,6 +238,10 @@ def _measure(what: str) -> object:
         from bus.bench import bench_bus
 
         return bench_bus()
+    if what == "replay":
+        from storage.bench import bench_replay
+
+        return bench_replay()
     from actors.engines.bench import bench_embedded
 
     return bench_embedded()

@@ -30,17 +30,17 @@ class StepBatch:
 
 def make_step_batch(
     groups: Sequence[Sequence[Trajectory]], *,
-    policy_version: int, advantage: AdvantageConfig, batch: BatchConfig,
+    policy_version: int, advantage: AdvantageConfig, batch: BatchConfig, weights: Sequence[float] = (),
 ) -> StepBatch:  # fmt: skip
-    """Advantages within each group, then packing."""
+    """Advantages within each group, times the group's importance weight (1 by default), then packing."""
     samples: list[Sample] = []
-    for group in groups:
+    for group, weight in zip(groups, weights or [1.0] * len(groups), strict=True):
         advantages = grpo_advantages(
             np.array([trajectory.reward for trajectory in group]),
             normalize_std=advantage.normalize_std,
             std_floor=advantage.std_floor,
         )
-        samples += [_sample(t, float(a)) for t, a in zip(group, advantages, strict=True)]
+        samples += [_sample(t, weight * float(a)) for t, a in zip(group, advantages, strict=True)]
     trajectories = [trajectory for group in groups for trajectory in group]
     staleness = [max(0, policy_version - trajectory.oldest_version) for trajectory in trajectories]
     return StepBatch(

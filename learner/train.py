@@ -12,7 +12,7 @@ import torch
 from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.messages import EvaluationResult, Metrics, Trajectory
+from bus.messages import EvaluationResult, Metrics
 from bus.publish import Publisher
 from bus.status import report_status
 from learner import lineage
@@ -27,7 +27,7 @@ from learner.publish import WeightPublisher
 from learner.settings import LearnerSettings
 from learner.trainer import StepResult, Trainer
 from learner.warmup import Demonstrations
-from storage.reader import ReplayReader
+from storage.reader import Batch, ReplayReader
 from storage.run import write_json
 
 log = structlog.get_logger()
@@ -61,7 +61,7 @@ class Learner:
         )
         self._heldout = HeldOut(bus, incarnation, self._on_evaluation)
         self._publishing: asyncio.Task[None] | None = None
-        self._fetching: asyncio.Task[list[list[Trajectory]]] | None = None
+        self._fetching: asyncio.Task[Batch] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._doing = "starting"
         self._waiting_for = ""
@@ -153,12 +153,12 @@ class Learner:
         """One optimizer step and its publication; False if `stop` came while waiting for the batch."""
         progress = self.progress
         started = time.monotonic()
-        groups = await self._next_groups()
-        if groups is None:
+        leased = await self._next_groups()
+        if leased is None:
             return False
         waited = time.monotonic() - started
         self._doing = f"training step {progress.step + 1}"
-        batch, result = await self._in_thread(lambda: self._train_on(groups))
+        batch, result = await self._in_thread(lambda: self._train_on(leased))
         trained = time.monotonic()
         progress.step += 1
         progress.policy_version += 1
@@ -183,7 +183,7 @@ class Learner:
         })  # fmt: skip
         return True
 
-    async def _next_groups(self) -> list[list[Trajectory]] | None:
+    async def _next_groups(self) -> Batch | None:
         """The groups of the next step; those of the step after are asked for while it trains."""
         fetching = self._fetching or self._fetch(self.progress.step + 1)
         self._doing, self._waiting_for = "waiting for the batch", ""
@@ -196,16 +196,20 @@ class Learner:
             self._fetching = self._fetch(self.progress.step + 2)
         return fetching.result()
 
-    def _fetch(self, step: int) -> asyncio.Task[list[list[Trajectory]]]:
+    def _fetch(self, step: int) -> asyncio.Task[Batch]:
         version = self.progress.trains_from + step - 1
         return asyncio.create_task(
             self._reader.batch(step, version, on_wait=self._on_wait), name=f"fetch batch {step}"
         )
 
-    def _train_on(self, groups: list[list[Trajectory]]) -> tuple[StepBatch, StepResult]:
+    def _train_on(self, leased: Batch) -> tuple[StepBatch, StepResult]:
         learner, version = self._settings.learner, self.progress.policy_version
         batch = make_step_batch(
-            groups, policy_version=version, advantage=learner.advantage, batch=learner.batch
+            leased.groups,
+            weights=leased.weights,
+            policy_version=version,
+            advantage=learner.advantage,
+            batch=learner.batch,
         )
         result = self._trainer.train_step(
             batch.micro_batches,
@@ -218,7 +222,7 @@ class Learner:
             step=self.progress.step + 1,
             policy_version=version + 1,
             incarnation=self._incarnation,
-            lease_ids=[group[0].lease_id for group in groups],
+            lease_ids=[group[0].lease_id for group in leased.groups],
         )
         return batch, result
 

@@ -1,7 +1,9 @@
 """Configuration of what outlives the processes: prompts, admission, replay, evaluation."""
 
 from pathlib import Path
-from pydantic import Field
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
 
 from bus.config import Config
 
@@ -38,8 +40,72 @@ class DataConfig(Config):
     """Visit the prompts of each epoch in another order, drawn from the run's seed."""
 
 
+class _Sampling(Config):
+    """How often a group may be trained on."""
+
+    max_reuse: int = Field(1, ge=1)
+    """Steps that may train on the same group, within the staleness bound."""
+
+    min_samples_per_insert: float = Field(1.0, gt=0)
+    """Steps that each group is to be trained in on average: admission issues no more than that allows.
+    Below 1 more is generated than trained; the rest goes stale and is refunded."""
+
+    max_samples_per_insert: float | None = Field(None, gt=0)
+    """A step waits rather than exceed so many samples a stored group on average over the run.
+    `None` leaves it to `max_reuse`."""
+
+
+class FifoSampler(_Sampling):
+    """The oldest groups first, stragglers awaited at their deadline; groups are used again only if too few
+    are fresh."""
+
+    type: Literal["fifo"] = "fifo"
+    """Name of the strategy."""
+
+
+class UniformSampler(_Sampling):
+    """Any group within the staleness bound, all alike. Those never drawn go stale and are refunded."""
+
+    type: Literal["uniform"] = "uniform"
+    """Name of the strategy."""
+
+
+class _Preferring(_Sampling):
+    """A strategy that draws some groups more often than others."""
+
+    importance_exponent: float = Field(0.5, ge=0, le=1)
+    """Weighs each drawn group's loss by (its chance * groups)^-exponent; 1 undoes the preference."""
+
+
+class FreshnessSampler(_Preferring):
+    """Fresh groups more often: in proportion to (1 + staleness)^-exponent."""
+
+    type: Literal["freshness"] = "freshness"
+    """Name of the strategy."""
+
+    exponent: float = Field(1.0, ge=0)
+    """0 is uniform."""
+
+
+class PrioritySampler(_Preferring):
+    """Groups that teach more, and fresh ones, more often: |advantage|^a * (1 + staleness)^-f."""
+
+    type: Literal["priority"] = "priority"
+    """Name of the strategy."""
+
+    advantage_exponent: float = Field(1.0, ge=0)
+    """Of the mean |reward - mean reward| among siblings; 0 ignores it."""
+
+    freshness_exponent: float = Field(1.0, ge=0)
+    """Of 1 / (1 + staleness); 0 ignores it."""
+
+
+Sampler = FifoSampler | UniformSampler | FreshnessSampler | PrioritySampler
+SamplerConfig = Annotated[Sampler, Field(discriminator="type")]
+
+
 class AdmissionConfig(Config):
-    """How much is rolled out, and how far it may lag."""
+    """How much is rolled out, how far it may lag, and which groups a step takes."""
 
     groups_per_step: int = Field(32, ge=1)
     """Groups (prompts) in the batch of one optimizer step."""
@@ -50,6 +116,40 @@ class AdmissionConfig(Config):
     max_staleness: int = Field(4, ge=0)
     """Policy versions a trained token may lag behind the learner. 0 is on-policy."""
 
+    incomplete: Literal["wait", "drop"] = "wait"
+    """What becomes of a group that a step cannot go on without: `wait` for it as long as it takes, or `drop`
+    it when patience ends: rejected as incomplete, counted, and another is issued in its place."""
+
+    patience_s: float = Field(600.0, gt=0)
+    """How long a step waits, since a group last became complete, before `drop` is done. Keep it longer than
+    the slowest rollout that is worth its tokens."""
+
+    sampler: SamplerConfig = FifoSampler()
+    """Which of the stored groups a step trains on, and how often."""
+
+    @field_validator("incomplete", mode="before")
+    @classmethod
+    def _cannot_close_short(cls, value: object) -> object:
+        if value == "close_short":
+            raise ValueError("close_short is not supported, shards give out whole groups: use wait or drop")
+        return value
+
+    @model_validator(mode="after")
+    def _ratios_can_be_kept(self) -> Self:
+        least, most = self.sampler.min_samples_per_insert, self.sampler.max_samples_per_insert
+        reachable = min(self.sampler.max_reuse, self.max_staleness + 1)
+        if least > reachable:
+            raise ValueError(
+                f"sampler.min_samples_per_insert={least:g} cannot be reached: a group is trained on at most "
+                f"{reachable} times, by max_reuse={self.sampler.max_reuse} and max_staleness="
+                f"{self.max_staleness}; lower it or raise these"
+            )
+        if most is not None and most < least:
+            raise ValueError(
+                f"sampler.max_samples_per_insert={most:g} is below min_samples_per_insert={least:g}: raise it"
+            )
+        return self
+
 
 class ReplayConfig(Config):
     """The trajectory store."""
@@ -59,6 +159,19 @@ class ReplayConfig(Config):
 
     linger_s: float = Field(0.02, ge=0)
     """How long a shard gathers arriving groups before it writes them as one segment."""
+
+    retain_bytes: int | None = Field(None, ge=0)
+    """Segments kept on this disk, all shards together; beyond, the oldest settled ones go. None keeps all.
+
+    Settled are groups that were rejected, or trained on by a step that a durable checkpoint holds."""
+
+    retain_age_s: float | None = Field(None, gt=0)
+    """Settled segments older than this go. None keeps all. A learner that is sent back to a checkpoint before
+    its latest needs what it trained on since: keep as long as you may want to go back."""
+
+    archive: str | None = None
+    """Where segments go before they are removed: a directory, or any fsspec URL such as s3://bucket/replay
+    (needs s3fs and the AWS environment). None removes them for good."""
 
 
 class EvaluationConfig(Config):

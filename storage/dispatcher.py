@@ -25,14 +25,17 @@ from bus.messages import (
     StepCommitted,
     StoredGroups,
     StoredRequest,
+    Unsettled,
+    UnsettledRequest,
     Waiting,
 )
 from bus.publish import Publisher
 from bus.topology import shard_of
-from storage.config import AdmissionConfig
+from storage.admission import Admission
+from storage.config import AdmissionConfig, PrioritySampler
 from storage.ledger import Ledger
 from storage.prompts import PromptOrder
-from storage.sampling import Candidate, expired, oldest_first
+from storage.sampling import Candidate
 
 log = structlog.get_logger()
 POLL_S = 1.0
@@ -40,36 +43,42 @@ LONG_POLL_S = 2.0
 """A batch request that cannot be served yet is held for so long before it is answered with the reason."""
 
 
-def older_of_the_same(manifest: PolicyManifest, than: PolicyManifest) -> bool:
-    """Whether one learner published `manifest` before `than`."""
-    same = manifest.incarnation == than.incarnation
-    return same and manifest.policy_version < than.policy_version
-
-
 class Dispatcher:
-    """The one process of a run that decides what is rolled out and what is trained on."""
+    """The one process of a run that decides what is rolled out and what is trained on.
+
+    `Admission` decides; this carries it out on the bus, and makes each decision durable before it is heard.
+    """
 
     def __init__(
         self, bus: Bus, ledger: Ledger, prompts: Sequence[Prompt], order: PromptOrder,
         admission: AdmissionConfig, *, shards: int,
     ) -> None:  # fmt: skip
         self.ledger = ledger
-        self.policy: PolicyManifest | None = None
+        self._admission = Admission(ledger, admission, seed=order.seed)
+        self._samples = admission.samples_per_prompt
+        self._wants_spreads = isinstance(admission.sampler, PrioritySampler)
         self._bus = bus
-        self._publisher = Publisher(bus)
+        self._publisher = Publisher(bus, part_bytes=None)  # parts would scatter over the actors
         self._prompts = prompts
         self._order = order
-        self._admission = admission
         self._shards = shards
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
         """Set, and replaced, whenever a batch that could not be formed may have become possible."""
-        self._admitting = False
+
+    @property
+    def policy(self) -> PolicyManifest | None:
+        """The learner's newest version."""
+        return self._admission.policy
 
     def admit(self) -> None:
         """From now on leases may be issued: the prompts are known to fit the model."""
-        self._admitting = True
+        self._admission.opened = True
         self._changed.set()
+
+    def room(self) -> int:
+        """Leases that may be issued now."""
+        return self._admission.room()
 
     async def run(self, stop: asyncio.Event, *, reissue: bool) -> None:
         """Serve until `stop`. `reissue` publishes again what is rolling out, for a bus that lost it."""
@@ -78,6 +87,9 @@ class Dispatcher:
             await self._bus.serve(self._bus.subject("rpc", "batch"), BatchRequest, self._on_batch),
             await self._bus.serve(self._bus.subject("rpc", "committed"), StepCommitted, self._on_committed),
             await self._bus.serve(self._bus.subject("rpc", "resumed"), LearnerResumed, self._on_resumed),
+            await self._bus.serve(
+                self._bus.subject("rpc", "unsettled"), UnsettledRequest, self._on_unsettled
+            ),
             await self._bus.listen(self._bus.subject("notice", "policy"), PolicyManifest, self._on_policy),
             await self._bus.listen(self._bus.subject("notice", "stored"), StoredGroups, self._on_notice),
         ]
@@ -95,24 +107,10 @@ class Dispatcher:
 
     # --- admission ---
 
-    def room(self) -> int:
-        """Leases that may be issued now.
-
-        AReaL's capacity rule (arXiv:2505.24298, eq. 3), with what was trained read from the ledger instead of
-        computed from the version, so that it stays right when batch size or bound change on a resume.
-        """
-        policy = self.policy
-        if policy is None or policy.stage != "rl" or not self._admitting:
-            return 0
-        bound = (self._admission.max_staleness + 1) * self._admission.groups_per_step
-        return max(0, bound - self.ledger.ahead_of(policy.policy_version - policy.trains_from))
-
     async def _admit(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
             self._changed.clear()
-            room = self.room()
-            if room and self.policy is not None:
-                leases = self.ledger.issue(room, self.policy.policy_version)
+            if leases := self._admission.issue():
                 await asyncio.to_thread(self.ledger.flush)
                 await self._publish_leases(leases)
             try:
@@ -139,7 +137,7 @@ class Dispatcher:
         lease = Lease(
             lease_id=issued.lease_id,
             prompt=self._prompts[self._order.index(issued.lease_id)],
-            samples=self._admission.samples_per_prompt,
+            samples=self._samples,
             policy_version=issued.policy_version,
         )
         subject = self._bus.subject("tasks", "rollout")
@@ -212,7 +210,7 @@ class Dispatcher:
 
     async def _catch_up(self, shard: int) -> bool:
         """Hear of the groups that were completed since; whether the shard answered."""
-        request = StoredRequest(after=int(self.ledger.facts.get(f"shard_{shard}", "0")))
+        request = StoredRequest(after=self._admission.seen(shard), spreads=self._wants_spreads)
         try:
             news = await self._bus.request(
                 self._bus.subject("rpc", "stored", shard), request, StoredGroups, timeout_s=POLL_S
@@ -229,32 +227,19 @@ class Dispatcher:
         return True
 
     def _on_policy(self, manifest: PolicyManifest) -> None:
-        if self.policy == manifest:
-            return
-        if self.policy is not None and older_of_the_same(manifest, self.policy):
-            return  # a late poll must not take back a notice
-        if self._is_fenced(manifest.incarnation):
-            return  # nor what the learner before this one left behind
-        self.policy = manifest
-        self._changed.set()
+        if self._admission.on_policy(manifest):
+            self._changed.set()
 
     def _on_notice(self, news: StoredGroups) -> None:
-        if news.after == int(self.ledger.facts.get(f"shard_{news.shard}", "0")):
-            self._on_stored(news)  # else one was missed: the poll brings both
+        if news.after == self._admission.seen(news.shard) and not self._wants_spreads:
+            self._on_stored(news)  # else one was missed, or lacks what the poll asks for: that brings all
 
     def _on_stored(self, news: StoredGroups) -> None:
-        seen = int(self.ledger.facts.get(f"shard_{news.shard}", "0"))
-        if news.after + len(news.lease_ids) <= seen:
-            return
-        for lease_id in news.lease_ids:
-            self.ledger.store(lease_id)
-        self.ledger.set_fact(f"shard_{news.shard}", str(news.after + len(news.lease_ids)))
-        self._wake()
+        if self._admission.on_stored(news):
+            self._wake()
 
     async def _on_rejected(self, rejections: list[GroupRejected]) -> None:
-        for rejection in rejections:
-            if rejection.lease_id in self.ledger.rolling_out:  # else a redelivered lease had two outcomes
-                self.ledger.reject(rejection.lease_id, rejection.reason)
+        self._admission.on_rejected(rejections)
         await asyncio.to_thread(self.ledger.flush)
         self._wake()
 
@@ -268,7 +253,7 @@ class Dispatcher:
     async def _on_batch(self, request: BatchRequest) -> list[Message]:
         deadline = asyncio.get_running_loop().time() + LONG_POLL_S
         while True:
-            self._refuse_fenced(request.incarnation)  # each time: another may have come while we waited
+            self._admission.refuse_fenced(request.incarnation)  # each time: another may have come meanwhile
             news = self._news
             answer = await self._choose(request)
             left = deadline - asyncio.get_running_loop().time()
@@ -281,53 +266,41 @@ class Dispatcher:
                 continue
 
     async def _choose(self, request: BatchRequest) -> BatchLease | Waiting:
-        if request.step not in self.ledger.steps:
-            staleness = self._admission.max_staleness
-            stored = self.ledger.stored.values()
-            for lease_id in expired(stored, train_version=request.policy_version, max_staleness=staleness):
-                self.ledger.reject(lease_id, "stale")
-                self._changed.set()
-            choice = oldest_first(
-                self.ledger.stored.values(),
-                self.ledger.rolling_out.values(),
-                groups=self._admission.groups_per_step,
-                train_version=request.policy_version,
-                max_staleness=staleness,
-            )
-            if not choice.leases:
-                return Waiting(reason=choice.waiting_for)
-            self.ledger.lease(request.step, choice.leases)
-        groups = self.ledger.steps[request.step]
+        now_s = asyncio.get_running_loop().time()
+        rejected = self.ledger.account().rejected
+        groups = self._admission.batch(request.step, request.policy_version, now_s=now_s)
+        if self.ledger.account().rejected > rejected:
+            self._changed.set()
+        if isinstance(groups, str):
+            return Waiting(reason=groups)
         await asyncio.to_thread(self.ledger.flush)  # also if another request chose them a moment ago
-        refs = (GroupRef(lease_id=g.lease_id, shard=shard_of(g.lease_id, self._shards)) for g in groups)
+        refs = (
+            GroupRef(lease_id=g.lease_id, shard=shard_of(g.lease_id, self._shards), weight=g.weight)
+            for g in groups
+        )
         return BatchLease(step=request.step, groups=tuple(refs))
 
     async def _on_committed(self, request: StepCommitted) -> list[Message]:
-        self._refuse_fenced(request.incarnation)
-        self.ledger.commit(request.step)
+        self._admission.commit(request.step, request.incarnation)
         await asyncio.to_thread(self.ledger.flush)
         return [Done()]
 
     async def _on_resumed(self, request: LearnerResumed) -> list[Message]:
         await self._refuse_usurper(request.incarnation)
-        if self.policy is not None and self.policy.incarnation != request.incarnation:
-            self.policy = None  # the learner goes on from another, which it publishes next
-        self.ledger.set_fact("incarnation", request.incarnation)
-        groups = self.ledger.roll_back(request.step)
+        groups = self._admission.resume(request.step, request.incarnation)
         await asyncio.to_thread(self.ledger.flush)
         log.info("learner_resumed", step=request.step, groups_rolled_back=groups)
         self._wake()
         return [Done()]
+
+    async def _on_unsettled(self, request: UnsettledRequest) -> list[Message]:
+        """What a shard must keep: a step may still be given it, or a resumed learner trains on it again."""
+        needed = self._admission.unsettled()
+        await asyncio.to_thread(self.ledger.flush)  # what is not among them stays so across a crash
+        return [Unsettled(lease_ids=tuple(needed))]
 
     async def _refuse_usurper(self, incarnation: str) -> None:
         """A learner that was suspended while another took its role over must not take the run back."""
         found = await self._bus.get("role.learner", RoleHolder)
         if found is not None and found[0].incarnation != incarnation:
             raise BusError(f"learner {incarnation} was replaced by {found[0].incarnation}")
-
-    def _refuse_fenced(self, incarnation: str) -> None:
-        if self._is_fenced(incarnation):
-            raise BusError(f"learner {incarnation} was replaced by {self.ledger.facts['incarnation']}")
-
-    def _is_fenced(self, incarnation: str) -> bool:
-        return self.ledger.facts.get("incarnation", incarnation) != incarnation

@@ -1,15 +1,19 @@
 """Files and directories that are there whole or not at all, whatever is killed and whenever."""
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from io import BufferedRandom
 from pathlib import Path
 
 from bus.codec import Json
 from bus.errors import StorageError
 
+PARTS_A_WRITE = 1024
+"""What Linux takes in one call."""
 TEMPORARY_PREFIX = ".tmp-"
 """How the name of everything unfinished begins."""
 
@@ -48,7 +52,11 @@ def publish(temporary: Path, final: Path) -> None:
         _rename(temporary, final)
 
 
-def publish_files(final: Path, contents: Mapping[str, bytes | memoryview]) -> None:
+Content = Sequence[bytes | memoryview]
+"""What a file holds: these, one after the other."""
+
+
+def publish_files(final: Path, contents: Mapping[str, Content]) -> None:
     """Make a directory of these files, named `file` or `folder/file`, durably and whole.
 
     Opens each file once, which counts where this happens many times a second. Raises like `publish`."""
@@ -69,18 +77,30 @@ def publish_files(final: Path, contents: Mapping[str, bytes | memoryview]) -> No
             raise
 
 
-def _write_files(directory: Path, contents: Mapping[str, bytes | memoryview]) -> None:
+def _write_files(directory: Path, contents: Mapping[str, Content]) -> None:
     """All are written before the first is waited for, so that one commit of the journal takes them all."""
     with ExitStack() as opened:
         files = []
         for name, content in contents.items():
             file = opened.enter_context(open(f"{directory}/{name}", "xb", buffering=0))  # noqa: PTH123  # hot
-            view = memoryview(content).cast("B")
-            while len(view):  # one call writes 2 GiB at most
-                view = view[file.write(view) :]
+            _write_parts(file.fileno(), content)
             files.append(file)
         for file in files:
             os.fsync(file)
+
+
+def _write_parts(descriptor: int, content: Content) -> None:
+    """Without joining them first, which would copy every byte once more."""
+    parts = [view for part in content if len(view := memoryview(part).cast("B"))]
+    while parts:
+        written = os.writev(descriptor, parts[:PARTS_A_WRITE])  # 2 GiB at most
+        whole = 0
+        while whole < len(parts) and written >= len(parts[whole]):
+            written -= len(parts[whole])
+            whole += 1
+        del parts[:whole]
+        if written:
+            parts[0] = parts[0][written:]
 
 
 def _rename(temporary: Path, final: Path) -> None:
@@ -104,6 +124,17 @@ def make_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for created in missing:
         fsync_path(created.parent)
+
+
+def lock_directory(directory: Path) -> BufferedRandom:
+    """Become the only writer of `directory` until the file is closed, by us or by our death."""
+    file = (directory / ".lock").open("a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise StorageError(f"{directory} is being written by another process: stop that one first") from error
+    return file
 
 
 def write_file(path: Path, data: bytes) -> None:

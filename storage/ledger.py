@@ -1,4 +1,4 @@
-"""The durable account of every lease: issued, rejected, stored, given to a step, committed.
+"""The durable account of every lease: issued, rejected, stored, given to steps, committed.
 
 Changes take effect in memory at once and on disk with `flush`, in one transaction. Whoever makes a change
 visible to another process (a lease published, a batch handed out) flushes first.
@@ -7,6 +7,7 @@ visible to another process (a lease published, a batch handed out) flushes first
 import sqlite3
 import threading
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import takewhile
@@ -20,15 +21,55 @@ State = Literal["issued", "stored", "leased", "committed", "rejected"]
 _Change = tuple[str, tuple[tuple[object, ...], ...]]
 """A statement and the rows of values to run it with."""
 
-_SCHEMA = """
+SCHEMA_VERSION = 2
+"""Kept as SQLite's `user_version`. The first form wrote none, and one step for each lease."""
+
+_USES = """
+CREATE TABLE IF NOT EXISTS uses (
+    lease_id INTEGER NOT NULL, step INTEGER NOT NULL, place INTEGER NOT NULL, weight REAL NOT NULL,
+    PRIMARY KEY (lease_id, step)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS uses_by_step ON uses (step);
+CREATE INDEX IF NOT EXISTS uncommitted ON leases (lease_id) WHERE state = 'leased';
+"""
+
+_SCHEMA = f"""
 BEGIN;
 CREATE TABLE IF NOT EXISTS leases (
     lease_id INTEGER PRIMARY KEY, policy_version INTEGER NOT NULL, state TEXT NOT NULL,
-    step INTEGER, reason TEXT
+    reason TEXT, spread REAL NOT NULL DEFAULT 0
 ) STRICT;
+{_USES}
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
+
+_FROM_FIRST_FORM = f"""
+BEGIN;
+{_USES}
+INSERT INTO uses
+    SELECT lease_id, step, row_number() OVER (PARTITION BY step ORDER BY policy_version, lease_id), 1.0
+    FROM leases WHERE step IS NOT NULL;
+ALTER TABLE leases DROP COLUMN step;
+ALTER TABLE leases ADD COLUMN spread REAL NOT NULL DEFAULT 0;
+PRAGMA user_version = {SCHEMA_VERSION};
+COMMIT;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A group as one step trains on it."""
+
+    group: Candidate
+    weight: float = 1.0
+    """Its importance weight there."""
+
+    @property
+    def lease_id(self) -> int:
+        """The lease it came from."""
+        return self.group.lease_id
 
 
 @dataclass(frozen=True)
@@ -40,9 +81,9 @@ class Account:
     rolling_out: int
     rejected: int
     stored: int
-    """Complete, waiting for a step."""
+    """Complete, never given to a step yet."""
     trained: int
-    """Given to a step, whether its checkpoint is durable yet or not."""
+    """Given to at least one step, whether its checkpoint is durable yet or not."""
 
     def balanced(self) -> bool:
         """True when no group is lost or counted twice."""
@@ -59,11 +100,16 @@ class Ledger:
         self._changing = threading.Lock()  # guards `_pending`, and is never held while the disk works
         self.rolling_out: dict[int, Candidate] = {}
         self.stored: dict[int, Candidate] = {}
-        self.steps: dict[int, list[Candidate]] = {}
+        self.steps: dict[int, list[Use]] = {}
         """Groups given to each step."""
         self.reasons: Counter[str] = Counter()
         """Why groups were rejected, and how many."""
         self.next_id: int = 0
+        self.samples = 0
+        """Groups given to steps, each as often as it was given."""
+        self._given: dict[int, dict[int, tuple[Candidate, list[int]]]] = {}
+        """By policy version and lease: the groups given to steps, and to which."""
+        self._youngest = -1
         self._trained = 0
         self._load()
 
@@ -74,10 +120,7 @@ class Ledger:
         connection: sqlite3.Connection | None = None
         try:
             connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            _refuse_foreign(connection)
-            connection.execute("PRAGMA journal_mode=WAL")
-            connection.execute("PRAGMA synchronous=FULL")
-            connection.executescript(_SCHEMA)
+            prepare(connection)
             return cls(connection)
         except (sqlite3.Error, StorageError) as error:
             if connection is not None:
@@ -100,18 +143,25 @@ class Ledger:
         self.next_id += count
         self.rolling_out.update((lease.lease_id, lease) for lease in leases)
         self._change(
-            "INSERT INTO leases VALUES (?, ?, 'issued', NULL, NULL)",
-            *((lease.lease_id, lease.policy_version) for lease in leases),
+            (
+                "INSERT INTO leases (lease_id, policy_version, state) VALUES (?, ?, 'issued')",
+                tuple((lease.lease_id, lease.policy_version) for lease in leases),
+            )
         )
         return [lease.lease_id for lease in leases]
 
-    def store(self, lease_id: int) -> bool:
-        """The group is complete in a shard; False when that was known or it is settled otherwise."""
+    def store(self, lease_id: int, spread: float = 0.0) -> bool:
+        """The group is complete in a shard; False when that was known or it is settled otherwise.
+
+        `spread` is the mean |reward - mean reward| of its siblings, where a strategy asks for it.
+        """
         lease = self.rolling_out.pop(lease_id, None)
         if lease is None:
             return False
-        self.stored[lease_id] = lease
-        self._change("UPDATE leases SET state = 'stored' WHERE lease_id = ?", (lease_id,))
+        self.stored[lease_id] = Candidate(lease.policy_version, lease_id, spread)
+        self._change(
+            ("UPDATE leases SET state = 'stored', spread = ? WHERE lease_id = ?", ((spread, lease_id),))
+        )
         return True
 
     def reject(self, lease_id: int, reason: str) -> bool:
@@ -120,38 +170,65 @@ class Ledger:
             return False
         self.reasons[reason] += 1
         self._change(
-            "UPDATE leases SET state = 'rejected', reason = ? WHERE lease_id = ?", (reason, lease_id)
+            (
+                "UPDATE leases SET state = 'rejected', reason = ? WHERE lease_id = ?",
+                ((reason, lease_id),),
+            )
         )
         return True
 
-    def lease(self, step: int, lease_ids: tuple[int, ...]) -> None:
-        """Give stored groups to a step."""
-        self.steps[step] = [self.stored.pop(lease_id) for lease_id in lease_ids]
-        self._trained += len(lease_ids)
+    def lease(self, step: int, lease_ids: Sequence[int], weights: Sequence[float] = ()) -> None:
+        """Give complete groups to a step: stored ones, or some that other steps trained on already."""
+        weights = weights or [1.0] * len(lease_ids)
+        uses = [Use(self._complete(lease_id), w) for lease_id, w in zip(lease_ids, weights, strict=True)]
+        for use in uses:
+            self.stored.pop(use.lease_id, None)
+            self._use(step, use)
         self._change(
-            "UPDATE leases SET state = 'leased', step = ? WHERE lease_id = ?",
-            *((step, lease_id) for lease_id in lease_ids),
+            (
+                "INSERT INTO uses (lease_id, step, place, weight) VALUES (?, ?, ?, ?)",
+                tuple((use.lease_id, step, place, use.weight) for place, use in enumerate(uses)),
+            ),
+            (
+                "UPDATE leases SET state = 'leased' WHERE lease_id = ?",
+                tuple((use.lease_id,) for use in uses),
+            ),
         )
 
     def commit(self, step: int) -> None:
         """A durable checkpoint holds every step up to `step`."""
-        self._change("UPDATE leases SET state = 'committed' WHERE state = 'leased' AND step <= ?", (step,))
+        self._change(
+            (
+                "UPDATE leases SET state = 'committed' WHERE state = 'leased' AND EXISTS "
+                "(SELECT 1 FROM uses WHERE uses.lease_id = leases.lease_id AND step <= ?)",
+                ((step,),),
+            )
+        )
 
     def roll_back(self, step: int) -> int:
-        """Take back the groups of every step after `step`, committed or not; returns how many groups."""
-        undone = [s for s in self.steps if s > step]
-        taken = [lease for s in undone for lease in self.steps.pop(s)]
-        self.stored.update((lease.lease_id, lease) for lease in taken)
-        self._trained -= len(taken)
-        self._change("UPDATE leases SET state = 'stored', step = NULL WHERE step > ?", (step,))
-        return len(taken)
+        """Take back the groups of every step after `step`, committed or not; returns how many uses."""
+        undone = [(s, use) for s in [s for s in self.steps if s > step] for use in self.steps.pop(s)]
+        for after, use in undone:
+            self._take_back(after, use)
+        self._change(
+            (
+                "UPDATE leases SET state = 'stored' WHERE lease_id IN (SELECT lease_id FROM uses WHERE "
+                "step > ?) AND NOT EXISTS (SELECT 1 FROM uses WHERE uses.lease_id = leases.lease_id "
+                "AND step <= ?)",
+                ((step, step),),
+            ),
+            ("DELETE FROM uses WHERE step > ?", ((step,),)),
+        )
+        return len(undone)
 
     def set_fact(self, name: str, value: str) -> None:
         """Remember a named value."""
         self.facts[name] = value
         self._change(
-            "INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
-            (name, value),
+            (
+                "INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+                ((name, value),),
+            )
         )
 
     def flush(self) -> None:
@@ -181,19 +258,64 @@ class Ledger:
             trained=self._trained,
         )
 
-    def ahead_of(self, step: int) -> int:
-        """Groups issued that no step up to `step` trains on: what admission bounds."""
+    def inserted(self) -> int:
+        """Groups that ever became complete while somebody wanted them."""
+        return len(self.stored) + self._trained + self.reasons["stale"]
+
+    def owed(self, step: int, samples_each: float, *, oldest_version: int) -> float:
+        """Samples that the steps after `step` still owe to the groups issued: what admission bounds.
+
+        A group is owed `samples_each`, and nothing any more once it is older than `oldest_version`; but one
+        that a later step has is counted whatever its age. With 1 this is how many groups are issued that no
+        step up to `step` trains on.
+        """
+        untouched = len(self.rolling_out) + len(self.stored)
         later = takewhile(lambda s: s > step, reversed(self.steps))  # steps are leased in order
-        return len(self.rolling_out) + len(self.stored) + sum(len(self.steps[s]) for s in later)
+        groups = {use.group for s in later for use in self.steps[s]}
+        if samples_each > 1:  # else one step is enough
+            groups.update(group for group, _ in self.used(oldest_version))
+        paid = (sum(s <= step for s in self._given[g.policy_version][g.lease_id][1]) for g in groups)
+        return samples_each * untouched + sum(max(0.0, samples_each - n) for n in paid)
+
+    def used(self, oldest_version: int) -> Iterator[tuple[Candidate, int]]:
+        """Groups issued at `oldest_version` or later that steps were given, and how often."""
+        for version in range(oldest_version, self._youngest + 1):
+            for group, steps in self._given.get(version, {}).values():
+                yield group, len(steps)
 
     def was_issued(self, lease_id: int) -> bool:
         """Whether this run ever gave that lease out."""
         return 0 <= lease_id < self.next_id
 
-    def _change(self, statement: str, *rows: tuple[object, ...]) -> None:
-        """One change, which reaches the disk as a whole or not at all."""
+    def _complete(self, lease_id: int) -> Candidate:
+        if lease_id in self.stored:
+            return self.stored[lease_id]
+        versions = range(self._youngest, -1, -1)  # it is likely to be young
+        return next(self._given[v][lease_id][0] for v in versions if lease_id in self._given.get(v, ()))
+
+    def _use(self, step: int, use: Use) -> None:
+        version = use.group.policy_version
+        self._youngest = max(self._youngest, version)
+        _, steps = self._given.setdefault(version, {}).setdefault(use.lease_id, (use.group, []))
+        self._trained += not steps
+        steps.append(step)
+        self.steps.setdefault(step, []).append(use)
+        self.samples += 1
+
+    def _take_back(self, step: int, use: Use) -> None:
+        groups = self._given[use.group.policy_version]
+        _, steps = groups[use.lease_id]
+        steps.remove(step)
+        self.samples -= 1
+        if not steps:
+            del groups[use.lease_id]
+            self._trained -= 1
+            self.stored[use.lease_id] = use.group
+
+    def _change(self, *changes: _Change) -> None:
+        """Changes that reach the disk together or not at all."""
         with self._changing:
-            self._pending.append((statement, rows))
+            self._pending += changes
 
     def _execute(self, changes: list[_Change]) -> None:
         if not changes:
@@ -211,30 +333,46 @@ class Ledger:
     def _load(self) -> None:
         self.facts: dict[str, str] = dict(self._sql.execute("SELECT name, value FROM facts"))
         [(self.next_id,)] = self._sql.execute("SELECT COALESCE(MAX(lease_id) + 1, 0) FROM leases")
-        rows = self._sql.execute(
-            "SELECT lease_id, policy_version, state, step, reason FROM leases "
-            "ORDER BY step, policy_version, lease_id"  # as they were chosen
-        )
-        for lease_id, policy_version, state, step, reason in rows:
-            self._place(Candidate(policy_version, lease_id), state, step, reason)
+        given: dict[int, Candidate] = {}
+        rows = self._sql.execute("SELECT lease_id, policy_version, state, reason, spread FROM leases")
+        for lease_id, policy_version, state, reason, spread in rows:
+            lease = Candidate(policy_version, lease_id, spread)
+            if state in ("leased", "committed"):
+                given[lease_id] = lease
+            else:
+                self._place(lease, state, reason)
+        for step, lease_id, weight in self._sql.execute(
+            "SELECT step, lease_id, weight FROM uses ORDER BY step, place"
+        ):
+            if lease_id not in given:
+                raise StorageError(f"lease {lease_id} is not open to step {step}, which has it")
+            self._use(step, Use(given[lease_id], weight))
+        if self._trained != len(given):
+            raise StorageError(f"{len(given)} leases are in steps, which name {self._trained}")
         if not self.account().balanced():
             raise StorageError(f"it lacks some of its {self.next_id} leases")
 
-    def _place(self, lease: Candidate, state: str, step: int | None, reason: str | None) -> None:
-        if state not in get_args(State) or (step is None) != (state in ("issued", "stored", "rejected")):
-            raise StorageError(f"lease {lease.lease_id} is {state!r} in step {step}")
+    def _place(self, lease: Candidate, state: str, reason: str | None) -> None:
+        if state not in get_args(State):
+            raise StorageError(f"lease {lease.lease_id} is {state!r}")
         if state == "issued":
             self.rolling_out[lease.lease_id] = lease
         elif state == "stored":
             self.stored[lease.lease_id] = lease
-        elif step is None:
-            self.reasons[reason or ""] += 1
         else:
-            self.steps.setdefault(step, []).append(lease)
-            self._trained += 1
+            self.reasons[reason or ""] += 1
 
 
-def _refuse_foreign(connection: sqlite3.Connection) -> None:
-    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+def prepare(connection: sqlite3.Connection) -> None:
+    """Make an empty database a ledger, or bring an older one up to date; `StorageError` for any other."""
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if tables and not {"leases", "facts"} <= tables:
         raise StorageError(f"it holds {', '.join(sorted(tables))}")
+    [(version,)] = connection.execute("PRAGMA user_version")
+    if version > SCHEMA_VERSION:
+        raise StorageError(f"its schema is {version}, this build's is {SCHEMA_VERSION}: upgrade this process")
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=FULL")
+    if tables and version < SCHEMA_VERSION:
+        connection.executescript(_FROM_FIRST_FORM)
+    connection.executescript(_SCHEMA)

@@ -102,7 +102,7 @@ class PromptOrder:
         if count < 1:
             raise ConfigError("no prompts to order: give at least one")
         self._count = count
-        self._seed = seed
+        self.seed = seed
         self._shuffle = shuffle
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
@@ -121,5 +121,5 @@ class PromptOrder:
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         # numpy keeps raw bit streams the same across versions, but not Generator.permutation
-        keys = np.random.PCG64([self._seed, epoch]).random_raw(self._count)
+        keys = np.random.PCG64([self.seed, epoch]).random_raw(self._count)
         return np.argsort(keys, kind="stable")

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 
@@ -30,6 +31,16 @@ SILENCE_LIMIT_S = 120.0
 """Storage may restart; it is given so long to come back."""
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The groups of one step."""
+
+    groups: list[list[Trajectory]]
+    """Each a list of siblings."""
+    weights: list[float]
+    """Importance weight of each group, at most 1."""
+
+
 class ReplayReader:
     """What one learner incarnation reads of its run's replay."""
 
@@ -37,10 +48,8 @@ class ReplayReader:
         self._bus = bus
         self._incarnation = incarnation
 
-    async def batch(
-        self, step: int, policy_version: int, *, on_wait: Callable[[str], None]
-    ) -> list[list[Trajectory]]:
-        """The groups of `step`, each a list of siblings; `on_wait` hears what it is waiting for.
+    async def batch(self, step: int, policy_version: int, *, on_wait: Callable[[str], None]) -> Batch:
+        """The groups of `step`; `on_wait` hears what it is waiting for.
 
         Raises `BusError` when storage gives neither a batch nor a reason for `SILENCE_LIMIT_S`, `FencedError`
         when another learner took over.
@@ -54,7 +63,8 @@ class ReplayReader:
                     subject, request, BatchLease, Waiting, timeout_s=ANSWER_TIMEOUT_S
                 )
                 if isinstance(answer, BatchLease):
-                    return await self._fetch(answer.groups)
+                    weights = [group.weight for group in answer.groups]
+                    return Batch(await self._fetch(answer.groups), weights)
                 if isinstance(answer, Waiting):
                     on_wait(answer.reason)
                 heard = time.monotonic()

@@ -1,87 +1,256 @@
 """One shard's trajectories on disk: immutable segments, an index of groups in memory, reads by mapping."""
 
-import fcntl
 import threading
 from array import array
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from io import BufferedRandom
 from pathlib import Path
 from typing import Self
 
-from bus.errors import SchemaError, StorageError
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from bus.errors import StorageError
 from bus.messages import Trajectory
-from storage.files import make_directory, remove_leftovers
-from storage.segments import Segment, read_records, write_segment
+from storage.archive import archive_segment
+from storage.files import lock_directory, make_directory, remove, remove_leftovers
+from storage.index import Columns, RowIndex, load_columns, save_columns
+from storage.pieces import Piece, choose_merge, choose_retirement, find_pieces, merged
+from storage.segments import (
+    Segment,
+    Summary,
+    check_segment,
+    merge_segments,
+    read_columns,
+    write_segment,
+)
 
-MAPPED_SEGMENTS = 64
-"""Segments kept mapped at once; each holds four file descriptors."""
-
-_ROW_BITS = 32
+log = structlog.get_logger()
+MAPPED_SEGMENTS = 128
+"""Segments kept mapped at once; each holds five file descriptors."""
+INDEX_FILE = ".index"
+READER_ATTEMPTS = 5
+UNINDEXED_SEGMENTS = 256
+"""The index file is written anew when it lacks so many, and a quarter of the rows."""
 
 
 class ReplayStore:
     """Trajectories of one shard: appended by one writer, read from any thread.
 
     A trajectory is known by its lease and sample, which its `trajectory_id` names: storing it again does
-    nothing. A group is complete when all `group_size` samples are stored."""
+    nothing. A group is complete when all `group_size` samples are stored.
+
+    `append` and the housekeeping (`compact`, `retire`) may run at the same time, each in one thread."""
 
     def __init__(self, directory: Path, *, writable: bool = True) -> None:
         self.directory = directory
-        self.completed: list[int] = []
-        """Leases in the order in which their groups became complete; it only grows. Do not modify."""
-        self.trajectories = 0
-        self.size_bytes = 0
-        self._segments = 0
-        self._groups = _GroupIndex()
-        self._mapped: OrderedDict[int, Segment] = OrderedDict()
-        self._mutex = threading.Lock()  # guards `_groups` and `_mapped`
-        self._lock = _lock(directory) if writable else None
+        self._pieces: list[Piece] = []
+        self._begins: list[int] = []
+        """Of each piece, its first row."""
+        self._ends: array[int] = array("q")
+        """Of each segment ever written, where its rows end: right wherever a piece ends."""
+        self._indexed = 0, 0
+        """Segments and rows in the index file."""
+        self._index = RowIndex()
+        self._mapped: OrderedDict[int, Segment] = OrderedDict()  # by their piece's first segment
+        self._mutex = threading.Lock()  # guards everything above
+        self._housekeeping = threading.Lock()
+        self._lock: BufferedRandom | None = lock_directory(directory) if writable else None
 
     @classmethod
     def open(cls, directory: Path, *, writable: bool = True) -> Self:
-        """Scan the segments of `directory`, made if missing; a writer also clears what a crash left over.
+        """Read the index of `directory`, made if missing; a writer also clears what a crash left over.
 
         Raises `StorageError` naming a torn or foreign segment, or when another writer has it open."""
         if writable:
             make_directory(directory)
         store = cls(directory, writable=writable)
         try:
-            if writable:
-                remove_leftovers(directory)
             store._scan()
         except BaseException:
-            store.close()
+            store._release()
             raise
         return store
+
+    # --- questions ---
+
+    @property
+    def completed(self) -> list[int]:
+        """Leases in the order in which their groups became complete; it only grows. Do not modify."""
+        return self._index.completed
+
+    @property
+    def trajectories(self) -> int:
+        """Stored ever, retired ones included."""
+        return len(self._index)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all segments."""
+        with self._mutex:
+            return sum(piece.size_bytes for piece in self._pieces)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What the directory holds, in order."""
+        with self._mutex:
+            return tuple(self._pieces)
+
+    def leases_of(self, piece: Piece) -> NDArray[np.int64]:
+        """Of the trajectories that a piece holds or held, each once."""
+        return np.unique(self._columns_of(piece).leases)
+
+    def overdue(
+        self, *, retain_bytes: int | None, oldest_s: float, settled: Callable[[Piece], bool]
+    ) -> list[Piece]:
+        """Pieces to retire by `choose_retirement`."""
+        return choose_retirement(self.pieces, retain_bytes=retain_bytes, oldest_s=oldest_s, settled=settled)
+
+    # --- trajectories ---
 
     def append(self, trajectories: Sequence[Trajectory]) -> list[int]:
         """Store those not stored yet as one new segment; the leases whose groups this completed, in order.
 
         On return they are on the disk. Otherwise nothing is stored: the disk refuses (`StorageError`), or
         siblings disagree on their group's size, where a retry cannot help (`SchemaError`)."""
-        if self._lock is None:
-            raise StorageError(f"{self.directory} was opened for reading")
-        fresh = self._groups.fresh(trajectories)
+        self._refuse_reader()
+        fresh = self._index.fresh(trajectories)
         if not fresh:
             return []
-        size_bytes = write_segment(self._path(self._segments), fresh)
-        return self._admit(((t.lease_id, t.sample, t.group_size) for t in fresh), size_bytes)
+        number = len(self._ends)
+        written = write_segment(self._path(Piece(number, number)), fresh)
+        piece = Piece(number, number, size_bytes=written.size_bytes, written_s=written.written_s)
+        with self._mutex:
+            before = len(self.completed)
+            self._pieces.append(piece)
+            self._begins.append(len(self._index))
+            for t in fresh:
+                self._index.add(t.lease_id, t.sample, t.group_size)
+            self._ends.append(len(self._index))
+        completed = self.completed[before:]
+        segments, rows = self._indexed
+        if len(self._ends) - segments >= UNINDEXED_SEGMENTS and len(self._index) - rows >= rows // 4:
+            self._save_index()
+        return completed
 
     def read(self, lease_ids: Iterable[int]) -> list[Trajectory]:
         """The trajectories of these complete groups, each group in the order of its samples.
 
-        Raises `StorageError` for a group that is unknown or incomplete, or whose bytes have changed."""
+        Their arrays are views of mapped files, which stay mapped, five descriptors a segment, while a view
+        is held. Raises `StorageError` for a group that is unknown, incomplete or retired, or whose bytes
+        changed."""
+        leases = list(lease_ids)
+        return self._read(lambda: [row for lease in leases for row in self._index.complete(lease)])
+
+    def rows_of(self, lease_id: int) -> list[int]:
+        """Where a complete group is, by sample. Raises `StorageError` for any other."""
         with self._mutex:
-            return [self._at(location) for lease in lease_ids for location in self._groups.complete(lease)]
+            return self._index.complete(lease_id)
 
     def trajectories_of(self, lease_id: int) -> list[Trajectory]:
         """What is stored of a group, complete or not, in the order of its samples."""
-        with self._mutex:
-            return [self._at(location) for location in self._groups.stored(lease_id)]
+        return self._read(lambda: self._index.stored(lease_id))
+
+    # --- housekeeping ---
+
+    def compact(self) -> bool:
+        """Merge one run of small neighbouring segments, if any is due; whether one was.
+
+        Raises `StorageError` when the disk refuses; then all is as it was."""
+        with self._housekeeping:
+            self._refuse_reader()
+            run = choose_merge(self.pieces)
+            if not run:
+                return False
+            written = merge_segments(self._path(merged(run)), [self._path(piece) for piece in run])
+            self._switch(run, merged(run, written.size_bytes))
+            for piece in run:
+                remove(self._path(piece))
+        log.info("segments_merged", store=str(self.directory), segments=len(run), bytes=written.size_bytes)
+        return True
+
+    def retire(self, piece: Piece, archive: str | None) -> None:
+        """Put the segment of `piece` into the archive, if there is one, and remove it here.
+
+        Its groups stay known, and are not stored again; `storage.archive.restore` brings them back.
+        Raises `StorageError` when the archive or the disk refuses; then the segment is still here."""
+        with self._housekeeping:
+            self._refuse_reader()
+            if archive is not None:
+                archive_segment(self._path(piece), archive)
+            columns = self._columns_of(piece)
+            retired = replace(piece, retired=True, size_bytes=0)
+            save_columns(self._path(retired), columns, [len(columns)])
+            self._switch([piece], retired)
+            remove(self._path(piece))
+        log.info("segment_retired", segment=str(self._path(piece)), bytes=piece.size_bytes, archive=archive)
 
     def close(self) -> None:
         """Unmap every file and let another writer in. Trajectories already read stay valid."""
+        with self._housekeeping:  # waits for what another thread is in the middle of
+            if self._lock is not None and self._indexed != (len(self._ends), len(self._index)):
+                self._save_index()
+            self._release()
+
+    # --- inside ---
+
+    def _refuse_reader(self) -> None:
+        if self._lock is None:
+            raise StorageError(f"{self.directory} was opened for reading")
+
+    def _path(self, piece: Piece) -> Path:
+        return self.directory / piece.name
+
+    def _columns_of(self, piece: Piece) -> Columns:
+        with self._mutex:
+            begin = self._begins[bisect_left(self._pieces, piece.first, key=lambda p: p.first)]
+            return self._index.columns(slice(begin, self._ends[piece.last]))
+
+    def _read(self, find: Callable[[], list[int]]) -> list[Trajectory]:
+        with self._mutex:
+            try:
+                return [self._at(row) for row in find()]
+            except StorageError:
+                if self._lock is not None:
+                    raise
+        self._scan()  # the writer has stored, merged or retired since this reader looked
+        with self._mutex:
+            return [self._at(row) for row in find()]
+
+    def _at(self, row: int) -> Trajectory:
+        n = bisect_right(self._begins, row) - 1
+        return self._segment(self._pieces[n]).trajectory(row - self._begins[n])
+
+    def _segment(self, piece: Piece) -> Segment:
+        """Mapped, and the last to be unmapped."""
+        segment = self._mapped.get(piece.first)
+        if segment is not None:
+            self._mapped.move_to_end(piece.first)
+            return segment
+        if piece.retired:
+            raise StorageError(
+                f"{self._path(piece)} was retired to save space: restore its segment from the archive"
+            )
+        if len(self._mapped) >= MAPPED_SEGMENTS:
+            self._mapped.popitem(last=False)[1].close()
+        self._mapped[piece.first] = Segment(self._path(piece))
+        return self._mapped[piece.first]
+
+    def _switch(self, old: Sequence[Piece], new: Piece) -> None:
+        """Read from `new` from now on what was read from these neighbours: the same rows."""
+        with self._mutex:
+            at = self._pieces.index(old[0])
+            self._pieces[at : at + len(old)] = [new]
+            self._begins[at : at + len(old)] = [self._begins[at]]
+            for piece in old:
+                if (segment := self._mapped.pop(piece.first, None)) is not None:
+                    segment.close()
+
+    def _release(self) -> None:
         with self._mutex:
             while self._mapped:
                 self._mapped.popitem()[1].close()
@@ -89,117 +258,73 @@ class ReplayStore:
             self._lock.close()
             self._lock = None
 
-    def _path(self, segment: int) -> Path:
-        return self.directory / f"segment_{segment:08d}"
+    # --- the directory ---
 
     def _scan(self) -> None:
-        found = {path for path in self.directory.iterdir() if not path.name.startswith(".")}
-        expected = [self._path(segment) for segment in range(len(found))]
-        for path in sorted(found.difference(expected)):
-            what = (
-                "is here but an earlier segment is missing"
-                if path.name.startswith("segment_")
-                else "is foreign"
-            )
-            raise StorageError(f"{path} {what}: restore the replay directory or move this away")
-        for path in expected:
-            records = read_records(path)
-            columns = (records.columns[name] for name in ("lease_id", "sample", "group_size"))
-            self._admit(zip(*columns, strict=True), records.size_bytes)
+        if self._lock is not None:
+            remove_leftovers(self.directory)
+            pieces, replaced = find_pieces(self.directory)
+            for piece in replaced:
+                remove(self._path(piece))
+            self._load(pieces)
+            return
+        for attempt in range(READER_ATTEMPTS):
+            try:
+                self._load(find_pieces(self.directory)[0])
+            except StorageError:  # a writer merged or retired what was here a moment ago
+                if attempt == READER_ATTEMPTS - 1:
+                    raise
+            else:
+                return
 
-    def _admit(self, rows: Iterable[tuple[int, int, int]], size_bytes: int) -> list[int]:
-        """Index the (lease_id, sample, group_size) of the next segment's rows."""
-        completed = []
+    def _load(self, pieces: list[Piece]) -> None:
+        """Index these pieces: by the index file as far as it goes, from there on by the segments."""
+        path = self.directory / INDEX_FILE
+        known, ends = Columns.none(), np.empty(0, np.int64)
+        if path.exists():
+            try:
+                known, ends = load_columns(path)
+            except StorageError as error:  # it says nothing that the segments do not say
+                log.warning("replay_index_not_used", reason=str(error))
+        sizes = [None if p.retired else check_segment(self._path(p)) for p in pieces]
+        covered = _agreeing(pieces, sizes, ends)
+        indexed = int(ends[pieces[covered - 1].last]) if covered else 0
+        parts = [known[:indexed], *(self._columns_on_disk(piece) for piece in pieces[covered:])]
+        counts = [0, *np.diff([0, *(ends[p.last] for p in pieces[:covered])]), *map(len, parts[1:])]
+        begins = np.cumsum(counts).tolist()
         with self._mutex:
-            for row, (lease_id, sample, group_size) in enumerate(rows):
-                self.trajectories += 1
-                location = self._segments << _ROW_BITS | row
-                if self._groups.add(lease_id, sample, group_size, location):
-                    completed.append(lease_id)
-            self._segments += 1
-            self.size_bytes += size_bytes
-            self.completed += completed
-        return completed
+            self._pieces = [
+                replace(p, size_bytes=size.size_bytes, written_s=size.written_s) if size else p
+                for p, size in zip(pieces, sizes, strict=True)
+            ]
+            self._begins = begins[:-1]
+            self._ends = array("q", (e for p, e in zip(pieces, begins[1:], strict=True) for _ in p.numbers))
+            self._index = RowIndex(Columns.join(parts))
+            self._indexed = (pieces[covered - 1].last + 1 if covered else 0), indexed
+            while self._mapped:
+                self._mapped.popitem()[1].close()
 
-    def _at(self, location: int) -> Trajectory:
-        segment, row = location >> _ROW_BITS, location & (1 << _ROW_BITS) - 1
-        return self._segment(segment).trajectory(row)
+    def _columns_on_disk(self, piece: Piece) -> Columns:
+        path = self._path(piece)
+        return load_columns(path)[0] if piece.retired else read_columns(path)
 
-    def _segment(self, number: int) -> Segment:
-        """Mapped, and the last to be unmapped."""
-        segment = self._mapped.get(number)
-        if segment is not None:
-            self._mapped.move_to_end(number)
-            return segment
-        if len(self._mapped) >= MAPPED_SEGMENTS:
-            self._mapped.popitem(last=False)[1].close()
-        self._mapped[number] = Segment(self._path(number))
-        return self._mapped[number]
+    def _save_index(self) -> None:
+        try:
+            save_columns(self.directory / INDEX_FILE, self._index.columns(), self._ends)
+        except StorageError as error:  # the next start reads the segments instead
+            log.warning("replay_index_not_written", reason=str(error))
+        else:
+            self._indexed = len(self._ends), len(self._index)
 
 
-class _GroupIndex:
-    """Which samples of which groups are stored, and where: eight bytes a sample once a group is complete."""
-
-    def __init__(self) -> None:
-        self._complete: dict[int, array[int]] = {}
-        self._partial: dict[int, dict[int, int]] = {}  # sample -> location
-        self._sizes: dict[int, int] = {}  # of the partial groups
-
-    def fresh(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-        """Those not stored yet, each once. Raises `SchemaError` when siblings disagree on `group_size`."""
-        fresh: dict[tuple[int, int], Trajectory] = {}
-        sizes: dict[int, int] = {}
-        for t in trajectories:
-            size = self._size(t.lease_id) or sizes.setdefault(t.lease_id, t.group_size)
-            if t.group_size != size:
-                raise SchemaError(f"{t.trajectory_id}: its group has {size} samples, it says {t.group_size}")
-            if not self._holds(t.lease_id, t.sample):
-                fresh.setdefault((t.lease_id, t.sample), t)
-        return list(fresh.values())
-
-    def add(self, lease_id: int, sample: int, group_size: int, location: int) -> bool:
-        """Whether this sample completed its group."""
-        partial = self._partial.setdefault(lease_id, {})
-        partial[sample] = location
-        if len(partial) < group_size:
-            self._sizes[lease_id] = group_size
-            return False
-        self._complete[lease_id] = array("q", (partial[sample] for sample in sorted(partial)))
-        del self._partial[lease_id]
-        self._sizes.pop(lease_id, None)
-        return True
-
-    def complete(self, lease_id: int) -> Sequence[int]:
-        """Locations of a complete group's samples; raises `StorageError` for any other."""
-        locations = self._complete.get(lease_id)
-        if locations is None:
-            stored = len(self._partial.get(lease_id, ()))
-            what = (
-                f"{stored} of its {self._sizes[lease_id]} trajectories are" if stored else "nothing of it is"
-            )
-            raise StorageError(f"group of lease {lease_id} cannot be read: {what} stored")
-        return locations
-
-    def stored(self, lease_id: int) -> Sequence[int]:
-        """Locations of the samples that are stored."""
-        partial = self._partial.get(lease_id, {})
-        return self._complete.get(lease_id) or [partial[sample] for sample in sorted(partial)]
-
-    def _size(self, lease_id: int) -> int | None:
-        """`group_size`, as far as any sample is stored."""
-        complete = self._complete.get(lease_id)
-        return len(complete) if complete is not None else self._sizes.get(lease_id)
-
-    def _holds(self, lease_id: int, sample: int) -> bool:
-        return lease_id in self._complete or sample in self._partial.get(lease_id, ())
-
-
-def _lock(directory: Path) -> BufferedRandom:
-    """Become the only writer until the file is closed, by us or by our death."""
-    file = (directory / ".lock").open("a+b")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise StorageError(f"{directory} is being written by another process: stop that one first") from error
-    return file
+def _agreeing(pieces: Sequence[Piece], found: Sequence[Summary | None], ends: NDArray[np.int64]) -> int:
+    """How many of the first pieces an index with these `ends` covers; none if it is not of these segments."""
+    begin = 0
+    for n, (piece, summary) in enumerate(zip(pieces, found, strict=True)):
+        if piece.last >= len(ends):
+            return n
+        end = int(ends[piece.last])
+        if summary is not None and summary.trajectories != end - begin:
+            return 0
+        begin = end
+    return len(pieces)

@@ -1,64 +1,224 @@
 """Which groups an optimizer step trains on: pure functions over what is stored and what is still out."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.config import FifoSampler, FreshnessSampler, PrioritySampler, Sampler, UniformSampler
+
+SPREAD_FLOOR = 1e-3
+"""Added to a group's mean |advantage|, so that one whose siblings scored alike is rare, not impossible."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Candidate:
-    """A group that is not yet given to a step. Ordered oldest first."""
+    """A group that a step may be given. Ordered oldest first."""
 
     policy_version: int
     """The learner's version when its lease was issued: no token of it is older."""
     lease_id: int
+    spread: float = field(default=0.0, compare=False)
+    """Mean |advantage| of its siblings, before any normalisation; 0 where nobody asked for it."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The groups of one step, or why there are none yet."""
+    """The groups of one step and their importance weights, or why there are none yet."""
 
     leases: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+    """One a lease; empty when all are 1."""
     waiting_for: str = ""
+    blockers: tuple[int, ...] = ()
+    """The groups rolling out without which the step goes no further."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """N complete groups that a step may be given, oldest first."""
+
+    lease_ids: NDArray[np.int64]
+    versions: NDArray[np.int64]
+    spreads: NDArray[np.float64]
+    uses: NDArray[np.int64]
+    """How many steps have each already."""
+
+    @classmethod
+    def of(cls, groups: Iterable[tuple[Candidate, int]]) -> Self:
+        """The index of these groups and their uses."""
+        rows = sorted(groups)
+        return cls(
+            lease_ids=np.array([group.lease_id for group, _ in rows], np.int64),
+            versions=np.array([group.policy_version for group, _ in rows], np.int64),
+            spreads=np.array([group.spread for group, _ in rows], np.float64),
+            uses=np.array([uses for _, uses in rows], np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lease_ids)
+
+    def where(self, keep: NDArray[np.bool_]) -> "Index":
+        """The groups under the mask."""
+        return Index(self.lease_ids[keep], self.versions[keep], self.spreads[keep], self.uses[keep])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a step asks for."""
+
+    groups: int
+    train_version: int
+    """The learner's version when it will train on them."""
+    max_staleness: int
+    """Versions a token may lag."""
+    step: int = 1
+    seed: int = 0
+    """With `step` all that the random strategies draw from."""
+
+
+def choose(
+    sampler: Sampler, stored: Collection[Candidate], used: Iterable[tuple[Candidate, int]],
+    rolling_out: Iterable[Candidate], question: Question,
+) -> Choice:  # fmt: skip
+    """The groups of a step by the configured strategy.
+
+    Args:
+        sampler: the strategy.
+        stored: complete groups that no step has, none of them expired.
+        used: complete groups that steps have, and how many do; of any age.
+        rolling_out: issued groups that are not complete.
+        question: what the step needs.
+    """
+    oldest = question.train_version - question.max_staleness
+    again = [(g, n) for g, n in used if n < sampler.max_reuse and g.policy_version >= oldest]
+    if isinstance(sampler, FifoSampler):
+        ordered = [group for group, _ in sorted(again, key=lambda entry: (entry[1], entry[0]))]
+        return oldest_first(stored, rolling_out, question, again=ordered)
+    index = Index.of([*((group, 0) for group in stored), *again])
+    return at_random(sampler, index, rolling_out, question)
 
 
 def oldest_first(
-    stored: Iterable[Candidate], rolling_out: Iterable[Candidate], *,
-    groups: int, train_version: int, max_staleness: int,
+    stored: Iterable[Candidate], rolling_out: Iterable[Candidate], question: Question, *,
+    again: Sequence[Candidate] = (),
 ) -> Choice:  # fmt: skip
     """The oldest stored groups, if everything left behind can still be trained within the staleness bound.
 
     A group issued at version u has its deadline at u + max_staleness. Taking younger groups past one that is
     still rolling out is fine until the steps left before its deadline no longer hold all that are due by
     then; from there the step waits for it (earliest deadline first, Liu & Layland 1973). It never waits for
-    one that waiting cannot save.
-
-    Args:
-        stored: complete groups nobody trains on yet, none of them expired.
-        rolling_out: issued groups that are not complete.
-        groups: how many a step takes.
-        train_version: the learner's version when it will train on them.
-        max_staleness: versions a token may lag.
+    one that waiting cannot save. Groups to train on once more, `again`, only fill a step that has too few.
     """
+    groups, version, staleness = question.groups, question.train_version, question.max_staleness
     ready = sorted(stored)
-    out = [c for c in rolling_out if c.policy_version + max_staleness >= train_version]
-    if len(ready) < groups:
-        return Choice(waiting_for=f"{len(ready)} of {groups} groups are stored, {len(out)} rolling out")
+    out = [c for c in rolling_out if c.policy_version + staleness >= version]
+    missing = groups - len(ready) - len(again)
+    if missing > 0:
+        return _too_few(len(ready) + len(again), groups, out)
     left = sorted([*ready[groups:], *out])
-    trained_at = _schedule(left, train_version + 1, groups)
-    if_we_wait = _schedule(sorted([*ready, *out]), train_version, groups)
+    trained_at = _schedule(left, version + 1, groups)
+    if_we_wait = _schedule(sorted([*ready, *out]), version, groups)
     for straggler in left:
-        deadline = straggler.policy_version + max_staleness
-        if if_we_wait[straggler] <= deadline < trained_at[straggler]:
-            return Choice(
-                waiting_for=f"group {straggler.lease_id}, rolling out since version "
-                f"{straggler.policy_version}, must be trained by version {deadline}"
-            )
-    return Choice(leases=tuple(c.lease_id for c in ready[:groups]))
+        if if_we_wait[straggler] <= straggler.policy_version + staleness < trained_at[straggler]:
+            due = [c for c in out if c.policy_version + staleness == version]
+            return _wait_for(straggler, staleness, blockers=due or [straggler])
+    return Choice(leases=tuple(c.lease_id for c in [*ready, *again][:groups]))
+
+
+def at_random(
+    sampler: UniformSampler | FreshnessSampler | PrioritySampler, index: Index,
+    rolling_out: Iterable[Candidate], question: Question,
+) -> Choice:  # fmt: skip
+    """Distinct groups drawn by their weights, once every group at its deadline had its chance to be there."""
+    staleness = question.max_staleness
+    out = [c for c in rolling_out if c.policy_version + staleness >= question.train_version]
+    due = [c for c in out if c.policy_version + staleness == question.train_version]
+    if len(index) < question.groups:
+        return _too_few(len(index), question.groups, out)
+    if due:
+        return _wait_for(min(due), staleness, blockers=due)
+    weights = strategy_weights(sampler, index, question.train_version)
+    chosen = draw(weights, question.groups, seed=question.seed, step=question.step)
+    exponent = 0.0 if isinstance(sampler, UniformSampler) else sampler.importance_exponent
+    corrections = importance_weights(weights, chosen, exponent) if exponent else np.empty(0)
+    return Choice(
+        leases=tuple(index.lease_ids[chosen].tolist()),
+        weights=tuple(corrections.tolist()),
+    )
+
+
+def strategy_weights(
+    sampler: UniformSampler | FreshnessSampler | PrioritySampler, index: Index, train_version: int
+) -> NDArray[np.float64]:
+    """[N], what each group's chance of being drawn is proportional to."""
+    weights = np.ones(len(index))
+    if not isinstance(sampler, UniformSampler):
+        lag = np.maximum(0, train_version - index.versions)  # a dead learner's groups may be ahead of ours
+        weights /= (1.0 + lag) ** sampler.exponent if isinstance(sampler, FreshnessSampler) else (
+            (1.0 + lag) ** sampler.freshness_exponent
+        )  # fmt: skip
+    if isinstance(sampler, PrioritySampler):
+        weights *= (index.spreads + SPREAD_FLOOR) ** sampler.advantage_exponent
+    return weights
+
+
+def draw(weights: NDArray[np.float64], count: int, *, seed: int, step: int) -> NDArray[np.int64]:
+    """Positions of `count` different groups, each next one drawn in proportion to its weight.
+
+    By exponential clocks (Efraimidis & Spirakis 2006); numpy keeps raw bits the same across its versions.
+    """
+    bits = np.random.PCG64([seed, step]).random_raw(len(weights))
+    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
+    return np.argsort(-np.log(uniform) / weights, kind="stable")[:count].astype(np.int64)
+
+
+def importance_weights(
+    weights: NDArray[np.float64], chosen: NDArray[np.int64], exponent: float
+) -> NDArray[np.float64]:
+    """(p_i * N)^-exponent of the chosen, over the largest of them (arXiv:1511.05952, section 3.4)."""
+    probabilities = weights / weights.sum()
+    corrections = (probabilities[chosen] * len(weights)) ** -exponent
+    return np.asarray(corrections / corrections.max(), np.float64)
 
 
 def expired(stored: Iterable[Candidate], *, train_version: int, max_staleness: int) -> list[int]:
-    """Leases past the bound at `train_version`: only a changed bound or batch size brings that about."""
+    """Leases past the bound at `train_version`.
+
+    Oldest first, only a changed bound or batch size brings that about; a random strategy passes some by.
+    """
     return sorted(c.lease_id for c in stored if c.policy_version + max_staleness < train_version)
+
+
+def room(*, owed: float, groups: int, max_staleness: int, samples_each: float) -> int:
+    """Groups that may be issued so that the steps within the bound can give each the samples it is owed.
+
+    With `samples_each` 1 this is AReaL's capacity rule (arXiv:2505.24298, eq. 3)."""
+    return max(0, math.floor(((max_staleness + 1) * groups - owed) / samples_each + 1e-9))
+
+
+def lacking(*, samples: int, inserted: int, groups: int, at_most: float) -> int:
+    """Groups yet to be stored before the next step keeps to `at_most` samples a group on average."""
+    return max(0, math.ceil((samples + groups) / at_most - 1e-9) - inserted)
+
+
+def _too_few(ready: int, groups: int, out: list[Candidate]) -> Choice:
+    first = sorted(out)[: groups - ready]
+    return Choice(
+        waiting_for=f"{ready} of {groups} groups are stored, {len(out)} rolling out",
+        blockers=tuple(c.lease_id for c in first),
+    )
+
+
+def _wait_for(straggler: Candidate, max_staleness: int, *, blockers: Sequence[Candidate]) -> Choice:
+    return Choice(
+        waiting_for=f"group {straggler.lease_id}, rolling out since version "
+        f"{straggler.policy_version}, must be trained by version {straggler.policy_version + max_staleness}",
+        blockers=tuple(c.lease_id for c in blockers),
+    )
 
 
 def _schedule(candidates: Iterable[Candidate], first_version: int, groups: int) -> dict[Candidate, int]:

@@ -4,16 +4,18 @@ The metadata documents and the chunks are written directly, which any zarr v3 re
 takes 18 ms of CPU for a segment of 128 short trajectories, this takes 2. Chunks are read by mapping them.
 
 A segment of N trajectories and T tokens holds `token_ids`, `policy_versions`, `behaviour_logprobs` and
-`loss_mask` [T]; `offsets` [N+1], where each trajectory's tokens begin; and `records`, MessagePack of
-`{"columns": {field: [N values]}, "checksums": [N]}`. Its group attributes name every file with its size.
+`loss_mask` [T]; `records` [bytes], a MessagePack list of its other fields for each trajectory; and `rows`
+[N, 6], whose columns `ROW_COLUMNS` names. Its group attributes name every file with its size.
 """
 
 import json
 import mmap
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import MISSING, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from numpy.typing import NDArray
 
 from bus.errors import StorageError
 from bus.messages import Trajectory
-from storage.files import publish_files
+from storage.files import Content, publish_files
+from storage.index import Columns
 
-FORMAT = 1
+FORMAT = 2
 TOKEN_ARRAYS = {
     "token_ids": "int32",
     "policy_versions": "int32",
@@ -35,76 +38,131 @@ TOKEN_ARRAYS = {
 }
 """Fields of a trajectory with one value a token, and their zarr data types."""
 
-COLUMNS = tuple(field.name for field in fields(Trajectory) if field.name not in TOKEN_ARRAYS)
+RECORD_FIELDS = tuple(field.name for field in fields(Trajectory) if field.name not in TOKEN_ARRAYS)
 """Fields of a trajectory with one value."""
+
+ROW_COLUMNS = ("tokens_end", "record_end", "lease_id", "sample", "group_size", "checksum")
+"""Where a trajectory's tokens and record end, whose it is, and the xxh3-64 of its arrays and its record."""
 
 _REQUIRED = {f.name for f in fields(Trajectory) if f.default is MISSING and f.default_factory is MISSING}
 _CHUNK = "c.0"
+_ROWS_CHUNK = "c.0.0"
 _REMEDY = "restore it or move the store away"
+_SETTERS: list[Callable[[Trajectory, object], None]] = [
+    getattr(Trajectory, name).__set__ for name in (*RECORD_FIELDS, *TOKEN_ARRAYS)
+]
+_UINT64 = (1 << 64) - 1
+Arrays = dict[str, list[NDArray[Any]]]
+"""By name, in pieces that follow one another."""
 
 
-def write_segment(path: Path, trajectories: Sequence[Trajectory]) -> int:
-    """Write the trajectories as a new segment, durable on return; its size in bytes.
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a segment says of itself."""
+
+    trajectories: int
+    size_bytes: int
+    written_s: float
+    """When its newest trajectory was written, in seconds since the epoch."""
+    files: dict[str, int]
+    """Their sizes in bytes."""
+    record_fields: list[str]
+    """What the longest of the records holds."""
+    rows_xxh3: str
+
+
+def write_segment(path: Path, trajectories: Sequence[Trajectory]) -> Summary:
+    """Write the trajectories as a new segment, durable on return.
 
     Raises `StorageError` when the disk refuses: then there is no segment."""
-    arrays = _token_arrays(trajectories)
-    arrays["offsets"] = np.cumsum([0, *(len(t.token_ids) for t in trajectories)], dtype=np.int64)
-    arrays["records"] = np.frombuffer(_pack_records(trajectories), np.uint8)
-    contents: dict[str, bytes | memoryview] = {}
-    for name, array in arrays.items():
-        contents[f"{name}/zarr.json"] = _array_document(array)
-        contents[f"{name}/{_CHUNK}"] = array.data
-    contents["zarr.json"] = _group_document(contents, arrays["records"])
-    publish_files(path, contents)
-    return sum(map(_size, contents.values()))
-
-
-def _size(content: bytes | memoryview) -> int:
-    return memoryview(content).nbytes
-
-
-def _group_document(files: dict[str, bytes | memoryview], records: NDArray[np.uint8]) -> bytes:
-    attributes = {
-        "sluice_replay": FORMAT,
-        "files": {name: _size(content) for name, content in files.items()},
-        "records_xxh3": xxhash.xxh3_64_hexdigest(records.data),
-    }
-    return json.dumps({"attributes": attributes, "zarr_format": 3, "node_type": "group"}).encode()
-
-
-def _token_arrays(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[Any]]:
-    return {
-        name: np.concatenate([getattr(t, name) for t in trajectories], dtype=dtype, casting="no")
+    arrays: Arrays = {
+        name: [np.ascontiguousarray(getattr(t, name), dtype) for t in trajectories]
         for name, dtype in TOKEN_ARRAYS.items()
     }
+    records = [_pack([getattr(t, name) for name in RECORD_FIELDS]) for t in trajectories]
+    arrays["records"] = [np.frombuffer(b"".join(records), np.uint8)]
+    rows = np.empty((len(trajectories), len(ROW_COLUMNS)), np.int64)
+    rows[:, 0] = np.cumsum([len(t.token_ids) for t in trajectories])
+    rows[:, 1] = np.cumsum([len(record) for record in records])
+    rows[:, 2:5] = [(t.lease_id, t.sample, t.group_size) for t in trajectories]
+    rows[:, 5].view(np.uint64)[:] = [
+        _checksum([getattr(t, name) for name in TOKEN_ARRAYS], record)
+        for t, record in zip(trajectories, records, strict=True)
+    ]
+    arrays["rows"] = [rows]
+    return _write(path, arrays, record_fields=RECORD_FIELDS, written_s=time.time())
 
 
-def _pack_records(trajectories: Sequence[Trajectory]) -> bytes:
-    columns = {name: [getattr(t, name) for t in trajectories] for name in COLUMNS}
-    checksums = [_checksum([getattr(t, name) for name in TOKEN_ARRAYS]) for t in trajectories]
-    packed: bytes = msgpack.packb({"columns": columns, "checksums": checksums})
-    return packed
+def merge_segments(path: Path, merged: Sequence[Path]) -> Summary:
+    """Write the trajectories of these segments, in order, as one; the bytes of each are as they were.
+
+    Raises `StorageError` when the disk refuses, or one of them is torn: then there is no segment."""
+    with ExitStack() as opened:
+        segments = [opened.enter_context(closing(Segment(segment))) for segment in merged]
+        arrays: Arrays = {
+            name: [segment.arrays[name] for segment in segments] for name in (*TOKEN_ARRAYS, "records")
+        }
+        rows = [segment.arrays["rows"].copy() for segment in segments]
+        for column in (0, 1):
+            for before, after in pairwise(rows):
+                after[:, column] += before[-1, column]
+        arrays["rows"] = [np.concatenate(rows)]
+        summaries = [segment.summary for segment in segments]
+        return _write(
+            path,
+            arrays,
+            record_fields=max((summary.record_fields for summary in summaries), key=len),
+            written_s=max(summary.written_s for summary in summaries),
+        )
 
 
-def _checksum(arrays: Sequence[NDArray[Any]]) -> int:
-    """Of a trajectory's token arrays, in the order of `TOKEN_ARRAYS`."""
-    digest = 0
+def _write(path: Path, arrays: Arrays, *, record_fields: Sequence[str], written_s: float) -> Summary:
+    contents: dict[str, Content] = {}
+    for name, parts in arrays.items():
+        contents[f"{name}/zarr.json"] = [_array_document(parts)]
+        contents[_chunk(name)] = [part.data for part in parts]
+    [rows] = arrays["rows"]
+    attributes: dict[str, Any] = {
+        "sluice_replay": FORMAT,
+        "files": {name: sum(memoryview(part).nbytes for part in parts) for name, parts in contents.items()},
+        "record_fields": record_fields,
+        "trajectories": len(rows),
+        "rows_xxh3": xxhash.xxh3_64_hexdigest(rows.data),
+        "written_s": written_s,
+    }
+    document = json.dumps({"attributes": attributes, "zarr_format": 3, "node_type": "group"}).encode()
+    contents["zarr.json"] = [document]
+    publish_files(path, contents)
+    return _summarise(attributes, document)
+
+
+def _chunk(name: str) -> str:
+    return f"{name}/{_ROWS_CHUNK if name == 'rows' else _CHUNK}"
+
+
+_pack: Callable[[list[Any]], bytes] = msgpack.packb
+
+
+def _checksum(arrays: Sequence[NDArray[Any]], record: bytes | memoryview) -> int:
+    """Of a trajectory's token arrays, in the order of `TOKEN_ARRAYS`, and of its record."""
+    digest = xxhash.xxh3_64_intdigest(record)
     for array in arrays:
-        digest = xxhash.xxh3_64_intdigest(array.data, digest)
+        digest = xxhash.xxh3_64_intdigest(array, digest)  # type: ignore[arg-type]  # it is a buffer
     return digest
 
 
-def _array_document(array: NDArray[Any]) -> bytes:
-    """The `zarr.json` of a one-dimensional array in a single uncompressed chunk."""
+def _array_document(parts: Sequence[NDArray[Any]]) -> bytes:
+    """The `zarr.json` of an array in a single uncompressed chunk, of which these are the parts."""
     codec: dict[str, object] = {"name": "bytes"}
-    if array.itemsize > 1:
+    if parts[0].itemsize > 1:
         codec["configuration"] = {"endian": "little"}
+    shape = (sum(map(len, parts)), *parts[0].shape[1:])
     document = {
-        "shape": array.shape,
-        "data_type": array.dtype.name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.shape}},
+        "shape": shape,
+        "data_type": parts[0].dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shape}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": array.dtype.type(0).item(),
+        "fill_value": parts[0].dtype.type(0).item(),
         "codecs": [codec],
         "attributes": {},
         "zarr_format": 3,
@@ -114,31 +172,24 @@ def _array_document(array: NDArray[Any]) -> bytes:
     return json.dumps(document).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class Records:
-    """What a segment says of its trajectories apart from their tokens."""
-
-    columns: dict[str, list[Any]]
-    """Values of each field, one a trajectory."""
-    checksums: list[int]
-    size_bytes: int
-    """Of the whole segment."""
-
-    def __len__(self) -> int:
-        return len(self.checksums)
-
-
-def read_records(path: Path) -> Records:
-    """The records of a segment, which is ours and whole: every file is there and as long as it was.
+def check_segment(path: Path) -> Summary:
+    """What a segment says of itself, which is ours and whole: every file is there and as long as it was.
 
     Raises `StorageError` naming a segment that is torn, or not one of ours."""
     with _naming(path):
-        attributes = _attributes(path)
-        for name, expected in attributes["files"].items():
+        summary = _summary(path)
+        for name, expected in summary.files.items():
             found = os.stat(f"{path}/{name}").st_size  # noqa: PTH116  # a Path costs more than the call
             if found != expected:
                 raise StorageError(f"{path} is torn: {name} has {found} bytes of {expected}; {_REMEDY}")
-        return _unpack_records(path, attributes)
+    return summary
+
+
+def read_columns(path: Path) -> Columns:
+    """Whose trajectories a segment holds. Raises `StorageError` naming a torn or corrupt one."""
+    with _naming(path):
+        rows = _rows(path, _summary(path))[1:]
+    return Columns(rows[:, 2].copy(), rows[:, 3].astype(np.int32), rows[:, 4].astype(np.int32))
 
 
 @contextmanager
@@ -150,38 +201,47 @@ def _naming(path: Path) -> Iterator[None]:
         raise StorageError(f"{path} is torn: {error}; {_REMEDY}") from error
 
 
-def _attributes(path: Path) -> dict[str, Any]:
-    """Of the zarr group, and `size_bytes` of the whole segment."""
+def _summary(path: Path) -> Summary:
     document = (path / "zarr.json").read_bytes()
     try:
-        attributes = dict(json.loads(document)["attributes"])
+        attributes = json.loads(document)["attributes"]
         found = attributes["sluice_replay"]
-        attributes["size_bytes"] = len(document) + sum(attributes["files"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise StorageError(f"{path} is not a replay segment, by its zarr.json; {_REMEDY}") from error
     if found != FORMAT:
         raise StorageError(
             f"{path} has format {found!r}, this build reads {FORMAT}: use the build that wrote it"
         )
-    return attributes
+    _check_fields(path, attributes["record_fields"])
+    return _summarise(attributes, document)
 
 
-def _unpack_records(path: Path, attributes: dict[str, Any]) -> Records:
-    packed = (path / "records" / _CHUNK).read_bytes()
-    if xxhash.xxh3_64_hexdigest(packed) != attributes.get("records_xxh3"):
-        raise StorageError(f"{path} is corrupt: its records do not match their checksum; {_REMEDY}")
-    content = msgpack.unpackb(packed)
-    _check_columns(path, content["columns"])
-    return Records(content["columns"], content["checksums"], attributes["size_bytes"])
+def _check_fields(path: Path, found: Sequence[str]) -> None:
+    """Fields are only ever added, at the end and with a default: a record that lacks some is older."""
+    if found != list(RECORD_FIELDS[: len(found)]) or _REQUIRED - {*found, *TOKEN_ARRAYS}:
+        raise StorageError(
+            f"{path} has the fields {', '.join(found)}, this build {', '.join(RECORD_FIELDS)}: use the build "
+            "that wrote it"
+        )
 
 
-def _check_columns(path: Path, columns: dict[str, list[Any]]) -> None:
-    unknown = columns.keys() - set(COLUMNS)
-    missing = _REQUIRED - columns.keys() - TOKEN_ARRAYS.keys()
-    if unknown or missing:
-        names = ", ".join(sorted(unknown or missing))
-        problem = "has fields unknown to" if unknown else "lacks fields required by"
-        raise StorageError(f"{path} {problem} this build: {names}; use the build that wrote it")
+def _summarise(attributes: dict[str, Any], document: bytes) -> Summary:
+    return Summary(
+        trajectories=attributes["trajectories"],
+        size_bytes=len(document) + sum(attributes["files"].values()),
+        written_s=attributes["written_s"],
+        files=attributes["files"],
+        record_fields=attributes["record_fields"],
+        rows_xxh3=attributes["rows_xxh3"],
+    )
+
+
+def _rows(path: Path, summary: Summary) -> NDArray[np.int64]:
+    """The array `rows` after a row of zeros, where the first trajectory begins."""
+    content = (path / _chunk("rows")).read_bytes()
+    if xxhash.xxh3_64_hexdigest(content) != summary.rows_xxh3:
+        raise StorageError(f"{path} is corrupt: its rows do not match their checksum; {_REMEDY}")
+    return np.frombuffer(bytes(8 * len(ROW_COLUMNS)) + content, np.int64).reshape(-1, len(ROW_COLUMNS))
 
 
 class Segment:
@@ -190,13 +250,20 @@ class Segment:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._maps: list[mmap.mmap] = []
+        self.arrays: dict[str, NDArray[Any]] = {}
+        """Views of the mapped chunks, by name: keep none beyond `close`."""
         with _naming(path):
-            self._records = _unpack_records(path, _attributes(path))
-            self._arrays = {name: self._map(name, dtype) for name, dtype in TOKEN_ARRAYS.items()}
-            self._offsets = np.frombuffer((path / "offsets" / _CHUNK).read_bytes(), np.int64).tolist()
+            summary = _summary(path)
+            for name, dtype in (*TOKEN_ARRAYS.items(), ("records", "uint8")):
+                self.arrays[name] = np.frombuffer(self._map(name), dtype)
+            self._rows = _rows(path, summary)
+        self.summary = summary
+        self.arrays["rows"] = self._rows[1:]
+        self._tokens = tuple(self.arrays[name] for name in TOKEN_ARRAYS)
+        self._records = memoryview(self._maps[-1])
 
-    def _map(self, name: str, dtype: str) -> NDArray[Any]:
-        descriptor = os.open(f"{self._path}/{name}/{_CHUNK}", os.O_RDONLY)
+    def _map(self, name: str) -> mmap.mmap:
+        descriptor = os.open(f"{self._path}/{_chunk(name)}", os.O_RDONLY)
         try:
             mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
         except ValueError as error:
@@ -204,21 +271,31 @@ class Segment:
         finally:
             os.close(descriptor)
         self._maps.append(mapped)
-        return np.frombuffer(mapped, dtype, count=len(mapped) // np.dtype(dtype).itemsize)
+        return mapped
 
     def trajectory(self, row: int) -> Trajectory:
-        """The row-th trajectory; its arrays are copies, checked against their checksum."""
-        start, stop = self._offsets[row : row + 2]
-        arrays: dict[str, Any] = {name: array[start:stop].copy() for name, array in self._arrays.items()}
-        if _checksum(list(arrays.values())) != self._records.checksums[row]:
+        """The row-th trajectory; its arrays are views of the mapped files, and match their checksum."""
+        (begin, first, *_), (end, last, *_, checksum) = self._rows[row : row + 2].tolist()
+        record = self._records[first:last]
+        arrays = [array[begin:end] for array in self._tokens]
+        if _checksum(arrays, record) != checksum & _UINT64:
             raise StorageError(
                 f"{self._path} is corrupt: trajectory {row} does not match its checksum; {_REMEDY}"
             )
-        scalars = {name: column[row] for name, column in self._records.columns.items()}
-        return Trajectory(**scalars, **arrays)
+        values = msgpack.unpackb(record)
+        if len(values) < len(RECORD_FIELDS):  # the younger fields have defaults
+            tokens: dict[str, Any] = dict(zip(TOKEN_ARRAYS, arrays, strict=True))
+            return Trajectory(**dict(zip(RECORD_FIELDS, values, strict=False)), **tokens)
+        made = object.__new__(Trajectory)  # half the time of its `__init__`, which sets the same slots
+        for set_field, value in zip(_SETTERS, (*values, *arrays), strict=True):
+            set_field(made, value)
+        return made
 
     def close(self) -> None:
-        """Unmap the files."""
-        self._arrays.clear()
+        """Unmap the files; a view of one that is still held keeps it mapped."""
+        self.arrays.clear()
+        self._tokens = ()
+        self._records.release()
         for mapped in self._maps:
-            mapped.close()
+            with suppress(BufferError):
+                mapped.close()

@@ -28,6 +28,7 @@ from storage.lengths import check_prompt_lengths
 from storage.model_files import unbundle
 from storage.prompts import PromptOrder, load_prompts
 from storage.replay import ReplayStore
+from storage.retention import Retention, keep_house
 from storage.run import RunDirectory
 from storage.shard import Shard
 
@@ -146,6 +147,9 @@ class _Service:
                 async with asyncio.TaskGroup() as parts:
                     for shard in self._shards:
                         parts.create_task(shard.run(stop))
+                    for store in self._stores:
+                        house = keep_house(self._bus, store, _retention(self._settings), stop)
+                        parts.create_task(house, name=f"keep {store.directory.name}")
                     parts.create_task(self._dispatcher.run(stop, reissue=reissue))
                     parts.create_task(self._admit_when_checked(stop))
             finally:
@@ -210,6 +214,16 @@ class _Service:
             "max_staleness": self._settings.admission.max_staleness,
             **self._queues,
         }
+
+
+def _retention(settings: StorageSettings) -> Retention:
+    """Of one shard."""
+    replay = settings.replay
+    return Retention(
+        retain_bytes=None if replay.retain_bytes is None else replay.retain_bytes // replay.shards,
+        retain_age_s=replay.retain_age_s,
+        archive=None if replay.archive is None else f"{replay.archive.rstrip('/')}/{settings.run.name}",
+    )
 
 
 def _refuse_other_shards(ledger: Ledger, shards: int) -> None:

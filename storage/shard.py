@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
+import numpy as np
 import structlog
 
 from bus.codec import Message, encode
@@ -26,6 +28,8 @@ log = structlog.get_logger()
 ANSWER_BYTES = 1 << 20
 """Trajectories of a read are packed into answers of about this size."""
 ANSWER_LEASES = 65536
+ANSWER_SPREADS = 1024
+"""Groups in an answer that tells their spreads, for which each is read from the disk."""
 
 
 class Shard:
@@ -91,7 +95,21 @@ class Shard:
             await self._publisher.publish(subject, encode(event), message_id=f"rejected-{lease_id}")
 
     async def _on_stored(self, request: StoredRequest) -> list[Message]:
-        return [self._news(request.after)]
+        news = self._news(request.after)
+        if not request.spreads:
+            return [news]
+        leases = news.lease_ids[:ANSWER_SPREADS]
+        spreads = await asyncio.to_thread(lambda: tuple(map(self._spread, leases)))
+        return [replace(news, lease_ids=leases, spreads=spreads)]
+
+    def _spread(self, lease_id: int) -> float:
+        """Mean |reward - mean reward| of the group; 0 when it cannot be read, as after its removal."""
+        try:
+            rewards = np.array([trajectory.reward for trajectory in self.store.read([lease_id])])
+        except StorageError as error:
+            log.warning("spread_not_known", lease_id=lease_id, reason=str(error))
+            return 0.0
+        return float(np.abs(rewards - rewards.mean()).mean())
 
     async def _on_read(self, request: ReadRequest) -> list[Message]:
         try:

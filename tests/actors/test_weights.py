@@ -82,7 +82,7 @@ async def test_a_resumed_learners_older_version_replaces_the_dead_ones(bus, foll
 
 
 async def test_a_dead_learners_version_is_waited_for_until_its_successor_reaches_it(bus, following):
-    """Else its lease would be sampled by older weights than the bound allows: a soak found staleness 5 of 2."""
+    """Else older weights than the bound allows would sample its lease: a soak found staleness 5 of 2."""
     follower, engine = following
     async with asyncio.timeout(TIMEOUT_S):
         await publish(bus, 5, incarnation="resumed")

@@ -95,7 +95,7 @@ async def test_a_redelivered_lease_gives_the_same_ids_so_nothing_is_stored_twice
     actor, stop = Actor(bus, engine), asyncio.Event()
     working = asyncio.create_task(actor.worker.run(stop, groups_at_once=1))
     async with asyncio.timeout(TIMEOUT_S):
-        while await actor.leases_left():
+        while await actor.leases_left():  # noqa: ASYNC110 - a server's state
             await asyncio.sleep(0.02)
         stop.set()
         await working
@@ -128,9 +128,7 @@ async def test_a_failing_reward_rejects_the_group_and_the_actor_goes_on(bus, eng
 async def test_nothing_is_sampled_by_weights_older_than_the_lease(bus, engine):
     """The staleness bound counts from the lease's version, so older weights must not touch it."""
     actor = Actor(bus, engine)
-    rolling = asyncio.create_task(
-        actor.roll_out(make_lease(0, samples=1, policy_version=5), result=GROUPS)
-    )
+    rolling = asyncio.create_task(actor.roll_out(make_lease(0, samples=1, policy_version=5), result=GROUPS))
     stream = bus.topology.stream("TASKS")
     while (await bus.js.consumer_info(stream, "rollout")).num_ack_pending == 0:  # noqa: ASYNC110 - a server's state
         await asyncio.sleep(0.01)

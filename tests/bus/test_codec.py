@@ -39,6 +39,8 @@ from bus.messages import (
     StoredRequest,
     Trajectory,
     TrajectoryBatch,
+    Unsettled,
+    UnsettledRequest,
     Waiting,
 )
 from tests.factories import make_lease, make_trajectory
@@ -58,6 +60,8 @@ EXAMPLES = (
     TrajectoryBatch(trajectories=(make_trajectory(1, 0), make_trajectory(1, 1))),
     TrajectoryBatch(trajectories=()),
     GroupRejected(lease_id=3, reason="zero_variance", detail="all 1.0", actor="a"),
+    UnsettledRequest(),
+    Unsettled(lease_ids=(3, 5)),
     BLOB,
     POLICY,
     ModelFiles(names=("config.json", "empty"), contents=(b"{}", b"")),

@@ -31,6 +31,23 @@ def test_advantages_are_relative_to_the_own_group():
     assert micro_batch.advantages[first_token].tolist() == [-1.0, 1.0, -1.0, 1.0]
 
 
+def test_importance_weight_of_a_group_multiplies_its_advantages():
+    rewards = (0.0, 1.0)
+    groups = [
+        [with_reward(make_trajectory(lease, n, group_size=2), reward) for n, reward in enumerate(rewards)]
+        for lease in range(2)
+    ]
+    [micro_batch] = make_step_batch(
+        groups,
+        weights=[1.0, 0.25],
+        policy_version=5,
+        advantage=GRPOAdvantage(std_floor=0.0),
+        batch=BatchConfig(tokens_per_micro_batch=10_000),
+    ).micro_batches
+    first_token = micro_batch.cu_seqlens[:-1].long()
+    assert micro_batch.advantages[first_token].tolist() == [-1.0, 1.0, -0.25, 0.25]
+
+
 def test_staleness_is_that_of_the_oldest_trained_token():
     fresh, old = make_trajectory(0, 0, group_size=2), make_trajectory(0, 1, group_size=2)
     versions = np.where(old.loss_mask, 5, -1).astype(np.int32)

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 
 from bus.errors import ConfigError
@@ -31,7 +33,7 @@ def test_each_epoch_visits_every_demonstration_once():
     for step in range(2):
         [batch] = demonstrations().step(step, warmup, BatchConfig())
         bounds = batch.cu_seqlens.tolist()
-        seen += [tokenizer.decode(batch.tokens[a:b].tolist()) for a, b in zip(bounds, bounds[1:], strict=False)]
+        seen += [tokenizer.decode(batch.tokens[a:b].tolist()) for a, b in pairwise(bounds)]
     assert len(set(seen)) == len(ROWS)
 
 

@@ -11,7 +11,7 @@ from bus.errors import BusError, StorageError
 from bus.messages import BatchLease, Waiting
 from bus.roles import hold_role
 from bus.topology import ensure
-from storage.config import AdmissionConfig
+from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler
 from storage.ledger import Ledger
 from storage.prompts import PromptOrder
 from tests.factories import make_trajectory
@@ -244,6 +244,82 @@ async def test_request_that_waits_is_answered_as_soon_as_its_groups_are_stored(
             await send_groups(bus, [lease_id])
         async with asyncio.timeout(3):
             assert isinstance(await asking, BatchLease)
+
+
+async def test_drawn_groups_carry_their_weights_and_are_the_same_after_a_restart(bus, learner, tmp_path):
+    sampler = FreshnessSampler(max_reuse=2, importance_exponent=1.0)
+    admission = AdmissionConfig(groups_per_step=2, samples_per_prompt=2, max_staleness=1, sampler=sampler)
+    async with serving(bus, tmp_path, admission) as storage:
+        await learner.resume(0)
+        await learner.publish(0)
+        await has(bus, "TASKS", 4)
+        await rolled_out(bus, storage)
+        await learner.batch(1)
+        await learner.publish(1)
+        await has(bus, "TASKS", 6)
+        await rolled_out(bus, storage)
+        first = await learner.ask(2)
+        assert isinstance(first, BatchLease)
+        weights = {group.lease_id: group.weight for group in first.groups}
+        assert max(weights.values()) == 1.0
+        ages = {n: 1 if n < 4 else 0 for n in weights}  # a group of version 0 is half as likely
+        assert weights == {n: 1.0 if max(ages.values()) == age else 0.5 for n, age in ages.items()}
+    async with serving(bus, tmp_path, admission) as storage:
+        assert await learner.ask(2) == first
+        second = LearnerStandIn(bus, "b")
+        await second.resume(1)  # rolled back, and drawn again of the same groups with the same seed
+        assert await second.ask(2) == first
+        with pytest.raises(BusError, match="was replaced by b"):
+            await learner.ask(2)
+        assert storage.ledger.samples == 4
+        assert storage.ledger.account().balanced()
+
+
+async def test_groups_are_trained_on_again_but_never_more_often_than_configured(bus, learner, tmp_path):
+    sampler = FifoSampler(max_reuse=2, min_samples_per_insert=2)
+    admission = AdmissionConfig(groups_per_step=2, samples_per_prompt=2, max_staleness=3, sampler=sampler)
+    async with serving(bus, tmp_path, admission) as storage:
+        await learner.publish(0)
+        await has(bus, "TASKS", 4)
+        await send_groups(bus, range(3))
+        await stored(storage, 3)
+        for step, groups in ((1, [0, 1]), (2, [2, 0]), (3, [1, 2])):
+            assert await learner.batch(step) == groups
+            await learner.publish(step)
+            await until(lambda step=step: storage.dispatcher.policy == manifest(step))
+        assert isinstance(await learner.ask(4), Waiting)
+        assert (storage.ledger.samples, storage.ledger.account().trained) == (6, 3)
+
+
+async def test_priority_knows_how_far_apart_the_rewards_of_a_group_are(bus, learner, tmp_path):
+    admission = AdmissionConfig(
+        groups_per_step=2, samples_per_prompt=2, max_staleness=1, sampler=PrioritySampler()
+    )
+    async with serving(bus, tmp_path, admission) as storage:
+        await learner.publish(0)
+        await has(bus, "TASKS", 4)
+        for lease_id in range(4):
+            await send(bus, *(make_trajectory(lease_id, n, reward=float(n * lease_id)) for n in range(2)))
+        await stored(storage, 4)
+        spreads = {lease.lease_id: lease.spread for lease in storage.ledger.stored.values()}
+        assert spreads == {0: 0.0, 1: 0.5, 2: 1.0, 3: 1.5}
+        assert 0 not in await learner.batch(1)
+
+
+async def test_group_that_never_completes_is_dropped_and_another_issued(bus, learner, tmp_path):
+    admission = AdmissionConfig(
+        groups_per_step=2, samples_per_prompt=2, max_staleness=0, incomplete="drop", patience_s=0.2
+    )
+    async with serving(bus, tmp_path, admission) as storage:
+        await learner.publish(0)
+        await has(bus, "TASKS", 2)
+        await send_groups(bus, [1])
+        asking = asyncio.create_task(learner.batch(1))
+        await has(bus, "TASKS", 3)
+        await send_groups(bus, [2, 0])  # 0 comes too late
+        assert await asking == [1, 2]
+        assert storage.ledger.reasons == {"incomplete": 1}
+        assert storage.ledger.account().balanced()
 
 
 # --- learners come and go ---

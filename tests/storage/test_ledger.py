@@ -76,13 +76,14 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.stored.discard(lease_id)
             self.model.rejected[lease_id] = reason
 
-    @precondition(lambda self: self.model.stored)
+    @precondition(lambda self: self.model.stored or self.model.steps)
     @rule(data=st.data())
     def lease(self, data: st.DataObject) -> None:
-        some = st.lists(st.sampled_from(sorted(self.model.stored)), min_size=1, max_size=3, unique=True)
+        complete = self.model.stored.union(*self.model.steps.values())
+        some = st.lists(st.sampled_from(sorted(complete)), min_size=1, max_size=3, unique=True)
         taken = tuple(data.draw(some))
         step = max(self.model.steps, default=0) + 1
-        self.ledger.lease(step, taken)
+        self.ledger.lease(step, taken, [1 / (1 + lease_id) for lease_id in taken])
         self.model.stored.difference_update(taken)
         self.model.steps[step] = set(taken)
 
@@ -92,10 +93,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(step=st.integers(0, 6))
     def roll_back(self, step: int) -> None:
-        undone = [s for s in self.model.steps if s > step]
-        groups = set().union(*(self.model.steps.pop(s) for s in undone))
-        assert self.ledger.roll_back(step) == len(groups)
-        self.model.stored |= groups
+        undone = [self.model.steps.pop(s) for s in list(self.model.steps) if s > step]
+        assert self.ledger.roll_back(step) == sum(map(len, undone))
+        self.model.stored |= set().union(*undone).difference(*self.model.steps.values())
 
     @rule(name=st.sampled_from(["shard_0", "incarnation"]), value=st.text(max_size=3))
     def set_fact(self, name: str, value: str) -> None:
@@ -136,12 +136,25 @@ class LedgerMachine(RuleBasedStateMachine):
     def accounts_for_every_group_once(self) -> None:
         account = self.ledger.account()
         assert account.balanced()
-        trained = [g for groups in self.model.steps.values() for g in groups]
-        assert (account.issued, account.trained) == (len(self.model.versions), len(trained))
+        steps, versions = self.model.steps, self.model.versions
+        uses = Counter(g for groups in steps.values() for g in groups)
+        assert (account.issued, account.trained) == (len(versions), len(uses))
+        assert self.ledger.samples == uses.total()
+        assert self.ledger.inserted() >= len(self.ledger.stored) + len(uses)
+        for oldest in (0, 5):
+            found = {group.lease_id: n for group, n in self.ledger.used(oldest)}
+            assert found == {g: n for g, n in uses.items() if versions[g] >= oldest}
+        assert all(use.weight == 1 / (1 + use.lease_id) for u in self.ledger.steps.values() for use in u)
+
+    @invariant()
+    def owes_what_was_not_paid(self) -> None:
+        open_groups = len(self.model.rolling_out) + len(self.model.stored)
+        groups = set().union(*self.model.steps.values())
         for step in (0, 2, 99):
-            later = sum(len(groups) for s, groups in self.model.steps.items() if s > step)
-            open_groups = len(self.model.rolling_out) + len(self.model.stored)
-            assert self.ledger.ahead_of(step) == open_groups + later
+            paid = {g: sum(g in u for s, u in self.model.steps.items() if s <= step) for g in groups}
+            for each in (1, 2):
+                owed = each * open_groups + sum(max(0, each - n) for n in paid.values())
+                assert self.ledger.owed(step, each, oldest_version=0) == owed
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
@@ -231,7 +244,7 @@ def test_torn_ledger_is_refused(tmp_path: Path):
     [
         ("DELETE FROM leases WHERE lease_id = 1", "lacks some of its 3 leases"),
         ("UPDATE leases SET state = 'lost' WHERE lease_id = 1", "lease 1 is 'lost'"),
-        ("UPDATE leases SET state = 'leased' WHERE lease_id = 1", "lease 1 is 'leased' in step None"),
+        ("UPDATE leases SET state = 'leased' WHERE lease_id = 1", "1 leases are in steps, which name 0"),
     ],
 )
 def test_ledger_whose_entries_do_not_add_up_is_refused(tmp_path: Path, damage: str, complaint: str):
@@ -249,3 +262,58 @@ def test_ledger_in_a_place_that_cannot_hold_one_is_refused(tmp_path: Path):
     (tmp_path / "ledger.sqlite").mkdir()
     with pytest.raises(StorageError, match="unable to open"):
         Ledger.open(tmp_path / "ledger.sqlite")
+
+
+FIRST_FORM = """
+CREATE TABLE leases (
+    lease_id INTEGER PRIMARY KEY, policy_version INTEGER NOT NULL, state TEXT NOT NULL,
+    step INTEGER, reason TEXT
+) STRICT;
+CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+INSERT INTO leases VALUES
+    (0, 0, 'committed', 1, NULL), (1, 2, 'committed', 1, NULL), (2, 1, 'leased', 2, NULL),
+    (3, 1, 'stored', NULL, NULL), (4, 1, 'issued', NULL, NULL), (5, 2, 'rejected', NULL, 'zero_variance'),
+    (6, 0, 'leased', 2, NULL);
+INSERT INTO facts VALUES ('shard_0', '3');
+"""
+
+
+def test_ledger_of_the_first_form_is_brought_up_to_date(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with closing(sqlite3.connect(path)) as first:
+        first.executescript(FIRST_FORM)
+    for _ in range(2):  # the second time there is nothing to do
+        with closing(Ledger.open(path)) as ledger:
+            assert ledger.account() == Account(issued=7, rolling_out=1, rejected=1, stored=1, trained=4)
+            steps = {step: [use.lease_id for use in uses] for step, uses in ledger.steps.items()}
+            assert steps == {1: [0, 1], 2: [6, 2]}
+            assert {use.weight for uses in ledger.steps.values() for use in uses} == {1.0}
+            assert (ledger.reasons, ledger.facts) == ({"zero_variance": 1}, {"shard_0": "3"})
+    with closing(Ledger.open(path)) as ledger:
+        assert ledger.roll_back(1) == 2
+        ledger.lease(2, [2, 0])
+
+
+def test_ledger_of_a_newer_build_is_refused_untouched(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    Ledger.open(path).close()
+    with closing(sqlite3.connect(path)) as newer:
+        newer.execute("PRAGMA user_version = 9")
+    with pytest.raises(StorageError, match=r"its schema is 9, this build's is 2: upgrade"):
+        Ledger.open(path)
+
+
+def test_group_given_to_several_steps_goes_back_only_when_none_has_it(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger.open(path)) as ledger:
+        ledger.issue(1, 0)
+        ledger.store(0, spread=0.25)
+        for step in (1, 2, 3):
+            ledger.lease(step, [0], [step / 4])
+        ledger.commit(1)
+    for step, uses in ((2, 2), (1, 1), (0, 0)):
+        with closing(Ledger.open(path)) as ledger:
+            ledger.roll_back(step)
+            assert (ledger.samples, len(ledger.stored)) == (uses, uses == 0)
+    with closing(Ledger.open(path)) as ledger:
+        assert ledger.stored[0].spread == 0.25

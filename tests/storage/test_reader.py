@@ -32,9 +32,12 @@ async def test_batch_holds_the_siblings_in_order_from_every_shard(bus, tmp_path)
         for lease_id in (1, 0):
             for sample in (1, 0):
                 await send(bus, make_trajectory(lease_id, sample))
-        groups = await ReplayReader(bus, "a").batch(1, 0, on_wait=Heard().append)
+        batch = await ReplayReader(bus, "a").batch(1, 0, on_wait=Heard().append)
     expected = [[make_trajectory(lease_id, sample) for sample in range(2)] for lease_id in range(2)]
-    assert [list(map(encode, group)) for group in groups] == [list(map(encode, group)) for group in expected]
+    assert [list(map(encode, group)) for group in batch.groups] == [
+        list(map(encode, group)) for group in expected
+    ]
+    assert batch.weights == [1.0, 1.0]
 
 
 async def test_batch_waits_with_the_reason_through_a_restart_of_storage(bus, tmp_path, connect):
@@ -49,7 +52,7 @@ async def test_batch_waits_with_the_reason_through_a_restart_of_storage(bus, tmp
         async with serving(bus, tmp_path):
             await send_groups(bus, [3])
             async with asyncio.timeout(5):
-                groups = await batch
+                groups = (await batch).groups
     assert [[t.lease_id for t in group] for group in groups] == [[0, 0], [3, 3]]
 
 
@@ -64,8 +67,8 @@ async def test_learner_that_resumes_reads_the_uncommitted_steps_again(bus, tmp_p
         second = ReplayReader(bus, "b")
         await second.resumed(1)
         again = await second.batch(2, 1, on_wait=Heard().append)
-        assert [t.trajectory_id for group in again for t in group] == [
-            t.trajectory_id for group in batches[1] for t in group
+        assert [t.trajectory_id for group in again.groups for t in group] == [
+            t.trajectory_id for group in batches[1].groups for t in group
         ]
         assert storage.ledger.account().trained == 4
         for refused in (first.batch(3, 2, on_wait=Heard().append), first.committed(2)):

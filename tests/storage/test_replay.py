@@ -19,7 +19,7 @@ from bus.errors import SchemaError, StorageError
 from bus.messages import Trajectory, group_name
 from storage import replay
 from storage.replay import ReplayStore
-from storage.segments import COLUMNS, TOKEN_ARRAYS
+from storage.segments import RECORD_FIELDS, ROW_COLUMNS, TOKEN_ARRAYS
 
 PROPERTY = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -105,7 +105,7 @@ def test_any_batching_with_duplicates_reads_back_bit_for_bit(tmp_path_factory, b
     assert store.trajectories == len(seen)
     everything = [t for lease in completed for t in group(lease, sizes[lease])]
     assert as_bytes(store.read(completed)) == as_bytes(everything)
-    files = (path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
+    files = (path for path in directory.glob("segment_*/**/*") if path.is_file())
     assert store.size_bytes == sum(path.stat().st_size for path in files)
     store.close()
 
@@ -116,20 +116,23 @@ def test_a_segment_is_a_zarr_group_that_the_zarr_api_reads(tmp_path):
     store.append(stored)
     [segment] = segments_of(tmp_path)
     opened = zarr.open_group(segment, mode="r")
-    assert set(opened.array_keys()) == {*TOKEN_ARRAYS, "offsets", "records"}
+    assert set(opened.array_keys()) == {*TOKEN_ARRAYS, "records", "rows"}
     for name, dtype in TOKEN_ARRAYS.items():
         assert opened[name].dtype == dtype
         assert opened[name].chunks == opened[name].shape
         np.testing.assert_array_equal(opened[name][:], np.concatenate([getattr(t, name) for t in stored]))
-    assert opened["offsets"].dtype == np.int64
-    assert opened["offsets"][:].tolist() == np.cumsum([0, *(len(t.token_ids) for t in stored)]).tolist()
+    rows = opened["rows"]
+    assert rows.dtype == np.int64
+    assert rows.chunks == rows.shape == (3, len(ROW_COLUMNS))
+    assert rows[:, 0].tolist() == np.cumsum([len(t.token_ids) for t in stored]).tolist()
+    assert rows[:, 2:5].tolist() == [[3, 1, 2], [3, 0, 2], [4, 0, 1]]
     assert opened["records"].dtype == np.uint8
     assert opened["records"][:].tobytes() == (segment / "records" / "c.0").read_bytes()
     store.close()
 
 
 def test_every_field_of_a_trajectory_has_a_place_in_a_segment():
-    assert {*COLUMNS, *TOKEN_ARRAYS} == set(Trajectory.__dataclass_fields__)
+    assert {*RECORD_FIELDS, *TOKEN_ARRAYS} == set(Trajectory.__dataclass_fields__)
 
 
 def test_an_append_of_nothing_new_writes_no_segment(tmp_path):
@@ -183,10 +186,8 @@ def test_leftovers_of_a_killed_writer_are_ignored_and_removed(tmp_path):
 
 
 def every_file_of_a_segment() -> list[str]:
-    chunks = [
-        f"{name}/{file}" for name in (*TOKEN_ARRAYS, "offsets", "records") for file in ("zarr.json", "c.0")
-    ]
-    return ["zarr.json", *chunks]
+    documents = [f"{name}/zarr.json" for name in (*TOKEN_ARRAYS, "records", "rows")]
+    return ["zarr.json", *documents, "rows/c.0.0", *(f"{name}/c.0" for name in (*TOKEN_ARRAYS, "records"))]
 
 
 @pytest.mark.parametrize("name", every_file_of_a_segment())
@@ -205,12 +206,12 @@ def test_a_segment_with_a_missing_or_short_file_is_refused_by_name(tmp_path, nam
         ReplayStore.open(tmp_path)
 
 
-@pytest.mark.parametrize("name", [*TOKEN_ARRAYS, "records"])
+@pytest.mark.parametrize("name", [*(f"{name}/c.0" for name in (*TOKEN_ARRAYS, "records")), "rows/c.0.0"])
 def test_a_flipped_bit_is_never_trained_on(tmp_path, name):
     store = ReplayStore.open(tmp_path)
     store.append(group(0))
     store.close()
-    chunk = segments_of(tmp_path)[0] / name / "c.0"
+    chunk = segments_of(tmp_path)[0] / name
     content = bytearray(chunk.read_bytes())
     content[len(content) // 2] ^= 1
     chunk.write_bytes(content)
@@ -229,7 +230,7 @@ def test_foreign_and_missing_segments_are_refused_by_name(tmp_path):
     (tmp_path / "notes").rmdir()
     first = segments_of(tmp_path)[0]
     first.rename(tmp_path / ".away")
-    with pytest.raises(StorageError, match="segment_00000002 is here but an earlier segment is missing"):
+    with pytest.raises(StorageError, match="segment_00000001 is here but an earlier segment is missing"):
         ReplayStore.open(tmp_path)
     zarr.open_group(first, mode="w")
     with pytest.raises(StorageError, match="segment_00000000 is not a replay segment"):
@@ -241,8 +242,8 @@ def test_a_segment_of_another_format_names_both_formats(tmp_path):
     store.append(group(0))
     store.close()
     document = segments_of(tmp_path)[0] / "zarr.json"
-    document.write_text(document.read_text().replace('"sluice_replay": 1', '"sluice_replay": 9'))
-    with pytest.raises(StorageError, match="has format 9, this build reads 1"):
+    document.write_text(document.read_text().replace('"sluice_replay": 2', '"sluice_replay": 9'))
+    with pytest.raises(StorageError, match="has format 9, this build reads 2"):
         ReplayStore.open(tmp_path)
 
 
@@ -282,11 +283,14 @@ def test_mapped_segments_are_bounded_and_results_outlive_the_store(tmp_path, mon
     for lease in range(8):
         store.append(group(lease))
     before = len(list(Path("/proc/self/fd").iterdir()))
-    read = store.read([*range(8), *range(8)])
-    assert len(list(Path("/proc/self/fd").iterdir())) == before + 3 * len(TOKEN_ARRAYS)
+    for _ in range(2):
+        assert as_bytes(store.read(range(8))) == as_bytes(t for lease in range(8) for t in group(lease))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 3 * (len(TOKEN_ARRAYS) + 1)
+    read = store.read(range(8))
     store.close()
+    assert as_bytes(read) == as_bytes(t for lease in range(8) for t in group(lease))
+    del read
     assert len(list(Path("/proc/self/fd").iterdir())) == before - 1
-    assert as_bytes(read) == as_bytes(t for lease in [*range(8), *range(8)] for t in group(lease))
 
 
 def test_reads_run_while_another_thread_appends(tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.sampling import Candidate, Choice, expired, oldest_first
+from storage.sampling import Candidate, Choice, Question, expired, oldest_first
 
 
 def groups(*versions_and_ids: tuple[int, int]) -> list[Candidate]:
@@ -13,9 +13,8 @@ def groups(*versions_and_ids: tuple[int, int]) -> list[Candidate]:
 
 
 def choose(stored, rolling_out, *, count: int, at: int, staleness: int) -> Choice:
-    return oldest_first(
-        groups(*stored), groups(*rolling_out), groups=count, train_version=at, max_staleness=staleness
-    )
+    question = Question(groups=count, train_version=at, max_staleness=staleness)
+    return oldest_first(groups(*stored), groups(*rolling_out), question)
 
 
 def test_oldest_groups_are_taken_first():
@@ -25,7 +24,7 @@ def test_oldest_groups_are_taken_first():
 
 def test_step_waits_until_enough_groups_are_stored():
     choice = choose([(0, 0)], [(0, 1), (0, 2)], count=2, at=0, staleness=4)
-    assert choice == Choice(waiting_for="1 of 2 groups are stored, 2 rolling out")
+    assert choice == Choice(waiting_for="1 of 2 groups are stored, 2 rolling out", blockers=(1,))
 
 
 def test_straggler_is_passed_until_the_last_step_before_its_deadline():
@@ -100,7 +99,7 @@ class Simulation:
             return True
         bound = {"train_version": step - 1, "max_staleness": self.staleness}
         assert expired(self.stored, **bound) == []
-        choice = oldest_first(self.stored, self.rolling_out, groups=self.count, **bound)
+        choice = oldest_first(self.stored, self.rolling_out, Question(groups=self.count, **bound))
         assert bool(choice.leases) != bool(choice.waiting_for)
         self.steps[step] = [c for c in self.stored if c.lease_id in choice.leases]
         self.stored = [c for c in self.stored if c.lease_id not in choice.leases]

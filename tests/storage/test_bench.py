@@ -1,0 +1,16 @@
+"""The measurements run, and replay is as fast as it says."""
+
+import pytest
+
+from storage.bench import LIMITS, bench_replay
+
+pytestmark = [pytest.mark.slow, pytest.mark.nats]
+
+
+def test_every_figure_is_measured_and_a_million_trajectories_open_at_once(tmp_path):
+    report = bench_replay(directory=tmp_path)
+    assert report["ratios"].keys() == report["limits"].keys() == report["limited_by"].keys() == LIMITS.keys()
+    assert all(ratio > 0 for ratio in report["ratios"].values())
+    assert report["absolute"]["trajectories"] >= 1_000_000
+    assert report["absolute"]["open_s"] < 2
+    assert report["absolute"]["choose_group_us"] < 1000
