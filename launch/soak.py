@@ -63,6 +63,11 @@ class Soak:
     faults: Counter[str] = field(default_factory=Counter)
     process: asyncio.subprocess.Process | None = None
 
+    @property
+    def kills(self) -> int:
+        """Processes killed so far."""
+        return sum(n for kind, n in self.faults.items() if kind.startswith("killed"))
+
     async def start(self) -> None:
         """Start the run, or start it again."""
         with (self.directory / "soak.log").open("ab") as output:
@@ -156,8 +161,10 @@ class Soak:
                         yield child
 
 
-async def run_soak(minutes: float, seed: int, directory: Path, stop: asyncio.Event) -> dict[str, Json]:
-    """Harm a run for so long, let it settle, stop it, and account for every trajectory.
+async def run_soak(
+    minutes: float, seed: int, directory: Path, stop: asyncio.Event, *, kills: int = 0
+) -> dict[str, Json]:
+    """Harm a run for so long and at least so many kills, let it settle, stop it, and account for everything.
 
     Raises `SluiceError` when the run does not start, gives up, or does not end.
     """
@@ -168,7 +175,7 @@ async def run_soak(minutes: float, seed: int, directory: Path, stop: asyncio.Eve
     await _training(run, soak)
     deadline = time.monotonic() + 60 * minutes
     try:
-        while time.monotonic() < deadline and not stop.is_set():
+        while (time.monotonic() < deadline or soak.kills < kills) and not stop.is_set():
             await asyncio.sleep(soak.random.expovariate(1 / 5.0))
             await soak.fault()
             _refuse_end(soak)

@@ -39,6 +39,6 @@ def test_anything_lost_doubled_or_stale_fails_the_soak(change):
 @pytest.mark.slow
 @pytest.mark.nats
 async def test_a_minute_of_kills_loses_nothing(tmp_path):
-    result = await run_soak(1.0, 3, tmp_path, asyncio.Event())
+    result = await run_soak(1.0, 3, tmp_path, asyncio.Event(), kills=6)
     assert exit_status(result) == 0, result
     assert result["kills"] >= 6, result
