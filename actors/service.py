@@ -51,7 +51,8 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         tokenizer = AutoTokenizer.from_pretrained(model)
         build_engine = partial(EmbeddedEngine.from_directory, model, settings.actors.engine)
         ends = stop_tokens(model, tokenizer)
-        sampled, greedy = _sampling(settings.sampling, ends)
+        sampled = Sampling.from_config(settings.sampling, ends)
+        greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0)
         engine = build_engine()
         await engine.start()
         try:
@@ -150,18 +151,6 @@ def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
     if not found:
         raise ConfigError("neither the model's config.json nor its tokenizer names an end token (eos_token)")
     return tuple(sorted(found))
-
-
-def _sampling(config: SamplingConfig, ends: tuple[int, ...]) -> tuple[Sampling, Sampling]:
-    """As in training, and greedy."""
-    sampled = Sampling(
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        max_new_tokens=config.max_new_tokens,
-        stop_token_ids=ends,
-    )
-    return sampled, replace(sampled, temperature=0.0, top_p=1.0, top_k=0)
 
 
 async def _first_policy(bus: Bus, patience_s: float, stop: asyncio.Event) -> PolicyManifest | None:
