@@ -174,6 +174,8 @@ class GroupRef(Message, tag="group_ref"):
     shard: int
     weight: float = 1.0
     """Importance weight of its advantages in this step, at most 1."""
+    tokens: int = 0
+    """Of all its trajectories together, so that groups can be balanced before they are fetched."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,11 +248,15 @@ class StoredGroups(Message, tag="stored_groups"):
     """Groups complete in the shard altogether."""
     spreads: tuple[float, ...] = ()
     """Mean |reward - mean reward| of each group's siblings, if asked for."""
+    tokens: tuple[int, ...] = ()
+    """Of each group, all its trajectories together."""
 
     def check(self) -> None:
-        """Refuse spreads that do not fit the groups."""
+        """Refuse spreads or tokens that do not fit the groups."""
         if self.spreads and len(self.spreads) != len(self.lease_ids):
             raise SchemaError(f"{len(self.spreads)} spreads for {len(self.lease_ids)} groups")
+        if self.tokens and len(self.tokens) != len(self.lease_ids):
+            raise SchemaError(f"tokens of {len(self.tokens)} groups for {len(self.lease_ids)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

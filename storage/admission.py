@@ -83,8 +83,9 @@ class Admission:
         if through <= self.seen(news.shard):
             return False
         spreads: Sequence[float] = news.spreads or [0.0] * len(news.lease_ids)
-        for lease_id, spread in zip(news.lease_ids, spreads, strict=True):
-            self._ledger.store(lease_id, spread)
+        tokens: Sequence[int] = news.tokens or [0] * len(news.lease_ids)
+        for lease_id, spread, count in zip(news.lease_ids, spreads, tokens, strict=True):
+            self._ledger.store(lease_id, spread, count)
         self._ledger.set_fact(f"shard_{news.shard}", str(through))
         self._waiting = None
         return True

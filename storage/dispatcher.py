@@ -275,8 +275,13 @@ class Dispatcher:
             return Waiting(reason=groups)
         await asyncio.to_thread(self.ledger.flush)  # also if another request chose them a moment ago
         refs = (
-            GroupRef(lease_id=g.lease_id, shard=shard_of(g.lease_id, self._shards), weight=g.weight)
-            for g in groups
+            GroupRef(
+                lease_id=use.lease_id,
+                shard=shard_of(use.lease_id, self._shards),
+                weight=use.weight,
+                tokens=use.group.tokens,
+            )
+            for use in groups
         )
         return BatchLease(step=request.step, groups=tuple(refs))
 

@@ -1,7 +1,7 @@
-"""Which samples of which groups a shard holds, and in which row: what is known of 10^6 trajectories in 60 MB.
+"""Which samples of which groups a shard holds, and in which row: what is known of 10^6 trajectories in 65 MB.
 
 A trajectory's row counts from 0 over the whole shard, in the order of writing; merging segments and retiring
-them changes no row. The index is arrays: three columns that are kept on disk, and two that follow from them.
+them changes no row. The index is arrays: four columns that are kept on disk, and two that follow from them.
 """
 
 import io
@@ -25,11 +25,13 @@ LARGEST = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Of N rows, whose they are."""
+    """Of N rows, whose they are and how long."""
 
     leases: NDArray[np.int64]
     samples: NDArray[np.int32]
     group_sizes: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    """0 in what was written before they were counted."""
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
@@ -39,13 +41,13 @@ class Columns:
     @classmethod
     def none(cls) -> Self:
         """No rows."""
-        return cls(np.empty(0, np.int64), np.empty(0, np.int32), np.empty(0, np.int32))
+        return cls(np.empty(0, np.int64), *(np.empty(0, np.int32) for _ in range(3)))
 
     def __len__(self) -> int:
         return len(self.leases)
 
     def __getitem__(self, rows: slice) -> "Columns":
-        return Columns(self.leases[rows], self.samples[rows], self.group_sizes[rows])
+        return Columns(self.leases[rows], self.samples[rows], self.group_sizes[rows], self.tokens[rows])
 
 
 def save_columns(path: Path, columns: Columns, ends: Sequence[int]) -> None:
@@ -56,6 +58,7 @@ def save_columns(path: Path, columns: Columns, ends: Sequence[int]) -> None:
         leases=columns.leases,
         samples=columns.samples,
         group_sizes=columns.group_sizes,
+        tokens=columns.tokens,
         ends=np.asarray(ends, np.int64),
     )
     try:
@@ -68,11 +71,14 @@ def load_columns(path: Path) -> tuple[Columns, NDArray[np.int64]]:
     """What `save_columns` wrote. Raises `StorageError` when it is missing or anything in it has changed."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as found:  # checks their checksums
-            columns = Columns(found["leases"], found["samples"], found["group_sizes"])
+            leases = found["leases"]
+            tokens = found["tokens"] if "tokens" in found else np.zeros(len(leases), np.int32)
+            columns = Columns(leases, found["samples"], found["group_sizes"], tokens)
             ends = found["ends"]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise StorageError(f"{path} cannot be used ({error}): restore it") from error
-    if {len(columns.samples), len(columns.group_sizes), *ends[-1:].tolist()} - {len(columns)}:
+    lengths = {len(columns.samples), len(columns.group_sizes), len(columns.tokens), *ends[-1:].tolist()}
+    if lengths - {len(columns)}:
         raise StorageError(f"{path} cannot be used (its columns differ in length): restore it")
     return columns, ends
 
@@ -85,6 +91,7 @@ class RowIndex:
         self._leases = _as_array("q", columns.leases)
         self._samples = _as_array("i", columns.samples)
         self._sizes = _as_array("i", columns.group_sizes)
+        self._tokens = _as_array("i", columns.tokens)
         previous, ordinal, last = _chains(columns.leases)
         self._previous = _as_array("q", previous)
         """Row of the group's sample stored before this one, or -1."""
@@ -103,6 +110,7 @@ class RowIndex:
             np.array(self._leases[rows], np.int64),
             np.array(self._samples[rows], np.int32),
             np.array(self._sizes[rows], np.int32),
+            np.array(self._tokens[rows], np.int32),
         )
 
     def fresh(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
@@ -120,7 +128,7 @@ class RowIndex:
                 fresh.setdefault((t.lease_id, t.sample), t)
         return list(fresh.values())
 
-    def add(self, lease_id: int, sample: int, group_size: int) -> bool:
+    def add(self, lease_id: int, sample: int, group_size: int, tokens: int) -> bool:
         """Index the next row; whether it completes its group."""
         last = self._last.get(lease_id, -1)
         ordinal = 1 + (self._ordinal[last] if last >= 0 else 0)
@@ -128,6 +136,7 @@ class RowIndex:
         self._leases.append(lease_id)
         self._samples.append(sample)
         self._sizes.append(group_size)
+        self._tokens.append(tokens)
         self._previous.append(last)
         self._ordinal.append(ordinal)
         if ordinal < group_size:
@@ -150,6 +159,10 @@ class RowIndex:
         rows = list(self._chain(self._last.get(lease_id, -1)))
         rows.sort(key=self._samples.__getitem__)
         return rows
+
+    def tokens(self, lease_id: int) -> int:
+        """Of all stored samples of a group together."""
+        return sum(self._tokens[row] for row in self._chain(self._last.get(lease_id, -1)))
 
     def _holds(self, last: int, sample: int) -> bool:
         if self._ordinal[last] == self._sizes[last]:

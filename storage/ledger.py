@@ -21,8 +21,9 @@ State = Literal["issued", "stored", "leased", "committed", "rejected"]
 _Change = tuple[str, tuple[tuple[object, ...], ...]]
 """A statement and the rows of values to run it with."""
 
-SCHEMA_VERSION = 2
-"""Kept as SQLite's `user_version`. The first form wrote none, and one step for each lease."""
+SCHEMA_VERSION = 3
+"""Kept as SQLite's `user_version`. The first form wrote none, and one step for each lease; the second did
+not know how many tokens a group has."""
 
 _USES = """
 CREATE TABLE IF NOT EXISTS uses (
@@ -37,7 +38,7 @@ _SCHEMA = f"""
 BEGIN;
 CREATE TABLE IF NOT EXISTS leases (
     lease_id INTEGER PRIMARY KEY, policy_version INTEGER NOT NULL, state TEXT NOT NULL,
-    reason TEXT, spread REAL NOT NULL DEFAULT 0
+    reason TEXT, spread REAL NOT NULL DEFAULT 0, tokens INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 {_USES}
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -53,7 +54,14 @@ INSERT INTO uses
     FROM leases WHERE step IS NOT NULL;
 ALTER TABLE leases DROP COLUMN step;
 ALTER TABLE leases ADD COLUMN spread REAL NOT NULL DEFAULT 0;
-PRAGMA user_version = {SCHEMA_VERSION};
+PRAGMA user_version = 2;
+COMMIT;
+"""
+
+_FROM_SECOND_FORM = """
+BEGIN;
+ALTER TABLE leases ADD COLUMN tokens INTEGER NOT NULL DEFAULT 0;
+PRAGMA user_version = 3;
 COMMIT;
 """
 
@@ -150,17 +158,21 @@ class Ledger:
         )
         return [lease.lease_id for lease in leases]
 
-    def store(self, lease_id: int, spread: float = 0.0) -> bool:
+    def store(self, lease_id: int, spread: float = 0.0, tokens: int = 0) -> bool:
         """The group is complete in a shard; False when that was known or it is settled otherwise.
 
-        `spread` is the mean |reward - mean reward| of its siblings, where a strategy asks for it.
+        `spread` is the mean |reward - mean reward| of its siblings, where a strategy asks for it;
+        `tokens` are theirs together.
         """
         lease = self.rolling_out.pop(lease_id, None)
         if lease is None:
             return False
-        self.stored[lease_id] = Candidate(lease.policy_version, lease_id, spread)
+        self.stored[lease_id] = Candidate(lease.policy_version, lease_id, spread, tokens)
         self._change(
-            ("UPDATE leases SET state = 'stored', spread = ? WHERE lease_id = ?", ((spread, lease_id),))
+            (
+                "UPDATE leases SET state = 'stored', spread = ?, tokens = ? WHERE lease_id = ?",
+                ((spread, tokens, lease_id),),
+            )
         )
         return True
 
@@ -334,9 +346,9 @@ class Ledger:
         self.facts: dict[str, str] = dict(self._sql.execute("SELECT name, value FROM facts"))
         [(self.next_id,)] = self._sql.execute("SELECT COALESCE(MAX(lease_id) + 1, 0) FROM leases")
         given: dict[int, Candidate] = {}
-        rows = self._sql.execute("SELECT lease_id, policy_version, state, reason, spread FROM leases")
-        for lease_id, policy_version, state, reason, spread in rows:
-            lease = Candidate(policy_version, lease_id, spread)
+        rows = self._sql.execute("SELECT lease_id, policy_version, state, reason, spread, tokens FROM leases")
+        for lease_id, policy_version, state, reason, spread, tokens in rows:
+            lease = Candidate(policy_version, lease_id, spread, tokens)
             if state in ("leased", "committed"):
                 given[lease_id] = lease
             else:
@@ -373,6 +385,8 @@ def prepare(connection: sqlite3.Connection) -> None:
         raise StorageError(f"its schema is {version}, this build's is {SCHEMA_VERSION}: upgrade this process")
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
-    if tables and version < SCHEMA_VERSION:
+    if tables and version < 2:
         connection.executescript(_FROM_FIRST_FORM)
+    if tables and version < 3:
+        connection.executescript(_FROM_SECOND_FORM)
     connection.executescript(_SCHEMA)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -41,6 +41,10 @@ class Batch:
     """Importance weight of each group, at most 1."""
 
 
+def _unheard(reason: str) -> None:
+    """For those who need not know what a fetch waits for."""
+
+
 class ReplayReader:
     """What one learner incarnation reads of its run's replay."""
 
@@ -49,7 +53,16 @@ class ReplayReader:
         self._incarnation = incarnation
 
     async def batch(self, step: int, policy_version: int, *, on_wait: Callable[[str], None]) -> Batch:
-        """The groups of `step`; `on_wait` hears what it is waiting for.
+        """The groups of `step`, leased and fetched; `on_wait` hears what it is waiting for.
+
+        Raises as `lease` and `fetch` do.
+        """
+        lease = await self.lease(step, policy_version, on_wait=on_wait)
+        groups = await self.fetch(lease.groups, on_wait=on_wait)
+        return Batch(groups, [group.weight for group in lease.groups])
+
+    async def lease(self, step: int, policy_version: int, *, on_wait: Callable[[str], None]) -> BatchLease:
+        """Which groups `step` trains on, the same whenever it is asked for; nothing of them is fetched.
 
         Raises `BusError` when storage gives neither a batch nor a reason for `SILENCE_LIMIT_S`, `FencedError`
         when another learner took over.
@@ -63,8 +76,7 @@ class ReplayReader:
                     subject, request, BatchLease, Waiting, timeout_s=ANSWER_TIMEOUT_S
                 )
                 if isinstance(answer, BatchLease):
-                    weights = [group.weight for group in answer.groups]
-                    return Batch(await self._fetch(answer.groups), weights)
+                    return answer
                 if isinstance(answer, Waiting):
                     on_wait(answer.reason)
                 heard = time.monotonic()
@@ -72,6 +84,25 @@ class ReplayReader:
                 _raise_if_final(error, heard)
                 on_wait(f"storage does not answer: {error}")
                 await asyncio.sleep(RETRY_S)
+
+    async def fetch(
+        self, refs: Sequence[GroupRef], *, on_wait: Callable[[str], None] = _unheard
+    ) -> list[list[Trajectory]]:
+        """The siblings of each group, in the order of `refs`: a part of a lease, or all of it.
+
+        Every rank of a learner may fetch its own. Raises `BusError` when a shard does not give them for
+        `SILENCE_LIMIT_S`.
+        """
+        by_shard: defaultdict[int, list[int]] = defaultdict(list)
+        for ref in refs:
+            by_shard[ref.shard].append(ref.lease_id)
+        answers = await asyncio.gather(
+            *(self._read(shard, leases, on_wait) for shard, leases in by_shard.items())
+        )
+        siblings: defaultdict[int, list[Trajectory]] = defaultdict(list)
+        for trajectory in (t for answer in answers for t in answer):
+            siblings[trajectory.lease_id].append(trajectory)
+        return [siblings[ref.lease_id] for ref in refs]
 
     async def committed(self, step: int) -> None:
         """Tell storage that a durable checkpoint holds every step up to `step`."""
@@ -94,25 +125,25 @@ class ReplayReader:
             else:
                 return
 
-    async def _fetch(self, groups: tuple[GroupRef, ...]) -> list[list[Trajectory]]:
-        """Bodies from their shards, in parallel, in the order of `groups`."""
-        by_shard: defaultdict[int, list[int]] = defaultdict(list)
-        for group in groups:
-            by_shard[group.shard].append(group.lease_id)
-        answers = await asyncio.gather(*(self._read(shard, leases) for shard, leases in by_shard.items()))
-        siblings: defaultdict[int, list[Trajectory]] = defaultdict(list)
-        for trajectory in (t for answer in answers for t in answer):
-            siblings[trajectory.lease_id].append(trajectory)
-        return [siblings[group.lease_id] for group in groups]
-
-    async def _read(self, shard: int, lease_ids: list[int]) -> list[Trajectory]:
-        batches = await self._bus.request_many(
-            self._bus.subject("rpc", "read", shard),
-            ReadRequest(lease_ids=tuple(lease_ids)),
-            TrajectoryBatch,
-            timeout_s=ANSWER_TIMEOUT_S,
-        )
-        return [trajectory for batch in batches for trajectory in batch.trajectories]
+    async def _read(
+        self, shard: int, lease_ids: list[int], on_wait: Callable[[str], None]
+    ) -> list[Trajectory]:
+        """What a shard holds of these groups, which may be restarting."""
+        began = time.monotonic()
+        while True:
+            try:
+                batches = await self._bus.request_many(
+                    self._bus.subject("rpc", "read", shard),
+                    ReadRequest(lease_ids=tuple(lease_ids)),
+                    TrajectoryBatch,
+                    timeout_s=ANSWER_TIMEOUT_S,
+                )
+            except BusError as error:
+                _raise_if_final(error, began)
+                on_wait(f"shard {shard} does not answer: {error}")
+                await asyncio.sleep(RETRY_S)
+            else:
+                return [trajectory for batch in batches for trajectory in batch.trajectories]
 
 
 def _raise_if_final(error: BusError, heard: float) -> None:

@@ -100,6 +100,10 @@ class ReplayStore:
         with self._mutex:
             return tuple(self._pieces)
 
+    def tokens_of(self, lease_id: int) -> int:
+        """Of all trajectories of a complete group together."""
+        return self._index.tokens(lease_id)  # without the mutex, as its rows change no more
+
     def leases_of(self, piece: Piece) -> NDArray[np.int64]:
         """Of the trajectories that a piece holds or held, each once."""
         return np.unique(self._columns_of(piece).leases)
@@ -129,7 +133,7 @@ class ReplayStore:
             self._pieces.append(piece)
             self._begins.append(len(self._index))
             for t in fresh:
-                self._index.add(t.lease_id, t.sample, t.group_size)
+                self._index.add(t.lease_id, t.sample, t.group_size, len(t.token_ids))
             self._ends.append(len(self._index))
         completed = self.completed[before:]
         segments, rows = self._indexed

@@ -23,6 +23,8 @@ class Candidate:
     lease_id: int
     spread: float = field(default=0.0, compare=False)
     """Mean |advantage| of its siblings, before any normalisation; 0 where nobody asked for it."""
+    tokens: int = field(default=0, compare=False)
+    """Of all its siblings together, once it is stored."""
 
 
 @dataclass(frozen=True)

@@ -188,8 +188,9 @@ def check_segment(path: Path) -> Summary:
 def read_columns(path: Path) -> Columns:
     """Whose trajectories a segment holds. Raises `StorageError` naming a torn or corrupt one."""
     with _naming(path):
-        rows = _rows(path, _summary(path))[1:]
-    return Columns(rows[:, 2].copy(), rows[:, 3].astype(np.int32), rows[:, 4].astype(np.int32))
+        rows = _rows(path, _summary(path))
+    samples, group_sizes = rows[1:, 3].astype(np.int32), rows[1:, 4].astype(np.int32)
+    return Columns(rows[1:, 2].copy(), samples, group_sizes, np.diff(rows[:, 0]).astype(np.int32))
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class Shard:
             return [news]
         leases = news.lease_ids[:ANSWER_SPREADS]
         spreads = await asyncio.to_thread(lambda: tuple(map(self._spread, leases)))
-        return [replace(news, lease_ids=leases, spreads=spreads)]
+        return [replace(news, lease_ids=leases, spreads=spreads, tokens=news.tokens[:ANSWER_SPREADS])]
 
     def _spread(self, lease_id: int) -> float:
         """Mean |reward - mean reward| of the group; 0 when it cannot be read, as after its removal."""
@@ -120,11 +120,13 @@ class Shard:
 
     def _news(self, after: int) -> StoredGroups:
         completed = self.store.completed
+        leases = tuple(completed[after : after + ANSWER_LEASES])
         return StoredGroups(
             shard=self._number,
             after=after,
-            lease_ids=tuple(completed[after : after + ANSWER_LEASES]),
+            lease_ids=leases,
             total=len(completed),
+            tokens=tuple(map(self.store.tokens_of, leases)),
         )
 
 

@@ -294,12 +294,26 @@ def test_ledger_of_the_first_form_is_brought_up_to_date(tmp_path: Path):
         ledger.lease(2, [2, 0])
 
 
+def test_ledger_of_the_second_form_is_brought_up_to_date(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger.open(path)) as ledger:
+        ledger.issue(2, 0)
+        ledger.store(0, spread=0.5)
+    with closing(sqlite3.connect(path)) as second:
+        second.executescript("ALTER TABLE leases DROP COLUMN tokens; PRAGMA user_version = 2;")
+    with closing(Ledger.open(path)) as ledger:
+        assert (ledger.stored[0].spread, ledger.stored[0].tokens) == (0.5, 0)
+        ledger.store(1, tokens=30)
+    with closing(Ledger.open(path)) as ledger:
+        assert [group.tokens for group in ledger.stored.values()] == [0, 30]
+
+
 def test_ledger_of_a_newer_build_is_refused_untouched(tmp_path: Path):
     path = tmp_path / "ledger.sqlite"
     Ledger.open(path).close()
     with closing(sqlite3.connect(path)) as newer:
         newer.execute("PRAGMA user_version = 9")
-    with pytest.raises(StorageError, match=r"its schema is 9, this build's is 2: upgrade"):
+    with pytest.raises(StorageError, match=r"its schema is 9, this build's is 3: upgrade"):
         Ledger.open(path)
 
 
@@ -307,7 +321,7 @@ def test_group_given_to_several_steps_goes_back_only_when_none_has_it(tmp_path: 
     path = tmp_path / "ledger.sqlite"
     with closing(Ledger.open(path)) as ledger:
         ledger.issue(1, 0)
-        ledger.store(0, spread=0.25)
+        ledger.store(0, spread=0.25, tokens=100)
         for step in (1, 2, 3):
             ledger.lease(step, [0], [step / 4])
         ledger.commit(1)
@@ -316,4 +330,4 @@ def test_group_given_to_several_steps_goes_back_only_when_none_has_it(tmp_path: 
             ledger.roll_back(step)
             assert (ledger.samples, len(ledger.stored)) == (uses, uses == 0)
     with closing(Ledger.open(path)) as ledger:
-        assert ledger.stored[0].spread == 0.25
+        assert (ledger.stored[0].spread, ledger.stored[0].tokens) == (0.25, 100)

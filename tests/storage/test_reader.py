@@ -9,7 +9,7 @@ from bus.errors import BusError, FencedError
 from storage import reader as reader_module
 from storage.reader import ReplayReader
 from tests.factories import make_trajectory
-from tests.storage.serving import LearnerStandIn, has, send, send_groups, serving, until
+from tests.storage.serving import SMALL, LearnerStandIn, has, send, send_groups, serving, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 
@@ -38,6 +38,42 @@ async def test_batch_holds_the_siblings_in_order_from_every_shard(bus, tmp_path)
         list(map(encode, group)) for group in expected
     ]
     assert batch.weights == [1.0, 1.0]
+
+
+async def test_lease_says_how_long_groups_are_and_each_rank_fetches_its_own(bus, tmp_path):
+    admission = SMALL.model_copy(update={"groups_per_step": 4})
+    async with serving(bus, tmp_path, admission):
+        await LearnerStandIn(bus).publish(0)
+        await has(bus, "TASKS", 8)
+        for lease_id in range(4):
+            for sample in range(2):
+                await send(bus, make_trajectory(lease_id, sample, tokens=8 + 2 * lease_id))
+        lease = await ReplayReader(bus, "a").lease(1, 0, on_wait=Heard().append)
+        assert [(ref.lease_id, ref.tokens) for ref in lease.groups] == [(0, 16), (1, 20), (2, 24), (3, 28)]
+        ranks = [ReplayReader(bus, "a") for _ in range(2)]
+        parts = [lease.groups[::-3], lease.groups[1:3]]
+        fetched = [await rank.fetch(part) for rank, part in zip(ranks, parts, strict=True)]
+        assert await ranks[0].fetch(()) == []
+    found = [[[t.trajectory_id for t in group] for group in groups] for groups in fetched]
+    assert found == [
+        [["g00000003-0", "g00000003-1"], ["g00000000-0", "g00000000-1"]],
+        [["g00000001-0", "g00000001-1"], ["g00000002-0", "g00000002-1"]],
+    ]
+
+
+async def test_fetch_outlasts_a_restart_of_storage(bus, tmp_path, connect):
+    heard = Heard()
+    async with connect("learner") as other:
+        reader = ReplayReader(other, "a")
+        async with serving(bus, tmp_path):
+            await start_run(bus)
+            await send_groups(bus, [0, 1])
+            lease = await reader.lease(1, 0, on_wait=heard.append)
+        fetching = asyncio.create_task(reader.fetch(lease.groups, on_wait=heard.append))
+        await until(lambda: heard.of("shard 0 does not answer") and heard.of("shard 1 does not answer"))
+        async with serving(bus, tmp_path), asyncio.timeout(5):
+            groups = await fetching
+    assert [len(group) for group in groups] == [2, 2]
 
 
 async def test_batch_waits_with_the_reason_through_a_restart_of_storage(bus, tmp_path, connect):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from bus.codec import encode
 from bus.errors import SchemaError, StorageError
 from bus.messages import Trajectory, group_name
-from storage import replay
+from storage import pieces, replay
 from storage.replay import ReplayStore
 from storage.segments import RECORD_FIELDS, ROW_COLUMNS, TOKEN_ARRAYS
 
@@ -291,6 +291,33 @@ def test_mapped_segments_are_bounded_and_results_outlive_the_store(tmp_path, mon
     assert as_bytes(read) == as_bytes(t for lease in range(8) for t in group(lease))
     del read
     assert len(list(Path("/proc/self/fd").iterdir())) == before - 1
+
+
+@pytest.mark.parametrize("from_index", [True, False])
+def test_the_tokens_of_a_group_are_known_after_reopening_and_merging(tmp_path, monkeypatch, from_index):
+    monkeypatch.setattr(pieces, "MERGE_SEGMENTS", 3)
+    expected = {lease: sum(len(t.token_ids) for t in group(lease)) for lease in range(4)}
+    with closing(ReplayStore.open(tmp_path)) as store:
+        for lease in range(4):
+            store.append(group(lease)[:1])
+            store.append(group(lease)[1:])
+        assert {lease: store.tokens_of(lease) for lease in store.completed} == expected
+        assert store.compact()
+    if not from_index:
+        (tmp_path / replay.INDEX_FILE).unlink()
+    with closing(ReplayStore.open(tmp_path)) as store:
+        assert {lease: store.tokens_of(lease) for lease in store.completed} == expected
+
+
+def test_an_index_from_before_tokens_were_counted_says_zero(tmp_path):
+    with closing(ReplayStore.open(tmp_path)) as store:
+        store.append(group(0))
+    with np.load(tmp_path / replay.INDEX_FILE) as found:
+        older = {name: found[name] for name in found.files if name != "tokens"}
+    with (tmp_path / replay.INDEX_FILE).open("wb") as file:
+        np.savez(file, **older)
+    with closing(ReplayStore.open(tmp_path)) as store:
+        assert (store.completed, store.tokens_of(0)) == ([0], 0)
 
 
 def test_reads_run_while_another_thread_appends(tmp_path):

@@ -86,11 +86,12 @@ async def test_completed_groups_are_announced_and_listed(bus, store):
         await send_groups(bus, [4])
         await until(lambda: len(heard) == 2)
         assert heard == [
-            StoredGroups(shard=0, after=0, lease_ids=(0,), total=1),
-            StoredGroups(shard=0, after=1, lease_ids=(4,), total=2),
+            StoredGroups(shard=0, after=0, lease_ids=(0,), total=1, tokens=(16,)),
+            StoredGroups(shard=0, after=1, lease_ids=(4,), total=2, tokens=(16,)),
         ]
-        assert await news(bus, 0) == StoredGroups(shard=0, after=0, lease_ids=(0, 4), total=2)
-        assert await news(bus, 1) == StoredGroups(shard=0, after=1, lease_ids=(4,), total=2)
+        both = StoredGroups(shard=0, after=0, lease_ids=(0, 4), total=2, tokens=(16, 16))
+        assert await news(bus, 0) == both
+        assert await news(bus, 1) == StoredGroups(shard=0, after=1, lease_ids=(4,), total=2, tokens=(16,))
         assert await news(bus, 2) == StoredGroups(shard=0, after=2, lease_ids=(), total=2)
 
 
