@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError, StorageError
 from learner.checkpoint_writer import install_in_process_writer
-from learner.conversion.base import Shape
+from learner.conversion.families import shape_of
 from learner.megatron import CheckpointingException, dist_checkpointing, parallel_state
 from learner.model import rope_theta
 from learner.optimizer import load_optimizer_state
@@ -131,8 +131,10 @@ def _publish(temporary: Path, final: Path) -> None:
 
 
 def _fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
-    shape = Shape.of(hf_config)
-    return {"model_type": hf_config.model_type, "rope_theta": rope_theta(hf_config), **vars(shape)}
+    shape = vars(shape_of(hf_config)).copy()
+    experts = shape.pop("experts")
+    routing = {} if experts is None else {f"experts_{key}": value for key, value in vars(experts).items()}
+    return {"model_type": hf_config.model_type, "rope_theta": rope_theta(hf_config), **shape, **routing}
 
 
 def _refuse_other_model(directory: Path, found: dict[str, JsonValue], expected: dict[str, JsonValue]) -> None:

@@ -36,6 +36,8 @@ MODULES_NAMING_CUDA = (
     "megatron.core.tensor_parallel.layers",
     "megatron.core.tensor_parallel.mappings",
     "megatron.core.tensor_parallel.utils",
+    "megatron.core.transformer.moe.router",
+    "megatron.core.transformer.moe.token_dispatcher",
     "megatron.core.utils",
 )
 

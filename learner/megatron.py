@@ -1,5 +1,6 @@
 """The only place that imports megatron-core, which is untyped and wants adapting first."""
 
+import torch
 import torch.distributed as dist
 
 from learner.cpu import adapt_megatron_to_cpu, megatron_import_warnings_silenced
@@ -27,11 +28,14 @@ with megatron_import_warnings_silenced():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules,
         get_num_layers_to_build,
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 if hasattr(dist, "reduce_scatter_single"):  # torch deprecates the names that megatron-core calls
     param_and_grad_buffer.dist_reduce_scatter_func = dist.reduce_scatter_single
@@ -44,6 +48,24 @@ def _tensor_parallel_group(group: dist.ProcessGroup | None, **_: object) -> dist
 
 # megatron-core's own layers pass None here, and then warn on every call that it is deprecated.
 tensor_parallel.layers.get_tensor_model_parallel_group_if_none = _tensor_parallel_group
+
+if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine the name is read, but never bound
+    moe_utils.te_general_gemm = None
+
+
+def _splits_to_numpy(
+    dispatcher: MoEAlltoAllTokenDispatcher, point: str, tokens_per_expert: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Do on CPU what the dispatcher does with a side stream: its counts are on the host already."""
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        splits = getattr(dispatcher, name)
+        if isinstance(splits, torch.Tensor):
+            setattr(dispatcher, name, splits.numpy())
+    return tokens_per_expert
+
+
+if not torch.cuda.is_available():
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_numpy
 
 __all__ = [
     "CheckpointingException",
@@ -66,6 +88,7 @@ __all__ = [
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "get_num_layers_to_build",
+    "get_transformer_layer_offset",
     "parallel_state",
     "tensor_parallel",
     "torch_dist_strategy",

@@ -1,6 +1,5 @@
 """The one adapter from a transformers configuration to megatron-core's GPT model."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,8 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.attention import PackedAttention, pack_layout, rotary_frequencies
-from learner.conversion.families import FAMILIES
+from learner.conversion.base import Experts, Requirement
+from learner.conversion.families import FAMILIES, shape_of
 from learner.logprobs import label_logprobs
 from learner.megatron import (
     GPTModel,
@@ -18,6 +18,7 @@ from learner.megatron import (
     TransformerConfig,
     get_gpt_layer_local_spec,
     get_num_layers_to_build,
+    get_transformer_layer_offset,
     parallel_state,
 )
 from learner.norm import RMSNorm
@@ -104,14 +105,15 @@ def unsupported(hf_config: PretrainedConfig) -> list[str]:
     """List, for people, every hyperparameter that the learner would get wrong."""
     if hf_config.model_type not in FAMILIES:
         return [f"model_type={hf_config.model_type!r} is unknown; known are {', '.join(sorted(FAMILIES))}"]
+    requirements = (*REQUIREMENTS, *FAMILIES[hf_config.model_type].requirements)
     return [
         f"{name}={_read(hf_config, name)!r}: {reason}"
-        for name, supported, reason in REQUIREMENTS
+        for name, supported, reason in requirements
         if not supported(_read(hf_config, name), hf_config)
     ]
 
 
-REQUIREMENTS: list[tuple[str, Callable[[Any, PretrainedConfig], bool], str]] = [
+REQUIREMENTS: list[Requirement] = [
     ("hidden_act", lambda act, _: act == "silu", "only silu is supported"),
     ("rope_type", lambda kind, _: kind == "default", "scaled rotary embeddings are not supported"),
     ("partial_rotary_factor", lambda part, _: part in (None, 1.0), "the whole head must be rotated"),
@@ -130,8 +132,23 @@ REQUIREMENTS: list[tuple[str, Callable[[Any, PretrainedConfig], bool], str]] = [
         lambda groups, c: c.num_attention_heads % (groups or c.num_attention_heads) == 0,
         "must divide num_attention_heads",
     ),
+    (
+        "output_router_logits",
+        lambda wanted, _: not wanted,
+        "it adds a load-balancing loss, which is not trained on: set it to false",
+    ),
+    (
+        "num_experts_per_tok",
+        lambda chosen, c: chosen is None or _routable(chosen, c),
+        "must be at most num_experts, and more than 1 where norm_topk_prob makes a single weight 1",
+    ),
 ]
-"""(name in the configuration, is this value supported, why not)"""
+"""Of every family."""
+
+
+def _routable(chosen: int, hf_config: PretrainedConfig) -> bool:
+    experts = shape_of(hf_config).experts
+    return experts is None or (chosen <= experts.count and (chosen > 1 or not experts.renormalize))
 
 
 def _read(hf_config: PretrainedConfig, name: str) -> Any:
@@ -155,19 +172,30 @@ def _unsupported_parallelism() -> list[str]:
 
 def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Megatron-core's own layers, but for attention over packed sequences and the norms."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    dense, sparse = _layer_spec(config), _layer_spec(config, num_experts=config.num_moe_experts)
+    first = get_transformer_layer_offset(config)
+    kinds = config.moe_layer_freq[first : first + get_num_layers_to_build(config)]
+    layers = [sparse if kind else dense for kind in kinds]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig, num_experts: int | None = None) -> Any:
+    layer = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
+    if num_experts is None:
+        layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layers = [layer] * get_num_layers_to_build(config)
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return layer
 
 
 def _transformer_config(hf_config: PretrainedConfig, dtype: torch.dtype) -> TransformerConfig:
     family = FAMILIES[hf_config.model_type]
+    experts = family.shape(hf_config).experts
     heads = hf_config.num_attention_heads
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
@@ -195,7 +223,23 @@ def _transformer_config(hf_config: PretrainedConfig, dtype: torch.dtype) -> Tran
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        moe_layer_freq=list(experts.sparse_layers) if experts else [False] * hf_config.num_hidden_layers,
+        **(_expert_settings(experts) if experts else {}),
     )
+
+
+def _expert_settings(experts: Experts) -> dict[str, Any]:
+    """Route as transformers does, with logits in float32, without capacity limits or an auxiliary loss."""
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.intermediate,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.renormalize,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+    }
 
 
 def _at(positions: Tensor, values: Tensor, size: int) -> Tensor:

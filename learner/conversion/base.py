@@ -5,11 +5,27 @@ parallelism belongs between the two: cut each Hugging Face part for the rank, th
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of a model's sparse layers, and how tokens are sent to them."""
+
+    count: int
+    per_token: int
+    """Experts that each token passes through."""
+    intermediate: int
+    """Width of one expert."""
+    sparse_layers: tuple[bool, ...]
+    """Which layers have experts; the others have a dense MLP."""
+    renormalize: bool = True
+    """The weights of a token's experts are made to add up to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +40,11 @@ class Shape:
     head_dim: int
     vocab: int
     tied: bool
+    experts: Experts | None = None
 
     @classmethod
     def of(cls, hf_config: PretrainedConfig) -> "Shape":
-        """Read the shape from a transformers configuration."""
+        """Read what is common to all families from a transformers configuration; `Family.shape` reads all."""
         heads = hf_config.num_attention_heads
         return cls(
             layers=hf_config.num_hidden_layers,
@@ -53,7 +70,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor of megatron-core; `{}` in a name is the number of the layer."""
+    """One tensor of megatron-core; `{}` in a name is the number of the layer, a second one of the expert."""
 
     megatron: str
     parts: tuple[str, ...]
@@ -109,10 +126,33 @@ SHARED_LAYER = (
     ),
     layer_rule("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"]),
     layer_rule("pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"]),
+)
+"""What a layer of every family has."""
+
+QKV_BIAS = layer_rule(
+    "self_attention.linear_qkv.bias", [f"self_attn.{x}_proj.bias" for x in ("q", "k", "v")], QKV
+)
+QK_NORM = (
+    layer_rule("self_attention.q_layernorm.weight", ["self_attn.q_norm.weight"]),
+    layer_rule("self_attention.k_layernorm.weight", ["self_attn.k_norm.weight"]),
+)
+DENSE_MLP = (
     layer_rule("mlp.linear_fc1.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], GATE_UP),
     layer_rule("mlp.linear_fc2.weight", ["mlp.down_proj.weight"]),
 )
-"""What a layer of every family has."""
+
+
+def expert_rules(gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Make the rules of one expert from the names of its three projections in a layer."""
+    experts = "mlp.experts.local_experts.{}"
+    return (
+        layer_rule(f"{experts}.linear_fc1.weight", [gate, up], GATE_UP),
+        layer_rule(f"{experts}.linear_fc2.weight", [down]),
+    )
+
+
+Requirement = tuple[str, Callable[[Any, PretrainedConfig], bool], str]
+"""Name in the configuration, is this value supported, why not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,19 +160,47 @@ class Family:
     """What sets one model family apart."""
 
     layer_rules: tuple[Rule, ...]
+    """Of every layer, without its MLP."""
+    dense_rules: tuple[Rule, ...] = DENSE_MLP
+    """Of the MLP in layers without experts."""
+    router_rules: tuple[Rule, ...] = ()
+    """Of sparse layers, once a layer."""
+    expert_rules: tuple[Rule, ...] = ()
+    """Of sparse layers, once an expert."""
+    experts: Callable[[PretrainedConfig], Experts] | None = None
+    """Reads the experts from a configuration; `None` for families without."""
+    requirements: tuple[Requirement, ...] = ()
+    """Beside those of every family."""
     qkv_bias: bool = False
     qk_norm: bool = False
 
+    def shape(self, hf_config: PretrainedConfig) -> Shape:
+        """Read the shape from a transformers configuration."""
+        experts = self.experts(hf_config) if self.experts is not None else None
+        return replace(Shape.of(hf_config), experts=experts)
+
     def rules(self, shape: Shape) -> Iterator[Rule]:
-        """Yield the rules of a whole model, layers written out."""
+        """Yield the rules of a whole model, layers and experts written out."""
         yield EMBEDDING
         for layer in range(shape.layers):
-            for rule in self.layer_rules:
-                parts = tuple(part.format(layer) for part in rule.parts)
-                yield Rule(rule.megatron.format(layer), parts, rule.layout)
+            yield from self._layer(layer, shape.experts)
         yield FINAL_NORM
         if not shape.tied:
             yield OUTPUT
+
+    def _layer(self, layer: int, experts: Experts | None) -> Iterator[Rule]:
+        yield from (_written_out(rule, layer) for rule in self.layer_rules)
+        if experts is None or not experts.sparse_layers[layer]:
+            yield from (_written_out(rule, layer) for rule in self.dense_rules)
+            return
+        yield from (_written_out(rule, layer) for rule in self.router_rules)
+        for expert in range(experts.count):
+            yield from (_written_out(rule, layer, expert) for rule in self.expert_rules)
+
+
+def _written_out(rule: Rule, *numbers: int) -> Rule:
+    parts = tuple(part.format(*numbers) for part in rule.parts)
+    return Rule(rule.megatron.format(*numbers), parts, rule.layout)
 
 
 State = Mapping[str, Tensor]

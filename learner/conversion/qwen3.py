@@ -1,10 +1,3 @@
-from learner.conversion.base import SHARED_LAYER, Family, layer_rule
+from learner.conversion.base import QK_NORM, SHARED_LAYER, Family
 
-QWEN3 = Family(
-    layer_rules=(
-        *SHARED_LAYER,
-        layer_rule("self_attention.q_layernorm.weight", ["self_attn.q_norm.weight"]),
-        layer_rule("self_attention.k_layernorm.weight", ["self_attn.k_norm.weight"]),
-    ),
-    qk_norm=True,
-)
+QWEN3 = Family(layer_rules=(*SHARED_LAYER, *QK_NORM), qk_norm=True)

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.conversion.base import OUTPUT, Rule, Shape, State
-from learner.conversion.families import FAMILIES
+from learner.conversion.families import FAMILIES, shape_of
 
 
 def load_hf_weights(model: torch.nn.Module, hf_config: PretrainedConfig, state: State) -> None:
@@ -17,7 +17,7 @@ def load_hf_weights(model: torch.nn.Module, hf_config: PretrainedConfig, state: 
     Raises `ConfigError` with all names that are missing, unexpected or of another shape; the model is then
     unchanged.
     """
-    shape = Shape.of(hf_config)
+    shape = shape_of(hf_config)
     rules = list(FAMILIES[hf_config.model_type].rules(shape))
     parameters = dict(model.named_parameters())
     problems = list(_problems(parameters, rules, shape, state))
@@ -34,7 +34,7 @@ def export_hf_weights(model: torch.nn.Module, hf_config: PretrainedConfig) -> di
 
     A tied output layer is left out, as Hugging Face does in files.
     """
-    shape = Shape.of(hf_config)
+    shape = shape_of(hf_config)
     parameters = dict(model.named_parameters())
     return {
         name: part.clone(memory_format=torch.contiguous_format)

@@ -6,13 +6,13 @@ from learner.checkpoint import latest_checkpoint, load_checkpoint, read_extra, s
 from learner.config import OptimizerConfig, TISLoss
 from learner.packing import pack
 from learner.trainer import Trainer
-from tests.learner.tiny import random_samples, tiny_model
+from tests.learner.tiny import hf_state, random_samples, tiny_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=5, weight_decay=0.1)
 
 
 def trainer_of(model, **settings):
-    return Trainer(model.config, model.state_dict(), OPTIMIZER, **settings)
+    return Trainer(model.config, hf_state(model), OPTIMIZER, **settings)
 
 
 def train(trainer, steps):

@@ -6,14 +6,14 @@ from bus.errors import ConfigError
 from learner.conversion.files import load_hf_directory, save_hf_directory
 from learner.conversion.weights import export_hf_weights, load_hf_weights
 from learner.model import build_model
-from tests.learner.tiny import FAMILIES, tiny_config, tiny_model
+from tests.learner.tiny import FAMILIES, hf_state, tiny_config, tiny_model
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_come_out_bit_for_bit_as_they_went_in(family, tied):
     model = tiny_model(family, tied=tied)
-    state = model.state_dict()
+    state = hf_state(model)
     built = build_model(model.config, dtype=torch.float32)
     load_hf_weights(built, model.config, state)
     exported = export_hf_weights(built, model.config)
@@ -48,10 +48,11 @@ def test_all_misfits_are_named_at_once():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_transformers_loads_a_saved_directory(tmp_path, tied):
-    model = tiny_model(tied=tied)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_a_saved_directory(tmp_path, family, tied):
+    model = tiny_model(family, tied=tied)
     built = build_model(model.config, dtype=torch.float32)
-    load_hf_weights(built, model.config, model.state_dict())
+    load_hf_weights(built, model.config, hf_state(model))
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     save_hf_directory(

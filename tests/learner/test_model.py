@@ -2,15 +2,24 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.conversion.weights import load_hf_weights
+from learner.conversion.weights import export_hf_weights, load_hf_weights
 from learner.model import build_model
 from learner.packing import pack
-from tests.learner.tiny import FAMILIES, random_samples, reference_logits, tiny_config, tiny_model
+from tests.learner.tiny import (
+    FAMILIES,
+    SPARSE,
+    hf_gradients,
+    hf_state,
+    random_samples,
+    reference_logits,
+    tiny_config,
+    tiny_model,
+)
 
 
 def built_from(model):
     built = build_model(model.config, dtype=torch.float32)
-    load_hf_weights(built, model.config, model.state_dict())
+    load_hf_weights(built, model.config, hf_state(model))
     return built
 
 
@@ -23,6 +32,41 @@ def test_packed_logits_equal_those_of_transformers_sequence_by_sequence(family, 
     [batch] = pack(samples, 1000)
     difference = built_from(reference).logits(batch) - reference_logits(reference, samples)
     assert difference.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "changes", [{"norm_topk_prob": False}, {"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}]
+)
+@torch.no_grad()
+def test_experts_are_placed_and_weighted_as_the_configuration_says(changes):
+    reference = tiny_model("qwen3_moe", **changes)
+    samples = random_samples([5, 17, 1, 32, 9])
+    [batch] = pack(samples, 1000)
+    difference = built_from(reference).logits(batch) - reference_logits(reference, samples)
+    assert difference.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_topk_prob": False}])
+@pytest.mark.parametrize("family", SPARSE)
+def test_gradients_through_the_router_equal_those_of_transformers(family, changes):
+    reference = tiny_model(family, **(changes if family == "qwen3_moe" else {}))
+    ours = built_from(reference)
+    samples = random_samples([5, 17, 32, 9])
+    [batch] = pack(samples, 1000)
+    ours(batch, 1.0)[0].sum().backward()
+    logprobs = torch.log_softmax(reference_logits(reference, samples), dim=-1)
+    trained = logprobs.gather(-1, batch.labels[:, None])[:, 0][batch.loss_mask]
+    trained.sum().backward()
+    expected = hf_gradients(reference)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.copy_(parameter.grad)
+    found = export_hf_weights(ours, reference.config)
+    routers = [name for name in found if name.endswith(".gate.weight")]
+    assert len(routers) == 2
+    assert all(expected[name].abs().max() > 1e-3 for name in routers)
+    for name, gradient in found.items():
+        assert torch.allclose(gradient, expected[name], atol=1e-4, rtol=1e-4), name
 
 
 @pytest.mark.parametrize("lengths", [[12], [8, 8, 8], [3, 30, 4, 15, 2, 2]])
@@ -86,8 +130,21 @@ def test_sliding_windows_are_refused():
         build_model(config, dtype=torch.float32)
 
 
+def test_every_setting_of_experts_that_would_be_trained_wrongly_is_named():
+    qwen = tiny_config("qwen3_moe", num_experts_per_tok=7, output_router_logits=True)
+    with pytest.raises(ConfigError) as error:
+        build_model(qwen, dtype=torch.float32)
+    assert "num_experts_per_tok=7: must be at most num_experts" in str(error.value)
+    assert "output_router_logits=True: it adds a load-balancing loss" in str(error.value)
+    mixtral = tiny_config("mixtral", sliding_window=8, router_jitter_noise=0.1, num_experts_per_tok=1)
+    with pytest.raises(ConfigError) as error:
+        build_model(mixtral, dtype=torch.float32)
+    for name in ("sliding_window=8", "router_jitter_noise=0.1", "num_experts_per_tok=1"):
+        assert name in str(error.value)
+
+
 def test_an_unknown_family_is_refused_with_those_known():
     config = tiny_config("llama")
     config.model_type = "mamba"
-    with pytest.raises(ConfigError, match="'mamba' is unknown; known are llama, qwen2, qwen3"):
+    with pytest.raises(ConfigError, match="'mamba' is unknown; known are llama, mixtral, qwen2, qwen3, "):
         build_model(config, dtype=torch.float32)

@@ -8,14 +8,14 @@ import torch
 from learner.config import OptimizerConfig, PPOClipLoss, SFTLoss, TISLoss
 from learner.packing import pack
 from learner.trainer import Trainer
-from tests.learner.tiny import random_samples, reference_logits, tiny_model
+from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1)
 
 
 def trainer_of(model, optimizer=OPTIMIZER, **settings):
-    return Trainer(model.config, model.state_dict(), optimizer, **settings)
+    return Trainer(model.config, hf_state(model), optimizer, **settings)
 
 
 def reference_optimizer(model, config):
@@ -52,24 +52,28 @@ def reference_step(model, optimizer, samples, *, loss, lr, temperature):
     return mean.item(), norm.item()
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("qwen3", False), ("qwen3", True), ("qwen3_moe", False), ("mixtral", False)]
+)
 @pytest.mark.parametrize(
     ("loss", "config", "temperature"), [("sft", SFTLoss(), 1.0), ("tis", TISLoss(), 0.8)]
 )
-def test_four_steps_follow_plain_torch_adamw(loss, config, temperature, tied):
-    reference = tiny_model(tied=tied)
-    trainer = trainer_of(reference)
+def test_four_steps_follow_plain_torch_adamw(loss, config, temperature, family, tied):
+    reference = tiny_model(family, tied=tied)
+    # AdamW makes much of small differences where the gradient is near 0, as in experts that see few tokens
+    peak = 1e-2 if family == "qwen3" else 1e-3
+    trainer = trainer_of(reference, OPTIMIZER.model_copy(update={"lr": peak}))
     optimizer = reference_optimizer(reference, OPTIMIZER)
     for step in range(4):
         samples = random_samples(LENGTHS, seed=step)
-        lr = 1e-2 * min(1, (step + 1) / 3)
+        lr = peak * min(1, (step + 1) / 3)
         expected = reference_step(reference, optimizer, samples, loss=loss, lr=lr, temperature=temperature)
         result = trainer.train_step(pack(samples, 40), config, temperature=temperature, policy_version=3)
         assert (result.loss, result.grad_norm) == pytest.approx(expected, abs=2e-5)
         assert result.lr == pytest.approx(lr)
     exported = trainer.export()
-    for name, parameter in reference.named_parameters():
-        assert (exported[name] - parameter).abs().max() < 1e-4
+    expected = hf_state(reference)
+    assert all((exported[name] - expected[name]).abs().max() < 1e-4 for name in exported)
 
 
 def test_how_the_batch_is_split_into_micro_batches_does_not_matter():

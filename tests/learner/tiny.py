@@ -5,12 +5,25 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from learner.packing import Sample
 
 VOCAB = 58
-FAMILIES = ("llama", "qwen2", "qwen3")
-_CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+DENSE = ("llama", "qwen2", "qwen3")
+SPARSE = ("qwen3_moe", "mixtral")
+FAMILIES = DENSE + SPARSE
+_CLASSES = {
+    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"
+}  # fmt: skip
+_OWN = {
+    "qwen3": {"head_dim": 24},
+    "qwen3_moe": {
+        "head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
 
 
 def tiny_config(family: str = "qwen3", *, tied: bool = False, **changes: object) -> PretrainedConfig:
@@ -26,15 +39,16 @@ def tiny_config(family: str = "qwen3", *, tied: bool = False, **changes: object)
         "tie_word_embeddings": tied,
         "attn_implementation": "eager",
     }
-    if family == "qwen3":
-        values["head_dim"] = 24
+    values |= _OWN.get(family, {})
     return getattr(transformers, f"{_CLASSES[family]}Config")(**{**values, **changes})
 
 
-def tiny_model(family: str = "qwen3", *, tied: bool = False, seed: int = 0) -> PreTrainedModel:
+def tiny_model(
+    family: str = "qwen3", *, tied: bool = False, seed: int = 0, **changes: object
+) -> PreTrainedModel:
     """A random transformers model whose norms and biases are not trivial."""
     torch.manual_seed(seed)
-    config = tiny_config(family, tied=tied)
+    config = tiny_config(family, tied=tied, **changes)
     model = getattr(transformers, f"{_CLASSES[family]}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -43,6 +57,17 @@ def tiny_model(family: str = "qwen3", *, tied: bool = False, seed: int = 0) -> P
             else:
                 parameter.mul_(3.0)
     return model
+
+
+def hf_state(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Weights under the names that they have in files: transformers keeps all experts of a layer in one."""
+    return revert_weight_conversion(model, model.state_dict())
+
+
+def hf_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Gradients under the names that the weights have in files."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return revert_weight_conversion(model, gradients)
 
 
 def random_samples(lengths: list[int], *, seed: int = 0, versions: tuple[int, ...] = (3,)) -> list[Sample]:
