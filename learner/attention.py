@@ -18,6 +18,9 @@ from torch.nn.attention.varlen import varlen_attn
 
 from learner.megatron import MegatronModule, PackedSeqParams, TransformerConfig
 
+if torch.cuda.is_available():  # triton comes with torch for CUDA only
+    from learner import kernels
+
 LONGEST_TO_SHORTEST = 2
 """Sequences attended to in one call differ in length by at most this factor, which bounds the padding."""
 
@@ -110,12 +113,16 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate."""
         ctx.save_for_backward(cos, sin)
+        if x.is_cuda:
+            return kernels.rotated(x, cos, sin)
         return torch.addcmul(x * cos, _swap_halves(x), sin)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Rotate back: the inverse of a rotation is its transpose."""
         cos, sin = ctx.saved_tensors
+        if grad.is_cuda:
+            return kernels.rotated(grad, cos, sin, back=True), None, None
         return torch.addcmul(grad * cos, _swap_halves(grad), sin, value=-1), None, None
 
 

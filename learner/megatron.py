@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from learner import foreach
 from learner.cpu import adapt_megatron_to_cpu, megatron_import_warnings_silenced
 
 adapt_megatron_to_cpu()
@@ -19,9 +20,10 @@ with megatron_import_warnings_silenced():
         finalize_model_grads,
         param_and_grad_buffer,
     )
+    from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+    from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -46,6 +48,14 @@ def _tensor_parallel_group(group: dist.ProcessGroup | None, **_: object) -> dist
     return group or parallel_state.get_tensor_model_parallel_group()
 
 
+STOCK_NORM_AND_SCALE = clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl
+clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = foreach.l2_norm, foreach.scale
+
+if torch.cuda.is_available():
+    from learner import kernels
+
+    fused_bias_swiglu.swiglu_back = kernels.swiglu_back
+
 # megatron-core's own layers pass None here, and then warn on every call that it is deprecated.
 tensor_parallel.layers.get_tensor_model_parallel_group_if_none = _tensor_parallel_group
 
@@ -68,6 +78,7 @@ if not torch.cuda.is_available():
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_numpy
 
 __all__ = [
+    "STOCK_NORM_AND_SCALE",
     "CheckpointingException",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
@@ -81,6 +92,7 @@ __all__ = [
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",
+    "clip_grads",
     "dist_checkpointing",
     "filesystem_async",
     "finalize_model_grads",

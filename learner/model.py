@@ -11,6 +11,7 @@ from bus.errors import ConfigError
 from learner.attention import PackedAttention, pack_layout, rotary_frequencies
 from learner.conversion.base import Experts, Requirement
 from learner.conversion.families import FAMILIES, shape_of
+from learner.head import TokenLoss, head_loss
 from learner.logprobs import label_logprobs
 from learner.megatron import (
     GPTModel,
@@ -25,12 +26,12 @@ from learner.norm import RMSNorm
 from learner.packing import MicroBatch
 from learner.parallel import device
 
-LOGITS_BYTES = 512 * 2**20
+LOGITS_BYTES = 2 * 2**30 if torch.cuda.is_available() else 512 * 2**20
 """Float32 logits alive at a time; more are recomputed in the backward pass."""
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
-    """A GPT model whose output is the log-probability of each trained token, not logits."""
+    """A GPT model whose output is the loss, or the log-probability of each trained token; never logits."""
 
     def __init__(
         self, config: TransformerConfig, layers: TransformerBlockSubmodules, hf_config: PretrainedConfig
@@ -47,23 +48,36 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         )
         self.frequencies = rotary_frequencies(config.kv_channels, rope_theta(hf_config), device())
 
-    def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor] | Tensor:
-        """Return float32 [T] log-probabilities of the labels and their entropy, both 0 where not trained.
+    def forward(
+        self, batch: MicroBatch, temperature: float, token_loss: TokenLoss | None = None
+    ) -> tuple[Tensor, ...] | Tensor:
+        """Return the loss over the trained tokens, and without gradient their log-probabilities and entropy.
 
-        A pipeline stage before the last returns hidden states instead.
+        Without a loss, log-probabilities and entropy only, which then carry gradient; all float32 [N]. A
+        pipeline stage before the last returns hidden states instead.
         """
         hidden = self._hidden(batch)
         if not self.post_process:
             return hidden
-        logprobs, entropy = label_logprobs(
+        rows, labels = (
             hidden[:, 0].index_select(0, batch.trained),
-            self._logits,
             batch.labels.index_select(0, batch.trained),
-            temperature=temperature,
-            group=self.pg_collection.tp,
-            chunk_size=max(1, LOGITS_BYTES // (4 * self.output_layer.output_size_per_partition)),
         )
-        return _at(batch.trained, logprobs, len(batch.labels)), _at(batch.trained, entropy, len(batch.labels))
+        chunk_size = max(1, LOGITS_BYTES // (4 * self.output_layer.output_size_per_partition))
+        group = self.pg_collection.tp
+        if token_loss is not None:
+            return head_loss(
+                rows,
+                self._head_weight(),
+                labels,
+                token_loss,
+                temperature=temperature,
+                group=group,
+                chunk_size=chunk_size,
+            )
+        return label_logprobs(
+            rows, self._logits, labels, temperature=temperature, group=group, chunk_size=chunk_size
+        )
 
     def logits(self, batch: MicroBatch) -> Tensor:
         """Return the [T, V] logits of every position, for evaluation and tests."""
@@ -77,11 +91,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=layout)  # type: ignore[no-any-return]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        weight = (
-            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        )
-        logits, _ = self.output_layer(hidden[:, None], weight=weight)
+        logits, _ = self.output_layer(hidden[:, None], weight=self._head_weight())
         return logits[:, 0]  # type: ignore[no-any-return]
+
+    def _head_weight(self) -> Tensor:
+        shared = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if shared else self.output_layer.weight  # type: ignore[no-any-return]
 
 
 def build_model(hf_config: PretrainedConfig, *, dtype: torch.dtype) -> PolicyModel:
@@ -217,6 +232,8 @@ def _transformer_config(hf_config: PretrainedConfig, dtype: torch.dtype) -> Tran
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
+        bias_activation_fusion=torch.cuda.is_available(),
+        bias_dropout_fusion=torch.cuda.is_available(),
         use_cpu_initialization=not torch.cuda.is_available(),
         calculate_per_token_loss=True,
         cuda_graph_scope=[],
@@ -240,7 +257,3 @@ def _expert_settings(experts: Experts) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
     }
-
-
-def _at(positions: Tensor, values: Tensor, size: int) -> Tensor:
-    return values.new_zeros(size).index_copy(0, positions, values)

@@ -10,7 +10,8 @@ from learner.megatron import TransformerConfig
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm (arXiv:1910.07467) in the place of megatron-core's, which wants Apex.
 
-    On CPU in float32 it has its own backward pass, a third faster than torch's composite one.
+    On CPU in float32 it has its own backward pass, a third faster than torch's composite one; on CUDA it is
+    compiled, three times faster than torch's own kernel on rows as short as a head.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -21,9 +22,21 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension."""
-        if x.is_cuda or x.dtype != torch.float32:
+        if x.is_cuda:
+            return _compiled(x, self.weight, self.eps)
+        if x.dtype != torch.float32:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight.float()).to(x.dtype)
+
+
+_compiled = torch.compile(_rms_norm)
+torch._dynamo.config.recompile_limit = 64  # for every layout of its input, with and without gradient
 
 
 class _RMSNorm(torch.autograd.Function):

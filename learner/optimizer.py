@@ -7,7 +7,6 @@ Without Transformer Engine and Apex, megatron-core 0.16.1 wraps `torch.optim.Ada
   trajectory silently departs from an uninterrupted run: `load_optimizer_state` separates them.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -58,21 +57,18 @@ def configure_optimizer(optimizer: MegatronOptimizer, config: OptimizerConfig, l
 
 
 @torch.no_grad()
-def apply_gradients(
-    optimizer: MegatronOptimizer, clip_grad: float, *, loss_is_finite: bool
-) -> tuple[float, bool]:
-    """Clip and update, unless the loss or a gradient is not finite.
-
-    Returns the global gradient norm before clipping, and whether the parameters were updated.
-    """
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """Global norm of the gradient, which is ready for the update then."""
     optimizer.prepare_grads()
-    norm = optimizer.get_grad_norm()
-    if not loss_is_finite or not math.isfinite(norm):
-        return norm, False
+    return float(optimizer.get_grad_norm())
+
+
+@torch.no_grad()
+def update(optimizer: MegatronOptimizer, clip_grad: float, norm: float) -> None:
+    """Clip the gradient, of that norm, and update the parameters."""
     if norm > clip_grad:
         clip_grad_by_total_norm_fp32(optimizer.get_parameters(), clip_grad, norm)
     optimizer.step_with_ready_grads()
-    return norm, True
 
 
 @torch.no_grad()

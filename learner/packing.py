@@ -59,6 +59,30 @@ class MicroBatch:
         return type(self)(**moved)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedTokens:
+    """What a token-level loss knows of the N tokens that a micro-batch trains."""
+
+    labels: Tensor
+    """int64 [N]."""
+    behaviour_logprobs: Tensor
+    """float32 [N], nats."""
+    policy_versions: Tensor
+    """int32 [N], the weights that sampled each."""
+    advantages: Tensor
+    """float32 [N]."""
+    loss_mask: Tensor
+    """bool [N], all True."""
+
+    @classmethod
+    def of(cls, batch: MicroBatch) -> Self:
+        """The tokens at `batch.trained`."""
+        return cls(**{field.name: getattr(batch, field.name)[batch.trained] for field in fields(cls)})
+
+    def __getitem__(self, rows: slice) -> Self:
+        return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+
 def pack(samples: Sequence[Sample], tokens_per_micro_batch: int) -> list[MicroBatch]:
     """Put each sample, in order, into the first micro-batch with room; a larger one is alone in its own."""
     bins: list[list[Sample]] = []

@@ -21,8 +21,8 @@ from learner.megatron import (
     get_forward_backward_func,
 )
 from learner.model import PolicyModel, build_model
-from learner.optimizer import apply_gradients, build_optimizer, configure_optimizer
-from learner.packing import MicroBatch
+from learner.optimizer import build_optimizer, configure_optimizer, gradient_norm, update
+from learner.packing import MicroBatch, TrainedTokens
 from learner.parallel import data_parallel_sum, device
 
 Loss = TISLoss | PPOClipLoss | SFTLoss
@@ -92,14 +92,14 @@ class Trainer:
         """
         lr = self._next_lr()
         configure_optimizer(self.optimizer, self.optimizer_config, lr)
-        sums = self._accumulate_gradients(micro_batches, loss, temperature, policy_version)
+        names, totals = self._accumulate_gradients(micro_batches, loss, temperature, policy_version)
+        norm = gradient_norm(self.optimizer)  # put to work before anything waits for the device
+        sums = dict(zip(names, totals.tolist(), strict=True))
         tokens = int(sums["trained_tokens"])
         mean_loss = sums["loss"] / tokens if tokens else 0.0
-        norm, updated = apply_gradients(
-            self.optimizer,
-            self.optimizer_config.clip_grad,
-            loss_is_finite=tokens > 0 and math.isfinite(mean_loss),
-        )
+        updated = tokens > 0 and math.isfinite(mean_loss) and math.isfinite(norm)
+        if updated:
+            update(self.optimizer, self.optimizer_config.clip_grad, norm)
         self.steps_done += 1
         self.updates_done += updated
         return StepResult(
@@ -121,12 +121,12 @@ class Trainer:
 
     def _accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float, policy_version: int
-    ) -> dict[str, float]:
+    ) -> tuple[list[str], Tensor]:
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         per_micro_batch = get_forward_backward_func()(
             forward_step_func=partial(_forward_step, loss, temperature, policy_version),
-            data_iterator=iter(micro_batches),
+            data_iterator=iter([batch.to(device()) for batch in micro_batches]),  # copying waits for kernels
             model=[self.ddp],
             num_microbatches=len(micro_batches),
             seq_length=len(micro_batches[0].tokens),
@@ -143,35 +143,40 @@ def _forward_step(
     model: DistributedDataParallel,
 ) -> tuple[object, object]:
     """Megatron-core's protocol: the model's output, and a function from it to (loss sum, tokens, sums)."""
-    batch = next(batches).to(device())
-    return model(batch, temperature), partial(_loss_step, loss, policy_version, batch)
+    batch = next(batches)
+    tokens = TrainedTokens.of(batch)
+
+    def token_loss(logprobs: Tensor, rows: slice) -> Tensor:
+        return compute_loss(loss, logprobs, tokens[rows])[0]
+
+    return model(batch, temperature, token_loss), partial(_loss_step, loss, policy_version, tokens)
 
 
 def _loss_step(
-    loss: Loss, policy_version: int, batch: MicroBatch, output: tuple[Tensor, Tensor]
+    loss: Loss, policy_version: int, tokens: TrainedTokens, output: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Sums]:
-    logprobs, entropy = output
-    loss_sum, sums = compute_loss(loss, logprobs, batch)
-    tokens = batch.loss_mask.sum(dtype=torch.int)
-    sums |= {"loss": loss_sum.detach(), "trained_tokens": tokens, "entropy": entropy.sum()}
+    loss_sum, logprobs, entropy = output
+    _, sums = compute_loss(loss, logprobs, tokens)
+    count = tokens.loss_mask.sum(dtype=torch.int)
+    sums |= {"loss": loss_sum.detach(), "trained_tokens": count, "entropy": entropy.sum()}
     if not isinstance(loss, SFTLoss):
         sums |= off_policy_sums(
             logprobs,
-            batch.behaviour_logprobs,
-            batch.advantages,
-            batch.policy_versions,
-            batch.loss_mask,
+            tokens.behaviour_logprobs,
+            tokens.advantages,
+            tokens.policy_versions,
+            tokens.loss_mask,
             policy_version=policy_version,
             truncation_cap=math.inf if loss.truncation_cap is None else loss.truncation_cap,
         )
-    return loss_sum, tokens, sums
+    return loss_sum, count, sums
 
 
-def _sum_over_ranks(per_micro_batch: Sequence[Sums]) -> dict[str, float]:
-    """Add up over micro-batches and data-parallel ranks, in float64 and one collective."""
+def _sum_over_ranks(per_micro_batch: Sequence[Sums]) -> tuple[list[str], Tensor]:
+    """Add up over micro-batches and data-parallel ranks, in float64 and one collective: names and sums."""
     names = list(per_micro_batch[0])
     stacked = torch.stack([torch.stack([sums[name].double() for name in names]) for sums in per_micro_batch])
-    return dict(zip(names, data_parallel_sum(stacked.sum(0)).tolist(), strict=True))
+    return names, data_parallel_sum(stacked.sum(0))
 
 
 def _diagnostics(sums: Mapping[str, float], tokens: int) -> dict[str, float]:

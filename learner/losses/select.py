@@ -9,12 +9,13 @@ from learner.config import PPOClipLoss, SFTLoss, TISLoss
 from learner.losses.ppo_clip import ppo_clip_loss
 from learner.losses.sft import sft_loss
 from learner.losses.tis import tis_loss
-from learner.packing import MicroBatch
+from learner.packing import MicroBatch, TrainedTokens
 
 Loss = tuple[Tensor, dict[str, Tensor]]
+Tokens = MicroBatch | TrainedTokens
 
 
-def _tis(config: TISLoss, logprobs: Tensor, batch: MicroBatch) -> Loss:
+def _tis(config: TISLoss, logprobs: Tensor, batch: Tokens) -> Loss:
     return tis_loss(
         logprobs,
         batch.behaviour_logprobs,
@@ -24,7 +25,7 @@ def _tis(config: TISLoss, logprobs: Tensor, batch: MicroBatch) -> Loss:
     )
 
 
-def _ppo_clip(config: PPOClipLoss, logprobs: Tensor, batch: MicroBatch) -> Loss:
+def _ppo_clip(config: PPOClipLoss, logprobs: Tensor, batch: Tokens) -> Loss:
     return ppo_clip_loss(
         logprobs,
         batch.behaviour_logprobs,
@@ -36,11 +37,11 @@ def _ppo_clip(config: PPOClipLoss, logprobs: Tensor, batch: MicroBatch) -> Loss:
     )
 
 
-def _sft(config: SFTLoss, logprobs: Tensor, batch: MicroBatch) -> Loss:
+def _sft(config: SFTLoss, logprobs: Tensor, batch: Tokens) -> Loss:
     return sft_loss(logprobs, batch.loss_mask)
 
 
-LOSSES: dict[str, Callable[[Any, Tensor, MicroBatch], Loss]] = {
+LOSSES: dict[str, Callable[[Any, Tensor, Tokens], Loss]] = {
     "ppo_clip": _ppo_clip,
     "sft": _sft,
     "tis": _tis,
@@ -48,6 +49,6 @@ LOSSES: dict[str, Callable[[Any, Tensor, MicroBatch], Loss]] = {
 """By the `type` of the configuration: (config, log-probabilities [T], batch) to (sum, sums to log)."""
 
 
-def compute_loss(config: TISLoss | PPOClipLoss | SFTLoss, logprobs: Tensor, batch: MicroBatch) -> Loss:
+def compute_loss(config: TISLoss | PPOClipLoss | SFTLoss, logprobs: Tensor, batch: Tokens) -> Loss:
     """Compute the loss that `config` names: its sum over the mask, and detached sums to log."""
     return LOSSES[config.type](config, logprobs, batch)
