@@ -215,7 +215,7 @@ def soak(
 
 @app.command(usage="Usage: launch bench WHAT [OPTIONS]")
 def bench(
-    what: Literal["actors", "bus", "replay"],
+    what: Literal["actors", "bus", "learner", "replay"],
     *,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
@@ -225,7 +225,8 @@ def bench(
     ----------
     what
         actors: the embedded engine against batched generate. bus: publishing against TCP and the C
-        client. replay: writing and reading segments against np.memmap.
+        client. learner: a training step against a bare megatron-core loop and transformers, on the GPU if
+        there is one. replay: writing and reading segments against np.memmap.
     as_json
         Print one JSON object on one line.
     """
@@ -242,6 +243,10 @@ def _measure(what: str) -> object:
         from storage.bench import bench_replay
 
         return bench_replay()
+    if what == "learner":
+        from learner.bench import bench_learner
+
+        return bench_learner()
     from actors.engines.bench import bench_embedded
 
     return bench_embedded()
