@@ -13,6 +13,7 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    NamedTuple,
     TypeVar,
     Union,
     cast,
@@ -71,10 +72,11 @@ class Message:
 
 M = TypeVar("M", bound=Message)
 Convert = Callable[[Any], Any]
+_SCALARS = frozenset((types.NoneType, bool, int, float, str))
+_STRINGS = frozenset((str,))
 
 
-@dataclass(frozen=True)
-class _Field:
+class _Field(NamedTuple):
     name: str
     pack: Convert | None
     unpack: Convert
@@ -132,9 +134,9 @@ def _check_version(cls: type[Message], version: object) -> None:
 
 def _body(message: Message) -> dict[str, Any]:
     body = {}
-    for field in _fields_of(cast(Any, type(message))):
-        value = getattr(message, field.name)
-        body[field.name] = value if field.pack is None else field.pack(value)
+    for name, pack, _, _ in _fields_of(cast(Any, type(message))):
+        value = getattr(message, name)
+        body[name] = value if pack is None else pack(value)
     return body
 
 
@@ -142,14 +144,14 @@ def _from_body(cls: type[M], body: Any) -> M:
     if not isinstance(body, dict):
         raise SchemaError(f"{cls.tag}: expected fields, found {type(body).__name__}")
     values = {}
-    for field in _fields_of(cast(Any, cls)):
-        if field.name in body:
+    for name, _, unpack, default in _fields_of(cast(Any, cls)):
+        if name in body:
             try:
-                values[field.name] = field.unpack(body[field.name])
+                values[name] = unpack(body[name])
             except SchemaError as error:
-                raise SchemaError(f"{cls.tag}.{field.name}: {error}") from error
-        elif field.default is MISSING:
-            raise SchemaError(f"{cls.tag}.{field.name}: missing")
+                raise SchemaError(f"{cls.tag}.{name}: {error}") from error
+        elif default is MISSING:
+            raise SchemaError(f"{cls.tag}.{name}: missing")
     message = cls(**values)
     message.check()
     return message
@@ -189,6 +191,7 @@ def _converters(hint: Any) -> tuple[Convert | None, Convert]:
 
 def _array_converters(dtype: Dtype) -> tuple[Convert, Convert]:
     kind = np.dtype(dtype.name)
+    itemsize, boolean = kind.itemsize, kind.kind == "b"
 
     def pack(array: NDArray[Any]) -> bytes:
         if array.dtype != kind or array.ndim != 1:
@@ -196,9 +199,9 @@ def _array_converters(dtype: Dtype) -> tuple[Convert, Convert]:
         return array.tobytes()
 
     def unpack(value: Any) -> NDArray[Any]:
-        if not isinstance(value, bytes) or len(value) % kind.itemsize:
+        if type(value) is not bytes or len(value) % itemsize:
             raise SchemaError(f"not the bytes of a {kind} array")
-        if kind.kind == "b" and value.strip(b"\x00\x01"):
+        if boolean and value.translate(None, b"\x00\x01"):
             raise SchemaError("a boolean array holds other bytes than 0 and 1")
         return np.frombuffer(value, kind)
 
@@ -246,16 +249,17 @@ def _json_of(*kinds: type) -> Convert:
 
 def _check_json(value: Any, depth: int) -> None:
     """Bytes, timestamps and extension types are MessagePack, but not JSON; neither are keys of bytes."""
-    if type(value) in (types.NoneType, bool, int, float, str):
+    if type(value) in _SCALARS:
         return
     if depth == 0:
         raise SchemaError(f"nested more than {MAX_DEPTH} deep")
     if type(value) not in (dict, list):
         raise SchemaError(f"expected JSON, found {type(value).__name__}")
-    if type(value) is dict and not all(type(key) is str for key in value):
+    if type(value) is dict and not {*map(type, value)} <= _STRINGS:
         raise SchemaError("a key is not a string")
     for child in value.values() if type(value) is dict else value:
-        _check_json(child, depth - 1)
+        if type(child) not in _SCALARS:  # the call costs more than the question
+            _check_json(child, depth - 1)
 
 
 def _one_of(choices: tuple[Any, ...]) -> Convert:

@@ -1,6 +1,7 @@
 """Every message on the bus, as frozen dataclasses. `codec.py` packs and checks them."""
 
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Literal
 
 import numpy as np
@@ -9,6 +10,7 @@ from bus.codec import BoolArray, Float32Array, Int32Array, Json, Message
 from bus.errors import SchemaError
 
 FinishReason = Literal["stop", "length", "abort"]
+LARGEST_REWARD = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,17 +72,19 @@ class Trajectory(Message, tag="trajectory"):
 
     def check(self) -> None:
         """Refuse what would poison training: unequal lengths, non-finite numbers, nothing to train on."""
-        length = len(self.token_ids)
-        arrays = (self.loss_mask, self.behaviour_logprobs, self.policy_versions)
-        if any(len(array) != length for array in arrays):
-            raise SchemaError(f"{self.trajectory_id}: arrays of {[length, *map(len, arrays)]} tokens")
-        if not self.loss_mask.any():
-            raise SchemaError(f"{self.trajectory_id}: no sampled token among {length}")
-        if not np.isfinite(self.behaviour_logprobs).all():
+        ids, logprobs, mask = self.token_ids, self.behaviour_logprobs, self.loss_mask
+        lengths = [len(ids), len(mask), len(logprobs), len(self.policy_versions)]
+        if lengths.count(lengths[0]) != len(lengths):
+            raise SchemaError(f"{self.trajectory_id}: arrays of {lengths} tokens")
+        if not np.count_nonzero(mask):
+            raise SchemaError(f"{self.trajectory_id}: no sampled token among {lengths[0]}")
+        # argmin and argmax take a third of the time of min and max; to both, NaN is the extreme
+        if not (isfinite(logprobs[logprobs.argmin()]) and isfinite(logprobs[logprobs.argmax()])):
             raise SchemaError(f"{self.trajectory_id}: a behaviour log-prob is not finite")
-        if not abs(self.reward) <= float(np.finfo(np.float32).max):  # also refuses NaN
+        if not abs(self.reward) <= LARGEST_REWARD:  # also refuses NaN
             raise SchemaError(f"{self.trajectory_id}: reward is {self.reward}")
-        if int(self.token_ids.min()) < 0 or int(self.policy_versions[self.loss_mask].min()) < 0:
+        versions = self.policy_versions[mask]
+        if ids[ids.argmin()] < 0 or versions[versions.argmin()] < 0:
             raise SchemaError(f"{self.trajectory_id}: a token id or a sampled token's version is negative")
         if not 0 <= self.sample < self.group_size:
             raise SchemaError(f"{self.trajectory_id}: sample {self.sample} of a group of {self.group_size}")
