@@ -6,6 +6,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic
 
@@ -22,6 +23,8 @@ from bus.parts import Parts, Whole
 from bus.topology import ACK_WAIT_S
 
 log = structlog.get_logger()
+AHEAD_BYTES = 64 << 20
+"""No more is taken while so much is decoded and waits for the batch before it."""
 POLL_S = 1.0
 """How long one pull waits on the server: also how soon an idle loop notices `stop`."""
 
@@ -186,20 +189,75 @@ async def consume_batches(
 ) -> None:  # fmt: skip
     """Run `handle` on what has arrived, `limit` messages at most, one batch after the other, until `stop`.
 
-    `linger_s` lets a batch grow after its first message. The acks follow `handle`, which must be idempotent.
-    It may raise `SchemaError` before it has done anything: then it gets the messages one by one, and what it
-    refuses again is set aside.
+    While it works on one batch the next are taken and decoded, so under load a batch is what came meanwhile;
+    `linger_s` lets one grow when there was nothing to do. Messages keep their order. `stop` ends the taking;
+    what was taken is handled.
+
+    The acks follow `handle`, which must be idempotent. It may raise `SchemaError` before it has done
+    anything: then it gets the messages one by one, and what it refuses again is set aside.
     """
     async with inbox.parts.tended():
-        while not stop.is_set():
-            raw = await inbox.take(limit, POLL_S)
-            if raw and linger_s and len(raw) < limit:
-                await asyncio.sleep(linger_s)
-                raw += await inbox.take(limit - len(raw), timeout_s=0.001)
-            batch = await understood(raw, bus, expected, inbox.parts)
-            for received in await _handled(batch, bus, handle):
-                await received.ack()
+        ahead = _Ahead(inbox, bus, expected, limit)
+        taking = asyncio.create_task(ahead.take(stop), name="take ahead")
+        try:
+            while batch := await ahead.batch(linger_s):
+                for received in await _handled(batch, bus, handle):
+                    await received.ack()
+            await taking
+        finally:
+            taking.cancel()
+            await asyncio.wait([taking])
         await inbox.give_back()
+
+
+class _Ahead(Generic[M]):
+    """What was taken and decoded, and awaits its turn: less than two batches, about `AHEAD_BYTES` at most."""
+
+    def __init__(self, inbox: Inbox, bus: Bus, expected: type[M], limit: int) -> None:
+        self._inbox = inbox
+        self._bus = bus
+        self._expected = expected
+        self._limit = limit
+        self._ready: deque[Received[M]] = deque()
+        self._size_bytes = 0
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    async def take(self, stop: asyncio.Event) -> None:
+        """Keep what arrives, as far as there is room, until `stop`."""
+        try:
+            while not stop.is_set():
+                if len(self._ready) >= self._limit or self._size_bytes >= AHEAD_BYTES:
+                    await self._next_change(POLL_S)
+                    continue
+                raw = await self._inbox.take(self._limit, POLL_S)
+                arrived = await understood(raw, self._bus, self._expected, self._inbox.parts)
+                self._ready += arrived
+                self._size_bytes += sum(len(received.whole.data) for received in arrived)
+                self._changed.set()
+        finally:
+            self._ended = True
+            self._changed.set()
+
+    async def batch(self, linger_s: float) -> list[Received[M]]:
+        """The next messages, at most `limit`; none when taking has ended and all were given out."""
+        while not self._ready and not self._ended:
+            await self._next_change(POLL_S)
+        linger_until = time.monotonic() + linger_s
+        while len(self._ready) < self._limit and not self._ended:
+            if (left := linger_until - time.monotonic()) <= 0:
+                break
+            await self._next_change(left)
+        batch = [self._ready.popleft() for _ in range(min(self._limit, len(self._ready)))]
+        self._size_bytes -= sum(len(received.whole.data) for received in batch)
+        self._changed.set()
+        return batch
+
+    async def _next_change(self, timeout_s: float) -> None:
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
 
 async def _handled(
