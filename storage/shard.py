@@ -25,6 +25,8 @@ from bus.topology import shard_of
 from storage.replay import ReplayStore
 
 log = structlog.get_logger()
+BATCH = 64
+"""Messages a segment, at most."""
 ANSWER_BYTES = 1 << 20
 """Trajectories of a read are packed into answers of about this size."""
 ANSWER_LEASES = 65536
@@ -57,7 +59,7 @@ class Shard:
         ]
         inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}")
         await consume_batches(
-            inbox, self._bus, TrajectoryBatch, self._append, stop=stop, limit=64, linger_s=self._linger_s
+            inbox, self._bus, TrajectoryBatch, self._append, stop=stop, limit=BATCH, linger_s=self._linger_s
         )
         for subscription in serving:
             await subscription.unsubscribe()
