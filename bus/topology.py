@@ -16,6 +16,9 @@ ACK_WAIT_S = 30.0
 DUPLICATE_WINDOW_S = 120
 """A message that comes again under its id within this time is the same message."""
 
+MAX_PULLERS = 1 << 16
+"""Processes that wait on one consumer at a time; the server's default of 512 turns further actors away."""
+
 MIB = 1 << 20
 
 
@@ -87,6 +90,7 @@ class Topology:
             ack_policy="explicit",
             ack_wait=ACK_WAIT_S,
             max_ack_pending=65536,
+            max_waiting=MAX_PULLERS,
         )
 
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
+import structlog
 import uvloop
 
 from bus.codec import encode
@@ -189,4 +190,5 @@ async def _serve(url: str, count: int) -> None:
 
 
 if __name__ == "__main__":
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is a pipe
     uvloop.run(_serve(sys.argv[1], int(sys.argv[2])))

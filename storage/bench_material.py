@@ -56,16 +56,16 @@ class Material:
     def __len__(self) -> int:
         return len(self.ends)
 
-    def trajectory(self, row: int, number: int) -> Trajectory:
-        """The tokens of `row` as the run's `number`-th trajectory."""
-        lease_id, sample = divmod(number, GROUP)
+    def trajectory(self, row: int, number: int, group: int = GROUP) -> Trajectory:
+        """The tokens of `row` as the run's `number`-th trajectory, in groups of so many."""
+        lease_id, sample = divmod(number, group)
         part = slice(int(self.begins[row]), int(self.ends[row]))
         return Trajectory(
             trajectory_id=f"{group_name(lease_id)}-{sample}",
             group_id=group_name(lease_id),
             lease_id=lease_id,
             sample=sample,
-            group_size=GROUP,
+            group_size=group,
             reward=1.0,
             actor="bench",
             metadata={"turns": 1},
