@@ -31,7 +31,7 @@ from storage.segments import (
 
 log = structlog.get_logger()
 MAPPED_SEGMENTS = 128
-"""Segments kept mapped at once; each holds five file descriptors."""
+"""Segments kept mapped at once; each holds a file descriptor."""
 INDEX_FILE = ".index"
 READER_ATTEMPTS = 5
 UNINDEXED_SEGMENTS = 256
@@ -144,7 +144,7 @@ class ReplayStore:
     def read(self, lease_ids: Iterable[int]) -> list[Trajectory]:
         """The trajectories of these complete groups, each group in the order of its samples.
 
-        Their arrays are views of mapped files, which stay mapped, five descriptors a segment, while a view
+        Their arrays are views of mapped files, which stay mapped, one descriptor a segment, while a view
         is held. Raises `StorageError` for a group that is unknown, incomplete or retired, or whose bytes
         changed."""
         leases = list(lease_ids)
