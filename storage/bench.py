@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import structlog
 
 from bus.codec import Json
 from storage.bench_ingest import bench_ingest
@@ -225,6 +226,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="more rounds and more data: some minutes")
     parser.add_argument("--directory", type=Path, help="where to write; the disk that is measured")
     options = parser.parse_args()
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     figures = bench_replay(full=options.full, directory=options.directory)
     sys.stdout.write(json.dumps(figures, indent=2) + "\n")
 
