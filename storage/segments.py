@@ -274,11 +274,17 @@ class Segment:
         self._maps.append(mapped)
         return mapped
 
-    def trajectory(self, row: int) -> Trajectory:
-        """The row-th trajectory; its arrays are views of the mapped files, and match their checksum."""
+    def trajectory(self, row: int, *, copied: bool = False) -> Trajectory:
+        """The row-th trajectory. Its arrays, views of the mapped files or copies, match their checksum.
+
+        Raises `StorageError` when there is no such row, or its bytes changed."""
+        if not 0 <= row < len(self._rows) - 1:
+            raise StorageError(f"{self._path} has {len(self._rows) - 1} trajectories, none in row {row}")
         (begin, first, *_), (end, last, *_, checksum) = self._rows[row : row + 2].tolist()
         record = self._records[first:last]
         arrays = [array[begin:end] for array in self._tokens]
+        if copied:
+            arrays = [array.copy() for array in arrays]
         if _checksum(arrays, record) != checksum & _UINT64:
             raise StorageError(
                 f"{self._path} is corrupt: trajectory {row} does not match its checksum; {_REMEDY}"

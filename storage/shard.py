@@ -14,6 +14,8 @@ from bus.errors import BusError, SchemaError, StorageError
 from bus.messages import (
     Done,
     GroupRejected,
+    Located,
+    LocateRequest,
     ReadRequest,
     StoredGroups,
     StoredRequest,
@@ -22,6 +24,7 @@ from bus.messages import (
 )
 from bus.publish import Publisher
 from bus.topology import shard_of
+from storage.addresses import host_identity, locate
 from storage.replay import ReplayStore
 
 log = structlog.get_logger()
@@ -51,6 +54,9 @@ class Shard:
         """Store what arrives and answer reads until `stop`."""
         serving = [
             await self._bus.serve(self._bus.subject("rpc", "read", self._number), ReadRequest, self._on_read),
+            await self._bus.serve(
+                self._bus.subject("rpc", "locate", self._number), LocateRequest, self._on_locate
+            ),
             await self._bus.serve(
                 self._bus.subject("rpc", "stored", self._number), StoredRequest, self._on_stored
             ),
@@ -117,6 +123,15 @@ class Shard:
         except StorageError as error:
             raise BusError(str(error)) from error
         return [*_packed(found), Done()]
+
+    async def _on_locate(self, request: LocateRequest) -> list[Message]:
+        host = host_identity()
+        if request.host != host:
+            return [Located(host=host)]
+        try:
+            return [await asyncio.to_thread(locate, self.store, request.lease_ids)]
+        except StorageError as error:
+            raise BusError(str(error)) from error
 
     def _news(self, after: int) -> StoredGroups:
         completed = self.store.completed
