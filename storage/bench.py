@@ -30,6 +30,7 @@ from bus.messages import Trajectory, TrajectoryBatch, group_name
 from bus.publish import Publisher
 from bus.server import NatsServer
 from bus.topology import ensure
+from storage.bench_read import bench_fetch
 from storage.files import fsync_path
 from storage.replay import INDEX_FILE, ReplayStore
 from storage.segments import TOKEN_ARRAYS, write_segment
@@ -130,6 +131,7 @@ def bench_replay(*, full: bool = False, directory: Path | None = None) -> dict[s
             found, figures = part(Path(made) / part.__name__, size)
             ratios |= found
             absolute |= figures
+        absolute |= bench_fetch(Path(made) / "fetch")
     return {"ratios": ratios, "limits": LIMITS, "limited_by": LIMITED_BY, "absolute": absolute}
 
 
