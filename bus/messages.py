@@ -296,6 +296,23 @@ class StoredGroups(Message, tag="stored_groups"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class IssuedRequest(Message, tag="issued_request"):
+    """A shard asks the dispatcher what the ledger knows."""
+
+    shard: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Issued(Message, tag="issued"):
+    """How far the ledger is: durable before it is told."""
+
+    next_id: int
+    """Leases below it were issued, none from it on."""
+    seen: int
+    """Complete groups that the ledger knows in the shard that asked."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UnsettledRequest(Message, tag="unsettled_request"):
     """A shard asks the dispatcher which groups must not be removed."""
 

@@ -1,7 +1,7 @@
 """One replay shard on the bus: takes trajectories off the stream, stores them, answers reads."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -41,13 +41,16 @@ class Shard:
     def __init__(
         self, bus: Bus, store: ReplayStore, number: int, *,
         shards: int, was_issued: Callable[[int], bool], linger_s: float,
+        hear_of: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:  # fmt: skip
+        """`hear_of` is called with a lease before `was_issued` is, where that must be asked for elsewhere."""
         self.store = store
         self._bus = bus
         self._publisher = Publisher(bus)
         self._number = number
         self._shards = shards
         self._was_issued = was_issued
+        self._hear_of = hear_of
         self._linger_s = linger_s
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -72,6 +75,8 @@ class Shard:
         """The segment is durable when this returns; only then are the messages acked."""
         before = len(self.store.completed)
         trajectories = [trajectory for batch in batches for trajectory in batch.trajectories]
+        if self._hear_of is not None and trajectories:
+            await self._hear_of(max(trajectory.lease_id for trajectory in trajectories))
         try:
             self._refuse_misdirected(trajectories)
             completed = await asyncio.to_thread(self.store.append, trajectories)
