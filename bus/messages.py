@@ -175,7 +175,7 @@ class GroupRef(Message, tag="group_ref"):
     weight: float = 1.0
     """Importance weight of its advantages in this step, at most 1."""
     tokens: int = 0
-    """Of all its trajectories together, so that groups can be balanced before they are fetched."""
+    """Of all its trajectories together, to balance groups before they are fetched; 0 if nobody counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -170,7 +170,7 @@ class Dispatcher:
         while not stop.is_set():
             await self._look_at_policy()
             unheld = await self._held_by_nobody()
-            if all([await self._catch_up(shard) for shard in range(self._shards)]):
+            if all(await asyncio.gather(*map(self._catch_up, range(self._shards)))):
                 await self._publish_lost(unheld)
             await asyncio.to_thread(self.ledger.flush)
             try:

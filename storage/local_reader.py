@@ -13,7 +13,7 @@ from bus.errors import BusError, StorageError
 from bus.messages import Located, LocateRequest, Trajectory
 from storage.addresses import directory_identity, host_identity
 from storage.pieces import Piece
-from storage.segments import Segment
+from storage.segments import Segment, check_segment
 
 log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 10.0
@@ -107,6 +107,7 @@ class LocalReader:
         if version in self._mapped:
             self._mapped.move_to_end(version)
             return self._mapped[version]
+        check_segment(path)
         segment = Segment(path)
         if len(self._mapped) >= MAPPED_SEGMENTS:
             self._mapped.popitem(last=False)[1].close()

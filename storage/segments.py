@@ -213,8 +213,11 @@ def _summary(path: Path) -> Summary:
         raise StorageError(
             f"{path} has format {found!r}, this build reads {FORMAT}: use the build that wrote it"
         )
-    _check_fields(path, attributes["record_fields"])
-    return _summarise(attributes, document)
+    try:
+        _check_fields(path, attributes["record_fields"])
+        return _summarise(attributes, document)
+    except (KeyError, TypeError) as error:
+        raise StorageError(f"{path} is corrupt: its zarr.json lacks {error}; {_REMEDY}") from error
 
 
 def _check_fields(path: Path, found: Sequence[str]) -> None:

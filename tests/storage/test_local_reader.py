@@ -162,6 +162,26 @@ async def test_files_that_cannot_be_read_here_come_over_the_bus(bus, store):
         assert (reader.read["mapped"], reader.read["bus"]) == (2, 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("token_ids/c.0", b"odd"),
+        ("records/c.0", b""),
+        ("rows/c.0.0", b""),
+        ("zarr.json", b"{}"),
+        ("zarr.json", b'{"attributes": {"sluice_replay": 2}}'),
+    ],
+)
+async def test_torn_segment_is_left_to_the_shard(bus, store, name, content):
+    (store.directory / "segment_00000000" / name).write_bytes(content)
+    async with shard_at_work(bus, store):
+        with closing(LocalReader(bus)) as reader, capture_logs() as logs:
+            assert await reader.read(0, [0]) is None
+            assert await reader.read(0, [2]) is not None
+    [line] = [line for line in logs if line["event"] == "replay_not_mapped"]
+    assert "segment_00000000" in line["reason"]
+
+
 async def test_flipped_bit_is_never_trained_on(bus, store, monkeypatch):
     monkeypatch.setattr(reader_module, "SILENCE_LIMIT_S", 0.1)
     async with fetching(bus, store) as reader:
