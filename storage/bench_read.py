@@ -98,12 +98,12 @@ async def _steps(bus: Bus, way: str, read: Literal["auto", "bus"]) -> dict[str, 
                 raise RuntimeError(f"{way}: read {dict(reader.read)}")
     finally:
         connection.DECODE_IN_THREAD_BYTES = before
-    step, held, longest = (1e3 * statistics.median(column) for column in zip(*measured[1:], strict=True))
-    return {"step_ms": step, "loop_ms": held, "loop_longest_ms": longest}
+    medians = [1e3 * statistics.median(column) for column in zip(*measured[1:], strict=True)]
+    return dict(zip(("step_ms", "cpu_ms", "loop_cpu_ms", "loop_longest_ms"), medians, strict=True))
 
 
-async def _measured(fetch: Callable[[], Awaitable[list[list[Trajectory]]]]) -> tuple[float, float, float]:
-    """Seconds of a fetch, of CPU that it took from the loop's thread, and of the loop's longest absence."""
+async def _measured(fetch: Callable[[], Awaitable[list[list[Trajectory]]]]) -> tuple[float, ...]:
+    """Seconds of a fetch, of its CPU in all threads and in the loop's, and of the loop's longest absence."""
     absences = [0.0]
 
     async def tick() -> None:
@@ -114,11 +114,12 @@ async def _measured(fetch: Callable[[], Awaitable[list[list[Trajectory]]]]) -> t
 
     ticking = asyncio.create_task(tick())
     await asyncio.sleep(0)
-    cpu, began = time.thread_time(), time.perf_counter()
+    clocks = (time.perf_counter, time.process_time, time.thread_time)
+    began = [clock() for clock in clocks]
     await fetch()
-    seconds, held = time.perf_counter() - began, time.thread_time() - cpu
+    seconds = [clock() - start for clock, start in zip(clocks, began, strict=True)]
     ticking.cancel()
-    return seconds, held, max(absences)
+    return (*seconds, max(absences))
 
 
 def _refs(step: int) -> list[GroupRef]:

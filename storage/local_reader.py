@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import structlog
 
 from bus.connection import Bus
@@ -85,11 +86,12 @@ class LocalReader:
         if directory_identity(directory) != (where.device, where.inode):
             raise StorageError(f"{directory} is not the directory here that it is for its shard")
         found: dict[int, Trajectory] = {}
-        piece_of, rows = where.piece_of.tolist(), where.rows.tolist()
+        rows = where.rows.tolist()
         with self._mutex:
-            for at in sorted(range(len(rows)), key=piece_of.__getitem__):  # each segment once
-                segment = self._segment(directory, where.pieces[piece_of[at]])
-                found[at] = segment.trajectory(rows[at], copied=True)
+            for number, name in enumerate(where.pieces):  # one after the other, or one would push another out
+                segment = self._segment(directory, name)
+                for at in np.flatnonzero(where.piece_of == number).tolist():
+                    found[at] = segment.trajectory(rows[at], copied=True)
         if {t.lease_id for t in found.values()} != leases:
             raise StorageError(f"{directory} holds other groups than its shard says")
         return [found[at] for at in range(len(rows))]
