@@ -179,7 +179,7 @@ class GroupRef(Message, tag="group_ref"):
     weight: float = 1.0
     """Importance weight of its advantages in this step, at most 1."""
     tokens: int = 0
-    """Of all its trajectories together, so that groups can be balanced before they are fetched."""
+    """Of all its trajectories together, to balance groups before they are fetched; 0 if nobody counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,6 +233,42 @@ class ReadRequest(Message, tag="read_request"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LocateRequest(Message, tag="locate_request"):
+    """Asks a shard where the trajectories of these groups lie."""
+
+    lease_ids: tuple[int, ...]
+    host: str
+    """The asker's: no other needs the addresses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Located(Message, tag="located"):
+    """On which host a shard is, and, for a reader there, where each trajectory lies in which file."""
+
+    host: str
+    """The machine since its last start; empty where that cannot be told."""
+    directory: str = ""
+    device: int = 0
+    inode: int = 0
+    """With `device` what the directory is to the operating system."""
+    pieces: tuple[str, ...] = ()
+    """Names of the segments in the directory."""
+    piece_of: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    """Of each trajectory, the index of its segment in `pieces`; groups as asked for, by sample."""
+    rows: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    """Of each trajectory, its row in that segment."""
+
+    def check(self) -> None:
+        """Refuse addresses that lead nowhere."""
+        if len(self.piece_of) != len(self.rows):
+            raise SchemaError(f"{len(self.rows)} rows in {len(self.piece_of)} pieces")
+        if len(self.rows) and not (
+            0 <= self.piece_of.min() <= self.piece_of.max() < len(self.pieces) and self.rows.min() >= 0
+        ):
+            raise SchemaError(f"an address outside the {len(self.pieces)} pieces")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRequest(Message, tag="stored_request"):
     """Asks a shard which groups it completed, from the `after`-th on."""
 
@@ -261,6 +297,23 @@ class StoredGroups(Message, tag="stored_groups"):
             raise SchemaError(f"{len(self.spreads)} spreads for {len(self.lease_ids)} groups")
         if self.tokens and len(self.tokens) != len(self.lease_ids):
             raise SchemaError(f"tokens of {len(self.tokens)} groups for {len(self.lease_ids)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IssuedRequest(Message, tag="issued_request"):
+    """A shard asks the dispatcher what the ledger knows."""
+
+    shard: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Issued(Message, tag="issued"):
+    """How far the ledger is: durable before it is told."""
+
+    next_id: int
+    """Leases below it were issued, none from it on."""
+    seen: int
+    """Complete groups that the ledger knows in the shard that asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from learner.checkpoint import save_checkpoint
 from learner.config import SFTLoss
 from learner.conversion.files import save_hf_directory
 from learner.heldout import HeldOut
-from learner.metrics import batch_values, step_values
+from learner.metrics import batch_values, read_values, step_values
 from learner.progress import Progress
 from learner.publish import WeightPublisher
 from learner.settings import LearnerSettings
@@ -51,7 +51,7 @@ class Learner:
         self._incarnation = incarnation
         self._stop = stop
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
-        self._reader = ReplayReader(bus, incarnation)
+        self._reader = ReplayReader(bus, incarnation, read=settings.learner.read)
         self._events = Publisher(bus)
         self._weights = WeightPublisher(
             bus,
@@ -87,6 +87,7 @@ class Learner:
                 finished.set()
                 if self._fetching is not None:
                     self._fetching.cancel()
+                self._reader.close()
 
     async def _join(self) -> None:
         """Tell storage where training stands, and publish the weights it stands at."""
@@ -180,6 +181,7 @@ class Learner:
             "time/step_s": seconds, "time/waiting_for_batch_s": waited,
             "time/publish_stall_s": time.monotonic() - trained,
             "train/policy_version": progress.policy_version,
+            **read_values(self._reader.read),
         })  # fmt: skip
         return True
 

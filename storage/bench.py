@@ -26,6 +26,7 @@ from bus.codec import Json
 from storage.bench_ingest import bench_ingest
 from storage.bench_leases import bench_leases
 from storage.bench_material import GROUP, SHORT, TOKENS, Figures, Material, Size
+from storage.bench_read import bench_fetch
 from storage.files import fsync_path
 from storage.replay import INDEX_FILE, ReplayStore
 from storage.segments import write_segment
@@ -63,6 +64,7 @@ def bench_replay(*, full: bool = False, directory: Path | None = None) -> dict[s
             found, figures = part(Path(made) / part.__name__, size)
             ratios |= found
             absolute |= figures
+        absolute |= bench_fetch(Path(made) / "fetch")
     return {"ratios": ratios, "limits": LIMITS, "limited_by": LIMITED_BY, "absolute": absolute}
 
 

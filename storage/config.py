@@ -1,11 +1,13 @@
 """Configuration of what outlives the processes: prompts, admission, replay, evaluation."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from bus.config import Config
+from bus.errors import ConfigError
 
 
 class PromptKeys(Config):
@@ -151,11 +153,26 @@ class AdmissionConfig(Config):
         return self
 
 
+def shard_numbers(text: str) -> tuple[int, ...]:
+    """Ascending, from text such as `2`, `0-3` or `0,2-3`. Raises `ConfigError` for any other."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ConfigError(f"{text!r} names no shards: write 2, or 0-3, or 0,2-3")
+        numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(numbers))
+
+
 class ReplayConfig(Config):
     """The trajectory store."""
 
     shards: int = Field(2, ge=1)
     """Independent stores, each with one writer; a group lives in one of them."""
+
+    here: str = "all"
+    """Shards that the storage process keeps itself: all, none, or numbers as 0-1 or 0,2-3. The others are
+    kept by `launch shards`, on any host."""
 
     linger_s: float = Field(0.02, ge=0)
     """How long a shard gathers arriving groups before it writes them as one segment."""
@@ -172,6 +189,19 @@ class ReplayConfig(Config):
     archive: str | None = None
     """Where segments go before they are removed: a directory, or any fsspec URL such as s3://bucket/replay
     (needs s3fs and the AWS environment). None removes them for good."""
+
+    @model_validator(mode="after")
+    def _those_here_exist(self) -> Self:
+        if (last := max(self.numbers_here, default=0)) >= self.shards:
+            raise ValueError(f"here={self.here!r}: there is no shard {last}, shards={self.shards}")
+        return self
+
+    @property
+    def numbers_here(self) -> tuple[int, ...]:
+        """The shards that the storage process keeps."""
+        if self.here in ("all", "none"):
+            return tuple(range(self.shards)) if self.here == "all" else ()
+        return shard_numbers(self.here)
 
 
 class EvaluationConfig(Config):

@@ -10,13 +10,15 @@ import structlog
 from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
-from bus.errors import BusError, StorageError
+from bus.errors import BusError, ConfigError, StorageError
 from bus.messages import (
     BatchLease,
     BatchRequest,
     Done,
     GroupRef,
     GroupRejected,
+    Issued,
+    IssuedRequest,
     LearnerResumed,
     Lease,
     PolicyManifest,
@@ -62,6 +64,10 @@ class Dispatcher:
         self._prompts = prompts
         self._order = order
         self._shards = shards
+        self._heard: set[int] = set()
+        """Shards all of whose groups the ledger has seen."""
+        self.silent_shards: set[int] = set()
+        """Shards that did not answer when they were asked last."""
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
         """Set, and replaced, whenever a batch that could not be formed may have become possible."""
@@ -80,6 +86,11 @@ class Dispatcher:
         """Leases that may be issued now."""
         return self._admission.room()
 
+    @property
+    def awaited_shards(self) -> list[int]:
+        """Those yet to say what they hold, since this process started: no lease is issued before."""
+        return [shard for shard in range(self._shards) if shard not in self._heard]
+
     async def run(self, stop: asyncio.Event, *, reissue: bool) -> None:
         """Serve until `stop`. `reissue` publishes again what is rolling out, for a bus that lost it."""
         await self._republish(everything=reissue)
@@ -87,6 +98,7 @@ class Dispatcher:
             await self._bus.serve(self._bus.subject("rpc", "batch"), BatchRequest, self._on_batch),
             await self._bus.serve(self._bus.subject("rpc", "committed"), StepCommitted, self._on_committed),
             await self._bus.serve(self._bus.subject("rpc", "resumed"), LearnerResumed, self._on_resumed),
+            await self._bus.serve(self._bus.subject("rpc", "issued"), IssuedRequest, self._on_issued),
             await self._bus.serve(
                 self._bus.subject("rpc", "unsettled"), UnsettledRequest, self._on_unsettled
             ),
@@ -110,7 +122,7 @@ class Dispatcher:
     async def _admit(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
             self._changed.clear()
-            if leases := self._admission.issue():
+            if not self.awaited_shards and (leases := self._admission.issue()):
                 await asyncio.to_thread(self.ledger.flush)
                 await self._publish_leases(leases)
             try:
@@ -158,11 +170,11 @@ class Dispatcher:
         while not stop.is_set():
             await self._look_at_policy()
             unheld = await self._held_by_nobody()
-            if all([await self._catch_up(shard) for shard in range(self._shards)]):
+            if all(await asyncio.gather(*map(self._catch_up, range(self._shards)))):
                 await self._publish_lost(unheld)
             await asyncio.to_thread(self.ledger.flush)
             try:
-                async with asyncio.timeout(POLL_S):
+                async with asyncio.timeout(POLL_S / 4 if self.awaited_shards else POLL_S):
                     await stop.wait()
             except TimeoutError:
                 continue
@@ -217,21 +229,37 @@ class Dispatcher:
             )
         except BusError as error:
             log.debug("shard_does_not_answer", shard=shard, reason=str(error))
+            self.silent_shards.add(shard)
             return False
+        self.silent_shards.discard(shard)
         if news.total < request.after:
             raise StorageError(
                 f"shard {shard} holds {news.total} complete groups, but the ledger has seen {request.after}: "
                 "restore the replay directory"
             )
+        self._refuse_other_run(news)
         self._on_stored(news)
+        if shard not in self._heard and news.after + len(news.lease_ids) == news.total:
+            self._heard.add(shard)
+            self._changed.set()
         return True
+
+    def _refuse_other_run(self, news: StoredGroups) -> None:
+        """Groups of a lease that is yet to be issued would stand in the way of its own."""
+        youngest = max(news.lease_ids, default=-1)
+        if youngest >= self.ledger.next_id:
+            raise ConfigError(
+                f"shard {news.shard} holds the group of lease {youngest}, but the ledger has issued only "
+                f"{self.ledger.next_id}: restore the ledger, or move both away to start a new run"
+            )
 
     def _on_policy(self, manifest: PolicyManifest) -> None:
         if self._admission.on_policy(manifest):
             self._changed.set()
 
     def _on_notice(self, news: StoredGroups) -> None:
-        if news.after == self._admission.seen(news.shard) and not self._wants_spreads:
+        known = news.shard in self._heard and news.after == self._admission.seen(news.shard)
+        if known and not self._wants_spreads:
             self._on_stored(news)  # else one was missed, or lacks what the poll asks for: that brings all
 
     def _on_stored(self, news: StoredGroups) -> None:
@@ -297,6 +325,11 @@ class Dispatcher:
         log.info("learner_resumed", step=request.step, groups_rolled_back=groups)
         self._wake()
         return [Done()]
+
+    async def _on_issued(self, request: IssuedRequest) -> list[Message]:
+        """A shard elsewhere stores no group of a lease that was never issued."""
+        await asyncio.to_thread(self.ledger.flush)  # or a crash could issue the same numbers again
+        return [Issued(next_id=self.ledger.next_id, seen=self._admission.seen(request.shard))]
 
     async def _on_unsettled(self, request: UnsettledRequest) -> list[Message]:
         """What a shard must keep: a step may still be given it, or a resumed learner trains on it again."""

@@ -150,6 +150,18 @@ class ReplayStore:
         leases = list(lease_ids)
         return self._read(lambda: [row for lease in leases for row in self._index.complete(lease)])
 
+    def locate(self, lease_ids: Iterable[int]) -> list[tuple[Piece, int]]:
+        """Of each trajectory of these complete groups, as `read` has them, its piece and its row there.
+
+        Raises `StorageError` for a group that is unknown, incomplete or retired."""
+        with self._mutex:
+            rows = [row for lease in lease_ids for row in self._index.complete(lease)]
+            at = [bisect_right(self._begins, row) - 1 for row in rows]
+            found = [(self._pieces[n], row - self._begins[n]) for n, row in zip(at, rows, strict=True)]
+        for piece, _ in found:
+            self._refuse_retired(piece)
+        return found
+
     def rows_of(self, lease_id: int) -> list[int]:
         """Where a complete group is, by sample. Raises `StorageError` for any other."""
         with self._mutex:
@@ -206,6 +218,12 @@ class ReplayStore:
         if self._lock is None:
             raise StorageError(f"{self.directory} was opened for reading")
 
+    def _refuse_retired(self, piece: Piece) -> None:
+        if piece.retired:
+            raise StorageError(
+                f"{self._path(piece)} was retired to save space: restore its segment from the archive"
+            )
+
     def _path(self, piece: Piece) -> Path:
         return self.directory / piece.name
 
@@ -235,10 +253,7 @@ class ReplayStore:
         if segment is not None:
             self._mapped.move_to_end(piece.first)
             return segment
-        if piece.retired:
-            raise StorageError(
-                f"{self._path(piece)} was retired to save space: restore its segment from the archive"
-            )
+        self._refuse_retired(piece)
         if len(self._mapped) >= MAPPED_SEGMENTS:
             self._mapped.popitem(last=False)[1].close()
         self._mapped[piece.first] = Segment(self._path(piece))

@@ -215,8 +215,11 @@ def _summary(path: Path, entries: Mapping[str, memoryview]) -> Summary:
         raise StorageError(
             f"{path} has format {found!r}, this build reads {FORMAT}: use the build that wrote it"
         )
-    _check_fields(path, attributes["record_fields"])
-    return _summarise(attributes, (path / FILE).stat().st_size)
+    try:
+        _check_fields(path, attributes["record_fields"])
+        return _summarise(attributes, (path / FILE).stat().st_size)
+    except (KeyError, TypeError) as error:
+        raise StorageError(f"{path} is corrupt: its zarr.json lacks {error}; {_REMEDY}") from error
 
 
 def _check_fields(path: Path, found: Sequence[str]) -> None:
@@ -263,11 +266,17 @@ class Segment:
         self.arrays["rows"] = self._rows[1:]
         self._tokens = tuple(self.arrays[name] for name in TOKEN_ARRAYS)
 
-    def trajectory(self, row: int) -> Trajectory:
-        """The row-th trajectory; its arrays are views of the mapped files, and match their checksum."""
+    def trajectory(self, row: int, *, copied: bool = False) -> Trajectory:
+        """The row-th trajectory. Its arrays, views of the mapped files or copies, match their checksum.
+
+        Raises `StorageError` when there is no such row, or its bytes changed."""
+        if not 0 <= row < len(self._rows) - 1:
+            raise StorageError(f"{self._path} has {len(self._rows) - 1} trajectories, none in row {row}")
         (begin, first, *_), (end, last, *_, checksum) = self._rows[row : row + 2].tolist()
         record = self._records[first:last]
         arrays = [array[begin:end] for array in self._tokens]
+        if copied:
+            arrays = [array.copy() for array in arrays]
         if _checksum(arrays, record) != checksum & _UINT64:
             raise StorageError(
                 f"{self._path} is corrupt: trajectory {row} does not match its checksum; {_REMEDY}"
