@@ -158,6 +158,20 @@ class Ledger:
         )
         return [lease.lease_id for lease in leases]
 
+    def lower(self, lease_ids: Sequence[int], policy_version: int) -> None:
+        """Let weights as old as `policy_version` sample these leases, which are rolling out.
+
+        From then on their staleness counts from there. `flush` comes before any actor hears of it.
+        """
+        for lease_id in lease_ids:
+            self.rolling_out[lease_id] = Candidate(policy_version, lease_id)
+        self._change(
+            (
+                "UPDATE leases SET policy_version = ? WHERE lease_id = ?",
+                tuple((policy_version, lease_id) for lease_id in lease_ids),
+            )
+        )
+
     def store(self, lease_id: int, spread: float = 0.0, tokens: int = 0) -> bool:
         """The group is complete in a shard; False when that was known or it is settled otherwise.
 

@@ -2,6 +2,7 @@
 
 import random
 import sqlite3
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -47,6 +48,10 @@ class World:
     admission: Admission = field(init=False)
     tasks: set[int] = field(default_factory=set)
     """Leases on the bus, or rolling out."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """The oldest weights that may sample each lease, as its message says."""
+    sampled: dict[int, int] = field(default_factory=dict)
+    """The weights that did."""
     rejections: list[GroupRejected] = field(default_factory=list)
     shards: list[list[int]] = field(default_factory=lambda: [[] for _ in range(SHARDS)])
     """Leases in the order in which their groups became complete."""
@@ -62,7 +67,11 @@ class World:
     same_config: bool = True
     """Whether it is the one that the run began with."""
 
+    quarantined: set[int] = field(default_factory=set)
+    """Leases whose turn falls to a prompt that killed its actors."""
+
     def __post_init__(self) -> None:
+        self.quarantined.update(n for n in range(1000) if self.draw.random() < 0.05)
         self.load()
         self.resume()
 
@@ -71,14 +80,21 @@ class World:
     def load(self) -> None:
         """Start from what the disk holds: what was not flushed is lost."""
         self.ledger = Ledger(self.sql)
-        self.admission = Admission(self.ledger, self.config, seed=3)
+        self.admission = Admission(
+            self.ledger, self.config, seed=3, is_quarantined=self.quarantined.__contains__
+        )
         self.admission.opened = True
         if self.published is not None:
             self.admission.on_policy(self.published)
         through = int(self.ledger.facts.get("published_through", "-1"))
-        self.tasks.update(n for n in self.ledger.rolling_out if n > through)
+        self.send(n for n in self.ledger.rolling_out if n > through)
 
     published = None
+
+    def send(self, leases: Iterable[int]) -> None:
+        for lease_id in leases:
+            self.tasks.add(lease_id)
+            self.versions[lease_id] = self.ledger.rolling_out[lease_id].policy_version
 
     def crash(self) -> None:
         self.load()
@@ -95,8 +111,9 @@ class World:
         if self.draw.random() < 0.1:
             return self.crash()
         self.ledger.flush()
+        assert not self.quarantined.intersection(leases)
         sent = leases if self.draw.random() < 0.9 else leases[: len(leases) // 2]
-        self.tasks.update(sent)
+        self.send(sent)
         if sent != leases:
             return self.crash()  # half published
         if leases:
@@ -129,13 +146,29 @@ class World:
     # --- the actors ---
 
     def complete(self) -> None:
+        """By the weights of the day, if they may."""
         if self.tasks:
             lease_id = self.draw.choice(sorted(self.tasks))
+            if not self.may_sample(lease_id):
+                return
             shard = self.shards[lease_id % SHARDS]
             if lease_id not in shard:
                 shard.append(lease_id)
+                self.sampled[lease_id] = self.published.policy_version
             if self.draw.random() < 0.9:  # else its ack is lost, and it is delivered again
                 self.tasks.discard(lease_id)
+
+    def may_sample(self, lease_id: int) -> bool:
+        """An actor whose weights are too old asks whether they have to be younger still."""
+        version = self.published.policy_version
+        if version < self.versions[lease_id]:
+            state = self.admission.state(lease_id)
+            self.ledger.flush()
+            if state.state != "open":
+                self.tasks.discard(lease_id)
+                return False
+            self.versions[lease_id] = state.policy_version
+        return version >= self.versions[lease_id]
 
     def reject(self) -> None:
         if self.tasks:
@@ -188,6 +221,7 @@ class World:
         uses = {n: sum(n in given for given in self.before(step)) for n in groups}
         for use in self.ledger.steps[step]:
             assert step - 1 - use.group.policy_version <= self.config.max_staleness
+            assert step - 1 - self.sampled[use.lease_id] <= self.config.max_staleness
             assert uses[use.lease_id] < sampler.max_reuse
         if sampler.max_samples_per_insert is not None:
             assert self.ledger.samples <= sampler.max_samples_per_insert * self.ledger.inserted() + 1e-6
@@ -245,7 +279,7 @@ class World:
                 return
             self.now_s += PATIENCE_S
             self.issue()
-            while self.tasks:
+            for _ in range(20 * len(self.tasks)):
                 self.complete()
             self.refund()
             for _ in range(8):
