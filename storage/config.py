@@ -124,6 +124,14 @@ class AdmissionConfig(Config):
     """How long a step waits, since a group last became complete, before `drop` is done. Keep it longer than
     the slowest rollout that is worth its tokens."""
 
+    max_deliver: int = Field(5, ge=3)
+    """Deliveries of a prompt to actors that die of it, before it is quarantined: never rolled out again.
+
+    The first two prove nothing: the actor may have died of another prompt, or have been stopped. From the
+    third on an actor rolls such prompts out one at a time and has each attempt counted as it begins; only
+    those count, `max_deliver` - 2 of them. A lease that was handed back unread, or published again after
+    the bus lost it, was no attempt."""
+
     sampler: SamplerConfig = FifoSampler()
     """Which of the stored groups a step trains on, and how often."""
 

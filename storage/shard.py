@@ -23,6 +23,7 @@ from bus.messages import (
 from bus.publish import Publisher
 from bus.topology import shard_of
 from storage.replay import ReplayStore
+from storage.siblings import serve_siblings
 
 log = structlog.get_logger()
 ANSWER_BYTES = 1 << 20
@@ -54,6 +55,7 @@ class Shard:
             await self._bus.serve(
                 self._bus.subject("rpc", "stored", self._number), StoredRequest, self._on_stored
             ),
+            await serve_siblings(self._bus, self.store, self._number),
         ]
         inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}")
         await consume_batches(
