@@ -315,6 +315,20 @@ class Unsettled(Message, tag="unsettled"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CloseRequest(Message, tag="close_request"):
+    """Asks a shard to call these groups complete, though siblings are missing."""
+
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Closed(Message, tag="closed"):
+    """Those that are complete now, closed or whole; of the others too little is stored."""
+
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NewData(Message, tag="new_data"):
     """Asks the dispatcher to issue leases for other prompts from the next one on."""
 

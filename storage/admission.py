@@ -35,6 +35,8 @@ class Admission:
         self._seed = seed
         self._is_quarantined = is_quarantined
         """Whether the prompt of a lease is one that must not be rolled out again."""
+        self.to_close: set[int] = set()
+        """Groups that keep a step for too long: their shards are to close them short."""
         self._waiting: tuple[int, float] | None = None
         """The step that waits, and since when nothing happened that could end that."""
 
@@ -124,6 +126,14 @@ class Admission:
             if rejection.lease_id in self._ledger.rolling_out:  # else a redelivered lease had two outcomes
                 self._ledger.reject(rejection.lease_id, rejection.reason)
 
+    def on_closed(self, complete: Iterable[int], few: Iterable[int]) -> None:
+        """Shards have closed groups, of which their lists tell, or have too little of them: refunded."""
+        self.to_close.difference_update(complete)
+        for lease_id in few:
+            self.to_close.discard(lease_id)
+            if lease_id in self._ledger.rolling_out:
+                self._ledger.reject(lease_id, "incomplete")
+
     # --- what a step gets ---
 
     def batch(self, step: int, train_version: int, *, now_s: float) -> list[Use] | str:
@@ -173,7 +183,7 @@ class Admission:
         staleness, ledger = self._config.max_staleness, self._ledger
         for lease_id in expired(ledger.stored.values(), train_version=train_version, max_staleness=staleness):
             ledger.reject(lease_id, "stale")
-        if self._config.incomplete == "drop":
+        if self._config.incomplete != "wait":  # too late also to be closed short
             out = ledger.rolling_out.values()
             for lease_id in expired(out, train_version=train_version, max_staleness=staleness):
                 ledger.reject(lease_id, "incomplete")
@@ -190,12 +200,15 @@ class Admission:
             self._ledger.lower(ahead, train_version)
 
     def _lose_patience(self, step: int, choice: Choice, now_s: float) -> bool:
-        """Reject what the step waits for, once it did so for too long; whether that was so."""
+        """Give up what the step waits for, once it did so for too long; whether it can be asked again now."""
         if self._config.incomplete == "wait" or not choice.blockers:
             return False
         if self._waiting is None or self._waiting[0] != step:
             self._waiting = (step, now_s)
         if now_s - self._waiting[1] < self._config.patience_s:
+            return False
+        if self._config.incomplete == "close_short":
+            self.to_close.update(choice.blockers)
             return False
         for lease_id in choice.blockers:
             self._ledger.reject(lease_id, "incomplete")

@@ -32,6 +32,7 @@ from bus.messages import (
 from bus.publish import Publisher
 from bus.topology import shard_of
 from storage.admission import Admission
+from storage.closing import close_short
 from storage.config import AdmissionConfig, PrioritySampler
 from storage.data_sets import DataSets
 from storage.lease_desk import LeaseDesk
@@ -275,6 +276,8 @@ class Dispatcher:
         now_s = asyncio.get_running_loop().time()
         rejected = self.ledger.account().rejected
         groups = self._admission.batch(request.step, request.policy_version, now_s=now_s)
+        if self._admission.to_close:
+            await self._close_short(sorted(self._admission.to_close))
         if self.ledger.account().rejected > rejected:
             self._changed.set()
         if isinstance(groups, str):
@@ -290,6 +293,12 @@ class Dispatcher:
             for use in groups
         )
         return BatchLease(step=request.step, groups=tuple(refs))
+
+    async def _close_short(self, lease_ids: list[int]) -> None:
+        complete, few = await close_short(self._bus, lease_ids, self._shards)
+        self._admission.on_closed(complete, few)
+        for shard in {shard_of(lease_id, self._shards) for lease_id in complete}:
+            await self._catch_up(shard)
 
     async def _on_committed(self, request: StepCommitted) -> list[Message]:
         self._admission.commit(request.step, request.incarnation)

@@ -216,6 +216,8 @@ class _Service:
             "reasons": dict(self._ledger.reasons),
             "prompts": self._data.latest.count,
             "prompts_quarantined": self._data.quarantined,
+            "closed_short": sum(store.closed_short for store in self._stores),
+            "late_siblings": sum(store.late_siblings for store in self._stores),
             "trajectories_stored": sum(store.trajectories for store in self._stores),
             "stored_bytes": sum(store.size_bytes for store in self._stores),
             "max_staleness": self._settings.admission.max_staleness,

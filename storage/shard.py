@@ -22,6 +22,7 @@ from bus.messages import (
 )
 from bus.publish import Publisher
 from bus.topology import shard_of
+from storage.closing import serve_closing
 from storage.replay import ReplayStore
 from storage.siblings import serve_siblings
 
@@ -56,6 +57,7 @@ class Shard:
                 self._bus.subject("rpc", "stored", self._number), StoredRequest, self._on_stored
             ),
             await serve_siblings(self._bus, self.store, self._number),
+            await serve_closing(self._bus, self.store, self._number),
         ]
         inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}")
         await consume_batches(

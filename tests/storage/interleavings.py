@@ -31,7 +31,7 @@ def random_config(draw: random.Random, *, before: AdmissionConfig | None = None)
     return AdmissionConfig(
         groups_per_step=draw.randint(1, 3),
         max_staleness=staleness,
-        incomplete=draw.choice(["wait", "drop"]) if before is None else before.incomplete,
+        incomplete=draw.choice(["wait", "drop", "close_short"]) if before is None else before.incomplete,
         patience_s=PATIENCE_S,
         sampler=kind(max_reuse=reuse, min_samples_per_insert=least, max_samples_per_insert=most),
     )
@@ -51,7 +51,9 @@ class World:
     versions: dict[int, int] = field(default_factory=dict)
     """The oldest weights that may sample each lease, as its message says."""
     sampled: dict[int, int] = field(default_factory=dict)
-    """The weights that did."""
+    """The weights that did, the oldest of them."""
+    parts: dict[int, int] = field(default_factory=dict)
+    """Siblings that are stored of groups that are not complete."""
     rejections: list[GroupRejected] = field(default_factory=list)
     shards: list[list[int]] = field(default_factory=lambda: [[] for _ in range(SHARDS)])
     """Leases in the order in which their groups became complete."""
@@ -152,11 +154,36 @@ class World:
             if not self.may_sample(lease_id):
                 return
             shard = self.shards[lease_id % SHARDS]
-            if lease_id not in shard:
+            if lease_id not in shard:  # else it was closed short, and takes no more
+                self.sample(lease_id)
                 shard.append(lease_id)
-                self.sampled[lease_id] = self.published.policy_version
             if self.draw.random() < 0.9:  # else its ack is lost, and it is delivered again
                 self.tasks.discard(lease_id)
+
+    def finish_one(self) -> None:
+        """A sibling is stored before the others are finished."""
+        if self.tasks:
+            lease_id = self.draw.choice(sorted(self.tasks))
+            if self.may_sample(lease_id) and lease_id not in self.shards[lease_id % SHARDS]:
+                self.sample(lease_id)
+                self.parts[lease_id] = self.parts.get(lease_id, 0) + 1
+
+    def sample(self, lease_id: int) -> None:
+        version = self.published.policy_version
+        self.sampled[lease_id] = min(version, self.sampled.get(lease_id, version))
+
+    def close_short(self) -> None:
+        """What the shards close stays so, whatever the dispatcher hears of it."""
+        complete, few = [], []
+        for lease_id in sorted(self.admission.to_close):
+            shard = self.shards[lease_id % SHARDS]
+            if lease_id not in shard and self.parts.get(lease_id, 0) >= 2:
+                shard.append(lease_id)
+            (complete if lease_id in shard else few).append(lease_id)
+        if self.draw.random() < 0.1:
+            return self.crash()
+        self.admission.on_closed(complete, few)
+        return None
 
     def may_sample(self, lease_id: int) -> bool:
         """An actor whose weights are too old asks whether they have to be younger still."""
@@ -200,6 +227,8 @@ class World:
         answer = self.admission.batch(step, step - 1, now_s=self.now_s)
         if isinstance(answer, str):
             assert answer
+            if self.draw.random() < 0.8:
+                self.close_short()
             return False
         groups = [use.lease_id for use in answer]
         if step in self.given:
@@ -292,8 +321,8 @@ class World:
 
 
 EVENTS = {
-    World.complete: 10, World.hear: 8, World.train: 6, World.prefetch: 4, World.issue: 6, World.reject: 2,
-    World.refund: 3, World.poll: 3, World.save: 2, World.crash: 1, World.restart_learner: 1,
+    World.complete: 10, World.finish_one: 6, World.hear: 8, World.train: 6, World.prefetch: 4, World.issue: 6,
+    World.reject: 2, World.refund: 3, World.poll: 3, World.save: 2, World.crash: 1, World.restart_learner: 1,
     World.change_config: 1,
 }  # fmt: skip
 _EVENTS, _WEIGHTS = list(EVENTS), list(EVENTS.values())
