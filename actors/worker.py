@@ -13,7 +13,7 @@ from actors.weights import PolicyFollower
 from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox, Received, consume_received
-from bus.errors import SchemaError, SluiceError
+from bus.errors import HandBackError, SchemaError, SluiceError
 from bus.messages import GroupRejected, Lease, LeaseRequest, LeaseState, Siblings, SiblingsRequest
 from bus.publish import Publisher, together
 from bus.topology import shard_of
@@ -46,9 +46,11 @@ class Worker:
         self._publisher = Publisher(bus)
         self._suspect = asyncio.Lock()
         """Held for a lease that may have killed its actors: so a death accuses one prompt, not all."""
+        self._stop = asyncio.Event()
 
     async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
-        """Work until `stop`, then finish what was begun."""
+        """Work until `stop`, then finish what was begun and hand back what waits to begin."""
+        self._stop = stop
         inbox = Inbox(self._bus, "TASKS", "rollout")
         await consume_received(inbox, self._bus, Lease, self._on_lease, stop=stop, concurrency=groups_at_once)
 
@@ -60,6 +62,7 @@ class Worker:
         lease = received.message
         if received.deliveries > FREE_DELIVERIES:
             async with self._suspect:
+                self._hand_back_at_the_end(lease)
                 await self._roll_out(lease, again=True, suspect=True)
         else:
             await self._roll_out(lease, again=received.deliveries > 1 or lease.republished)
@@ -110,7 +113,10 @@ class Worker:
             if all(trajectory.oldest_version >= version for trajectory in episode.trajectories):
                 return episode
             log.info("rolled_out_again", task=task.task_id, reason="a resumed learner's older weights came")
-            lowered = await self._may_sample(lease, asks=True)
+            try:
+                lowered = await self._may_sample(lease, asks=True)
+            except SluiceError as error:
+                return str(error)
             if lowered is None:
                 return "its lease was settled meanwhile"
             version = lowered
@@ -123,6 +129,7 @@ class Worker:
         """
         version = lease.policy_version
         while True:
+            self._hand_back_at_the_end(lease)
             if asks:
                 state = await self._state(lease)
                 if state.state == "settled":
@@ -135,6 +142,11 @@ class Worker:
                 asks = True
             else:
                 return version
+
+    def _hand_back_at_the_end(self, lease: Lease) -> None:
+        """Raise `HandBackError` when this process is to end: what it waits for may take for ever."""
+        if self._stop.is_set():
+            raise HandBackError(f"lease {lease.lease_id} was not begun when this actor was stopped")
 
     async def _state(self, lease: Lease, *, attempt: bool = False) -> LeaseState:
         """Where the lease stands. Raises `SchemaError` when its prompt is quarantined."""

@@ -17,7 +17,7 @@ from nats.js.errors import NotFoundError
 
 from bus.codec import M, decode
 from bus.connection import RETRY_S, Bus
-from bus.errors import BusError, SchemaError
+from bus.errors import BusError, HandBackError, SchemaError
 from bus.parts import Parts, Whole
 from bus.topology import ACK_WAIT_S
 
@@ -149,6 +149,14 @@ class Received(Generic[M]):
         """Done with it: the stream forgets it. Raises `BusError` when the connection was closed."""
         await self.whole.ack()
 
+    async def hand_back(self) -> None:
+        """Let others have it at once."""
+        try:
+            for raw in self.whole.raws:
+                await raw.nak()
+        except nats.errors.Error as error:  # the bus is away: the ack wait gives it back
+            log.warning("message_not_handed_back", subject=self.whole.subject, reason=str(error))
+
 
 async def consume(
     inbox: Inbox, bus: Bus, expected: type[M], handle: Callable[[M], Awaitable[None]], *,
@@ -157,8 +165,8 @@ async def consume(
     """Run `handle` on each message, `concurrency` at a time, until `stop` is set; then finish those begun.
 
     The ack follows `handle`, so a crash means redelivery: `handle` must be idempotent. While it runs, the
-    stream is told so. What it refuses with `SchemaError` is set aside. Another failure cancels its siblings
-    and propagates; the supervisor restarts the process.
+    stream is told so. What it refuses with `SchemaError` is set aside, and with `HandBackError` handed to
+    others. Another failure cancels its siblings and propagates; the supervisor restarts the process.
     """
 
     async def handle_message(received: Received[M]) -> None:
@@ -182,6 +190,9 @@ async def consume_received(
             await received.ack()
         except SchemaError as error:  # a retry cannot help
             await received.whole.set_aside(bus, str(error))
+        except HandBackError as error:
+            log.info("message_handed_back", subject=received.whole.subject, reason=str(error))
+            await received.hand_back()
         finally:
             busy -= 1
             slots.release()

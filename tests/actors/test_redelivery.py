@@ -29,6 +29,7 @@ from tests.storage.serving import (
     dead_letters,
     expect_redelivery_after,
     has,
+    leases,
     opened,
     running,
     send,
@@ -242,7 +243,7 @@ async def test_a_lease_of_a_dead_learners_version_is_sampled_once_the_step_needs
         assert engine.policy_version == 0
         assert await second.batch(1) == [0, 2, 1]
         assert {t.oldest_version for t in storage.stores[0].read([2])} == {0}
-        await engine.load_weights({}, 2)  # what else was issued at version 2 waits for it
+    assert sorted(lease.lease_id for lease in await leases(bus)) == [3, 4]  # version 2's: handed back
 
 
 async def test_a_rollout_into_which_older_weights_came_is_repeated(bus, engine):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from bus.messages import GroupRejected, StoredGroups
 from storage.admission import Admission
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler, UniformSampler
-from storage.ledger import Ledger, prepare
+from storage.ledger import Ledger
+from storage.ledger_schema import prepare
 from tests.storage.serving import manifest
 
 SHARDS = 2

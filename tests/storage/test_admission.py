@@ -14,7 +14,8 @@ from bus.errors import BusError
 from bus.messages import GroupRejected, StoredGroups
 from storage.admission import Admission
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, UniformSampler
-from storage.ledger import Ledger, prepare
+from storage.ledger import Ledger
+from storage.ledger_schema import prepare
 from tests.storage.interleavings import play_many
 from tests.storage.serving import manifest
 
