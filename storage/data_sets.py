@@ -118,6 +118,8 @@ class DataSets:
 
     def is_quarantined(self, lease_id: int) -> bool:
         """Whether the prompt of a lease must not be rolled out any more."""
+        if not self._quarantined:
+            return False
         found, index = self._order.find(lease_id)
         return (found.digest, index) in self._quarantined
 
