@@ -18,7 +18,7 @@ from nats.js.errors import NotFoundError
 
 from bus.codec import M, decode
 from bus.connection import RETRY_S, Bus
-from bus.errors import BusError, SchemaError
+from bus.errors import BusError, HandBackError, SchemaError
 from bus.parts import Parts, Whole
 from bus.topology import ACK_WAIT_S
 
@@ -143,9 +143,22 @@ class Received(Generic[M]):
     message: M
     whole: Whole
 
+    @property
+    def deliveries(self) -> int:
+        """How often the stream has handed it out, this time included: also what came back unread counts."""
+        return int(self.whole.raws[0].metadata.num_delivered)
+
     async def ack(self) -> None:
         """Done with it: the stream forgets it. Raises `BusError` when the connection was closed."""
         await self.whole.ack()
+
+    async def hand_back(self) -> None:
+        """Let others have it at once."""
+        try:
+            for raw in self.whole.raws:
+                await raw.nak()
+        except nats.errors.Error as error:  # the bus is away: the ack wait gives it back
+            log.warning("message_not_handed_back", subject=self.whole.subject, reason=str(error))
 
 
 async def consume(
@@ -155,8 +168,21 @@ async def consume(
     """Run `handle` on each message, `concurrency` at a time, until `stop` is set; then finish those begun.
 
     The ack follows `handle`, so a crash means redelivery: `handle` must be idempotent. While it runs, the
-    stream is told so. A failure cancels its siblings and propagates; the supervisor restarts the process.
+    stream is told so. What it refuses with `SchemaError` is set aside, and with `HandBackError` handed to
+    others. Another failure cancels its siblings and propagates; the supervisor restarts the process.
     """
+
+    async def handle_message(received: Received[M]) -> None:
+        await handle(received.message)
+
+    await consume_received(inbox, bus, expected, handle_message, stop=stop, concurrency=concurrency)
+
+
+async def consume_received(
+    inbox: Inbox, bus: Bus, expected: type[M], handle: Callable[[Received[M]], Awaitable[None]], *,
+    stop: asyncio.Event, concurrency: int,
+) -> None:  # fmt: skip
+    """As `consume`, for a `handle` that wants to know how the message came."""
     slots = asyncio.Semaphore(concurrency)
     busy = 0
 
@@ -165,6 +191,11 @@ async def consume(
         try:
             await _while_reporting_progress(received, handle)
             await received.ack()
+        except SchemaError as error:  # a retry cannot help
+            await received.whole.set_aside(bus, str(error))
+        except HandBackError as error:
+            log.info("message_handed_back", subject=received.whole.subject, reason=str(error))
+            await received.hand_back()
         finally:
             busy -= 1
             slots.release()
@@ -293,7 +324,9 @@ async def understood(
     return good
 
 
-async def _while_reporting_progress(received: Received[M], handle: Callable[[M], Awaitable[None]]) -> None:
+async def _while_reporting_progress(
+    received: Received[M], handle: Callable[[Received[M]], Awaitable[None]]
+) -> None:
     async def heartbeat() -> None:
         while True:
             await asyncio.sleep(ACK_WAIT_S / 3)
@@ -305,6 +338,6 @@ async def _while_reporting_progress(received: Received[M], handle: Callable[[M],
 
     beating = asyncio.create_task(heartbeat())
     try:
-        await handle(received.message)
+        await handle(received)
     finally:
         beating.cancel()

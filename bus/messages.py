@@ -33,6 +33,8 @@ class Lease(Message, tag="lease"):
     samples: int
     policy_version: int
     """The learner's version when the lease was issued: the oldest that can sample it."""
+    republished: bool = False
+    """Whether it was on the bus before: some of its siblings may be stored already."""
 
     @property
     def group_id(self) -> str:
@@ -111,6 +113,47 @@ class GroupRejected(Message, tag="group_rejected"):
     """Short and countable, such as zero_variance or rollout_failed."""
     detail: str = ""
     actor: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseRequest(Message, tag="lease_request"):
+    """An actor asks what has become of a lease since it was issued."""
+
+    lease_id: int
+    attempt: bool = False
+    """It came back more than once and is about to be rolled out: such attempts are counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseState(Message, tag="lease_state"):
+    """Whether a lease is still to be rolled out, and by which weights."""
+
+    state: Literal["open", "settled", "quarantined"]
+    """`settled`: its group is complete or was given up. `quarantined`: its rollouts ended too many actors."""
+    policy_version: int
+    """The oldest that may sample it: lower than at its issue where a learner resumed from further back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiblingsRequest(Message, tag="siblings_request"):
+    """Asks a shard what it has of a group."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Siblings(Message, tag="siblings"):
+    """The trajectories that are stored of a group."""
+
+    group_size: int
+    """0 when nothing of it is stored."""
+    samples: tuple[int, ...] = ()
+    rewards: tuple[float, ...] = ()
+
+    def check(self) -> None:
+        """Refuse rewards that do not fit the samples."""
+        if len(self.samples) != len(self.rewards):
+            raise SchemaError(f"{len(self.rewards)} rewards for {len(self.samples)} samples")
 
 
 # --- weights ---
@@ -326,6 +369,42 @@ class Unsettled(Message, tag="unsettled"):
     """Every lease that is neither rejected nor in a committed step: its trajectories are still needed."""
 
     lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CloseRequest(Message, tag="close_request"):
+    """Asks a shard to call these groups complete, though siblings are missing."""
+
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Closed(Message, tag="closed"):
+    """Those that are complete now, closed or whole; of the others too little is stored."""
+
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewData(Message, tag="new_data"):
+    """Asks the dispatcher to issue leases for other prompts from the next one on."""
+
+    prompts: BlobRef
+    """A `PromptSet`."""
+    keep_old: bool
+    """Whether they come after those there are, instead of in their place."""
+    source: str
+    """Where they come from, for a human."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataAccepted(Message, tag="data_accepted"):
+    """The data set is in force, durably."""
+
+    first_lease: int
+    """The first that is for it."""
+    prompts: int
+    """How many there are now."""
 
 
 # --- what every screen reads ---

@@ -211,6 +211,32 @@ def actors(
     run(partial(serve_actors, *_joining(_short(bus, reward=reward), settings)))
 
 
+@app.command(usage="Usage: launch data --run NAME --prompts FILE [--keep-old]")
+def data(
+    *, prompts: Path, run_name: Annotated[str, Parameter(name="--run")] = "default", bus: BusUrl = None,
+    keep_old: Annotated[bool, Parameter(name="--keep-old", negative=())] = False,
+) -> None:  # fmt: skip
+    """Give a run that is going on other prompts, from its next lease on. They stay through restarts.
+
+    Parameters
+    ----------
+    prompts
+        Training prompts, .jsonl or .parquet, with the keys of the run.
+    run_name
+        Name of the run.
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    keep_old
+        Put them after the prompts that there are, instead of in their place.
+    """
+    from launch.data import add_data
+
+    configure_logging("warning")
+    accepted = run(partial(add_data, validate({"run": run_name}, _short(bus)), prompts, keep_old))
+    if accepted is not None:
+        print(f"{accepted.prompts} prompts, from lease {accepted.first_lease} on")  # noqa: T201 - the user's
+
+
 @app.command(usage=USAGE.format("soak"))
 def soak(
     *,

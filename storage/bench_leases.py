@@ -42,9 +42,9 @@ from bus.server import NatsServer
 from bus.topology import ensure, shard_of
 from storage.bench_material import SHORT, SWITCH_INTERVAL_S, Figures, Material, Size
 from storage.config import AdmissionConfig
+from storage.data_sets import DataSets
 from storage.dispatcher import Dispatcher
 from storage.ledger import Ledger
-from storage.prompts import PromptOrder
 from storage.replay import ReplayStore
 from storage.shard import Shard
 
@@ -186,10 +186,11 @@ def _told_to_stop(rss_bytes: int = 0) -> asyncio.Event:
 
 async def _dispatch(url: str, directory: Path) -> None:
     prompts = [Prompt(content=f"prompt {n}") for n in range(1000)]
-    order = PromptOrder(len(prompts), seed=0, shuffle=True)
     async with Bus.connect(BusConfig(url=url), RUN, name="dispatcher") as bus:
         with closing(Ledger.open(directory / "ledger.sqlite")) as ledger:
-            dispatcher = Dispatcher(bus, ledger, prompts, order, ADMISSION, shards=SHARDS)
+            data = DataSets(ledger, directory)
+            data.configure(prompts, seed=0, shuffle=True, source="the bench")
+            dispatcher = Dispatcher(bus, ledger, data, ADMISSION, shards=SHARDS, seed=0)
             dispatcher.admit()
             await dispatcher.run(_told_to_stop(), reissue=False)
 

@@ -21,8 +21,8 @@ from bus.messages import (
     IssuedRequest,
     LearnerResumed,
     Lease,
+    LeaseRequest,
     PolicyManifest,
-    Prompt,
     RoleHolder,
     StepCommitted,
     StoredGroups,
@@ -34,9 +34,11 @@ from bus.messages import (
 from bus.publish import Publisher
 from bus.topology import shard_of
 from storage.admission import Admission
+from storage.closing import close_short
 from storage.config import AdmissionConfig, PrioritySampler
+from storage.data_sets import DataSets
+from storage.lease_desk import LeaseDesk
 from storage.ledger import Ledger
-from storage.prompts import PromptOrder
 from storage.sampling import Candidate
 
 log = structlog.get_logger()
@@ -52,17 +54,18 @@ class Dispatcher:
     """
 
     def __init__(
-        self, bus: Bus, ledger: Ledger, prompts: Sequence[Prompt], order: PromptOrder,
-        admission: AdmissionConfig, *, shards: int,
-    ) -> None:  # fmt: skip
+        self, bus: Bus, ledger: Ledger, data: DataSets, admission: AdmissionConfig, *, shards: int, seed: int
+    ) -> None:
         self.ledger = ledger
-        self._admission = Admission(ledger, admission, seed=order.seed)
+        self._data = data
+        self._admission = Admission(ledger, admission, seed=seed, is_quarantined=data.is_quarantined)
+        self._desk = LeaseDesk(
+            ledger, self._admission, data, max_deliver=admission.max_deliver, on_refund=self._wake
+        )
         self._samples = admission.samples_per_prompt
         self._wants_spreads = isinstance(admission.sampler, PrioritySampler)
         self._bus = bus
         self._publisher = Publisher(bus, part_bytes=None)  # parts would scatter over the actors
-        self._prompts = prompts
-        self._order = order
         self._shards = shards
         self._heard: set[int] = set()
         """Shards all of whose groups the ledger has seen."""
@@ -102,6 +105,7 @@ class Dispatcher:
             await self._bus.serve(
                 self._bus.subject("rpc", "unsettled"), UnsettledRequest, self._on_unsettled
             ),
+            await self._bus.serve(self._bus.subject("rpc", "lease"), LeaseRequest, self._desk.answer),
             await self._bus.listen(self._bus.subject("notice", "policy"), PolicyManifest, self._on_policy),
             await self._bus.listen(self._bus.subject("notice", "stored"), StoredGroups, self._on_notice),
         ]
@@ -122,6 +126,7 @@ class Dispatcher:
     async def _admit(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
             self._changed.clear()
+            self._data.refuse_exhausted()
             if not self.awaited_shards and (leases := self._admission.issue()):
                 await asyncio.to_thread(self.ledger.flush)
                 await self._publish_leases(leases)
@@ -131,28 +136,30 @@ class Dispatcher:
             except TimeoutError:
                 continue
 
-    async def _publish_leases(self, lease_ids: Sequence[int]) -> None:
+    async def _publish_leases(self, lease_ids: Sequence[int], *, again: bool = False) -> None:
         """Publish those that still roll out, and remember durably that they are published."""
         if not lease_ids:
             return
         rolling_out = self.ledger.rolling_out
         async with asyncio.TaskGroup() as tasks:
             for lease in [rolling_out[lease_id] for lease_id in lease_ids if lease_id in rolling_out]:
-                tasks.create_task(self._publish_lease(lease, f"lease-{lease.lease_id}"))
+                tasks.create_task(self._publish_lease(lease, again=again))
         self.ledger.set_fact("published_through", str(max(self._published_through(), *lease_ids)))
         await asyncio.to_thread(self.ledger.flush)  # the bus recognises what it has for two minutes only
 
     def _published_through(self) -> int:
         return int(self.ledger.facts.get("published_through", "-1"))
 
-    async def _publish_lease(self, issued: Candidate, message_id: str) -> None:
+    async def _publish_lease(self, issued: Candidate, attempt: str = "", *, again: bool = False) -> None:
         lease = Lease(
             lease_id=issued.lease_id,
-            prompt=self._prompts[self._order.index(issued.lease_id)],
+            prompt=self._data.prompt(issued.lease_id),
             samples=self._samples,
             policy_version=issued.policy_version,
+            republished=again,
         )
         subject = self._bus.subject("tasks", "rollout")
+        message_id = f"lease-{issued.lease_id}{attempt}"
         await self._publisher.publish(subject, encode(lease), message_id=message_id)
 
     async def _republish(self, *, everything: bool) -> None:
@@ -161,7 +168,7 @@ class Dispatcher:
         again = [lease_id for lease_id in self.ledger.rolling_out if lease_id > through]
         if again:
             log.info("leases_published_again", count=len(again))
-        await self._publish_leases(again)
+        await self._publish_leases(again, again=True)
 
     # --- what happened elsewhere ---
 
@@ -218,7 +225,7 @@ class Dispatcher:
         attempt = secrets.token_hex(4)  # the bus may remember that it once had them
         async with asyncio.TaskGroup() as tasks:
             for lease in lost:
-                tasks.create_task(self._publish_lease(lease, f"lease-{lease.lease_id}-{attempt}"))
+                tasks.create_task(self._publish_lease(lease, f"-{attempt}", again=True))
 
     async def _catch_up(self, shard: int) -> bool:
         """Hear of the groups that were completed since; whether the shard answered."""
@@ -297,6 +304,8 @@ class Dispatcher:
         now_s = asyncio.get_running_loop().time()
         rejected = self.ledger.account().rejected
         groups = self._admission.batch(request.step, request.policy_version, now_s=now_s)
+        if self._admission.to_close:
+            await self._close_short(sorted(self._admission.to_close))
         if self.ledger.account().rejected > rejected:
             self._changed.set()
         if isinstance(groups, str):
@@ -312,6 +321,12 @@ class Dispatcher:
             for use in groups
         )
         return BatchLease(step=request.step, groups=tuple(refs))
+
+    async def _close_short(self, lease_ids: list[int]) -> None:
+        complete, few = await close_short(self._bus, lease_ids, self._shards)
+        self._admission.on_closed(complete, few)
+        for shard in {shard_of(lease_id, self._shards) for lease_id in complete}:
+            await self._catch_up(shard)
 
     async def _on_committed(self, request: StepCommitted) -> list[Message]:
         self._admission.commit(request.step, request.incarnation)

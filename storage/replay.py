@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from bus.errors import StorageError
 from bus.messages import Trajectory
 from storage.archive import archive_segment
+from storage.closed import load_marks, save_marks
 from storage.files import lock_directory, make_directory, remove, remove_leftovers
 from storage.index import Columns, RowIndex, load_columns, save_columns
 from storage.pieces import Piece, choose_merge, choose_retirement, find_pieces, merged
@@ -56,6 +57,9 @@ class ReplayStore:
         self._indexed = 0, 0
         """Segments and rows in the index file."""
         self._index = RowIndex()
+        self.late_siblings = 0
+        """Trajectories not stored, since their groups had been closed without them; from the opening on."""
+        self._writing = threading.Lock()  # held while groups become complete: their order is durable
         self._mapped: OrderedDict[int, Segment] = OrderedDict()  # by their piece's first segment
         self._mutex = threading.Lock()  # guards everything above
         self._housekeeping = threading.Lock()
@@ -87,6 +91,11 @@ class ReplayStore:
     def trajectories(self) -> int:
         """Stored ever, retired ones included."""
         return len(self._index)
+
+    @property
+    def closed_short(self) -> int:
+        """Groups that were closed though siblings were missing."""
+        return len(self._index.closed)
 
     @property
     def size_bytes(self) -> int:
@@ -122,7 +131,26 @@ class ReplayStore:
         On return they are on the disk. Otherwise nothing is stored: the disk refuses (`StorageError`), or
         siblings disagree on their group's size, where a retry cannot help (`SchemaError`)."""
         self._refuse_reader()
+        with self._writing:
+            return self._append(trajectories)
+
+    def close_short(self, lease_ids: Sequence[int], *, fewest: int) -> list[int]:
+        """Count these groups as complete, durably, where so many siblings are stored; those complete now.
+
+        What comes of them later is dropped. Raises `StorageError` when the disk refuses."""
+        self._refuse_reader()
+        with self._writing:
+            marks = self._index.closable(lease_ids, fewest)
+            if marks:
+                save_marks(self.directory, {**self._index.closed, **marks})
+                with self._mutex:
+                    self._index.close(marks)
+                log.info("groups_closed_short", store=str(self.directory), lease_ids=list(marks))
+            return [lease_id for lease_id in lease_ids if self._index.is_complete(lease_id)]
+
+    def _append(self, trajectories: Sequence[Trajectory]) -> list[int]:
         fresh = self._index.fresh(trajectories)
+        self.late_siblings += sum(map(self._index.is_late, trajectories))
         if not fresh:
             return []
         number = len(self._ends)
@@ -318,7 +346,7 @@ class ReplayStore:
             ]
             self._begins = begins[:-1]
             self._ends = array("q", (e for p, e in zip(pieces, begins[1:], strict=True) for _ in p.numbers))
-            self._index = RowIndex(Columns.join(parts))
+            self._index = RowIndex(Columns.join(parts), load_marks(self.directory))
             self._indexed = (pieces[covered - 1].last + 1 if covered else 0), indexed
             while self._mapped:
                 self._mapped.popitem()[1].close()

@@ -2,31 +2,30 @@
 
 import asyncio
 import secrets
-import tempfile
 from collections.abc import Iterable
 from contextlib import AsyncExitStack, closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import nats.errors
 import structlog
 
-from bus.blobs import get_blob, put_blob
-from bus.codec import Json, decode, encode
+from bus.blobs import put_blob
+from bus.codec import Json, encode
 from bus.connection import RETRY_S, Bus
 from bus.errors import BusError, ConfigError
-from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, PromptSet, RunRecord
+from bus.messages import PolicyManifest, Prompt, PromptSet, RunRecord
 from bus.publish import Publisher
 from bus.roles import guarded, hold_role
 from bus.status import report_status
 from bus.topology import ensure
 from storage.config import AdmissionConfig, DataConfig, ReplayConfig
+from storage.data_desk import DataDesk
+from storage.data_sets import DataSets
 from storage.dispatcher import Dispatcher
 from storage.generators import generate_task
 from storage.ledger import Ledger
-from storage.lengths import check_prompt_lengths
-from storage.model_files import unbundle
-from storage.prompts import PromptOrder, load_prompts
+from storage.lengths import check_lengths
+from storage.prompts import load_prompts
 from storage.replay import ReplayStore
 from storage.retention import Retention
 from storage.run import RunDirectory
@@ -59,6 +58,8 @@ class Prompts:
 
     training: list[Prompt]
     heldout: list[Prompt]
+    source: str
+    """Where those to train on come from, for a human."""
 
 
 def read_prompts(data: DataConfig, run: RunDirectory, seed: int) -> Prompts:
@@ -75,6 +76,7 @@ def read_prompts(data: DataConfig, run: RunDirectory, seed: int) -> Prompts:
     return Prompts(
         training=load_prompts(training, data.keys),
         heldout=load_prompts(heldout, data.keys) if heldout else [],
+        source=str(training),
     )
 
 
@@ -88,9 +90,17 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
         _refuse_other_shards(ledger, settings.replay.shards)
         held = await opened.enter_async_context(hold_shards(bus, settings.run, settings.replay.numbers_here))
         _refuse_other_run(ledger, [shard.store for shard in held])
+        sets = DataSets(ledger, settings.run.data)
+        await asyncio.to_thread(
+            sets.configure,
+            prompts.training,
+            seed=settings.seed,
+            shuffle=settings.data.shuffle,
+            source=prompts.source,
+        )
         created = await ensure(bus.js, bus.topology, settings.replay.shards)
         await _announce(bus, settings, prompts.heldout)
-        service = _Service(bus, settings, prompts.training, ledger, held)
+        service = _Service(bus, settings, sets, ledger, held)
         await guarded(service.run(stop, reissue="TASKS" in created), renewing)
 
 
@@ -106,19 +116,19 @@ class _Service:
     """The dispatcher, the shards and their status, run together."""
 
     def __init__(
-        self, bus: Bus, settings: StorageSettings, prompts: list[Prompt], ledger: Ledger,
+        self, bus: Bus, settings: StorageSettings, data: DataSets, ledger: Ledger,
         held: list[HeldShard],
     ) -> None:  # fmt: skip
         self._bus = bus
         self._settings = settings
-        self._prompts = prompts
+        self._data = data
+        self._data_desk = DataDesk(bus, ledger, data, max_new_tokens=settings.max_new_tokens)
         self._ledger = ledger
         self._held = held
         self._queues: dict[str, Json] = {}
-        order = PromptOrder(len(prompts), settings.seed, settings.data.shuffle)
         self._dispatcher = Dispatcher(
-            bus, ledger, prompts, order, settings.admission, shards=settings.replay.shards
-        )  # fmt: skip
+            bus, ledger, data, settings.admission, shards=settings.replay.shards, seed=settings.seed
+        )
         self._retention = Retention.of_shard(settings.replay, settings.run.name)
 
     async def run(self, stop: asyncio.Event, *, reissue: bool) -> None:
@@ -135,6 +145,7 @@ class _Service:
                         parts.create_task(run_shard(self._bus, held, shard, self._retention, stop))
                     parts.create_task(self._dispatcher.run(stop, reissue=reissue))
                     parts.create_task(self._admit_when_checked(stop))
+                    parts.create_task(self._data_desk.run(stop))
             finally:
                 finished.set()
 
@@ -155,7 +166,12 @@ class _Service:
             try:
                 found = await self._bus.get("policy", PolicyManifest)
                 if found is not None:
-                    await self._check_lengths(found[0].model)
+                    await check_lengths(
+                        self._bus,
+                        found[0].model,
+                        self._data.prompts,
+                        max_new_tokens=self._settings.max_new_tokens,
+                    )
                     self._dispatcher.admit()
                     return
             except BusError as error:  # away, or a new learner has just replaced the files
@@ -165,17 +181,6 @@ class _Service:
                     await stop.wait()
             except TimeoutError:
                 continue
-
-    async def _check_lengths(self, model: BlobRef) -> None:
-        files = decode(await get_blob(self._bus, model), ModelFiles)
-        with tempfile.TemporaryDirectory(prefix="sluice-model-") as directory:
-            await asyncio.to_thread(unbundle, files, Path(directory))
-            await asyncio.to_thread(
-                check_prompt_lengths,
-                self._prompts,
-                Path(directory),
-                max_new_tokens=self._settings.max_new_tokens,
-            )
 
     async def _watch_queues(self, finished: asyncio.Event) -> None:
         while not finished.is_set():
@@ -208,6 +213,10 @@ class _Service:
         return doing, {
             **asdict(account),
             "reasons": dict(self._ledger.reasons),
+            "prompts": self._data.latest.count,
+            "prompts_quarantined": self._data.quarantined,
+            "closed_short": sum(held.store.closed_short for held in self._held),
+            "late_siblings": sum(held.store.late_siblings for held in self._held),
             "trajectories_stored": sum(held.store.trajectories for held in self._held),
             "stored_bytes": sum(held.store.size_bytes for held in self._held),
             "shards_here": list(self._settings.replay.numbers_here),

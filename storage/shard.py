@@ -25,7 +25,9 @@ from bus.messages import (
 from bus.publish import Publisher
 from bus.topology import shard_of
 from storage.addresses import host_identity, locate
+from storage.closing import serve_closing
 from storage.replay import ReplayStore
+from storage.siblings import serve_siblings
 
 log = structlog.get_logger()
 BATCH = 64
@@ -65,6 +67,8 @@ class Shard:
             await self._bus.serve(
                 self._bus.subject("rpc", "stored", self._number), StoredRequest, self._on_stored
             ),
+            await serve_siblings(self._bus, self.store, self._number),
+            await serve_closing(self._bus, self.store, self._number),
         ]
         inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}")
         await consume_batches(
