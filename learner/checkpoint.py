@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from bus.errors import ConfigError, StorageError
 from learner.checkpoint_writer import install_in_process_writer
 from learner.conversion.families import shape_of
-from learner.megatron import CheckpointingException, dist_checkpointing, parallel_state
+from learner.megatron import CheckpointingException, ShardedObject, dist_checkpointing, parallel_state
 from learner.model import rope_theta
 from learner.optimizer import load_optimizer_state
 from learner.trainer import Trainer
@@ -71,13 +71,17 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> dict[str, JsonValue]:
     _refuse_other_model(directory, manifest["model"], _fingerprint(trainer.hf_config))
     try:
         with _megatron_deprecations_silenced():
-            state = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(directory))
+            wanted = _sharded_state(trainer, is_loading=True)
+            if manifest["ranks"] != dist.get_world_size():  # whose would they be?
+                del wanted["rng"]
+            state = dist_checkpointing.load(wanted, str(directory))
     except (CheckpointingException, CheckpointException, RuntimeError, OSError) as error:
         raise StorageError(f"cannot read checkpoint {directory}: {error}") from error
     trainer.model.load_state_dict(state["model"])
     load_optimizer_state(trainer.optimizer, state["optimizer"])
     trainer.steps_done, trainer.updates_done = manifest["steps_done"], manifest["updates_done"]
-    torch.set_rng_state(state["rng"])
+    if "rng" in state:
+        _set_rng_state(state["rng"])
     return dict(manifest["extra"])
 
 
@@ -107,7 +111,21 @@ def _sharded_state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
         optimizer = trainer.optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=dict(SHARDING)
         )
-    return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state()}
+    return {"model": model, "optimizer": optimizer, "rng": _sharded_rng_state()}
+
+
+def _sharded_rng_state() -> ShardedObject:
+    """The states of this rank's random generators, one of as many as there are ranks."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return ShardedObject("rng", states, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def _write_manifest(directory: Path, trainer: Trainer, extra: Mapping[str, JsonValue]) -> None:
@@ -116,6 +134,7 @@ def _write_manifest(directory: Path, trainer: Trainer, extra: Mapping[str, JsonV
         "model": _fingerprint(trainer.hf_config),
         "steps_done": trainer.steps_done,
         "updates_done": trainer.updates_done,
+        "ranks": dist.get_world_size(),
         "extra": dict(extra),
         "files": {path.name: path.stat().st_size for path in directory.iterdir()},
     }

@@ -11,6 +11,7 @@ adapt_megatron_to_cpu()
 with megatron_import_warnings_silenced():
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist_strategy
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -89,6 +90,7 @@ __all__ = [
     "MegatronOptimizer",
     "MegatronOptimizerConfig",
     "PackedSeqParams",
+    "ShardedObject",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",
