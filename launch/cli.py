@@ -1,7 +1,6 @@
 """`launch ...`: every command, its flags and its help. Loads no torch: help is quick."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ from launch.config import (
     resolve,
     validate,
 )
+from launch.ranks import become_rank, is_rank
 from launch.runtime import configure_logging, fail, run
 
 # For --help, cyclopts parses the source of every class in every config's ancestry, several times over, though
@@ -210,15 +210,12 @@ def learner(
     from launch.services import serve_learner
 
     configure_logging()
-    is_rank = "LOCAL_RANK" in os.environ
-    if is_rank:
-        from launch.torchrun import become_rank
-
+    if is_rank():
         become_rank()
     given = {"processes": nproc, "nodes": nodes, "node_rank": node_rank, "master": master}
     world = {key: value for key, value in given.items() if value is not None}
     where, overrides = _joining(merge(_short(bus), {"learner": {"world": world}} if world else {}), settings)
-    several = run(partial(serve_learner, where, overrides, is_rank=is_rank))
+    several = run(partial(serve_learner, where, overrides, is_rank=is_rank()))
     if several is not None:
         from launch.torchrun import run_world
 

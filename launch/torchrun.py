@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -17,28 +16,40 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from bus.errors import ConfigError, WorldError
-from bus.process import die_with_parent
+from launch.ranks import NODE_RANK
 from launch.runtime import SUPERVISOR, USAGE
 from learner.config import WorldConfig
 
 log = structlog.get_logger()
 DRAIN_S = 110
 """Ranks that are told to stop may take so long: rank 0 finishes its step, and all save a checkpoint."""
-NODE_RANK = "SLUICE_NODE_RANK"
-"""Environment variable that tells a rank which host of its world it is on."""
+EXIT_BARRIER_S = 10
+"""How long an agent whose ranks are done waits for the others; one that was told to stop does not come."""
 
 
 class Agent(LocalElasticAgent):
     """Starts the ranks of this host, and all of them again when one dies anywhere in the world."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec, DefaultLogsSpecs(), shutdown_timeout=DRAIN_S)
+        super().__init__(
+            spec, DefaultLogsSpecs(), exit_barrier_timeout=EXIT_BARRIER_S, shutdown_timeout=DRAIN_S
+        )
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """As torch does it, with a store of its own for each round.
+
+        torch 2.13 keeps the first, in which the ranks of the next round find addresses of dead ones: whether
+        they then reach each other is chance.
+        """
+        handler: Any = worker_group.spec.rdzv_handler
+        handler._bootstrap_store_info = handler._shared_tcp_store_server = None
+        super()._rendezvous(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """As torch does it, but what only the user can mend is not tried again."""
         result: RunResult = super()._monitor_workers(worker_group)
-        for rank, failure in result.failures.items():
-            log.warning("rank_failed", rank=rank, status=failure.exitcode)
+        for failure in result.failures.values():
+            log.warning("rank_failed", local_rank=failure.local_rank, status=failure.exitcode)
             if failure.exitcode == USAGE:
                 self._remaining_restarts = 0
         return result
@@ -59,49 +70,35 @@ def run_world(world: WorldConfig, run: str, command: Sequence[str]) -> int:
     os.environ[SUPERVISOR] = str(os.getpid())
     os.environ[NODE_RANK] = str(world.node_rank or 0)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    handler = get_rendezvous_handler(_rendezvous(world, run))
-    agent = Agent(
-        WorkerSpec(
-            role="learner",
-            local_world_size=world.processes,
-            entrypoint=sys.executable,
-            args=tuple(command),
-            rdzv_handler=handler,
-            max_restarts=world.restarts,
-        )
-    )
+    where = _rendezvous(world, run)
     try:
+        handler = get_rendezvous_handler(where)
+        agent = Agent(
+            WorkerSpec(
+                role="learner",
+                local_world_size=world.processes,
+                entrypoint=sys.executable,
+                args=tuple(command),
+                rdzv_handler=handler,
+                max_restarts=world.restarts,
+            )
+        )
         result = agent.run()
-    except SignalException:
+    except SignalException:  # the others may go on with a successor of this one
         return 0 if agent.ended_kindly() else 1
     except RendezvousError as error:
         raise WorldError(f"the hosts of the learner's world did not find each other: {error}") from error
-    finally:
-        handler.shutdown()
+    handler.shutdown()
     if not result.is_failed():
         return 0
     if any(failure.exitcode == USAGE for failure in result.failures.values()):
         return USAGE  # it has said why
-    ranks = ", ".join(f"rank {n} with {failure.exitcode}" for n, failure in sorted(result.failures.items()))
+    first = (world.node_rank or 0) * world.processes
+    last = ", ".join(f"rank {first + f.local_rank} with {f.exitcode}" for f in result.failures.values())
     raise WorldError(
         f"ranks of the learner ended more often than learner.world.restarts={world.restarts} times, "
-        f"last {ranks}: what they said is above"
+        f"last {last}: what they said is above"
     )
-
-
-def become_rank() -> None:
-    """Make this process what the agent started it for: it dies with the agent, and its number is by host.
-
-    The agents number hosts by their addresses; a user who says --node-rank 0 wants rank 0 there.
-    """
-    if (ask_kernel := die_with_parent(signal.SIGKILL)) is not None:
-        ask_kernel()
-    if os.environ.get(SUPERVISOR, str(os.getppid())) != str(os.getppid()):
-        raise WorldError("the agent that started this rank is gone")
-    if NODE_RANK in os.environ:
-        os.environ["RANK"] = str(
-            int(os.environ[NODE_RANK]) * int(os.environ["LOCAL_WORLD_SIZE"]) + int(os.environ["LOCAL_RANK"])
-        )
 
 
 def _rendezvous(world: WorldConfig, run: str) -> RendezvousParameters:
@@ -117,6 +114,7 @@ def _rendezvous(world: WorldConfig, run: str) -> RendezvousParameters:
         local_addr=_address_towards(host),
         is_host=not world.node_rank,
         join_timeout=world.join_timeout_s,
+        read_timeout=world.join_timeout_s,  # node 0 may be started last
     )
 
 
