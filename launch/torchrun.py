@@ -69,7 +69,9 @@ def run_world(world: WorldConfig, run: str, command: Sequence[str]) -> int:
     """
     os.environ[SUPERVISOR] = str(os.getpid())
     os.environ[NODE_RANK] = str(world.node_rank or 0)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    elastic = logging.getLogger("torch.distributed.elastic")
+    elastic.addHandler(logging.NullHandler())  # what matters of it we say ourselves
+    elastic.propagate = False
     where = _rendezvous(world, run)
     try:
         handler = get_rendezvous_handler(where)

@@ -1,6 +1,5 @@
 """What the data-parallel ranks of the learner's world agree on before each step."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,14 +22,13 @@ def data_parallel_size() -> int:
     return int(parallel_state.get_data_parallel_world_size())
 
 
-def equally_many(micro_batches: Sequence[MicroBatch], *, multiple: int = 1) -> list[MicroBatch]:
+def equally_many(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """This rank's micro-batches, and empty ones until it has as many as the rank with the most, at least one.
 
-    Ranks that took different numbers of turns would wait for each other for ever. Interleaved pipelines want
-    a `multiple` of their stages.
+    Ranks that took different numbers of turns could wait for each other for ever.
     """
     [most] = _reduced([max(1, len(micro_batches))], dist.ReduceOp.MAX)
-    missing = math.ceil(most / multiple) * multiple - len(micro_batches)
+    missing = int(most) - len(micro_batches)
     return [*micro_batches, *(empty_micro_batch() for _ in range(missing))]
 
 

@@ -12,8 +12,14 @@ from test_kill import GROUPS, SAMPLES, SETTINGS, part, wait_for_step
 
 from bus.server import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
 STEPS = 12
+
+
+def of_steps(settings: tuple[str, ...], steps: int) -> tuple[str, ...]:
+    """The settings with another number of steps."""
+    value = settings.index("--learner.steps") + 1
+    return (*settings[:value], str(steps), *settings[value + 1 :])
 
 
 def rank(agent: psutil.Process, number: int) -> psutil.Process:
@@ -36,8 +42,7 @@ def _number(process: psutil.Process) -> int:
 
 
 def test_a_run_ends_whole_though_ranks_of_its_learner_were_killed(tmp_path: Path):
-    own = ("--learner.steps", str(STEPS), "--learner.world.processes", "2")
-    launcher = Command(tmp_path, "local", *SETTINGS, *own)
+    launcher = Command(tmp_path, "local", *of_steps(SETTINGS, STEPS), "--learner.world.processes", "2")
     run = tmp_path / "runs/sort"
     try:
         agent = None
@@ -54,7 +59,7 @@ def test_a_run_ends_whole_though_ranks_of_its_learner_were_killed(tmp_path: Path
     assert summary["groups"]["trained"] == STEPS * GROUPS
     assert summary["accounted"]
     assert summary["max_staleness_seen"] <= summary["max_staleness_allowed"]
-    assert summary["restarts"] == 0  # the agent mended it
+    assert "part=learner" not in launcher.said()  # the agent mended it, not the supervisor
     assert (run / "logs/learner.log").read_text().count("resumed ") == 2 * 2
     assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]
 
@@ -74,17 +79,17 @@ def test_two_nodes_stop_together_when_one_is_told_to_and_finish_when_started_aga
         return both
 
     try:
-        started.append(Command(tmp_path / "storage", "storage", *join, *SMALL, "--learner.steps", "8"))
+        started.append(Command(tmp_path / "storage", "storage", *join, *of_steps(SMALL, 8)))
         started.append(Command(tmp_path / "actors", "actors", *join))
         first = nodes("first")
         progress = tmp_path / "shared/world/progress.json"
         wait_for_file(progress, first)
-        assert [node.stop(60) if n == 0 else node.wait(60) for n, node in enumerate(first)] == [0, 0], [
+        assert [node.stop(120) if n == 0 else node.wait(120) for n, node in enumerate(first)] == [0, 0], [
             node.said() for node in first
         ]
         assert json.loads(progress.read_text())["stage"] == "rl"
         for node in nodes("second"):
-            assert node.wait(180) == 0, node.said()
+            assert node.wait(400) == 0, node.said()
     finally:
         for command in started:
             command.kill()
@@ -98,7 +103,7 @@ def test_two_nodes_stop_together_when_one_is_told_to_and_finish_when_started_aga
 
 
 def wait_for_file(path: Path, writers: list[Command]) -> None:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 300
     while not path.exists():
         running = all(writer.process.poll() is None for writer in writers)
         assert running, [writer.said() for writer in writers]

@@ -42,10 +42,9 @@ def test_a_step_of_nothing_but_empty_micro_batches_is_skipped():
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in trainer.export().items())
 
 
-def test_micro_batches_are_filled_up_to_a_multiple_and_are_at_least_one():
-    batches = pack(random_samples([5, 5, 5]), 5)
-    assert [b.lengths for b in equally_many(batches, multiple=4)] == [(5,), (5,), (5,), (1,)]
-    assert [b.lengths for b in equally_many([])] == [(1,)]
+def test_a_rank_without_groups_takes_an_empty_turn():
+    assert equally_many(batches := pack(random_samples([5, 5, 5]), 5)) == batches
+    assert [batch.lengths for batch in equally_many([])] == [(1,)]
 
 
 def test_a_trajectory_over_the_budget_is_refused_by_name_where_that_is_asked_for():
