@@ -47,7 +47,7 @@ def test_a_run_ends_whole_though_ranks_of_its_learner_were_killed(tmp_path: Path
     try:
         agent = None
         for step, number in ((2, 1), (6, 0)):
-            wait_for_step(launcher, run, step)
+            wait_for_step(launcher, run, step, timeout_s=300)
             agent = agent or part(launcher, "learner")
             rank(agent, number).kill()
         assert launcher.wait(300) == 0, launcher.said()
