@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,8 +45,10 @@ async def run(
     Raises `WorldError` when another rank is gone.
     """
     number, incarnation = world_rank(), secrets.token_hex(4)
-    reader = ReplayReader(bus, incarnation, read=settings.learner.read)
-    with ThreadPoolExecutor(1, thread_name_prefix="train") as thread:
+    with (
+        closing(ReplayReader(bus, incarnation, read=settings.learner.read)) as reader,
+        ThreadPoolExecutor(1, thread_name_prefix="train") as thread,
+    ):
         building = partial(in_thread, thread, lambda: build(settings, demonstrations, reader, thread, stop))
         if number > 0:
             built = await building()

@@ -81,7 +81,6 @@ class Learner:
                 finished.set()
                 if self._fetching is not None:
                     self._fetching.cancel()
-                self._reader.close()
 
     async def _join(self) -> None:
         """Tell storage where training stands, and publish the weights it stands at."""
