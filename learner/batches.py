@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 
 from bus.messages import Trajectory
 from learner.advantages.grpo import grpo_advantages
@@ -26,6 +27,13 @@ class StepBatch:
     staleness_mean: float
     """Over trajectories."""
     response_tokens_mean: float
+
+    def xxh3(self) -> str:
+        """Digest of what the trainer gets, hexadecimal: equal for batches that are equal bit for bit."""
+        digest = xxhash.xxh3_128()
+        for micro_batch in self.micro_batches:
+            micro_batch.add_to(digest)
+        return digest.hexdigest()
 
 
 def make_step_batch(

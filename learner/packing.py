@@ -6,7 +6,18 @@ from typing import Self
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
+
+DIGESTED = (
+    "tokens",
+    "position_ids",
+    "loss_mask",
+    "behaviour_logprobs",
+    "policy_versions",
+    "advantages",
+)
+"""Fields of a micro-batch that say all that is trained on; the others follow from them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +62,13 @@ class MicroBatch:
     """int64 [N], the positions under `loss_mask`: only they need logits."""
     lengths: tuple[int, ...]
     """The differences of `cu_seqlens`, known without asking the device."""
+
+    def add_to(self, digest: xxhash.xxh3_128) -> None:
+        """Feed a digest with every value that is trained on, in order."""
+        for name in DIGESTED:
+            values = getattr(self, name)
+            digest.update(f"{name} {values.dtype} {len(values)}\n".encode())
+            digest.update(values.numpy().data)
 
     def to(self, device: torch.device) -> Self:
         """Copy to `device`; a no-op when already there."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -12,6 +13,7 @@ from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.roles import guarded, hold_role
 from learner.checkpoint import latest_checkpoint, load_checkpoint, read_extra
+from learner.conversion.base import State
 from learner.conversion.files import load_hf_directory, load_tokenizer
 from learner.parallel import init_world
 from learner.progress import Progress
@@ -43,23 +45,44 @@ def build(
     bus: Bus, settings: LearnerSettings, demonstrations: Path | None, incarnation: str, stop: asyncio.Event
 ) -> Learner:
     """Everything that torch needs before the first step; takes seconds, so it runs in a thread."""
+    initial = prepare(settings, demonstrations)
+    init_world()
+    latest = latest_checkpoint(settings.checkpoints)
+    progress = Progress.from_json(read_extra(latest)) if latest else Progress()
+    optimizer = settings.warmup.optimizer if progress.stage == "warmup" else settings.learner.optimizer
+    dtype = getattr(torch, settings.model.dtype)
+    trainer = Trainer(initial.hf_config, initial.state, optimizer, dtype=dtype)
+    if latest is not None:
+        load_checkpoint(trainer, latest)
+        progress.stage = "rl" if progress.stage == "done" else progress.stage
+        log.info("resumed", checkpoint=str(latest), stage=progress.stage, step=progress.step)
+    rows = initial.demonstrations
+    return Learner(bus, settings, trainer, progress, demonstrations=rows, incarnation=incarnation, stop=stop)
+
+
+@dataclass(frozen=True)
+class Initial:
+    """What a run trains from, before its first step."""
+
+    hf_config: PretrainedConfig
+    state: State
+    """Weights by Hugging Face name."""
+    demonstrations: Demonstrations | None
+    """For the warm-up, if the run has one."""
+
+
+def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
+    """Read the initial model, making the scratch model if need be, and the demonstrations.
+
+    Raises `ConfigError` when model, tokenizer or demonstrations do not belong together.
+    """
     torch.manual_seed(settings.seed)
     if settings.model.path is None:
         ensure_model_directory(settings.model_directory, settings.model.scratch, seed=settings.seed)
     hf_config, state = load_hf_directory(settings.model_directory)
     tokenizer = load_tokenizer(settings.model_directory)
     refuse_misfit(hf_config, tokenizer, settings.model_directory)
-    rows = _demonstrations(settings, demonstrations, tokenizer, hf_config)
-    init_world()
-    latest = latest_checkpoint(settings.checkpoints)
-    progress = Progress.from_json(read_extra(latest)) if latest else Progress()
-    optimizer = settings.warmup.optimizer if progress.stage == "warmup" else settings.learner.optimizer
-    trainer = Trainer(hf_config, state, optimizer, dtype=getattr(torch, settings.model.dtype))
-    if latest is not None:
-        load_checkpoint(trainer, latest)
-        progress.stage = "rl" if progress.stage == "done" else progress.stage
-        log.info("resumed", checkpoint=str(latest), stage=progress.stage, step=progress.step)
-    return Learner(bus, settings, trainer, progress, demonstrations=rows, incarnation=incarnation, stop=stop)
+    return Initial(hf_config, state, _demonstrations(settings, demonstrations, tokenizer, hf_config))
 
 
 def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

@@ -16,19 +16,18 @@ from bus.messages import EvaluationResult, Metrics
 from bus.publish import Publisher
 from bus.status import report_status
 from learner import lineage
-from learner.batches import StepBatch, make_step_batch
-from learner.checkpoint import save_checkpoint
+from learner.batches import StepBatch
 from learner.config import SFTLoss
 from learner.conversion.files import save_hf_directory
 from learner.heldout import HeldOut
 from learner.metrics import batch_values, step_values
-from learner.progress import Progress
+from learner.progress import Progress, refuse_other_history, save_progress
 from learner.publish import WeightPublisher
 from learner.settings import LearnerSettings
+from learner.steps import lineage_line, train_on
 from learner.trainer import StepResult, Trainer
 from learner.warmup import Demonstrations
 from storage.reader import Batch, ReplayReader
-from storage.run import write_json
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -94,6 +93,7 @@ class Learner:
         await self._heldout.find()
         if self._settings.learner.target_accuracy and self._heldout.prompts is None:
             raise ConfigError("learner.target_accuracy needs held-out prompts: set data.heldout or data.task")
+        await refuse_other_history(self.progress, self._settings.lineage, self._reader.given)
         await self._weights.retire_others()
         await self._weights.publish_model_files(self._settings.model_directory)
         await self._reader.resumed(self.progress.step)
@@ -122,7 +122,6 @@ class Learner:
             if self._stop.is_set():
                 return
             progress.policy_version += 1
-        await self._in_thread(lambda: torch.set_num_threads(self._settings.learner.threads))
         progress.stage = "rl"
         progress.trains_from = progress.policy_version
         await self._in_thread(lambda: self._trainer.set_optimizer(self._settings.learner.optimizer))
@@ -142,6 +141,7 @@ class Learner:
 
     async def _reinforce(self) -> None:
         progress, learner = self.progress, self._settings.learner
+        await self._in_thread(lambda: torch.set_num_threads(learner.threads))
         while progress.stage == "rl" and progress.step < learner.steps and not self._stop.is_set():
             if await self._step():
                 if progress.step % learner.checkpoint.save_every == 0:
@@ -162,6 +162,7 @@ class Learner:
         trained = time.monotonic()
         progress.step += 1
         progress.policy_version += 1
+        progress.groups[str(progress.step)] = [group[0].lease_id for group in leased.groups]
         progress.trajectories_trained += batch.trajectories
         progress.tokens_trained += batch.tokens
         progress.steps_skipped += result.skipped
@@ -203,27 +204,18 @@ class Learner:
         )
 
     def _train_on(self, leased: Batch) -> tuple[StepBatch, StepResult]:
-        learner, version = self._settings.learner, self.progress.policy_version
-        batch = make_step_batch(
-            leased.groups,
-            weights=leased.weights,
+        settings, step, version = self._settings, self.progress.step + 1, self.progress.policy_version
+        groups, weights = leased.groups, leased.weights
+        batch, result = train_on(
+            self._trainer,
+            groups,
+            weights,
+            settings.learner,
             policy_version=version,
-            advantage=learner.advantage,
-            batch=learner.batch,
+            temperature=settings.temperature,
         )
-        result = self._trainer.train_step(
-            batch.micro_batches,
-            learner.loss,
-            temperature=self._settings.temperature,
-            policy_version=version,
-        )
-        lineage.record(
-            self._settings.lineage,
-            step=self.progress.step + 1,
-            policy_version=version + 1,
-            incarnation=self._incarnation,
-            lease_ids=[group[0].lease_id for group in leased.groups],
-        )
+        line = lineage_line(step, version + 1, self._incarnation, groups, weights, batch, result)
+        lineage.record(settings.lineage, line)
         return batch, result
 
     # --- the end ---
@@ -339,10 +331,7 @@ class Learner:
                 task.result()
 
     def _save(self) -> None:
-        settings, progress = self._settings, self.progress.to_json()
-        keep = settings.learner.checkpoint.keep
-        save_checkpoint(self._trainer, settings.checkpoints, self.progress.step, progress, keep=keep)
-        write_json(settings.progress, progress)
+        save_progress(self._trainer, self._settings, self.progress)
 
     # --- what others see ---
 

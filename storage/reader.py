@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import structlog
 
@@ -15,6 +16,8 @@ from bus.messages import (
     BatchLease,
     BatchRequest,
     Done,
+    Given,
+    GivenRequest,
     GroupRef,
     LearnerResumed,
     ReadRequest,
@@ -25,6 +28,7 @@ from bus.messages import (
 )
 
 log = structlog.get_logger()
+R = TypeVar("R", bound=Message)
 ANSWER_TIMEOUT_S = 10.0
 RETRY_S = 0.5
 SILENCE_LIMIT_S = 120.0
@@ -106,24 +110,26 @@ class ReplayReader:
 
     async def committed(self, step: int) -> None:
         """Tell storage that a durable checkpoint holds every step up to `step`."""
-        await self._tell("committed", StepCommitted(step=step, incarnation=self._incarnation))
+        await self._ask("committed", StepCommitted(step=step, incarnation=self._incarnation), Done)
 
     async def resumed(self, step: int) -> None:
         """Tell storage that training goes on from `step`: what was leased for later steps is free again."""
-        await self._tell("resumed", LearnerResumed(step=step, incarnation=self._incarnation))
+        await self._ask("resumed", LearnerResumed(step=step, incarnation=self._incarnation), Done)
 
-    async def _tell(self, what: str, message: StepCommitted | LearnerResumed) -> None:
+    async def given(self, step: int) -> Given:
+        """Which groups `step` was given, to this learner or to another; changes nothing."""
+        return await self._ask("given", GivenRequest(step=step), Given)
+
+    async def _ask(self, what: str, message: Message, expected: type[R]) -> R:
         """Storage may be starting or restarting: ask until `SILENCE_LIMIT_S` has passed."""
         subject = self._bus.subject("rpc", what)
         began = time.monotonic()
         while True:
             try:
-                await self._bus.request(subject, message, Done, timeout_s=ANSWER_TIMEOUT_S)
+                return await self._bus.request(subject, message, expected, timeout_s=ANSWER_TIMEOUT_S)
             except BusError as error:
                 _raise_if_final(error, began)
                 await asyncio.sleep(RETRY_S)
-            else:
-                return
 
     async def _read(
         self, shard: int, lease_ids: list[int], on_wait: Callable[[str], None]

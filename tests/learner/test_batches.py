@@ -73,3 +73,23 @@ def test_counts_cover_every_micro_batch():
     assert len(batch.micro_batches) == 3
     assert batch.trajectories == 6
     assert batch.tokens == 6 * length
+
+
+def test_digest_tells_batches_apart_by_any_value_and_by_the_packing():
+    def digest(*, tokens_per_micro_batch=10_000, **changes):
+        group = [with_reward(make_trajectory(0, n, group_size=2), float(n)) for n in range(2)]
+        group[0] = with_reward(group[0], changes.pop("reward", 0.0), **changes)
+        return batch_of([group], tokens_per_micro_batch=tokens_per_micro_batch).xxh3()
+
+    one = make_trajectory(0, 0, group_size=2)
+    digests = {
+        digest(),
+        digest(token_ids=one.token_ids[::-1].copy()),
+        digest(loss_mask=one.token_ids > 0),
+        digest(behaviour_logprobs=one.behaviour_logprobs - np.float32(1e-7) * one.loss_mask),
+        digest(policy_versions=one.policy_versions + 1),
+        digest(reward=2.0),
+        digest(tokens_per_micro_batch=8),
+    }
+    assert len(digests) == 7
+    assert digest() == digest()
