@@ -14,11 +14,12 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
 from pydantic import PlainValidator
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, SluiceError
 from launch.config import (
     ActorsProcess,
     LearnerProcess,
     ProcessConfig,
+    ReplayProcess,
     RunConfig,
     config_file,
     flags,
@@ -56,6 +57,7 @@ AS_WRITTEN = PlainValidator(dict), Parameter(name="*", group=Group("Settings", s
 Settings = Annotated[RunConfig, *AS_WRITTEN]
 LearnerSettings = Annotated[LearnerProcess, *AS_WRITTEN]
 ActorsSettings = Annotated[ActorsProcess, *AS_WRITTEN]
+ReplaySettings = Annotated[ReplayProcess, *AS_WRITTEN]
 
 PresetName = Annotated[str | None, Parameter(name="--preset", group=SHORT)]
 ConfigFile = Annotated[Path | None, Parameter(name="--config", group=SHORT)]
@@ -182,6 +184,71 @@ def actors(
 
     configure_logging()
     run(partial(serve_actors, *_joining(_short(bus, reward=reward), settings)))
+
+
+@app.command(usage=USAGE.format("replay"))
+def replay(
+    *,
+    from_step: int = 0,
+    to_step: int | None = None,
+    config: ConfigFile = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    settings: ReplaySettings = ReplayProcess(),
+) -> None:
+    """Train steps of a run again from its directory: are the batches the same, and the losses?
+
+    With other settings it tells what would have come of the same batches under another objective.
+
+    Parameters
+    ----------
+    from_step
+        Where to start: the newest checkpoint up to it is loaded; 0 is the initial model.
+    to_step
+        The last step to train; without it, the newest.
+    config
+        The run's settings, TOML or JSON, where its directory does not hold them.
+    as_json
+        Print the report as one JSON object on one line.
+    """
+    from launch.replay import recorded_config, replay_status
+    from launch.replay import replay as replay_run
+    from storage.run import RunDirectory
+
+    configure_logging("warning" if as_json else "info")
+    where, changed = _joining({}, settings)
+    run_directory = RunDirectory(where.directory, where.run)
+    recorded = recorded_config(run_directory, config)
+    report = run(partial(replay_run, run_directory, recorded, changed, (from_step, to_step)))
+    print(json.dumps(report, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
+    raise SystemExit(replay_status(report))
+
+
+@app.command(usage=USAGE.format("restore"))
+def restore(
+    *,
+    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    directory: Path = Path("runs"),
+    archive: str | None = None,
+) -> None:
+    """Bring back the trajectories that a run's replay has archived. Its storage must be stopped.
+
+    Parameters
+    ----------
+    run_name
+        Name of the run.
+    directory
+        Where runs lie.
+    archive
+        Directory or fsspec URL, as the run's replay.archive, which is taken without it.
+    """
+    from launch.replay import restore_run
+    from storage.run import RunDirectory
+
+    try:
+        restored = restore_run(RunDirectory(directory, run_name), archive)
+    except SluiceError as error:
+        fail(error)
+    print("\n".join(restored) or "nothing was retired")  # noqa: T201 - the user's terminal
 
 
 @app.command(usage=USAGE.format("soak"))

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -16,6 +16,9 @@ from launch.runtime import locked
 from storage.files import make_directory
 from storage.generators import generate_task
 from storage.run import RunDirectory
+
+if TYPE_CHECKING:
+    from learner.settings import LearnerSettings
 
 log = structlog.get_logger()
 PORTS = range(1 << 16)
@@ -84,6 +87,15 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
 
     adapt_megatron_to_cpu()
     from learner.service import run
+
+    settings, demonstrations = learner_settings(config, directory)
+    directory.learner_config.write_text(config.model_dump_json(indent=2, exclude={"bus"}))
+    progress = await run(bus, settings, demonstrations, stop)
+    log.info("learner_ends", stage=progress.stage, step=progress.step)
+
+
+def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["LearnerSettings", Path | None]:
+    """What the learner of a run is told, and where its demonstrations are; generated ones are made."""
     from learner.settings import LearnerSettings
 
     demonstrations = config.warmup.demonstrations
@@ -102,8 +114,7 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
         lineage=directory.path / "lineage.jsonl",
         export=directory.export,
     )
-    progress = await run(bus, settings, demonstrations, stop)
-    log.info("learner_ends", stage=progress.stage, step=progress.step)
+    return settings, demonstrations
 
 
 async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:

@@ -67,6 +67,11 @@ class RunDirectory:
         return self.path / "config.json"
 
     @property
+    def learner_config(self) -> Path:
+        """The configuration with the learner's own settings over it, when it last started, JSON."""
+        return self.path / "learner.json"
+
+    @property
     def metrics(self) -> Path:
         """Every process's metrics, JSON Lines."""
         return self.path / "metrics.jsonl"

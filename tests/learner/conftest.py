@@ -3,7 +3,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bus import consume
+from learner import service
 from learner.parallel import close_world, init_world
+from storage import dispatcher, reader
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,3 +16,13 @@ def world() -> Iterator[None]:
     init_world()
     yield
     close_world()
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner may run in the test's own process, with waits cut short."""
+    monkeypatch.setattr(service, "init_world", lambda: None)
+    monkeypatch.setattr(consume, "POLL_S", 0.1)
+    monkeypatch.setattr(dispatcher, "POLL_S", 0.05)
+    monkeypatch.setattr(dispatcher, "LONG_POLL_S", 0.3)
+    monkeypatch.setattr(reader, "RETRY_S", 0.02)
