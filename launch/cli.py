@@ -153,18 +153,35 @@ def storage(
 
 
 @app.command(usage=USAGE.format("learner"))
-def learner(*, bus: BusUrl = None, settings: LearnerSettings = LearnerProcess()) -> None:
+def learner(
+    *,
+    bus: BusUrl = None,
+    shadow: str | None = None,
+    from_checkpoint: Path | None = None,
+    settings: LearnerSettings = LearnerProcess(),
+) -> None:
     """Train the policy of a run whose storage is up: name it with --run. Its settings come from the bus.
 
     Parameters
     ----------
     bus
         NATS server, as nats://[user:password@]host:port.
+    shadow
+        Be a shadow of this name: train on the steps of the run's learner with settings of your own, and
+        change nothing in the run.
+    from_checkpoint
+        Directory of a checkpoint that the shadow begins from, instead of the initial model.
     """
-    from launch.services import serve_learner
+    from launch.services import serve_learner, serve_shadow
 
     configure_logging()
-    run(partial(serve_learner, *_joining(_short(bus), settings)))
+    where, own = _joining(_short(bus), settings)
+    if shadow is not None:
+        run(partial(serve_shadow, where, own, shadow, _checkpoint(from_checkpoint)))
+    elif from_checkpoint is not None:
+        raise ConfigError("--from-checkpoint is for a --shadow: a learner goes on from its own newest one")
+    else:
+        run(partial(serve_learner, where, own))
 
 
 @app.command(usage=USAGE.format("actors"))
@@ -299,6 +316,12 @@ def bench(
     """
     report = _measure(what)
     print(json.dumps(report, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
+
+
+def _checkpoint(directory: Path | None) -> Path | None:
+    if directory is not None and not (directory / "manifest.json").is_file():
+        raise ConfigError(f"--from-checkpoint {directory} is not a checkpoint: it has no manifest.json")
+    return directory
 
 
 def _measure(what: str) -> object:

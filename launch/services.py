@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,34 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
         export=directory.export,
     )
     return settings, demonstrations
+
+
+async def serve_shadow(
+    where: RunConfig, overrides: dict[str, Any], name: str, from_checkpoint: Path | None, stop: asyncio.Event
+) -> None:
+    """A shadow of the run's learner until that is done or `stop`."""
+    kept = RunDirectory(where.directory, where.run).shadow(name)
+    async with Bus.connect(where.bus, where.run, name=f"shadow-{name}") as bus:
+        config = await joined(bus, where, overrides, stop)
+        if config is None:
+            return
+        from learner.cpu import adapt_megatron_to_cpu
+
+        adapt_megatron_to_cpu()
+        from learner.shadow import ShadowSettings, run_shadow
+
+        settings, demonstrations = learner_settings(config, RunDirectory(config.directory, config.run))
+        own = replace(
+            settings,
+            checkpoints=kept / "checkpoints",
+            progress=kept / "progress.json",
+            lineage=kept / "lineage.jsonl",
+            export=kept / "export",
+        )
+        shadow = ShadowSettings(name, own, kept / "metrics.jsonl", from_checkpoint)
+        log.info("shadow_starting", run=config.run, shadow=name)
+        progress = await run_shadow(bus, shadow, demonstrations, stop)
+        log.info("shadow_ends", step=progress.step, steps_retired=progress.steps_retired)
 
 
 async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:

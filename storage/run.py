@@ -121,6 +121,12 @@ class RunDirectory:
         """The embedded nats-server's store."""
         return self._directory("bus")
 
+    def shadow(self, name: str) -> Path:
+        """Everything that one shadow learner keeps. Raises `ConfigError` for a name that cannot be one."""
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"shadow name {name!r}: use 1 to 64 of A-Z, a-z, 0-9, _ and -")
+        return self._directory(f"shadows/{name}")
+
     def replay(self, shard: int) -> Path:
         """The replay store of one shard."""
         return self._directory(f"replay/shard_{shard:02d}")

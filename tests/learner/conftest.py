@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bus import consume
-from learner import service
+from learner import service, shadow
 from learner.parallel import close_world, init_world
 from storage import dispatcher, reader
 
@@ -21,7 +21,9 @@ def world() -> Iterator[None]:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A learner may run in the test's own process, with waits cut short."""
-    monkeypatch.setattr(service, "init_world", lambda: None)
+    for module in (service, shadow):
+        monkeypatch.setattr(module, "init_world", lambda: None)
+    monkeypatch.setattr(shadow, "POLL_S", 0.02)
     monkeypatch.setattr(consume, "POLL_S", 0.1)
     monkeypatch.setattr(dispatcher, "POLL_S", 0.05)
     monkeypatch.setattr(dispatcher, "LONG_POLL_S", 0.3)

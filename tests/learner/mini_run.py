@@ -24,6 +24,7 @@ from learner.config import (
 from learner.progress import Progress
 from learner.scratch import character_tokenizer
 from learner.settings import LearnerSettings
+from learner.shadow import ShadowProgress, ShadowSettings, run_shadow
 from storage.config import AdmissionConfig, EvaluationConfig
 from tests.factories import make_trajectory
 from tests.storage.serving import Storage, send, serving, until
@@ -90,9 +91,25 @@ class MiniRun:
         await asyncio.wait({learner})
         assert learner.cancelled()
 
+    async def follow(
+        self, stop: asyncio.Event, *, from_checkpoint: Path | None = None, **changes: object
+    ) -> ShadowProgress:
+        """A shadow until the learner's end or `stop`."""
+        kept = self.directory / "shadow"
+        kept.mkdir(exist_ok=True)
+        files = {name: kept / name for name in ("checkpoints", "progress", "lineage", "export")}
+        own = replace(self.settings(**changes), **files)
+        settings = ShadowSettings("other", own, kept / "metrics.jsonl", from_checkpoint)
+        async with asyncio.timeout(60):
+            return await run_shadow(self.bus, settings, self.demonstrations, stop)
+
     def steps(self) -> dict[int, lineage.TrainedStep]:
-        """What was trained so far."""
+        """What the learner trained so far."""
         return lineage.steps(self.directory / "lineage.jsonl")
+
+    def shadow_steps(self) -> dict[int, lineage.TrainedStep]:
+        """What the shadow trained so far."""
+        return lineage.steps(self.directory / "shadow" / "lineage")
 
 
 async def _roll_out(bus: Bus, leases: asyncio.Queue[Lease]) -> None:
