@@ -14,7 +14,7 @@ from bus.messages import RunRecord
 from bus.server import NatsServer
 from launch.config import RunConfig, resolve
 from launch.runtime import locked
-from storage.files import make_directory
+from storage.files import make_directory, write_file
 from storage.generators import generate_task
 from storage.run import RunDirectory
 
@@ -90,7 +90,7 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
     from learner.service import run
 
     settings, demonstrations = learner_settings(config, directory)
-    directory.learner_config.write_text(config.model_dump_json(indent=2, exclude={"bus"}))
+    write_file(directory.learner_config, config.model_dump_json(indent=2, exclude={"bus"}).encode())
     progress = await run(bus, settings, demonstrations, stop)
     log.info("learner_ends", stage=progress.stage, step=progress.step)
 
