@@ -38,7 +38,7 @@ from learner.train import ended_before
 from learner.trainer import Trainer
 from storage import checkpoints
 from storage.files import remove
-from storage.reader import SILENCE_LIMIT_S, ReplayReader
+from storage.reader import RETIRED, ReplayReader
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -125,18 +125,17 @@ class Shadow:
         self._thread.shutdown()
 
     async def _follow(self) -> None:
-        progress, last = self.progress, self._settings.learner.learner.steps
-        while progress.stage == "rl" and progress.step < last:
+        learner = self._settings.learner.learner
+        while self.progress.stage == "rl" and self.progress.step < learner.steps:
             given = await self._next_step()
             if given is None:
                 return
             groups = await self._fetch(given)
             if groups is not None:
                 await self._train_on(given, groups)
-                if self.progress.step % self._settings.learner.learner.checkpoint.save_every == 0:
+                if self.progress.step % learner.checkpoint.save_every == 0:
                     self._doing = "saving a checkpoint"
                     await self._in_thread(self._save)
-            progress = self.progress
 
     # --- what the learner does ---
 
@@ -193,17 +192,15 @@ class Shadow:
     async def _fetch(self, given: Given) -> list[list[Trajectory]] | None:
         """The groups of a step; None when they were retired, which is counted, or on `stop`."""
         self._doing = f"reading step {given.step}"
-        began = time.monotonic()
-        while not self._stop.is_set():
-            try:
-                return await self._reader.fetch(given.groups)
-            except BusError as error:
-                if "was retired" in str(error):
-                    self._pass_over(given, str(error))
-                    return None
-                if time.monotonic() - began > SILENCE_LIMIT_S:
-                    raise
-                await self._pause(f"storage does not answer: {error}")
+        fetching = asyncio.create_task(self._reader.fetch(given.groups, on_wait=self._on_wait))
+        try:
+            if await ended_before(self._stop, fetching):
+                return fetching.result()
+            fetching.cancel()
+        except BusError as error:
+            if RETIRED not in str(error):
+                raise
+            self._pass_over(given, str(error))
         return None
 
     def _pass_over(self, given: Given, reason: str) -> None:
@@ -288,6 +285,9 @@ class Shadow:
         head = {"time_s": metrics.time_s, "source": self._source, "step": metrics.step, "kind": "metrics"}
         lineage.append_line(self._settings.metrics, head | values)
         await self._bus.notify(self._bus.subject("events", "metrics"), metrics)
+
+    def _on_wait(self, reason: str) -> None:
+        self._doing = reason
 
     def _look(self) -> tuple[str, dict[str, Json]]:
         progress = self.progress

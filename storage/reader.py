@@ -33,6 +33,8 @@ ANSWER_TIMEOUT_S = 10.0
 RETRY_S = 0.5
 SILENCE_LIMIT_S = 120.0
 """Storage may restart; it is given so long to come back."""
+RETIRED = "was retired"
+"""What a shard says of a group that it has archived or removed: asking again is useless."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class ReplayReader:
         """The siblings of each group, in the order of `refs`: a part of a lease, or all of it.
 
         Every rank of a learner may fetch its own. Raises `BusError` when a shard does not give them for
-        `SILENCE_LIMIT_S`.
+        `SILENCE_LIMIT_S`, and at once for a group that is `RETIRED`.
         """
         by_shard: defaultdict[int, list[int]] = defaultdict(list)
         for ref in refs:
@@ -156,5 +158,5 @@ def _raise_if_final(error: BusError, heard: float) -> None:
     """Raise when asking again is useless, or nothing useful came since `heard` for too long."""
     if "was replaced by" in str(error):
         raise FencedError(str(error)) from error
-    if time.monotonic() - heard > SILENCE_LIMIT_S:
+    if RETIRED in str(error) or time.monotonic() - heard > SILENCE_LIMIT_S:
         raise error

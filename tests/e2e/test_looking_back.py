@@ -18,7 +18,7 @@ SETTINGS = (
     "--preset", "sort", "--warmup.steps", "4", "--warmup.threads", "1", "--learner.steps", str(STEPS),
     "--learner.target-accuracy", "1.0", "--learner.checkpoint.save-every", "5",
     "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
-    "--evaluation.every-versions", "0", "--replay.archive", "archive",
+    "--evaluation.every-versions", "0", "--replay.archive", "archive", "--reward", "launch.soak:longer",
 )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def root(tmp_path_factory: pytest.TempPathFactory):
 def launch(root: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "launch", *arguments, "--run", "past"]
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin"}
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, env=environment)
 
 
 def test_the_whole_run_trains_again_bit_for_bit_in_one_process(root: Path):
@@ -75,6 +75,7 @@ def test_the_whole_run_trains_again_bit_for_bit_in_one_process(root: Path):
     assert (report["batches"], report["batches_equal"]) == (STEPS, STEPS)
     assert report["loss_max_abs_diff"] == report["grad_norm_max_abs_diff"] == 0
     assert report["first_step_that_differs"] is None
+    assert len({step["loss"] for step in report["steps"]}) == STEPS
     assert len((root / "runs/past/lineage.jsonl").read_text().splitlines()) > STEPS  # some trained twice
 
 
@@ -102,7 +103,7 @@ def test_the_shadow_trained_on_the_groups_of_every_step(root: Path):
     ("flags", "message"),
     [
         (("replay", "--from-step", "3"), "no checkpoint up to step 3 in "),
-        (("replay", "--to-step", "99"), "lacks step 99: it holds steps 1 to 12"),
+        (("replay", "--to-step", "99"), "lacks step 13: it holds steps 1 to 12"),
         (("replay", "--from-step", "12"), "from step 12 to 12 there is nothing to train"),
         (("replay", "--directory", "nowhere"), "no run 'past' here"),
         (("replay", "--learner.loss.type", "ppo"), "did you mean 'ppo_clip'?"),

@@ -3,10 +3,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bus import consume
-from learner import service, shadow
 from learner.parallel import close_world, init_world
-from storage import dispatcher, reader
+from tests.learner.mini_run import in_one_process
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,11 +18,5 @@ def world() -> Iterator[None]:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A learner may run in the test's own process, with waits cut short."""
-    for module in (service, shadow):
-        monkeypatch.setattr(module, "init_world", lambda: None)
-    monkeypatch.setattr(shadow, "POLL_S", 0.02)
-    monkeypatch.setattr(consume, "POLL_S", 0.1)
-    monkeypatch.setattr(dispatcher, "POLL_S", 0.05)
-    monkeypatch.setattr(dispatcher, "LONG_POLL_S", 0.3)
-    monkeypatch.setattr(reader, "RETRY_S", 0.02)
+    """A learner and its shadow may run in the test's own process."""
+    in_one_process(monkeypatch)

@@ -8,10 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from bus import consume
+from bus.config import BusConfig
 from bus.connection import Bus
 from bus.messages import Lease, Trajectory
-from learner import lineage, service
+from bus.server import NatsServer
+from bus.topology import ensure
+from learner import lineage, service, shadow
 from learner.config import (
     BatchConfig,
     CheckpointConfig,
@@ -25,9 +30,10 @@ from learner.progress import Progress
 from learner.scratch import character_tokenizer
 from learner.settings import LearnerSettings
 from learner.shadow import ShadowProgress, ShadowSettings, run_shadow
+from storage import dispatcher, reader
 from storage.config import AdmissionConfig, EvaluationConfig
 from tests.factories import make_trajectory
-from tests.storage.serving import Storage, send, serving, until
+from tests.storage.serving import SHARDS, Storage, send, serving, until
 
 ADMISSION = AdmissionConfig(groups_per_step=2, samples_per_prompt=3, max_staleness=0)
 SCRATCH = ScratchModel(hidden_size=32, layers=1, heads=2, kv_heads=1, intermediate_size=32, context=64)
@@ -37,6 +43,17 @@ LEARNER = LearnerConfig(
     batch=BatchConfig(tokens_per_micro_batch=32),
     checkpoint=CheckpointConfig(save_every=2, keep=2),
 )
+
+
+def in_one_process(patch: pytest.MonkeyPatch) -> None:
+    """The world of processes is the test's own, and waits are cut short."""
+    for module in (service, shadow):
+        patch.setattr(module, "init_world", lambda: None)
+    patch.setattr(shadow, "POLL_S", 0.02)
+    patch.setattr(consume, "POLL_S", 0.1)
+    patch.setattr(dispatcher, "POLL_S", 0.05)
+    patch.setattr(dispatcher, "LONG_POLL_S", 0.3)
+    patch.setattr(reader, "RETRY_S", 0.02)
 
 
 def rollout(lease: Lease, sample: int) -> Trajectory:
@@ -131,3 +148,17 @@ async def mini_run(bus: Bus, directory: Path) -> AsyncIterator[MiniRun]:
         rolling_out = tasks.create_task(_roll_out(bus, leases))
         yield MiniRun(bus, directory, storage, demonstrations)
         rolling_out.cancel()
+
+
+async def past_run(directory: Path, *, steps: int, killed_after: int) -> MiniRun:
+    """A run that has ended, whose learner was killed once: only its directory is left."""
+    async with (
+        NatsServer(directory / "nats") as server,
+        Bus.connect(BusConfig(url=server.url), "past", name="past") as bus,
+    ):
+        await ensure(bus.js, bus.topology, SHARDS)
+        await bus.create_keys()
+        async with mini_run(bus, directory) as run:
+            await run.train_and_die(killed_after)
+            await run.train(steps=steps)
+            return run

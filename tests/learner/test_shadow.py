@@ -24,12 +24,13 @@ from tests.storage.serving import SHARDS, LearnerStandIn, until
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("in_process")]
 
 
-def ledger_of(run: MiniRun) -> dict[str, list]:
-    """Everything in it but the learner's incarnation."""
+def ledger_of(run: MiniRun) -> tuple[list, list, int, str]:
+    """What is settled in it: leases that the learner has issued beyond the last step come and go."""
     run.storage.ledger.flush()
     with closing(sqlite3.connect(run.directory / "ledger.sqlite")) as ledger:
-        found = {table: ledger.execute(f"SELECT * FROM {table}").fetchall() for table in ("leases", "uses")}
-        return found | {"facts": ledger.execute("SELECT * FROM facts WHERE name != 'incarnation'").fetchall()}
+        leases = ledger.execute("SELECT * FROM leases WHERE state = 'committed'").fetchall()
+        uses = ledger.execute("SELECT * FROM uses").fetchall()
+    return leases, uses, run.storage.ledger.account().rejected, run.storage.ledger.facts["committed"]
 
 
 def what(steps: dict[int, TrainedStep]) -> list[TrainedStep]:

@@ -1,19 +1,23 @@
 """Steps of a real run trained again from its lineage, checkpoints and replay shards."""
 
 import asyncio
+import shutil
 from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from bus.errors import ConfigError, StorageError
 from learner import service
-from learner.checkpoint import latest_checkpoint, read_extra
+from learner.checkpoint import read_extra
 from learner.config import PPOClipLoss
 from learner.timetravel import last_step, replay_steps, summary
 from learner.trainer import Trainer
+from storage import checkpoints
 from storage.replay import ReplayStore
-from tests.learner.mini_run import LEARNER, MiniRun, mini_run
+from tests.learner.mini_run import LEARNER, MiniRun, in_one_process, mini_run, past_run
 from tests.storage.serving import SHARDS
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("in_process")]
@@ -30,55 +34,64 @@ def replayed(run: MiniRun, from_step: int, to_step: int, **options):
         return list(replay_steps(settings, initial, stores, from_step=from_step, to_step=to_step, **options))
 
 
-async def test_a_run_that_was_killed_and_resumed_is_trained_again_in_one_go_bit_for_bit(bus, tmp_path):
-    async with mini_run(bus, tmp_path) as run:
-        await run.train_and_die(after_step=3)
-        assert read_extra(latest_checkpoint(tmp_path / "checkpoints"))["groups"].keys() == {"1", "2"}
-        await run.train(steps=7)
-        lines = (tmp_path / "lineage.jsonl").read_text().splitlines()
-        assert len(lines) > 7  # step 3 was trained twice
-        again = await asyncio.to_thread(replayed, run, 0, 7)  # while storage is still writing
+@pytest.fixture(scope="module")
+def past(tmp_path_factory: pytest.TempPathFactory) -> MiniRun:
+    """Six steps; the learner was killed after the third, and had a checkpoint of the second."""
+    with pytest.MonkeyPatch.context() as patch:
+        in_one_process(patch)
+        return asyncio.run(past_run(tmp_path_factory.mktemp("past"), steps=6, killed_after=3))
+
+
+def test_a_run_that_was_killed_and_resumed_is_trained_again_in_one_go_bit_for_bit(past: MiniRun):
+    assert len((past.directory / "lineage.jsonl").read_text().splitlines()) > 6  # step 3 was trained twice
+    again = replayed(past, 0, 6)
     report = summary(again)
-    assert (report["batches"], report["batches_equal"]) == (7, 7)
+    assert (report["batches"], report["batches_equal"]) == (6, 6)
     assert report["loss_max_abs_diff"] == report["grad_norm_max_abs_diff"] == 0.0
     assert report["first_step_that_differs"] is None
-    assert [step.loss for step in again] == [run.steps()[n].loss for n in range(1, 8)]
-    assert len({step.loss for step in again}) == 7
+    assert [step.loss for step in again] == [past.steps()[n].loss for n in range(1, 7)]
+    assert len({step.loss for step in again}) == 6
 
 
-async def test_from_a_checkpoint_the_steps_before_the_first_are_trained_silently(bus, tmp_path):
-    async with mini_run(bus, tmp_path) as run:
-        await run.train(steps=6)
-        again = await asyncio.to_thread(replayed, run, 5, 6)
-        assert not [step for step in again if step.differs]
-        assert [step.step for step in again] == [6]
-        assert last_step(run.settings()) == 6
-        with pytest.raises(ConfigError, match=r"no checkpoint up to step 3 .* of steps \[4, 6\]"):
-            replayed(run, 3, 4)
-        with pytest.raises(ConfigError, match="lacks step 7: it holds steps 1 to 6"):
-            replayed(run, 4, 7)
+def test_from_a_checkpoint_the_steps_before_the_first_are_trained_silently(past: MiniRun):
+    again = replayed(past, 5, 6)
+    assert [(step.step, step.differs) for step in again] == [(6, False)]
+    assert last_step(past.settings()) == 6
 
 
-async def test_another_objective_trains_on_the_same_groups_from_the_runs_own_weights(bus, tmp_path):
-    async with mini_run(bus, tmp_path) as run:
-        await run.train()
-        other = LEARNER.model_copy(update={"loss": PPOClipLoss(clip_eps=0.01)})
-        changed = replayed(run, 2, 4, changed=other)
-        rewarded = replayed(run, 2, 4, reward=lambda trajectory: float(trajectory.sample))
-    assert [step.batch_equal for step in changed] == [True, True]
+def test_checkpoints_hold_the_groups_of_the_steps_since_the_one_before(past: MiniRun):
+    extras = [read_extra(checkpoints.directory(past.directory / "checkpoints", n)) for n in (4, 6)]
+    leases = {str(n): list(step.leases) for n, step in past.steps().items()}
+    assert [extra["groups"] for extra in extras] == [
+        {n: leases[n] for n in ("3", "4")},
+        {n: leases[n] for n in ("5", "6")},
+    ]
+
+
+def test_steps_that_cannot_be_trained_again_are_refused_with_what_is_there(past: MiniRun):
+    with pytest.raises(ConfigError, match=r"no checkpoint up to step 3 .* of steps \[4, 6\]"):
+        replayed(past, 3, 4)
+    with pytest.raises(ConfigError, match="lacks step 7: it holds steps 1 to 6"):
+        replayed(past, 4, 7)
+
+
+def test_another_objective_trains_on_the_same_groups_from_the_runs_own_weights(past: MiniRun):
+    other = LEARNER.model_copy(update={"loss": PPOClipLoss(clip_eps=0.01)})
+    changed = replayed(past, 5, 6, changed=other)
+    assert [step.batch_equal for step in changed] == [True]
     assert changed[0].loss_diff > 0
-    assert [step.batch_equal for step in rewarded] == [False, False]
-    assert summary(rewarded)["first_step_that_differs"] == 3
+    rewarded = replayed(past, 5, 6, reward=lambda trajectory: float(trajectory.sample))
+    assert [step.batch_equal for step in rewarded] == [False]
+    assert summary(rewarded)["first_step_that_differs"] == 6
     assert rewarded[0].reward_mean == 1.0
 
 
-async def test_a_batch_that_is_another_than_then_is_noticed(bus, tmp_path):
-    async with mini_run(bus, tmp_path) as run:
-        await run.train(steps=2)
+def test_a_batch_that_is_another_than_then_is_noticed(past: MiniRun, tmp_path: Path):
+    shutil.copytree(past.directory, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "lineage.jsonl"
-    first, second = path.read_text().splitlines()
-    path.write_text(first.replace('"weights":[1.0,1.0]', '"weights":[1.0,0.5]') + "\n" + second + "\n")
-    again = replayed(run, 0, 2)
+    first, others = path.read_text().split("\n", 1)
+    path.write_text(first.replace('"weights":[1.0,1.0]', '"weights":[1.0,0.5]') + "\n" + others)
+    again = replayed(replace(past, directory=tmp_path), 0, 2)
     assert [step.batch_equal for step in again] == [False, True]
     assert again[1].differs  # other weights compute other losses on equal batches
 
