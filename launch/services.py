@@ -122,6 +122,7 @@ async def serve_shadow(
     where: RunConfig, overrides: dict[str, Any], name: str, from_checkpoint: Path | None, stop: asyncio.Event
 ) -> None:
     """A shadow of the run's learner until that is done or `stop`."""
+    _refuse_no_checkpoint(from_checkpoint)
     kept = RunDirectory(where.directory, where.run).shadow(name)
     async with Bus.connect(where.bus, where.run, name=f"shadow-{name}") as bus:
         config = await joined(bus, where, overrides, stop)
@@ -144,6 +145,11 @@ async def serve_shadow(
         log.info("shadow_starting", run=config.run, shadow=name)
         progress = await run_shadow(bus, shadow, demonstrations, stop)
         log.info("shadow_ends", step=progress.step, steps_retired=progress.steps_retired)
+
+
+def _refuse_no_checkpoint(directory: Path | None) -> None:
+    if directory is not None and not (directory / "manifest.json").is_file():
+        raise ConfigError(f"--from-checkpoint {directory} is not a checkpoint: it has no manifest.json")
 
 
 async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:

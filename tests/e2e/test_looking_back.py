@@ -109,6 +109,7 @@ def test_the_shadow_trained_on_the_groups_of_every_step(root: Path):
         (("replay", "--learner.loss.type", "ppo"), "did you mean 'ppo_clip'?"),
         (("learner", "--from-checkpoint", "x"), "--from-checkpoint is for a --shadow"),
         (("learner", "--shadow", "a b"), "shadow name 'a b'"),
+        (("learner", "--shadow", "a", "--from-checkpoint", "x"), "--from-checkpoint x is not a checkpoint"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(root: Path, flags: tuple[str, ...], message: str):
