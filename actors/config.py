@@ -79,5 +79,9 @@ class ActorsConfig(Config):
     groups_at_once: int = Field(64, ge=1)
     """Prompt leases this process rolls out at the same time."""
 
+    share_after_s: float | None = Field(5.0, ge=0)
+    """Rollouts that are finished for so long are handed to storage though their siblings still run, so that
+    an actor's death costs only what was unfinished. `None` hands over whole groups only."""
+
     patience_s: float = Field(600.0, gt=0)
     """How long start-up waits for the learner's first policy version."""

@@ -65,6 +65,7 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
                 keep=keep,
                 shards=settings.shards,
                 name=actor_name(),
+                share_after_s=settings.actors.share_after_s,
             )
             evaluator = Evaluator(bus, build_engine, tokenizer, environment, sampled=sampled, greedy=greedy)
             actor = _Actor(bus, engine, follower, worker, evaluator)

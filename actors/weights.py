@@ -71,8 +71,8 @@ class PolicyFollower:
     async def at_least(self, policy_version: int) -> None:
         """Return once the engine's weights are `policy_version` or younger: so no token exceeds the bound.
 
-        A lease may be of a version whose learner died and resumed from an older one. It waits all the same:
-        the steps taken back leave groups enough to come to that version again.
+        A lease may be of a version whose learner died and resumed from an older one. That version comes again
+        if the steps taken back leave groups enough; else storage lowers the lease's version.
         """
         async with self._swapped:
             await self._swapped.wait_for(lambda: self._engine.policy_version >= policy_version)

@@ -5,19 +5,25 @@ from collections import Counter
 
 import structlog
 
-from actors.environments.base import AgentTrajectory, Environment, Episode, Task
+from actors.environments.base import Environment, Episode, Task
 from actors.filters import GroupFilter
+from actors.group import NOTHING, Group
 from actors.policy import Policy
 from actors.weights import PolicyFollower
 from bus.codec import encode
 from bus.connection import Bus
-from bus.consume import Inbox, consume
-from bus.errors import SluiceError
-from bus.messages import GroupRejected, Lease, Trajectory, TrajectoryBatch
-from bus.publish import Publisher
+from bus.consume import Inbox, Received, consume_received
+from bus.errors import HandBackError, SchemaError, SluiceError
+from bus.messages import GroupRejected, Lease, LeaseRequest, LeaseState, Siblings, SiblingsRequest
+from bus.publish import Publisher, together
 from bus.topology import shard_of
+from storage.lease_desk import FREE_DELIVERIES
 
 log = structlog.get_logger()
+ANSWER_TIMEOUT_S = 2.0
+"""Without an answer from storage a lease is rolled out as its message says."""
+WEIGHTS_PATIENCE_S = 1.0
+"""Weights that take longer may never come: the learner may have resumed from further back."""
 
 
 class Worker:
@@ -25,7 +31,7 @@ class Worker:
 
     def __init__(
         self, bus: Bus, policy: Policy, environment: Environment, *,
-        follower: PolicyFollower, keep: GroupFilter, shards: int, name: str,
+        follower: PolicyFollower, keep: GroupFilter, shards: int, name: str, share_after_s: float | None,
     ) -> None:  # fmt: skip
         self.reward_sum = 0.0
         self.counts: Counter[str] = Counter()
@@ -36,71 +42,151 @@ class Worker:
         self._keep = keep
         self._shards = shards
         self._name = name
+        self._share_after_s = share_after_s
         self._publisher = Publisher(bus)
+        self._suspect = asyncio.Lock()
+        """Held for a lease that may have killed its actors: so a death accuses one prompt, not all."""
+        self._stop = asyncio.Event()
 
     async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
-        """Work until `stop`, then finish what was begun."""
+        """Work until `stop`, then finish what was begun and hand back what waits to begin."""
+        self._stop = stop
         inbox = Inbox(self._bus, "TASKS", "rollout")
-        await consume(inbox, self._bus, Lease, self._roll_out, stop=stop, concurrency=groups_at_once)
+        await consume_received(inbox, self._bus, Lease, self._on_lease, stop=stop, concurrency=groups_at_once)
 
-    async def _roll_out(self, lease: Lease) -> None:
-        """The lease is acked when this returns: its group is on the stream, or its rejection is."""
-        await self._follower.at_least(lease.policy_version)
-        tasks = [self._task(lease, sample) for sample in range(lease.samples)]
-        outcomes = await asyncio.gather(*(self._episode(task) for task in tasks))
-        failures = [outcome for outcome in outcomes if isinstance(outcome, str)]
-        if failures:
-            await self._reject(lease, "rollout_failed", failures[0])
+    async def _on_lease(self, received: Received[Lease]) -> None:
+        """The lease is acked when this returns: its group is on the stream, or its rejection is.
+
+        Raises `SchemaError` for a prompt that is quarantined: it is set aside.
+        """
+        lease = received.message
+        if received.deliveries > FREE_DELIVERIES:
+            async with self._suspect:
+                self._hand_back_at_the_end(lease)
+                await self._roll_out(lease, again=True, suspect=True)
+        else:
+            await self._roll_out(lease, again=received.deliveries > 1 or lease.republished)
+
+    async def _roll_out(self, lease: Lease, *, again: bool, suspect: bool = False) -> None:
+        version = await self._may_sample(lease, asks=again)
+        if version is None or (suspect and (await self._state(lease, attempt=True)).state == "settled"):
+            self.counts["settled"] += 1
             return
-        episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
-        group = [trajectory for episode in episodes for trajectory in episode.trajectories]
-        reason = self._keep([trajectory.reward for trajectory in group])
-        if reason:
+        group = Group(lease, self._environment.trajectories_per_episode, self._name)
+        if again and group.each is not None:
+            group.stored = await self._stored(lease)
+            self.counts["reused"] += len(group.stored.samples)
+        await self._gather(group, version)
+        if group.failures:
+            await self._reject(lease, "rollout_failed", group.failures[0])
+        elif reason := self._keep(group.rewards):
             name, _, detail = reason.partition(": ")
             await self._reject(lease, name, detail)
-            return
-        await self._publish(lease, group)
+        else:
+            await self._publish(group)
+            self.counts["groups"] += 1
 
-    async def _episode(self, task: Task) -> Episode | str:
+    async def _gather(self, group: Group, version: int) -> None:
+        """Roll out what is missing, and send what is finished ahead of siblings that take long."""
+        async with asyncio.TaskGroup() as tasks:
+            running = {
+                tasks.create_task(self._episode(group.lease, sample, version)): sample
+                for sample in group.missing
+            }
+            while running:
+                patience_s = group.shared_in_s(self._share_after_s)
+                done, _ = await asyncio.wait(running, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    group.add(running.pop(task), task.result())
+                if running and group.shared_in_s(self._share_after_s) == 0:
+                    await self._publish(group)
+
+    async def _episode(self, lease: Lease, sample: int, version: int) -> Episode | str:
         """The episode, or why there is none: a failed rollout is data, not a crash."""
-        try:
-            return await self._environment.run(task, self._policy.fresh(task.task_id))
-        except SluiceError as error:
-            log.warning("rollout_failed", task=task.task_id, reason=str(error))
-            return f"{type(error).__name__}: {error}"
+        task = self._task(lease, sample)
+        while True:
+            try:
+                episode = await self._environment.run(task, self._policy.fresh(task.task_id))
+            except SluiceError as error:
+                log.warning("rollout_failed", task=task.task_id, reason=str(error))
+                return f"{type(error).__name__}: {error}"
+            if all(trajectory.oldest_version >= version for trajectory in episode.trajectories):
+                return episode
+            log.info("rolled_out_again", task=task.task_id, reason="a resumed learner's older weights came")
+            try:
+                lowered = await self._may_sample(lease, asks=True)
+            except SluiceError as error:
+                return str(error)
+            if lowered is None:
+                return "its lease was settled meanwhile"
+            version = lowered
 
-    async def _publish(self, lease: Lease, group: list[AgentTrajectory]) -> None:
-        batch = TrajectoryBatch(
-            trajectories=tuple(self._trajectory(lease, n, len(group), part) for n, part in enumerate(group))
+    async def _may_sample(self, lease: Lease, *, asks: bool) -> int | None:
+        """Wait for weights that may sample the lease: the oldest version that may, or None if it is settled.
+
+        Weights that keep us waiting may be those of a learner that died: its successor needs the group
+        before it gets there, and storage says so.
+        """
+        version = lease.policy_version
+        while True:
+            self._hand_back_at_the_end(lease)
+            if asks:
+                state = await self._state(lease)
+                if state.state == "settled":
+                    return None
+                version = state.policy_version
+            try:
+                async with asyncio.timeout(WEIGHTS_PATIENCE_S):
+                    await self._follower.at_least(version)
+            except TimeoutError:
+                asks = True
+            else:
+                return version
+
+    def _hand_back_at_the_end(self, lease: Lease) -> None:
+        """Raise `HandBackError` when this process is to end: what it waits for may take for ever."""
+        if self._stop.is_set():
+            raise HandBackError(f"lease {lease.lease_id} was not begun when this actor was stopped")
+
+    async def _state(self, lease: Lease, *, attempt: bool = False) -> LeaseState:
+        """Where the lease stands. Raises `SchemaError` when its prompt is quarantined."""
+        request = LeaseRequest(lease_id=lease.lease_id, attempt=attempt)
+        subject = self._bus.subject("rpc", "lease")
+        try:
+            found = await self._bus.request(subject, request, LeaseState, timeout_s=ANSWER_TIMEOUT_S)
+        except SluiceError as error:
+            log.warning("lease_state_not_known", lease_id=lease.lease_id, reason=str(error))
+            return LeaseState(state="open", policy_version=lease.policy_version)
+        if found.state == "quarantined":
+            raise SchemaError(f"lease {lease.lease_id}: quarantined, since its rollouts ended their actors")
+        return found
+
+    async def _stored(self, lease: Lease) -> Siblings:
+        """What the shard has of the group. Without an answer all is rolled out: ids make that harmless."""
+        subject = self._bus.subject("rpc", "siblings", shard_of(lease.lease_id, self._shards))
+        request = SiblingsRequest(lease_id=lease.lease_id)
+        try:
+            return await self._bus.request(subject, request, Siblings, timeout_s=ANSWER_TIMEOUT_S)
+        except SluiceError as error:
+            log.warning("siblings_not_known", lease_id=lease.lease_id, reason=str(error))
+            return NOTHING
+
+    async def _publish(self, group: Group) -> None:
+        """Send what is finished and was not sent yet."""
+        subject = self._bus.subject("trajectories", shard_of(group.lease.lease_id, self._shards))
+        messages = group.unsent()
+        await together(
+            self._publisher.publish(subject, encode(batch), message_id=name) for name, batch in messages
         )
-        subject = self._bus.subject("trajectories", shard_of(lease.lease_id, self._shards))
-        await self._publisher.publish(subject, encode(batch), message_id=lease.group_id)
-        self.counts["groups"] += 1
-        self.counts["trajectories"] += len(group)
-        self.reward_sum += sum(part.reward for part in group)
+        sent = [trajectory for _, batch in messages for trajectory in batch.trajectories]
+        self.counts["trajectories"] += len(sent)
+        self.reward_sum += sum(trajectory.reward for trajectory in sent)
 
     async def _reject(self, lease: Lease, reason: str, detail: str) -> None:
         event = GroupRejected(lease_id=lease.lease_id, reason=reason, detail=detail, actor=self._name)
         subject = self._bus.subject("events", "rejected")
         await self._publisher.publish(subject, encode(event), message_id=f"rejected-{lease.lease_id}")
         self.counts["rejected"] += 1
-
-    def _trajectory(self, lease: Lease, sample: int, siblings: int, part: AgentTrajectory) -> Trajectory:
-        return Trajectory(
-            trajectory_id=f"{lease.group_id}.{sample}",
-            group_id=lease.group_id,
-            lease_id=lease.lease_id,
-            sample=sample,
-            group_size=siblings,
-            token_ids=part.token_ids,
-            loss_mask=part.loss_mask,
-            behaviour_logprobs=part.behaviour_logprobs,
-            policy_versions=part.policy_versions,
-            reward=part.reward,
-            agent=part.agent,
-            finish_reason=part.finish_reason,
-            actor=self._name,
-        )
 
     def _task(self, lease: Lease, sample: int) -> Task:
         prompt = lease.prompt

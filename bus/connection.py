@@ -27,6 +27,8 @@ R = TypeVar("R", bound=Message)
 RETRY_S = 0.25
 PART = "Sluice-Part"
 """Header that numbers the messages of one answer: core NATS may lose some when a connection breaks."""
+DECODE_IN_THREAD_BYTES = 1 << 16
+"""A long answer is decoded beside the event loop, part by part, from this size on."""
 HEADER_BYTES = 64
 """More than our headers take; the server counts them into its max_payload."""
 
@@ -93,7 +95,7 @@ class Bus:
                 raw = await replies.next_msg(timeout=timeout_s)
                 if raw.headers and raw.headers.get("Status") == "503":
                     raise BusError(f"nobody serves {subject}")
-                answer: Message = decode(raw.data, expected, Done, Refused)
+                answer = await self._decode(raw.data, expected, Done, Refused)
                 if isinstance(answer, Refused):
                     raise BusError(f"{subject}: {answer.reason}")
                 if raw.headers is None or raw.headers.get(PART) != str(len(answers)):
@@ -105,6 +107,13 @@ class Bus:
             raise BusError(f"no answer from {subject} within {timeout_s:g} s ({error})") from error
         finally:
             await replies.unsubscribe()
+
+    @staticmethod
+    async def _decode(data: bytes, *expected: type[Message]) -> Message:
+        """In a thread where it takes long, so that the event loop hears others meanwhile."""
+        if len(data) < DECODE_IN_THREAD_BYTES:
+            return decode(data, *expected)
+        return await asyncio.to_thread(decode, data, *expected)
 
     async def serve(
         self, subject: str, expected: type[M], handle: Callable[[M], Awaitable[list[Message]]]

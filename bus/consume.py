@@ -6,6 +6,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic
 
@@ -17,11 +18,13 @@ from nats.js.errors import NotFoundError
 
 from bus.codec import M, decode
 from bus.connection import RETRY_S, Bus
-from bus.errors import BusError, SchemaError
+from bus.errors import BusError, HandBackError, SchemaError
 from bus.parts import Parts, Whole
 from bus.topology import ACK_WAIT_S
 
 log = structlog.get_logger()
+AHEAD_BYTES = 64 << 20
+"""No more is taken while so much is decoded and waits for the batch before it."""
 POLL_S = 1.0
 """How long one pull waits on the server: also how soon an idle loop notices `stop`."""
 
@@ -140,9 +143,22 @@ class Received(Generic[M]):
     message: M
     whole: Whole
 
+    @property
+    def deliveries(self) -> int:
+        """How often the stream has handed it out, this time included: also what came back unread counts."""
+        return int(self.whole.raws[0].metadata.num_delivered)
+
     async def ack(self) -> None:
         """Done with it: the stream forgets it. Raises `BusError` when the connection was closed."""
         await self.whole.ack()
+
+    async def hand_back(self) -> None:
+        """Let others have it at once."""
+        try:
+            for raw in self.whole.raws:
+                await raw.nak()
+        except nats.errors.Error as error:  # the bus is away: the ack wait gives it back
+            log.warning("message_not_handed_back", subject=self.whole.subject, reason=str(error))
 
 
 async def consume(
@@ -152,8 +168,21 @@ async def consume(
     """Run `handle` on each message, `concurrency` at a time, until `stop` is set; then finish those begun.
 
     The ack follows `handle`, so a crash means redelivery: `handle` must be idempotent. While it runs, the
-    stream is told so. A failure cancels its siblings and propagates; the supervisor restarts the process.
+    stream is told so. What it refuses with `SchemaError` is set aside, and with `HandBackError` handed to
+    others. Another failure cancels its siblings and propagates; the supervisor restarts the process.
     """
+
+    async def handle_message(received: Received[M]) -> None:
+        await handle(received.message)
+
+    await consume_received(inbox, bus, expected, handle_message, stop=stop, concurrency=concurrency)
+
+
+async def consume_received(
+    inbox: Inbox, bus: Bus, expected: type[M], handle: Callable[[Received[M]], Awaitable[None]], *,
+    stop: asyncio.Event, concurrency: int,
+) -> None:  # fmt: skip
+    """As `consume`, for a `handle` that wants to know how the message came."""
     slots = asyncio.Semaphore(concurrency)
     busy = 0
 
@@ -162,6 +191,11 @@ async def consume(
         try:
             await _while_reporting_progress(received, handle)
             await received.ack()
+        except SchemaError as error:  # a retry cannot help
+            await received.whole.set_aside(bus, str(error))
+        except HandBackError as error:
+            log.info("message_handed_back", subject=received.whole.subject, reason=str(error))
+            await received.hand_back()
         finally:
             busy -= 1
             slots.release()
@@ -186,20 +220,75 @@ async def consume_batches(
 ) -> None:  # fmt: skip
     """Run `handle` on what has arrived, `limit` messages at most, one batch after the other, until `stop`.
 
-    `linger_s` lets a batch grow after its first message. The acks follow `handle`, which must be idempotent.
-    It may raise `SchemaError` before it has done anything: then it gets the messages one by one, and what it
-    refuses again is set aside.
+    While it works on one batch the next are taken and decoded, so under load a batch is what came meanwhile;
+    `linger_s` lets one grow when there was nothing to do. Messages keep their order. `stop` ends the taking;
+    what was taken is handled.
+
+    The acks follow `handle`, which must be idempotent. It may raise `SchemaError` before it has done
+    anything: then it gets the messages one by one, and what it refuses again is set aside.
     """
     async with inbox.parts.tended():
-        while not stop.is_set():
-            raw = await inbox.take(limit, POLL_S)
-            if raw and linger_s and len(raw) < limit:
-                await asyncio.sleep(linger_s)
-                raw += await inbox.take(limit - len(raw), timeout_s=0.001)
-            batch = await understood(raw, bus, expected, inbox.parts)
-            for received in await _handled(batch, bus, handle):
-                await received.ack()
+        ahead = _Ahead(inbox, bus, expected, limit)
+        taking = asyncio.create_task(ahead.take(stop), name="take ahead")
+        try:
+            while batch := await ahead.batch(linger_s):
+                for received in await _handled(batch, bus, handle):
+                    await received.ack()
+            await taking
+        finally:
+            taking.cancel()
+            await asyncio.wait([taking])
         await inbox.give_back()
+
+
+class _Ahead(Generic[M]):
+    """What was taken and decoded, and awaits its turn: less than two batches, about `AHEAD_BYTES` at most."""
+
+    def __init__(self, inbox: Inbox, bus: Bus, expected: type[M], limit: int) -> None:
+        self._inbox = inbox
+        self._bus = bus
+        self._expected = expected
+        self._limit = limit
+        self._ready: deque[Received[M]] = deque()
+        self._size_bytes = 0
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    async def take(self, stop: asyncio.Event) -> None:
+        """Keep what arrives, as far as there is room, until `stop`."""
+        try:
+            while not stop.is_set():
+                if len(self._ready) >= self._limit or self._size_bytes >= AHEAD_BYTES:
+                    await self._next_change(POLL_S)
+                    continue
+                raw = await self._inbox.take(self._limit, POLL_S)
+                arrived = await understood(raw, self._bus, self._expected, self._inbox.parts)
+                self._ready += arrived
+                self._size_bytes += sum(len(received.whole.data) for received in arrived)
+                self._changed.set()
+        finally:
+            self._ended = True
+            self._changed.set()
+
+    async def batch(self, linger_s: float) -> list[Received[M]]:
+        """The next messages, at most `limit`; none when taking has ended and all were given out."""
+        while not self._ready and not self._ended:
+            await self._next_change(POLL_S)
+        linger_until = time.monotonic() + linger_s
+        while len(self._ready) < self._limit and not self._ended:
+            if (left := linger_until - time.monotonic()) <= 0:
+                break
+            await self._next_change(left)
+        batch = [self._ready.popleft() for _ in range(min(self._limit, len(self._ready)))]
+        self._size_bytes -= sum(len(received.whole.data) for received in batch)
+        self._changed.set()
+        return batch
+
+    async def _next_change(self, timeout_s: float) -> None:
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
 
 
 async def _handled(
@@ -235,7 +324,9 @@ async def understood(
     return good
 
 
-async def _while_reporting_progress(received: Received[M], handle: Callable[[M], Awaitable[None]]) -> None:
+async def _while_reporting_progress(
+    received: Received[M], handle: Callable[[Received[M]], Awaitable[None]]
+) -> None:
     async def heartbeat() -> None:
         while True:
             await asyncio.sleep(ACK_WAIT_S / 3)
@@ -247,6 +338,6 @@ async def _while_reporting_progress(received: Received[M], handle: Callable[[M],
 
     beating = asyncio.create_task(heartbeat())
     try:
-        await handle(received.message)
+        await handle(received)
     finally:
         beating.cancel()

@@ -13,6 +13,10 @@ class SchemaError(SluiceError, ValueError):
     """Bytes on the bus are not a message this build understands: a retry cannot help."""
 
 
+class HandBackError(SluiceError):
+    """This process will not do the work of a message, which is as good as ever: let another have it."""
+
+
 class BusError(SluiceError):
     """The bus refused, is missing, or did not answer in time."""
 

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+import structlog
 from nats.errors import Error as NatsError
 from nats.js.api import ConsumerConfig, DiscardPolicy, RetentionPolicy, StreamConfig
 from nats.js.client import JetStreamContext
@@ -10,11 +11,15 @@ from nats.js.errors import NotFoundError
 
 from bus.errors import BusError, ConfigError
 
+log = structlog.get_logger()
 ACK_WAIT_S = 30.0
 """A message whose holder neither acks nor reports progress for so long goes to another."""
 
 DUPLICATE_WINDOW_S = 120
 """A message that comes again under its id within this time is the same message."""
+
+MAX_PULLERS = 1 << 16
+"""Processes that wait on one consumer at a time; the server's default of 512 turns further actors away."""
 
 MIB = 1 << 20
 
@@ -87,27 +92,51 @@ class Topology:
             ack_policy="explicit",
             ack_wait=ACK_WAIT_S,
             max_ack_pending=65536,
+            max_waiting=MAX_PULLERS,
         )
 
 
 async def ensure(js: JetStreamContext, topology: Topology, shards: int) -> set[str]:
-    """Create what is missing of the run's streams and consumers; returns the streams that were new.
+    """Make the run's streams and consumers so; returns the streams that were new.
 
-    Raises `BusError` when the server has no JetStream or refuses.
+    Those of an older build get this one's settings. Raises `BusError` when the server has no JetStream or
+    refuses, as it does for what cannot be changed in a stream.
     """
     created = set()
     try:
         for config in topology.streams():
             try:
-                await js.stream_info(config.name)
+                found = (await js.stream_info(config.name)).config
             except NotFoundError:
                 await js.add_stream(config)
                 created.add(config.name.removeprefix(f"{topology.run}-"))
+            else:
+                if changes := differences(found, config):
+                    log.info("stream_updated", stream=config.name, **changes)
+                    await js.update_stream(found.evolve(**changes))
         for stream, consumer in topology.consumers(shards):
             await js.add_consumer(topology.stream(stream), consumer)
     except NatsError as error:
         raise BusError(f"the bus refuses the streams of run {topology.run!r}: {error}") from error
     return created
+
+
+def differences(found: StreamConfig, wanted: StreamConfig) -> dict[str, object]:
+    """The settings of `wanted` that `found` lacks.
+
+    What `wanted` leaves to the server stays as it is, and so do more replicas, given by whoever runs the
+    cluster.
+    """
+    changes = {
+        name: value
+        for name, value in vars(wanted).items()
+        if value is not None and value != getattr(found, name)
+    }
+    if not changes.get("duplicate_window"):
+        changes.pop("duplicate_window", None)  # 0: the server chooses
+    if (found.num_replicas or 1) > (wanted.num_replicas or 1):
+        changes.pop("num_replicas", None)
+    return changes
 
 
 def shard_of(lease_id: int, shards: int) -> int:

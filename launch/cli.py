@@ -55,6 +55,7 @@ SHORT = Group("Short forms", sort_key=0)
 # Flags stay as they were written: only together with the layers below them can they be checked.
 AS_WRITTEN = PlainValidator(dict), Parameter(name="*", group=Group("Settings", sort_key=1))
 Settings = Annotated[RunConfig, *AS_WRITTEN]
+ShardsSettings = Annotated[ProcessConfig, *AS_WRITTEN]
 LearnerSettings = Annotated[LearnerProcess, *AS_WRITTEN]
 ActorsSettings = Annotated[ActorsProcess, *AS_WRITTEN]
 ReplaySettings = Annotated[ReplayProcess, *AS_WRITTEN]
@@ -150,6 +151,32 @@ def storage(
     configure_logging()
     layers = _layers(preset_name, config, _short(bus, prompts, reward), settings)
     run(partial(serve_storage, resolve(layers)))
+
+
+@app.command(usage=USAGE.format("shards"))
+def shards(
+    *,
+    numbers: Annotated[str, Parameter(name="--shards", group=SHORT)],
+    bus: BusUrl = None,
+    settings: ShardsSettings = ProcessConfig(),
+) -> None:
+    """Keep some replay shards of a run that `launch storage` leaves out by replay.here: name it with --run.
+
+    Their files lie under --directory of this host. Start as many such processes as you like, on any host.
+
+    Parameters
+    ----------
+    numbers
+        Which: 2, or 0-3, or 0,2-3.
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    """
+    from launch.services import serve_shards
+    from storage.config import shard_numbers
+
+    configure_logging()
+    where, own = _joining(_short(bus), settings)
+    run(partial(serve_shards, where, own, shard_numbers(numbers)))
 
 
 @app.command(usage=USAGE.format("learner"))
@@ -268,6 +295,32 @@ def restore(
     print("\n".join(restored) or "nothing was retired")  # noqa: T201 - the user's terminal
 
 
+@app.command(usage="Usage: launch data --run NAME --prompts FILE [--keep-old]")
+def data(
+    *, prompts: Path, run_name: Annotated[str, Parameter(name="--run")] = "default", bus: BusUrl = None,
+    keep_old: Annotated[bool, Parameter(name="--keep-old", negative=())] = False,
+) -> None:  # fmt: skip
+    """Give a run that is going on other prompts, from its next lease on. They stay through restarts.
+
+    Parameters
+    ----------
+    prompts
+        Training prompts, .jsonl or .parquet, with the keys of the run.
+    run_name
+        Name of the run.
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    keep_old
+        Put them after the prompts that there are, instead of in their place.
+    """
+    from launch.data import add_data
+
+    configure_logging("warning")
+    accepted = run(partial(add_data, validate({"run": run_name}, _short(bus)), prompts, keep_old))
+    if accepted is not None:
+        print(f"{accepted.prompts} prompts, from lease {accepted.first_lease} on")  # noqa: T201 - the user's
+
+
 @app.command(usage=USAGE.format("soak"))
 def soak(
     *,
@@ -349,7 +402,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _complaint(error: CycloptsError) -> str:
     """What is wrong with a command line, in the form of our own messages."""
     command, *_ = [*(error.command_chain or ()), ""]
-    processes: dict[str, type[ProcessConfig]] = {"learner": LearnerProcess, "actors": ActorsProcess}
+    processes: dict[str, type[ProcessConfig]] = {
+        "shards": ProcessConfig,
+        "learner": LearnerProcess,
+        "actors": ActorsProcess,
+    }
     own = processes.get(command)
     if own is not None and isinstance(error, UnknownOptionError):
         option = str(error.token.keyword or error.token.value).partition("=")[0]

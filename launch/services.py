@@ -72,6 +72,19 @@ async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:
         await run_storage(bus, settings, stop)
 
 
+async def serve_shards(
+    where: RunConfig, overrides: dict[str, Any], numbers: tuple[int, ...], stop: asyncio.Event
+) -> None:
+    """Some of the run's replay shards until `stop`."""
+    from storage.shards_service import ShardsSettings, run_shards
+
+    async with Bus.connect(where.bus, where.run, name="shards") as bus:
+        config = await joined(bus, where, overrides, stop)
+        if config is not None:
+            directory = RunDirectory(config.directory, config.run)
+            await run_shards(bus, ShardsSettings(numbers, config.replay, directory), stop)
+
+
 async def serve_learner(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:
     """The run's learner until it is done or `stop`."""
     async with Bus.connect(where.bus, where.run, name="learner") as bus:

@@ -117,7 +117,9 @@ def _facts(monitor: RunMonitor) -> Iterator[Text]:
     yield _fact("staleness", f"{_staleness(monitor)} (policy versions)")
     yield _fact("queues", _queues(storage))
     published, used = count(monitor.trajectories_published), count(whole(learner, "trajectories_trained"))
-    yield _fact("rollouts", f"{published} trajectories published, {used} trained on")
+    closed = whole(storage, "closed_short")
+    short = f"; {count(closed)} groups closed short" if closed else ""
+    yield _fact("rollouts", f"{published} trajectories published, {used} trained on{short}")
     yield _fact("rejected", _rejected(storage))
 
 

@@ -194,6 +194,10 @@ class LearnerConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
 
+    read: Literal["auto", "bus"] = "auto"
+    """How trajectories come from their shards: `auto` maps the files of those on the same host and asks the
+    others over the bus, `bus` asks all."""
+
     publish_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Published weights: what the engines compute with."""
 

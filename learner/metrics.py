@@ -1,5 +1,7 @@
 """Names of the learner's numbers, `area/name_unit`, as metrics.jsonl and every screen know them."""
 
+from collections.abc import Mapping
+
 from bus.codec import Json
 from learner.batches import StepBatch
 from learner.trainer import StepResult
@@ -27,3 +29,9 @@ def batch_values(batch: StepBatch) -> dict[str, Json]:
         "train/tokens": batch.tokens,
         "train/response_tokens_mean": batch.response_tokens_mean,
     }
+
+
+def read_values(read: Mapping[str, int]) -> dict[str, Json]:
+    """How many trajectories this learner has read so far, and how many bytes of tokens, by each way."""
+    ways = ("mapped", "mapped_bytes", "bus", "bus_bytes")
+    return {f"replay/read_{way}": read.get(way, 0) for way in ways}

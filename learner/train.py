@@ -20,7 +20,7 @@ from learner.batches import StepBatch
 from learner.config import SFTLoss
 from learner.conversion.files import save_hf_directory
 from learner.heldout import HeldOut
-from learner.metrics import batch_values, step_values
+from learner.metrics import batch_values, read_values, step_values
 from learner.progress import Progress, refuse_other_history, save_progress
 from learner.publish import WeightPublisher
 from learner.settings import LearnerSettings
@@ -50,7 +50,7 @@ class Learner:
         self._incarnation = incarnation
         self._stop = stop
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
-        self._reader = ReplayReader(bus, incarnation)
+        self._reader = ReplayReader(bus, incarnation, read=settings.learner.read)
         self._events = Publisher(bus)
         self._weights = WeightPublisher(
             bus,
@@ -86,6 +86,7 @@ class Learner:
                 finished.set()
                 if self._fetching is not None:
                     self._fetching.cancel()
+                self._reader.close()
 
     async def _join(self) -> None:
         """Tell storage where training stands, and publish the weights it stands at."""
@@ -181,6 +182,7 @@ class Learner:
             "time/step_s": seconds, "time/waiting_for_batch_s": waited,
             "time/publish_stall_s": time.monotonic() - trained,
             "train/policy_version": progress.policy_version,
+            **read_values(self._reader.read),
         })  # fmt: skip
         return True
 

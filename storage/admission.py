@@ -4,10 +4,11 @@ There is no bus here and no clock, so that any order of events can be tested. Ch
 `Ledger.flush`, which the dispatcher calls before anybody else hears of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from bus.errors import BusError
-from bus.messages import GroupRejected, PolicyManifest, StoredGroups
+from bus.messages import GroupRejected, LeaseState, PolicyManifest, StoredGroups
 from storage.config import AdmissionConfig
 from storage.ledger import Ledger, Use
 from storage.sampling import Choice, Question, choose, expired, lacking, room
@@ -22,13 +23,20 @@ def older_of_the_same(manifest: PolicyManifest, than: PolicyManifest) -> bool:
 class Admission:
     """Decides what is rolled out and what is trained on."""
 
-    def __init__(self, ledger: Ledger, config: AdmissionConfig, *, seed: int) -> None:
+    def __init__(
+        self, ledger: Ledger, config: AdmissionConfig, *,
+        seed: int, is_quarantined: Callable[[int], bool] = lambda lease_id: False,
+    ) -> None:  # fmt: skip
         self.policy: PolicyManifest | None = None
         self.opened = False
         """Whether leases may be issued: the prompts are known to fit the model."""
         self._ledger = ledger
         self._config = config
         self._seed = seed
+        self._is_quarantined = is_quarantined
+        """Whether the prompt of a lease is one that must not be rolled out again."""
+        self.to_close: set[int] = set()
+        """Groups that keep a step for too long: their shards are to close them short."""
         self._waiting: tuple[int, float] | None = None
         """The step that waits, and since when nothing happened that could end that."""
 
@@ -56,9 +64,31 @@ class Admission:
         return max(within, self._lacking() - len(self._ledger.rolling_out))  # or the step would wait for ever
 
     def issue(self) -> list[int]:
-        """Open leases for all the room there is; their ids."""
-        count = self.room()
-        return self._ledger.issue(count, self.policy.policy_version) if count and self.policy else []
+        """Open leases for all the room there is; the ids of those to roll out.
+
+        A lease whose turn falls to a quarantined prompt is refunded at once, so that the others' prompts stay
+        those that their numbers say.
+        """
+        issued: list[int] = []
+        while (count := self.room()) and self.policy is not None:
+            leases = self._ledger.issue(count, self.policy.policy_version)
+            skipped = {lease_id for lease_id in leases if self._is_quarantined(lease_id)}
+            for lease_id in skipped:
+                self._ledger.reject(lease_id, "skipped")
+            issued += [lease_id for lease_id in leases if lease_id not in skipped]
+            if not skipped:
+                break
+        return issued
+
+    def state(self, lease_id: int) -> LeaseState:
+        """What an actor that holds the lease should know; it may hear it once the ledger is flushed."""
+        lease = self._ledger.rolling_out.get(lease_id)
+        if lease is not None:
+            return LeaseState(state="open", policy_version=lease.policy_version)
+        state: Literal["settled", "quarantined"] = "settled"
+        if self._ledger.was_issued(lease_id) and self._is_quarantined(lease_id):
+            state = "quarantined"
+        return LeaseState(state=state, policy_version=0)
 
     # --- what happened elsewhere ---
 
@@ -96,6 +126,14 @@ class Admission:
             if rejection.lease_id in self._ledger.rolling_out:  # else a redelivered lease had two outcomes
                 self._ledger.reject(rejection.lease_id, rejection.reason)
 
+    def on_closed(self, complete: Iterable[int], few: Iterable[int]) -> None:
+        """Shards have closed groups, of which their lists tell, or have too little of them: refunded."""
+        self.to_close.difference_update(complete)
+        for lease_id in few:
+            self.to_close.discard(lease_id)
+            if lease_id in self._ledger.rolling_out:
+                self._ledger.reject(lease_id, "incomplete")
+
     # --- what a step gets ---
 
     def batch(self, step: int, train_version: int, *, now_s: float) -> list[Use] | str:
@@ -110,6 +148,7 @@ class Admission:
                 ledger.lease(step, choice.leases, choice.weights)
                 self._waiting = None
                 return ledger.steps[step]
+            self._let_older_weights_sample(choice.blockers, train_version)
             if not self._lose_patience(step, choice, now_s):
                 return choice.waiting_for
 
@@ -144,18 +183,32 @@ class Admission:
         staleness, ledger = self._config.max_staleness, self._ledger
         for lease_id in expired(ledger.stored.values(), train_version=train_version, max_staleness=staleness):
             ledger.reject(lease_id, "stale")
-        if self._config.incomplete == "drop":
+        if self._config.incomplete != "wait":  # too late also to be closed short
             out = ledger.rolling_out.values()
             for lease_id in expired(out, train_version=train_version, max_staleness=staleness):
                 ledger.reject(lease_id, "incomplete")
 
+    def _let_older_weights_sample(self, lease_ids: Iterable[int], train_version: int) -> None:
+        """No step can wait for groups that may be sampled only by the weights which come after it.
+
+        A learner that died leaves such leases, when its successor resumes from further back and the groups
+        taken back do not last for the steps up to that version.
+        """
+        out = self._ledger.rolling_out
+        ahead = [n for n in lease_ids if n in out and out[n].policy_version > train_version]
+        if ahead:
+            self._ledger.lower(ahead, train_version)
+
     def _lose_patience(self, step: int, choice: Choice, now_s: float) -> bool:
-        """Reject what the step waits for, once it did so for too long; whether that was so."""
+        """Give up what the step waits for, once it did so for too long; whether it can be asked again now."""
         if self._config.incomplete == "wait" or not choice.blockers:
             return False
         if self._waiting is None or self._waiting[0] != step:
             self._waiting = (step, now_s)
         if now_s - self._waiting[1] < self._config.patience_s:
+            return False
+        if self._config.incomplete == "close_short":
+            self.to_close.update(choice.blockers)
             return False
         for lease_id in choice.blockers:
             self._ledger.reject(lease_id, "incomplete")

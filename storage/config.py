@@ -1,11 +1,13 @@
 """Configuration of what outlives the processes: prompts, admission, replay, evaluation."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from bus.config import Config
+from bus.errors import ConfigError
 
 
 class PromptKeys(Config):
@@ -116,23 +118,26 @@ class AdmissionConfig(Config):
     max_staleness: int = Field(4, ge=0)
     """Policy versions a trained token may lag behind the learner. 0 is on-policy."""
 
-    incomplete: Literal["wait", "drop"] = "wait"
-    """What becomes of a group that a step cannot go on without: `wait` for it as long as it takes, or `drop`
-    it when patience ends: rejected as incomplete, counted, and another is issued in its place."""
+    incomplete: Literal["wait", "drop", "close_short"] = "wait"
+    """What becomes of a group that a step cannot go on without: `wait` for it as long as it takes; or, when
+    patience ends, `drop` it: rejected as incomplete, counted, and another is issued in its place; or
+    `close_short`: train on the siblings that are stored, if there are two at least, else drop it. Siblings
+    are stored before their group is whole as `actors.share_after_s` says."""
 
     patience_s: float = Field(600.0, gt=0)
-    """How long a step waits, since a group last became complete, before `drop` is done. Keep it longer than
-    the slowest rollout that is worth its tokens."""
+    """How long a step waits, since a group last became complete, before one is dropped or closed. Keep it
+    longer than the slowest rollout that is worth its tokens."""
+
+    max_deliver: int = Field(5, ge=3)
+    """Deliveries of a prompt to actors that die of it, before it is quarantined: never rolled out again.
+
+    The first two prove nothing: the actor may have died of another prompt, or have been stopped. From the
+    third on an actor rolls such prompts out one at a time and has each attempt counted as it begins; only
+    those count, `max_deliver` - 2 of them. A lease that was handed back unread, or published again after
+    the bus lost it, was no attempt."""
 
     sampler: SamplerConfig = FifoSampler()
     """Which of the stored groups a step trains on, and how often."""
-
-    @field_validator("incomplete", mode="before")
-    @classmethod
-    def _cannot_close_short(cls, value: object) -> object:
-        if value == "close_short":
-            raise ValueError("close_short is not supported, shards give out whole groups: use wait or drop")
-        return value
 
     @model_validator(mode="after")
     def _ratios_can_be_kept(self) -> Self:
@@ -151,11 +156,26 @@ class AdmissionConfig(Config):
         return self
 
 
+def shard_numbers(text: str) -> tuple[int, ...]:
+    """Ascending, from text such as `2`, `0-3` or `0,2-3`. Raises `ConfigError` for any other."""
+    numbers: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ConfigError(f"{text!r} names no shards: write 2, or 0-3, or 0,2-3")
+        numbers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return tuple(sorted(numbers))
+
+
 class ReplayConfig(Config):
     """The trajectory store."""
 
     shards: int = Field(2, ge=1)
     """Independent stores, each with one writer; a group lives in one of them."""
+
+    here: str = "all"
+    """Shards that the storage process keeps itself: all, none, or numbers as 0-1 or 0,2-3. The others are
+    kept by `launch shards`, on any host."""
 
     linger_s: float = Field(0.02, ge=0)
     """How long a shard gathers arriving groups before it writes them as one segment."""
@@ -172,6 +192,19 @@ class ReplayConfig(Config):
     archive: str | None = None
     """Where segments go before they are removed: a directory, or any fsspec URL such as s3://bucket/replay
     (needs s3fs and the AWS environment). None removes them for good."""
+
+    @model_validator(mode="after")
+    def _those_here_exist(self) -> Self:
+        if (last := max(self.numbers_here, default=0)) >= self.shards:
+            raise ValueError(f"here={self.here!r}: there is no shard {last}, shards={self.shards}")
+        return self
+
+    @property
+    def numbers_here(self) -> tuple[int, ...]:
+        """The shards that the storage process keeps."""
+        if self.here in ("all", "none"):
+            return tuple(range(self.shards)) if self.here == "all" else ()
+        return shard_numbers(self.here)
 
 
 class EvaluationConfig(Config):

@@ -10,7 +10,7 @@ import structlog
 from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
-from bus.errors import BusError, StorageError
+from bus.errors import BusError, ConfigError, StorageError
 from bus.messages import (
     BatchLease,
     BatchRequest,
@@ -19,10 +19,12 @@ from bus.messages import (
     GivenRequest,
     GroupRef,
     GroupRejected,
+    Issued,
+    IssuedRequest,
     LearnerResumed,
     Lease,
+    LeaseRequest,
     PolicyManifest,
-    Prompt,
     RoleHolder,
     StepCommitted,
     StoredGroups,
@@ -34,9 +36,11 @@ from bus.messages import (
 from bus.publish import Publisher
 from bus.topology import shard_of
 from storage.admission import Admission
+from storage.closing import close_short
 from storage.config import AdmissionConfig, PrioritySampler
+from storage.data_sets import DataSets
+from storage.lease_desk import LeaseDesk
 from storage.ledger import Ledger, Use
-from storage.prompts import PromptOrder
 from storage.sampling import Candidate
 
 log = structlog.get_logger()
@@ -52,18 +56,23 @@ class Dispatcher:
     """
 
     def __init__(
-        self, bus: Bus, ledger: Ledger, prompts: Sequence[Prompt], order: PromptOrder,
-        admission: AdmissionConfig, *, shards: int,
-    ) -> None:  # fmt: skip
+        self, bus: Bus, ledger: Ledger, data: DataSets, admission: AdmissionConfig, *, shards: int, seed: int
+    ) -> None:
         self.ledger = ledger
-        self._admission = Admission(ledger, admission, seed=order.seed)
+        self._data = data
+        self._admission = Admission(ledger, admission, seed=seed, is_quarantined=data.is_quarantined)
+        self._desk = LeaseDesk(
+            ledger, self._admission, data, max_deliver=admission.max_deliver, on_refund=self._wake
+        )
         self._samples = admission.samples_per_prompt
         self._wants_spreads = isinstance(admission.sampler, PrioritySampler)
         self._bus = bus
         self._publisher = Publisher(bus, part_bytes=None)  # parts would scatter over the actors
-        self._prompts = prompts
-        self._order = order
         self._shards = shards
+        self._heard: set[int] = set()
+        """Shards all of whose groups the ledger has seen."""
+        self.silent_shards: set[int] = set()
+        """Shards that did not answer when they were asked last."""
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
         """Set, and replaced, whenever a batch that could not be formed may have become possible."""
@@ -82,6 +91,11 @@ class Dispatcher:
         """Leases that may be issued now."""
         return self._admission.room()
 
+    @property
+    def awaited_shards(self) -> list[int]:
+        """Those yet to say what they hold, since this process started: no lease is issued before."""
+        return [shard for shard in range(self._shards) if shard not in self._heard]
+
     async def run(self, stop: asyncio.Event, *, reissue: bool) -> None:
         """Serve until `stop`. `reissue` publishes again what is rolling out, for a bus that lost it."""
         await self._republish(everything=reissue)
@@ -90,9 +104,11 @@ class Dispatcher:
             await self._bus.serve(self._bus.subject("rpc", "given"), GivenRequest, self._on_given),
             await self._bus.serve(self._bus.subject("rpc", "committed"), StepCommitted, self._on_committed),
             await self._bus.serve(self._bus.subject("rpc", "resumed"), LearnerResumed, self._on_resumed),
+            await self._bus.serve(self._bus.subject("rpc", "issued"), IssuedRequest, self._on_issued),
             await self._bus.serve(
                 self._bus.subject("rpc", "unsettled"), UnsettledRequest, self._on_unsettled
             ),
+            await self._bus.serve(self._bus.subject("rpc", "lease"), LeaseRequest, self._desk.answer),
             await self._bus.listen(self._bus.subject("notice", "policy"), PolicyManifest, self._on_policy),
             await self._bus.listen(self._bus.subject("notice", "stored"), StoredGroups, self._on_notice),
         ]
@@ -113,7 +129,8 @@ class Dispatcher:
     async def _admit(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
             self._changed.clear()
-            if leases := self._admission.issue():
+            self._data.refuse_exhausted()
+            if not self.awaited_shards and (leases := self._admission.issue()):
                 await asyncio.to_thread(self.ledger.flush)
                 await self._publish_leases(leases)
             try:
@@ -122,28 +139,30 @@ class Dispatcher:
             except TimeoutError:
                 continue
 
-    async def _publish_leases(self, lease_ids: Sequence[int]) -> None:
+    async def _publish_leases(self, lease_ids: Sequence[int], *, again: bool = False) -> None:
         """Publish those that still roll out, and remember durably that they are published."""
         if not lease_ids:
             return
         rolling_out = self.ledger.rolling_out
         async with asyncio.TaskGroup() as tasks:
             for lease in [rolling_out[lease_id] for lease_id in lease_ids if lease_id in rolling_out]:
-                tasks.create_task(self._publish_lease(lease, f"lease-{lease.lease_id}"))
+                tasks.create_task(self._publish_lease(lease, again=again))
         self.ledger.set_fact("published_through", str(max(self._published_through(), *lease_ids)))
         await asyncio.to_thread(self.ledger.flush)  # the bus recognises what it has for two minutes only
 
     def _published_through(self) -> int:
         return int(self.ledger.facts.get("published_through", "-1"))
 
-    async def _publish_lease(self, issued: Candidate, message_id: str) -> None:
+    async def _publish_lease(self, issued: Candidate, attempt: str = "", *, again: bool = False) -> None:
         lease = Lease(
             lease_id=issued.lease_id,
-            prompt=self._prompts[self._order.index(issued.lease_id)],
+            prompt=self._data.prompt(issued.lease_id),
             samples=self._samples,
             policy_version=issued.policy_version,
+            republished=again,
         )
         subject = self._bus.subject("tasks", "rollout")
+        message_id = f"lease-{issued.lease_id}{attempt}"
         await self._publisher.publish(subject, encode(lease), message_id=message_id)
 
     async def _republish(self, *, everything: bool) -> None:
@@ -152,7 +171,7 @@ class Dispatcher:
         again = [lease_id for lease_id in self.ledger.rolling_out if lease_id > through]
         if again:
             log.info("leases_published_again", count=len(again))
-        await self._publish_leases(again)
+        await self._publish_leases(again, again=True)
 
     # --- what happened elsewhere ---
 
@@ -161,11 +180,11 @@ class Dispatcher:
         while not stop.is_set():
             await self._look_at_policy()
             unheld = await self._held_by_nobody()
-            if all([await self._catch_up(shard) for shard in range(self._shards)]):
+            if all(await asyncio.gather(*map(self._catch_up, range(self._shards)))):
                 await self._publish_lost(unheld)
             await asyncio.to_thread(self.ledger.flush)
             try:
-                async with asyncio.timeout(POLL_S):
+                async with asyncio.timeout(POLL_S / 4 if self.awaited_shards else POLL_S):
                     await stop.wait()
             except TimeoutError:
                 continue
@@ -209,7 +228,7 @@ class Dispatcher:
         attempt = secrets.token_hex(4)  # the bus may remember that it once had them
         async with asyncio.TaskGroup() as tasks:
             for lease in lost:
-                tasks.create_task(self._publish_lease(lease, f"lease-{lease.lease_id}-{attempt}"))
+                tasks.create_task(self._publish_lease(lease, f"-{attempt}", again=True))
 
     async def _catch_up(self, shard: int) -> bool:
         """Hear of the groups that were completed since; whether the shard answered."""
@@ -220,21 +239,37 @@ class Dispatcher:
             )
         except BusError as error:
             log.debug("shard_does_not_answer", shard=shard, reason=str(error))
+            self.silent_shards.add(shard)
             return False
+        self.silent_shards.discard(shard)
         if news.total < request.after:
             raise StorageError(
                 f"shard {shard} holds {news.total} complete groups, but the ledger has seen {request.after}: "
                 "restore the replay directory"
             )
+        self._refuse_other_run(news)
         self._on_stored(news)
+        if shard not in self._heard and news.after + len(news.lease_ids) == news.total:
+            self._heard.add(shard)
+            self._changed.set()
         return True
+
+    def _refuse_other_run(self, news: StoredGroups) -> None:
+        """Groups of a lease that is yet to be issued would stand in the way of its own."""
+        youngest = max(news.lease_ids, default=-1)
+        if youngest >= self.ledger.next_id:
+            raise ConfigError(
+                f"shard {news.shard} holds the group of lease {youngest}, but the ledger has issued only "
+                f"{self.ledger.next_id}: restore the ledger, or move both away to start a new run"
+            )
 
     def _on_policy(self, manifest: PolicyManifest) -> None:
         if self._admission.on_policy(manifest):
             self._changed.set()
 
     def _on_notice(self, news: StoredGroups) -> None:
-        if news.after == self._admission.seen(news.shard) and not self._wants_spreads:
+        known = news.shard in self._heard and news.after == self._admission.seen(news.shard)
+        if known and not self._wants_spreads:
             self._on_stored(news)  # else one was missed, or lacks what the poll asks for: that brings all
 
     def _on_stored(self, news: StoredGroups) -> None:
@@ -272,6 +307,8 @@ class Dispatcher:
         now_s = asyncio.get_running_loop().time()
         rejected = self.ledger.account().rejected
         groups = self._admission.batch(request.step, request.policy_version, now_s=now_s)
+        if self._admission.to_close:
+            await self._close_short(sorted(self._admission.to_close))
         if self.ledger.account().rejected > rejected:
             self._changed.set()
         if isinstance(groups, str):
@@ -303,6 +340,12 @@ class Dispatcher:
         await asyncio.to_thread(self.ledger.flush)  # a crash must not undo what somebody has heard
         return [answer]
 
+    async def _close_short(self, lease_ids: list[int]) -> None:
+        complete, few = await close_short(self._bus, lease_ids, self._shards)
+        self._admission.on_closed(complete, few)
+        for shard in {shard_of(lease_id, self._shards) for lease_id in complete}:
+            await self._catch_up(shard)
+
     async def _on_committed(self, request: StepCommitted) -> list[Message]:
         self._admission.commit(request.step, request.incarnation)
         await asyncio.to_thread(self.ledger.flush)
@@ -315,6 +358,11 @@ class Dispatcher:
         log.info("learner_resumed", step=request.step, groups_rolled_back=groups)
         self._wake()
         return [Done()]
+
+    async def _on_issued(self, request: IssuedRequest) -> list[Message]:
+        """A shard elsewhere stores no group of a lease that was never issued."""
+        await asyncio.to_thread(self.ledger.flush)  # or a crash could issue the same numbers again
+        return [Issued(next_id=self.ledger.next_id, seen=self._admission.seen(request.shard))]
 
     async def _on_unsettled(self, request: UnsettledRequest) -> list[Message]:
         """What a shard must keep: a step may still be given it, or a resumed learner trains on it again."""

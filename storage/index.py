@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from bus.errors import SchemaError, StorageError
 from bus.messages import Trajectory
+from storage.closed import Marks, in_order
 from storage.files import write_file
 
 LARGEST = np.iinfo(np.int32).max
@@ -86,7 +87,9 @@ def load_columns(path: Path) -> tuple[Columns, NDArray[np.int64]]:
 class RowIndex:
     """Rows by group; each row knows the one before it of the same group, and how many there are so far."""
 
-    def __init__(self, columns: Columns | None = None) -> None:
+    def __init__(self, columns: Columns | None = None, closed: Marks | None = None) -> None:
+        self.closed = closed or {}
+        """Groups that count as complete with what is stored of them: places in `completed`. Do not modify."""
         columns = columns or Columns.none()
         self._leases = _as_array("q", columns.leases)
         self._samples = _as_array("i", columns.samples)
@@ -98,7 +101,7 @@ class RowIndex:
         self._ordinal = _as_array("i", ordinal)
         """How many samples of the group were stored with this one."""
         self._last: dict[int, int] = dict(zip(columns.leases[last].tolist(), last.tolist(), strict=True))
-        self.completed: list[int] = columns.leases[ordinal == columns.group_sizes].tolist()
+        self.completed = in_order(columns.leases[ordinal == columns.group_sizes].tolist(), self.closed)
         """Leases in the order in which their groups became complete; it only grows. Do not modify."""
 
     def __len__(self) -> int:
@@ -114,10 +117,14 @@ class RowIndex:
         )
 
     def fresh(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-        """Those not stored yet, each once. Raises `SchemaError` when siblings disagree on `group_size`."""
+        """Those not stored yet, each once. Raises `SchemaError` when siblings disagree on `group_size`.
+
+        A group that was closed takes no more."""
         fresh: dict[tuple[int, int], Trajectory] = {}
         sizes: dict[int, int] = {}
         for t in trajectories:
+            if t.lease_id in self.closed:
+                continue
             last = self._last.get(t.lease_id, -1)
             size = self._sizes[last] if last >= 0 else sizes.setdefault(t.lease_id, t.group_size)
             if t.group_size != size:
@@ -146,6 +153,8 @@ class RowIndex:
 
     def complete(self, lease_id: int) -> list[int]:
         """Rows of a complete group, by sample; raises `StorageError` for any other."""
+        if lease_id in self.closed:
+            return self.stored(lease_id)
         last = self._last.get(lease_id, -1)
         if last < 0 or self._ordinal[last] < self._sizes[last]:
             what = "nothing of it is"
@@ -163,6 +172,33 @@ class RowIndex:
     def tokens(self, lease_id: int) -> int:
         """Of all stored samples of a group together."""
         return sum(self._tokens[row] for row in self._chain(self._last.get(lease_id, -1)))
+
+    def closable(self, lease_ids: Iterable[int], fewest: int) -> Marks:
+        """Marks for those groups that are not complete and of which so many samples are stored."""
+        marks: Marks = {}
+        for lease_id in dict.fromkeys(lease_ids):
+            last = self._last.get(lease_id, -1)
+            if lease_id in self.closed or last < 0 or self._ordinal[last] == self._sizes[last]:
+                continue
+            if self._ordinal[last] >= fewest:
+                marks[lease_id] = len(self.completed) + len(marks)
+        return marks
+
+    def close(self, marks: Marks) -> None:
+        """Count these groups as complete from now on."""
+        self.closed |= marks
+        self.completed += marks
+
+    def is_complete(self, lease_id: int) -> bool:
+        """Whether the group has all its samples, or was closed."""
+        last = self._last.get(lease_id, -1)
+        return lease_id in self.closed or (last >= 0 and self._ordinal[last] == self._sizes[last])
+
+    def is_late(self, trajectory: Trajectory) -> bool:
+        """Whether it comes after its group was closed without it."""
+        if trajectory.lease_id not in self.closed:
+            return False
+        return not self._holds(self._last[trajectory.lease_id], trajectory.sample)
 
     def _holds(self, last: int, sample: int) -> bool:
         if self._ordinal[last] == self._sizes[last]:

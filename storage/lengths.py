@@ -1,12 +1,26 @@
 """Are all prompts short enough for the model? Known before the first lease, not at step 40."""
 
+import asyncio
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from bus.blobs import get_blob
+from bus.codec import decode
+from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.messages import Prompt
+from bus.messages import BlobRef, ModelFiles, Prompt
+from storage.model_files import unbundle
 
 BATCH = 1024
+
+
+async def check_lengths(bus: Bus, model: BlobRef, prompts: Iterable[Prompt], *, max_new_tokens: int) -> None:
+    """As `check_prompt_lengths`, with the model files on the bus. Raises `BusError` when they are gone."""
+    files = decode(await get_blob(bus, model), ModelFiles)
+    with tempfile.TemporaryDirectory(prefix="sluice-model-") as directory:
+        await asyncio.to_thread(unbundle, files, Path(directory))
+        await asyncio.to_thread(check_prompt_lengths, prompts, Path(directory), max_new_tokens=max_new_tokens)
 
 
 def check_prompt_lengths(prompts: Iterable[Prompt], model_directory: Path, *, max_new_tokens: int) -> None:

@@ -1,5 +1,9 @@
 """The prompt dataset: files in, checked prompts out, visited in an order that one integer resumes."""
 
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +13,7 @@ from bus.codec import Json, encode
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from storage.config import PromptKeys
+from storage.files import write_file
 from storage.rows import Row, missing_key, read_rows
 
 _MESSAGES = 'a text or a list of messages like {"role": "user", "content": "..."}'
@@ -19,6 +24,12 @@ def load_prompts(path: Path, keys: PromptKeys) -> list[Prompt]:
 
     Raises `ConfigError` naming the line (from 1) or row (from 0), what is wrong with it and what to do."""
     return [_prompt(row, keys) for row in read_rows(path)]
+
+
+def save_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
+    """Replace `path` durably by a .jsonl file that `load_prompts` reads back with the default keys."""
+    rows = ({"prompt": p.content, "label": p.label, "metadata": p.metadata} for p in prompts)
+    write_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def prompt_content(row: Row, key: str) -> str | list[Json]:
@@ -123,3 +134,34 @@ class PromptOrder:
         # numpy keeps raw bit streams the same across versions, but not Generator.permutation
         keys = np.random.PCG64([self.seed, epoch]).random_raw(self._count)
         return np.argsort(keys, kind="stable")
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """Prompts, and the leases that are issued for them: from `first_lease` on, until another takes over."""
+
+    first_lease: int
+    digest: str
+    """Names the prompts, in their order."""
+    count: int
+    seed: int
+    shuffle: bool
+    source: str
+    """Where they came from, for a human."""
+    added: str = ""
+    """Names what was added while the run went on, so that doing so twice adds it once."""
+
+
+class DataSetOrder:
+    """Which prompt of which data set each lease is for: a pure function of the data sets and its number."""
+
+    def __init__(self, data_sets: Sequence[DataSet]) -> None:
+        """`data_sets` in the order of their first leases, which begin at 0."""
+        self._data_sets = data_sets
+        self._orders = [PromptOrder(known.count, known.seed, known.shuffle) for known in data_sets]
+
+    def find(self, lease_id: int) -> tuple[DataSet, int]:
+        """The data set of a lease, and the index of its prompt there."""
+        n = bisect_right(self._data_sets, lease_id, key=lambda known: known.first_lease) - 1
+        found = self._data_sets[n]
+        return found, self._orders[n].index(lease_id - found.first_lease)

@@ -1,11 +1,14 @@
-"""The learner's side of storage: lease the groups of a step, fetch their trajectories, commit, resume."""
+"""The learner's side of storage: lease the groups of a step, fetch their trajectories, commit, resume.
+
+Trajectories are read from the files of a shard on the same host, and come over the bus from any other.
+"""
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import structlog
 
@@ -26,6 +29,7 @@ from bus.messages import (
     TrajectoryBatch,
     Waiting,
 )
+from storage.local_reader import LocalReader
 
 log = structlog.get_logger()
 R = TypeVar("R", bound=Message)
@@ -54,9 +58,17 @@ def _unheard(reason: str) -> None:
 class ReplayReader:
     """What one learner incarnation reads of its run's replay."""
 
-    def __init__(self, bus: Bus, incarnation: str) -> None:
+    def __init__(self, bus: Bus, incarnation: str, *, read: Literal["auto", "bus"] = "auto") -> None:
+        self.read: Counter[str] = Counter()
+        """Trajectories that were `mapped` and that came over the `bus`, and `..._bytes` of their arrays."""
         self._bus = bus
         self._incarnation = incarnation
+        self._local = LocalReader(bus) if read == "auto" else None
+
+    def close(self) -> None:
+        """Let go of files; it can be used on."""
+        if self._local is not None:
+            self._local.close()
 
     async def batch(self, step: int, policy_version: int, *, on_wait: Callable[[str], None]) -> Batch:
         """The groups of `step`, leased and fetched; `on_wait` hears what it is waiting for.
@@ -136,22 +148,37 @@ class ReplayReader:
     async def _read(
         self, shard: int, lease_ids: list[int], on_wait: Callable[[str], None]
     ) -> list[Trajectory]:
-        """What a shard holds of these groups, which may be restarting."""
+        """What a shard holds of these groups. It may be restarting."""
         began = time.monotonic()
         while True:
             try:
-                batches = await self._bus.request_many(
-                    self._bus.subject("rpc", "read", shard),
-                    ReadRequest(lease_ids=tuple(lease_ids)),
-                    TrajectoryBatch,
-                    timeout_s=ANSWER_TIMEOUT_S,
-                )
+                found = await self._local.read(shard, lease_ids) if self._local is not None else None
+                way = "bus" if found is None else "mapped"
+                if found is None:
+                    found = await self._receive(shard, lease_ids)
             except BusError as error:
                 _raise_if_final(error, began)
                 on_wait(f"shard {shard} does not answer: {error}")
                 await asyncio.sleep(RETRY_S)
             else:
-                return [trajectory for batch in batches for trajectory in batch.trajectories]
+                self.read[way] += len(found)
+                self.read[f"{way}_bytes"] += sum(map(_size_bytes, found))
+                return found
+
+    async def _receive(self, shard: int, lease_ids: list[int]) -> list[Trajectory]:
+        batches = await self._bus.request_many(
+            self._bus.subject("rpc", "read", shard),
+            ReadRequest(lease_ids=tuple(lease_ids)),
+            TrajectoryBatch,
+            timeout_s=ANSWER_TIMEOUT_S,
+        )
+        return [trajectory for batch in batches for trajectory in batch.trajectories]
+
+
+def _size_bytes(trajectory: Trajectory) -> int:
+    t = trajectory
+    arrays = (t.token_ids, t.loss_mask, t.behaviour_logprobs, t.policy_versions)
+    return sum(array.nbytes for array in arrays)
 
 
 def _raise_if_final(error: BusError, heard: float) -> None:

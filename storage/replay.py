@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from bus.errors import StorageError
 from bus.messages import Trajectory
 from storage.archive import archive_segment
+from storage.closed import load_marks, save_marks
 from storage.files import lock_directory, make_directory, remove, remove_leftovers
 from storage.index import Columns, RowIndex, load_columns, save_columns
 from storage.pieces import Piece, choose_merge, choose_retirement, find_pieces, merged
@@ -31,7 +32,7 @@ from storage.segments import (
 
 log = structlog.get_logger()
 MAPPED_SEGMENTS = 128
-"""Segments kept mapped at once; each holds five file descriptors."""
+"""Segments kept mapped at once; each holds a file descriptor."""
 INDEX_FILE = ".index"
 READER_ATTEMPTS = 5
 UNINDEXED_SEGMENTS = 256
@@ -56,6 +57,9 @@ class ReplayStore:
         self._indexed = 0, 0
         """Segments and rows in the index file."""
         self._index = RowIndex()
+        self.late_siblings = 0
+        """Trajectories not stored, since their groups had been closed without them; from the opening on."""
+        self._writing = threading.Lock()  # held while groups become complete: their order is durable
         self._mapped: OrderedDict[int, Segment] = OrderedDict()  # by their piece's first segment
         self._mutex = threading.Lock()  # guards everything above
         self._housekeeping = threading.Lock()
@@ -87,6 +91,11 @@ class ReplayStore:
     def trajectories(self) -> int:
         """Stored ever, retired ones included."""
         return len(self._index)
+
+    @property
+    def closed_short(self) -> int:
+        """Groups that were closed though siblings were missing."""
+        return len(self._index.closed)
 
     @property
     def size_bytes(self) -> int:
@@ -122,7 +131,26 @@ class ReplayStore:
         On return they are on the disk. Otherwise nothing is stored: the disk refuses (`StorageError`), or
         siblings disagree on their group's size, where a retry cannot help (`SchemaError`)."""
         self._refuse_reader()
+        with self._writing:
+            return self._append(trajectories)
+
+    def close_short(self, lease_ids: Sequence[int], *, fewest: int) -> list[int]:
+        """Count these groups as complete, durably, where so many siblings are stored; those complete now.
+
+        What comes of them later is dropped. Raises `StorageError` when the disk refuses."""
+        self._refuse_reader()
+        with self._writing:
+            marks = self._index.closable(lease_ids, fewest)
+            if marks:
+                save_marks(self.directory, {**self._index.closed, **marks})
+                with self._mutex:
+                    self._index.close(marks)
+                log.info("groups_closed_short", store=str(self.directory), lease_ids=list(marks))
+            return [lease_id for lease_id in lease_ids if self._index.is_complete(lease_id)]
+
+    def _append(self, trajectories: Sequence[Trajectory]) -> list[int]:
         fresh = self._index.fresh(trajectories)
+        self.late_siblings += sum(map(self._index.is_late, trajectories))
         if not fresh:
             return []
         number = len(self._ends)
@@ -144,11 +172,23 @@ class ReplayStore:
     def read(self, lease_ids: Iterable[int]) -> list[Trajectory]:
         """The trajectories of these complete groups, each group in the order of its samples.
 
-        Their arrays are views of mapped files, which stay mapped, five descriptors a segment, while a view
+        Their arrays are views of mapped files, which stay mapped, one descriptor a segment, while a view
         is held. Raises `StorageError` for a group that is unknown, incomplete or retired, or whose bytes
         changed."""
         leases = list(lease_ids)
         return self._read(lambda: [row for lease in leases for row in self._index.complete(lease)])
+
+    def locate(self, lease_ids: Iterable[int]) -> list[tuple[Piece, int]]:
+        """Of each trajectory of these complete groups, as `read` has them, its piece and its row there.
+
+        Raises `StorageError` for a group that is unknown, incomplete or retired."""
+        with self._mutex:
+            rows = [row for lease in lease_ids for row in self._index.complete(lease)]
+            at = [bisect_right(self._begins, row) - 1 for row in rows]
+            found = [(self._pieces[n], row - self._begins[n]) for n, row in zip(at, rows, strict=True)]
+        for piece, _ in found:
+            self._refuse_retired(piece)
+        return found
 
     def rows_of(self, lease_id: int) -> list[int]:
         """Where a complete group is, by sample. Raises `StorageError` for any other."""
@@ -206,6 +246,12 @@ class ReplayStore:
         if self._lock is None:
             raise StorageError(f"{self.directory} was opened for reading")
 
+    def _refuse_retired(self, piece: Piece) -> None:
+        if piece.retired:
+            raise StorageError(
+                f"{self._path(piece)} was retired to save space: restore its segment from the archive"
+            )
+
     def _path(self, piece: Piece) -> Path:
         return self.directory / piece.name
 
@@ -235,10 +281,7 @@ class ReplayStore:
         if segment is not None:
             self._mapped.move_to_end(piece.first)
             return segment
-        if piece.retired:
-            raise StorageError(
-                f"{self._path(piece)} was retired to save space: restore its segment from the archive"
-            )
+        self._refuse_retired(piece)
         if len(self._mapped) >= MAPPED_SEGMENTS:
             self._mapped.popitem(last=False)[1].close()
         self._mapped[piece.first] = Segment(self._path(piece))
@@ -303,7 +346,7 @@ class ReplayStore:
             ]
             self._begins = begins[:-1]
             self._ends = array("q", (e for p, e in zip(pieces, begins[1:], strict=True) for _ in p.numbers))
-            self._index = RowIndex(Columns.join(parts))
+            self._index = RowIndex(Columns.join(parts), load_marks(self.directory))
             self._indexed = (pieces[covered - 1].last + 1 if covered else 0), indexed
             while self._mapped:
                 self._mapped.popitem()[1].close()

@@ -4,6 +4,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 from math import inf
+from typing import Self
 
 import numpy as np
 import structlog
@@ -11,6 +12,7 @@ import structlog
 from bus.connection import Bus
 from bus.errors import BusError, StorageError
 from bus.messages import Unsettled, UnsettledRequest
+from storage.config import ReplayConfig
 from storage.pieces import Piece
 from storage.replay import ReplayStore
 
@@ -29,6 +31,15 @@ class Retention:
     """Since they were written; None keeps all."""
     archive: str | None = None
     """Directory or fsspec URL where segments go before they are removed; None removes them for good."""
+
+    @classmethod
+    def of_shard(cls, replay: ReplayConfig, run: str) -> Self:
+        """What each shard of a run keeps."""
+        return cls(
+            retain_bytes=None if replay.retain_bytes is None else replay.retain_bytes // replay.shards,
+            retain_age_s=replay.retain_age_s,
+            archive=None if replay.archive is None else f"{replay.archive.rstrip('/')}/{run}",
+        )
 
 
 async def keep_house(bus: Bus, store: ReplayStore, retention: Retention, stop: asyncio.Event) -> None:

@@ -1,36 +1,36 @@
-"""`launch storage`: the dispatcher and the replay shards of a run, in one process."""
+"""`launch storage`: the dispatcher of a run, and in the same process all of its replay shards or some."""
 
 import asyncio
 import secrets
-import sys
-import tempfile
-from contextlib import ExitStack, closing
+from collections.abc import Iterable
+from contextlib import AsyncExitStack, closing
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import nats.errors
 import structlog
 
-from bus.blobs import get_blob, put_blob
-from bus.codec import Json, decode, encode
+from bus.blobs import put_blob
+from bus.codec import Json, encode
 from bus.connection import RETRY_S, Bus
 from bus.errors import BusError, ConfigError
-from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, PromptSet, RunRecord
+from bus.messages import PolicyManifest, Prompt, PromptSet, RunRecord
 from bus.publish import Publisher
 from bus.roles import guarded, hold_role
 from bus.status import report_status
 from bus.topology import ensure
 from storage.config import AdmissionConfig, DataConfig, ReplayConfig
+from storage.data_desk import DataDesk
+from storage.data_sets import DataSets
 from storage.dispatcher import Dispatcher
 from storage.generators import generate_task
 from storage.ledger import Ledger
-from storage.lengths import check_prompt_lengths
-from storage.model_files import unbundle
-from storage.prompts import PromptOrder, load_prompts
+from storage.lengths import check_lengths
+from storage.prompts import load_prompts
 from storage.replay import ReplayStore
-from storage.retention import Retention, keep_house
+from storage.retention import Retention
 from storage.run import RunDirectory
 from storage.shard import Shard
+from storage.shards_service import HeldShard, hold_shards, let_waiting_threads_in, run_shard
 
 log = structlog.get_logger()
 QUEUES_PERIOD_S = 1.0
@@ -58,6 +58,8 @@ class Prompts:
 
     training: list[Prompt]
     heldout: list[Prompt]
+    source: str
+    """Where those to train on come from, for a human."""
 
 
 def read_prompts(data: DataConfig, run: RunDirectory, seed: int) -> Prompts:
@@ -74,29 +76,32 @@ def read_prompts(data: DataConfig, run: RunDirectory, seed: int) -> Prompts:
     return Prompts(
         training=load_prompts(training, data.keys),
         heldout=load_prompts(heldout, data.keys) if heldout else [],
+        source=str(training),
     )
 
 
 async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) -> None:
     """Serve the run until `stop`."""
-    # An append gives the GIL up some ninety times, and beside a busy loop gets it back only after this
-    # interval: 489 ms an append at Python's default of 5 ms, 65 ms at this one.
-    sys.setswitchinterval(0.0005)
+    let_waiting_threads_in()
     prompts = await asyncio.to_thread(read_prompts, settings.data, settings.run, settings.seed)
     await bus.create_keys()
-    async with hold_role(bus, "dispatcher", secrets.token_hex(4)) as renewing:
-        with ExitStack() as stack:
-            ledger = stack.enter_context(closing(Ledger.open(settings.run.ledger)))
-            _refuse_other_shards(ledger, settings.replay.shards)
-            stores = [
-                stack.enter_context(closing(ReplayStore.open(settings.run.replay(n))))
-                for n in range(settings.replay.shards)
-            ]
-            _refuse_other_run(ledger, stores)
-            created = await ensure(bus.js, bus.topology, settings.replay.shards)
-            await _announce(bus, settings, prompts.heldout)
-            service = _Service(bus, settings, prompts.training, ledger, stores)
-            await guarded(service.run(stop, reissue="TASKS" in created), renewing)
+    async with hold_role(bus, "dispatcher", secrets.token_hex(4)) as renewing, AsyncExitStack() as opened:
+        ledger = opened.enter_context(closing(Ledger.open(settings.run.ledger)))
+        _refuse_other_shards(ledger, settings.replay.shards)
+        held = await opened.enter_async_context(hold_shards(bus, settings.run, settings.replay.numbers_here))
+        _refuse_other_run(ledger, [shard.store for shard in held])
+        sets = DataSets(ledger, settings.run.data)
+        await asyncio.to_thread(
+            sets.configure,
+            prompts.training,
+            seed=settings.seed,
+            shuffle=settings.data.shuffle,
+            source=prompts.source,
+        )
+        created = await ensure(bus.js, bus.topology, settings.replay.shards)
+        await _announce(bus, settings, prompts.heldout)
+        service = _Service(bus, settings, sets, ledger, held)
+        await guarded(service.run(stop, reissue="TASKS" in created), renewing)
 
 
 async def _announce(bus: Bus, settings: StorageSettings, heldout: list[Prompt]) -> None:
@@ -111,30 +116,20 @@ class _Service:
     """The dispatcher, the shards and their status, run together."""
 
     def __init__(
-        self, bus: Bus, settings: StorageSettings, prompts: list[Prompt], ledger: Ledger,
-        stores: list[ReplayStore],
+        self, bus: Bus, settings: StorageSettings, data: DataSets, ledger: Ledger,
+        held: list[HeldShard],
     ) -> None:  # fmt: skip
         self._bus = bus
         self._settings = settings
-        self._prompts = prompts
+        self._data = data
+        self._data_desk = DataDesk(bus, ledger, data, max_new_tokens=settings.max_new_tokens)
         self._ledger = ledger
-        self._stores = stores
+        self._held = held
         self._queues: dict[str, Json] = {}
-        order = PromptOrder(len(prompts), settings.seed, settings.data.shuffle)
         self._dispatcher = Dispatcher(
-            bus, ledger, prompts, order, settings.admission, shards=len(stores)
-        )  # fmt: skip
-        self._shards = [
-            Shard(
-                bus,
-                store,
-                n,
-                shards=len(stores),
-                was_issued=ledger.was_issued,
-                linger_s=settings.replay.linger_s,
-            )
-            for n, store in enumerate(stores)
-        ]
+            bus, ledger, data, settings.admission, shards=settings.replay.shards, seed=settings.seed
+        )
+        self._retention = Retention.of_shard(settings.replay, settings.run.name)
 
     async def run(self, stop: asyncio.Event, *, reissue: bool) -> None:
         finished = asyncio.Event()
@@ -145,15 +140,25 @@ class _Service:
             tasks.create_task(self._watch_queues(finished))
             try:
                 async with asyncio.TaskGroup() as parts:
-                    for shard in self._shards:
-                        parts.create_task(shard.run(stop))
-                    for store in self._stores:
-                        house = keep_house(self._bus, store, _retention(self._settings), stop)
-                        parts.create_task(house, name=f"keep {store.directory.name}")
+                    for held in self._held:
+                        shard = self._shard(held)
+                        parts.create_task(run_shard(self._bus, held, shard, self._retention, stop))
                     parts.create_task(self._dispatcher.run(stop, reissue=reissue))
                     parts.create_task(self._admit_when_checked(stop))
+                    parts.create_task(self._data_desk.run(stop))
             finally:
                 finished.set()
+
+    def _shard(self, held: HeldShard) -> Shard:
+        replay = self._settings.replay
+        return Shard(
+            self._bus,
+            held.store,
+            held.number,
+            shards=replay.shards,
+            was_issued=self._ledger.was_issued,
+            linger_s=replay.linger_s,
+        )
 
     async def _admit_when_checked(self, stop: asyncio.Event) -> None:
         """Wait for the learner's first version, check every prompt against its model, then let leases out."""
@@ -161,7 +166,12 @@ class _Service:
             try:
                 found = await self._bus.get("policy", PolicyManifest)
                 if found is not None:
-                    await self._check_lengths(found[0].model)
+                    await check_lengths(
+                        self._bus,
+                        found[0].model,
+                        self._data.prompts,
+                        max_new_tokens=self._settings.max_new_tokens,
+                    )
                     self._dispatcher.admit()
                     return
             except BusError as error:  # away, or a new learner has just replaced the files
@@ -171,17 +181,6 @@ class _Service:
                     await stop.wait()
             except TimeoutError:
                 continue
-
-    async def _check_lengths(self, model: BlobRef) -> None:
-        files = decode(await get_blob(self._bus, model), ModelFiles)
-        with tempfile.TemporaryDirectory(prefix="sluice-model-") as directory:
-            await asyncio.to_thread(unbundle, files, Path(directory))
-            await asyncio.to_thread(
-                check_prompt_lengths,
-                self._prompts,
-                Path(directory),
-                max_new_tokens=self._settings.max_new_tokens,
-            )
 
     async def _watch_queues(self, finished: asyncio.Event) -> None:
         while not finished.is_set():
@@ -206,24 +205,29 @@ class _Service:
             doing = f"no rollouts wanted: the learner is in stage {policy.stage}"
         elif policy is not None:
             doing = f"issuing {room} leases" if room else "all that the staleness bound allows is rolling out"
+        if awaited := self._dispatcher.awaited_shards:
+            here = not set(awaited) - set(self._settings.replay.numbers_here)
+            doing = f"waiting for shards {_listed(awaited)}" + ("" if here else ": start `launch shards`")
+        elif silent := sorted(self._dispatcher.silent_shards):
+            doing = f"{doing}; no answer from shards {_listed(silent)}"
         return doing, {
             **asdict(account),
             "reasons": dict(self._ledger.reasons),
-            "trajectories_stored": sum(store.trajectories for store in self._stores),
-            "stored_bytes": sum(store.size_bytes for store in self._stores),
+            "prompts": self._data.latest.count,
+            "prompts_quarantined": self._data.quarantined,
+            "closed_short": sum(held.store.closed_short for held in self._held),
+            "late_siblings": sum(held.store.late_siblings for held in self._held),
+            "trajectories_stored": sum(held.store.trajectories for held in self._held),
+            "stored_bytes": sum(held.store.size_bytes for held in self._held),
+            "shards_here": list(self._settings.replay.numbers_here),
+            "shards_silent": sorted(self._dispatcher.silent_shards),
             "max_staleness": self._settings.admission.max_staleness,
             **self._queues,
         }
 
 
-def _retention(settings: StorageSettings) -> Retention:
-    """Of one shard."""
-    replay = settings.replay
-    return Retention(
-        retain_bytes=None if replay.retain_bytes is None else replay.retain_bytes // replay.shards,
-        retain_age_s=replay.retain_age_s,
-        archive=None if replay.archive is None else f"{replay.archive.rstrip('/')}/{settings.run.name}",
-    )
+def _listed(shards: Iterable[int]) -> str:
+    return ", ".join(map(str, shards))
 
 
 def _refuse_other_shards(ledger: Ledger, shards: int) -> None:

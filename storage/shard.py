@@ -1,7 +1,7 @@
 """One replay shard on the bus: takes trajectories off the stream, stores them, answers reads."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,8 @@ from bus.errors import BusError, SchemaError, StorageError
 from bus.messages import (
     Done,
     GroupRejected,
+    Located,
+    LocateRequest,
     ReadRequest,
     StoredGroups,
     StoredRequest,
@@ -22,9 +24,14 @@ from bus.messages import (
 )
 from bus.publish import Publisher
 from bus.topology import shard_of
+from storage.addresses import host_identity, locate
+from storage.closing import serve_closing
 from storage.replay import ReplayStore
+from storage.siblings import serve_siblings
 
 log = structlog.get_logger()
+BATCH = 64
+"""Messages a segment, at most."""
 ANSWER_BYTES = 1 << 20
 """Trajectories of a read are packed into answers of about this size."""
 ANSWER_LEASES = 65536
@@ -38,13 +45,16 @@ class Shard:
     def __init__(
         self, bus: Bus, store: ReplayStore, number: int, *,
         shards: int, was_issued: Callable[[int], bool], linger_s: float,
+        hear_of: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:  # fmt: skip
+        """`hear_of` is called with a lease before `was_issued` is, where that must be asked for elsewhere."""
         self.store = store
         self._bus = bus
         self._publisher = Publisher(bus)
         self._number = number
         self._shards = shards
         self._was_issued = was_issued
+        self._hear_of = hear_of
         self._linger_s = linger_s
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -52,12 +62,17 @@ class Shard:
         serving = [
             await self._bus.serve(self._bus.subject("rpc", "read", self._number), ReadRequest, self._on_read),
             await self._bus.serve(
+                self._bus.subject("rpc", "locate", self._number), LocateRequest, self._on_locate
+            ),
+            await self._bus.serve(
                 self._bus.subject("rpc", "stored", self._number), StoredRequest, self._on_stored
             ),
+            await serve_siblings(self._bus, self.store, self._number),
+            await serve_closing(self._bus, self.store, self._number),
         ]
         inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}")
         await consume_batches(
-            inbox, self._bus, TrajectoryBatch, self._append, stop=stop, limit=64, linger_s=self._linger_s
+            inbox, self._bus, TrajectoryBatch, self._append, stop=stop, limit=BATCH, linger_s=self._linger_s
         )
         for subscription in serving:
             await subscription.unsubscribe()
@@ -66,6 +81,8 @@ class Shard:
         """The segment is durable when this returns; only then are the messages acked."""
         before = len(self.store.completed)
         trajectories = [trajectory for batch in batches for trajectory in batch.trajectories]
+        if self._hear_of is not None and trajectories:
+            await self._hear_of(max(trajectory.lease_id for trajectory in trajectories))
         try:
             self._refuse_misdirected(trajectories)
             completed = await asyncio.to_thread(self.store.append, trajectories)
@@ -117,6 +134,15 @@ class Shard:
         except StorageError as error:
             raise BusError(str(error)) from error
         return [*_packed(found), Done()]
+
+    async def _on_locate(self, request: LocateRequest) -> list[Message]:
+        host = host_identity()
+        if request.host != host:
+            return [Located(host=host)]
+        try:
+            return [await asyncio.to_thread(locate, self.store, request.lease_ids)]
+        except StorageError as error:
+            raise BusError(str(error)) from error
 
     def _news(self, after: int) -> StoredGroups:
         completed = self.store.completed

@@ -69,6 +69,11 @@ class AgentTrajectory:
     turns: tuple[Turn, ...] = ()
     """Its completions, in order."""
 
+    @property
+    def oldest_version(self) -> int:
+        """Of the weights that sampled it; where nothing was sampled, younger than any."""
+        return int(self.policy_versions[self.loss_mask].min(initial=np.iinfo(np.int32).max))
+
 
 @dataclass(frozen=True, slots=True)
 class Episode:
@@ -81,6 +86,11 @@ class Episode:
 
 class Environment(Protocol):
     """Lets a policy act on a task. One instance serves many rollouts at once."""
+
+    trajectories_per_episode: int | None
+    """How many every episode has, if that is always the same; None where it depends on the episode.
+
+    Knowing it, an actor can hand over finished rollouts of a group while others run."""
 
     async def run(self, task: Task, policy: "Policy") -> Episode:
         """Roll `task` out once, recording on `policy.fresh(task.task_id)`: `policy` serves many rollouts.

@@ -12,6 +12,8 @@ from actors.rewards.scoring import Scorer
 class SingleTurn:
     """Asks once and scores the answer."""
 
+    trajectories_per_episode: int | None = 1
+
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
 

@@ -44,6 +44,7 @@ class Actor:
             keep=load_filter(keep),
             shards=2,
             name="tester",
+            share_after_s=None,
         )
 
     async def roll_out(self, *leases, result):

@@ -17,15 +17,25 @@ from bus.messages import (
     BatchLease,
     BatchRequest,
     BlobRef,
+    Closed,
+    CloseRequest,
+    DataAccepted,
     DeadLetter,
     Done,
     EvaluationResult,
     EvaluationTask,
     GroupRef,
     GroupRejected,
+    Issued,
+    IssuedRequest,
     LearnerResumed,
+    LeaseRequest,
+    LeaseState,
+    Located,
+    LocateRequest,
     Metrics,
     ModelFiles,
+    NewData,
     PolicyManifest,
     Prompt,
     PromptSet,
@@ -33,6 +43,8 @@ from bus.messages import (
     Refused,
     RoleHolder,
     RunRecord,
+    Siblings,
+    SiblingsRequest,
     Status,
     StepCommitted,
     StoredGroups,
@@ -60,6 +72,8 @@ EXAMPLES = (
     TrajectoryBatch(trajectories=(make_trajectory(1, 0), make_trajectory(1, 1))),
     TrajectoryBatch(trajectories=()),
     GroupRejected(lease_id=3, reason="zero_variance", detail="all 1.0", actor="a"),
+    IssuedRequest(shard=1),
+    Issued(next_id=12, seen=5),
     UnsettledRequest(),
     Unsettled(lease_ids=(3, 5)),
     BLOB,
@@ -74,8 +88,18 @@ EXAMPLES = (
     Refused(reason="fenced"),
     Done(),
     ReadRequest(lease_ids=(1, 2, 3)),
+    LocateRequest(lease_ids=(1, 2, 3), host="here"),
+    Located(
+        host="here",
+        directory="/replay",
+        device=2,
+        inode=9,
+        pieces=("segment_00000001", "segment_00000004-00000006"),
+        piece_of=np.array([0, 1, 1], np.int32),
+        rows=np.array([3, 0, 1], np.int32),
+    ),
     StoredRequest(after=5),
-    StoredGroups(shard=1, after=5, lease_ids=(7, 9), total=7),
+    StoredGroups(shard=1, after=5, lease_ids=(7, 9), total=7, tokens=(16, 20)),
     EvaluationTask(policy=POLICY, prompts=BLOB),
     PromptSet(prompts=(CHAT, Prompt(content="plain"))),
     EvaluationResult(policy_version=1, incarnation="a", sampled=0.5, greedy=1.0, prompts=9, seconds=2.5),
@@ -84,6 +108,14 @@ EXAMPLES = (
     DeadLetter(subject="s", reason="r", data=b"\x00\xff", origin="9"),
     RunRecord(name="test", config_json="{}"),
     RoleHolder(incarnation="a1", host="h", pid=9),
+    LeaseRequest(lease_id=3, attempt=True),
+    LeaseState(state="open", policy_version=2),
+    SiblingsRequest(lease_id=3),
+    Siblings(group_size=4, samples=(0, 2), rewards=(1.0, 0.5)),
+    NewData(prompts=BLOB, keep_old=True, source="new.jsonl"),
+    DataAccepted(first_lease=9, prompts=12),
+    CloseRequest(lease_ids=(3, 5)),
+    Closed(lease_ids=(3,)),
 )
 
 
@@ -105,6 +137,21 @@ def wire(message: Message, **changes: object) -> bytes:
     tag, version, body = msgpack.unpackb(encode(message))
     body |= changes
     return msgpack.packb([tag, version, {k: v for k, v in body.items() if v is not ...}])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"pieces": ("a",)},
+        {"piece_of": np.array([-1, 0], "<i4").tobytes()},
+        {"rows": b""},
+        {"rows": b"\xff" * 8},
+    ],
+)
+def test_addresses_that_lead_nowhere_are_refused(wrong: dict[str, object]):
+    two = Located(host="h", pieces=("a", "b"), piece_of=np.array([0, 1], "i4"), rows=np.array([0, 1], "i4"))
+    with pytest.raises(SchemaError, match=r"an address outside|rows in"):
+        decode(wire(two, **wrong), Located)
 
 
 def test_every_message_class_has_an_example():

@@ -13,6 +13,7 @@ from bus.connection import Bus
 from bus.consume import Inbox, consume, consume_batches
 from bus.errors import BusError
 from bus.messages import DeadLetter, Done, Lease, Trajectory
+from bus.publish import Publisher
 from bus.server import MAX_PAYLOAD, NatsServer
 from tests.conftest import Connect
 from tests.factories import make_lease, make_trajectory
@@ -336,6 +337,82 @@ async def test_batch_that_lingers_gathers_what_comes_meanwhile(bus: Bus):
         tasks.create_task(run_batches(bus, handle, stop, limit=64, linger_s=0.3))
         await send_trajectories(bus, 10)  # one after the other: without lingering the first comes alone
     assert sizes == [10]
+
+
+async def unacked(bus: Bus, least: int) -> int:
+    """Messages that the first shard has taken and not acked, once there are so many."""
+    async with asyncio.timeout(5):
+        while True:
+            found = await bus.js.consumer_info(bus.topology.stream("TRAJECTORIES"), "shard-0")
+            if (found.num_ack_pending or 0) >= least:
+                return found.num_ack_pending or 0
+
+
+@pytest.mark.nats
+async def test_next_batches_are_taken_while_one_is_handled_but_not_without_bound(bus: Bus):
+    await send_trajectories(bus, 50)
+    stop, seen, most = asyncio.Event(), [], []
+
+    async def handle(batch: list[Trajectory]) -> None:
+        seen.extend(t.lease_id for t in batch)
+        if not most:
+            await unacked(bus, 8)  # beyond its own four
+            await asyncio.sleep(2 * consume_module.POLL_S)
+            most.append(await unacked(bus, 8))
+        if len(seen) == 50:
+            stop.set()
+
+    await run_batches(bus, handle, stop, limit=4)
+    assert seen == list(range(50))
+    assert most[0] <= 3 * 4
+    assert await keeps(bus, 0, "TRAJECTORIES")
+
+
+@pytest.mark.nats
+@pytest.mark.parametrize(("ahead_bytes", "far"), [(1, False), (1 << 20, True)])
+async def test_messages_of_many_parts_are_taken_ahead_as_far_as_their_bytes_allow(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, ahead_bytes: int, far: bool
+):
+    monkeypatch.setattr(consume_module, "AHEAD_BYTES", ahead_bytes)
+    publisher, subject = Publisher(bus, part_bytes=100), bus.subject("trajectories", 0)
+    data = [encode(make_trajectory(n, group_size=1)) for n in range(30)]
+    for n in range(30):
+        await publisher.publish(subject, data[n], message_id=str(n))
+    parts = -(-len(data[0]) // 100)
+    stop, seen, taken = asyncio.Event(), [], []
+
+    async def handle(batch: list[Trajectory]) -> None:
+        seen.extend(t.lease_id for t in batch)
+        if not taken:
+            if far:
+                taken.append(await unacked(bus, 6 * parts + 1))
+            else:
+                await asyncio.sleep(3 * consume_module.POLL_S)
+                taken.append(await unacked(bus, 1))
+        if len(seen) == 30:
+            stop.set()
+
+    await run_batches(bus, handle, stop, limit=2 * parts)
+    assert seen == list(range(30))
+    assert far or taken[0] <= 6 * parts  # in hand, decoded, and received: one pull each
+
+
+@pytest.mark.nats
+async def test_stop_handles_what_was_taken_and_leaves_the_rest(bus: Bus):
+    await send_trajectories(bus, 50)
+    stop, seen = asyncio.Event(), []
+
+    async def handle(batch: list[Trajectory]) -> None:
+        seen.extend(t.lease_id for t in batch)
+        if not stop.is_set():
+            await unacked(bus, 8)
+        stop.set()
+
+    await run_batches(bus, handle, stop, limit=4)
+    assert seen == list(range(len(seen)))
+    assert 8 <= len(seen) <= 12
+    assert await keeps(bus, 50 - len(seen), "TRAJECTORIES")
+    assert len(await Inbox(bus, "TRAJECTORIES", "shard-0").take(50, timeout_s=1)) > 0  # given back at once
 
 
 @pytest.mark.nats

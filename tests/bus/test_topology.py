@@ -1,5 +1,7 @@
 """Streams and consumers of a run."""
 
+import asyncio
+
 import pytest
 
 from bus.config import BusConfig
@@ -50,6 +52,19 @@ async def test_server_without_jetstream_is_refused_by_name_of_the_run(tmp_path):
             await ensure(bus.js, bus.topology, shards=1)
         with pytest.raises(BusError, match="cannot create the keys of run 'plain'"):
             await bus.create_keys()
+
+
+@pytest.mark.nats
+async def test_a_thousand_actors_may_wait_on_one_queue(bus: Bus):
+    stream, inbox = bus.topology.stream("TASKS"), bus.client.new_inbox()
+    await bus.client.subscribe(f"{inbox}.*")
+    for n in range(1000):
+        request = b'{"batch": 1, "expires": 30000000000}'
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.rollout"
+        await bus.client.publish(subject, request, reply=f"{inbox}.{n}")
+    async with asyncio.timeout(5):
+        while (await bus.js.consumer_info(stream, "rollout")).num_waiting < 1000:
+            pass
 
 
 def test_every_lease_has_one_shard():

@@ -11,7 +11,7 @@ import pytest
 from launch import cli
 from launch.config import RunConfig
 
-COMMANDS = ("local", "bus", "storage", "learner", "actors", "replay", "restore")
+COMMANDS = ("local", "bus", "storage", "shards", "learner", "actors", "replay", "restore")
 HEAVY = {"torch", "transformers", "megatron", "zarr", "numpy", "matplotlib", "sglang", "nats", "structlog"}
 USER_SECONDS = 3.0
 """About four times what help takes on a quiet machine: it must not grow into seconds."""
@@ -36,6 +36,7 @@ def run_python(*arguments: str) -> tuple[subprocess.CompletedProcess, float]:
         ("local", ["--preset", "--config", "--prompts", "--reward", "--bus", "--learner.steps", "--seed"]),
         ("bus", ["--host", "--port", "--directory"]),
         ("storage", ["--preset", "--config", "--data.prompts", "--replay.shards", "--run"]),
+        ("shards", ["--shards", "--bus", "--run", "--directory", "--bus.join-timeout-s"]),
         ("learner", ["--bus", "--run", "--shadow", "--warmup.steps", "--learner.loss.type"]),
         ("replay", ["--run", "--from-step", "--to-step", "--json", "--learner.loss.type"]),
         ("restore", ["--run", "--directory", "--archive"]),
@@ -161,6 +162,10 @@ def test_a_learner_may_have_settings_that_alone_would_be_incomplete(call):
         ("bus --port high", 'invalid value for --port: unable to convert "high" into int'),
         ("learner --learner.steps 0", "learner.steps: should be greater than 0"),
         ("learner --admission.max-staleness 1", "--admission.max-staleness is the run's, not this process's"),
+        ("shards", "--shards requires an argument"),
+        ("shards --shards 3-1", "'3-1' names no shards: write 2, or 0-3, or 0,2-3"),
+        ("shards --shards 1 --replay.here 1", "--replay.here is the run's, not this process's"),
+        ("storage --replay.shards 2 --replay.here 1-2", "there is no shard 2, shards=2"),
         ("actors --preset sort", "--preset is the run's, not this process's"),
         ("actors --actors.slots 1", "unknown option: --actors.slots"),
         ("actors --learner.steps=3", "--learner.steps is the run's, not this process's"),

@@ -2,13 +2,15 @@
 
 import random
 import sqlite3
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 
 from bus.messages import GroupRejected, StoredGroups
 from storage.admission import Admission
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler, UniformSampler
-from storage.ledger import Ledger, prepare
+from storage.ledger import Ledger
+from storage.ledger_schema import prepare
 from tests.storage.serving import manifest
 
 SHARDS = 2
@@ -30,7 +32,7 @@ def random_config(draw: random.Random, *, before: AdmissionConfig | None = None)
     return AdmissionConfig(
         groups_per_step=draw.randint(1, 3),
         max_staleness=staleness,
-        incomplete=draw.choice(["wait", "drop"]) if before is None else before.incomplete,
+        incomplete=draw.choice(["wait", "drop", "close_short"]) if before is None else before.incomplete,
         patience_s=PATIENCE_S,
         sampler=kind(max_reuse=reuse, min_samples_per_insert=least, max_samples_per_insert=most),
     )
@@ -47,6 +49,12 @@ class World:
     admission: Admission = field(init=False)
     tasks: set[int] = field(default_factory=set)
     """Leases on the bus, or rolling out."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """The oldest weights that may sample each lease, as its message says."""
+    sampled: dict[int, int] = field(default_factory=dict)
+    """The weights that did, the oldest of them."""
+    parts: dict[int, int] = field(default_factory=dict)
+    """Siblings that are stored of groups that are not complete."""
     rejections: list[GroupRejected] = field(default_factory=list)
     shards: list[list[int]] = field(default_factory=lambda: [[] for _ in range(SHARDS)])
     """Leases in the order in which their groups became complete."""
@@ -62,7 +70,11 @@ class World:
     same_config: bool = True
     """Whether it is the one that the run began with."""
 
+    quarantined: set[int] = field(default_factory=set)
+    """Leases whose turn falls to a prompt that killed its actors."""
+
     def __post_init__(self) -> None:
+        self.quarantined.update(n for n in range(1000) if self.draw.random() < 0.05)
         self.load()
         self.resume()
 
@@ -71,14 +83,21 @@ class World:
     def load(self) -> None:
         """Start from what the disk holds: what was not flushed is lost."""
         self.ledger = Ledger(self.sql)
-        self.admission = Admission(self.ledger, self.config, seed=3)
+        self.admission = Admission(
+            self.ledger, self.config, seed=3, is_quarantined=self.quarantined.__contains__
+        )
         self.admission.opened = True
         if self.published is not None:
             self.admission.on_policy(self.published)
         through = int(self.ledger.facts.get("published_through", "-1"))
-        self.tasks.update(n for n in self.ledger.rolling_out if n > through)
+        self.send(n for n in self.ledger.rolling_out if n > through)
 
     published = None
+
+    def send(self, leases: Iterable[int]) -> None:
+        for lease_id in leases:
+            self.tasks.add(lease_id)
+            self.versions[lease_id] = self.ledger.rolling_out[lease_id].policy_version
 
     def crash(self) -> None:
         self.load()
@@ -95,8 +114,9 @@ class World:
         if self.draw.random() < 0.1:
             return self.crash()
         self.ledger.flush()
+        assert not self.quarantined.intersection(leases)
         sent = leases if self.draw.random() < 0.9 else leases[: len(leases) // 2]
-        self.tasks.update(sent)
+        self.send(sent)
         if sent != leases:
             return self.crash()  # half published
         if leases:
@@ -129,13 +149,54 @@ class World:
     # --- the actors ---
 
     def complete(self) -> None:
+        """By the weights of the day, if they may."""
         if self.tasks:
             lease_id = self.draw.choice(sorted(self.tasks))
+            if not self.may_sample(lease_id):
+                return
             shard = self.shards[lease_id % SHARDS]
-            if lease_id not in shard:
+            if lease_id not in shard:  # else it was closed short, and takes no more
+                self.sample(lease_id)
                 shard.append(lease_id)
             if self.draw.random() < 0.9:  # else its ack is lost, and it is delivered again
                 self.tasks.discard(lease_id)
+
+    def finish_one(self) -> None:
+        """A sibling is stored before the others are finished."""
+        if self.tasks:
+            lease_id = self.draw.choice(sorted(self.tasks))
+            if self.may_sample(lease_id) and lease_id not in self.shards[lease_id % SHARDS]:
+                self.sample(lease_id)
+                self.parts[lease_id] = self.parts.get(lease_id, 0) + 1
+
+    def sample(self, lease_id: int) -> None:
+        version = self.published.policy_version
+        self.sampled[lease_id] = min(version, self.sampled.get(lease_id, version))
+
+    def close_short(self) -> None:
+        """What the shards close stays so, whatever the dispatcher hears of it."""
+        complete, few = [], []
+        for lease_id in sorted(self.admission.to_close):
+            shard = self.shards[lease_id % SHARDS]
+            if lease_id not in shard and self.parts.get(lease_id, 0) >= 2:
+                shard.append(lease_id)
+            (complete if lease_id in shard else few).append(lease_id)
+        if self.draw.random() < 0.1:
+            return self.crash()
+        self.admission.on_closed(complete, few)
+        return None
+
+    def may_sample(self, lease_id: int) -> bool:
+        """An actor whose weights are too old asks whether they have to be younger still."""
+        version = self.published.policy_version
+        if version < self.versions[lease_id]:
+            state = self.admission.state(lease_id)
+            self.ledger.flush()
+            if state.state != "open":
+                self.tasks.discard(lease_id)
+                return False
+            self.versions[lease_id] = state.policy_version
+        return version >= self.versions[lease_id]
 
     def reject(self) -> None:
         if self.tasks:
@@ -167,6 +228,8 @@ class World:
         answer = self.admission.batch(step, step - 1, now_s=self.now_s)
         if isinstance(answer, str):
             assert answer
+            if self.draw.random() < 0.8:
+                self.close_short()
             return False
         groups = [use.lease_id for use in answer]
         if step in self.given:
@@ -188,6 +251,7 @@ class World:
         uses = {n: sum(n in given for given in self.before(step)) for n in groups}
         for use in self.ledger.steps[step]:
             assert step - 1 - use.group.policy_version <= self.config.max_staleness
+            assert step - 1 - self.sampled[use.lease_id] <= self.config.max_staleness
             assert uses[use.lease_id] < sampler.max_reuse
         if sampler.max_samples_per_insert is not None:
             assert self.ledger.samples <= sampler.max_samples_per_insert * self.ledger.inserted() + 1e-6
@@ -245,7 +309,7 @@ class World:
                 return
             self.now_s += PATIENCE_S
             self.issue()
-            while self.tasks:
+            for _ in range(20 * len(self.tasks)):
                 self.complete()
             self.refund()
             for _ in range(8):
@@ -258,8 +322,8 @@ class World:
 
 
 EVENTS = {
-    World.complete: 10, World.hear: 8, World.train: 6, World.prefetch: 4, World.issue: 6, World.reject: 2,
-    World.refund: 3, World.poll: 3, World.save: 2, World.crash: 1, World.restart_learner: 1,
+    World.complete: 10, World.finish_one: 6, World.hear: 8, World.train: 6, World.prefetch: 4, World.issue: 6,
+    World.reject: 2, World.refund: 3, World.poll: 3, World.save: 2, World.crash: 1, World.restart_learner: 1,
     World.change_config: 1,
 }  # fmt: skip
 _EVENTS, _WEIGHTS = list(EVENTS), list(EVENTS.values())

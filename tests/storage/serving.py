@@ -29,9 +29,9 @@ from bus.messages import (
 )
 from bus.topology import shard_of
 from storage.config import AdmissionConfig
+from storage.data_sets import DataSets
 from storage.dispatcher import Dispatcher
 from storage.ledger import Ledger
-from storage.prompts import PromptOrder
 from storage.replay import ReplayStore
 from storage.shard import Shard
 from tests.factories import make_trajectory
@@ -87,6 +87,7 @@ class Storage:
     dispatcher: Dispatcher
     stores: list[ReplayStore]
     shards: list[Shard]
+    data: DataSets
 
     async def run(self, stop: asyncio.Event, *, reissue: bool) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -106,13 +107,14 @@ def opened(bus: Bus, directory: Path, admission: AdmissionConfig = SMALL) -> Ite
     with ExitStack() as stack:
         ledger = stack.enter_context(closing(Ledger.open(directory / "ledger.sqlite")))
         stores = [stack.enter_context(closing(ReplayStore.open(directory / str(n)))) for n in range(SHARDS)]
-        order = PromptOrder(len(PROMPTS), seed=0, shuffle=True)
-        dispatcher = Dispatcher(bus, ledger, PROMPTS, order, admission, shards=SHARDS)
+        data = DataSets(ledger, directory)
+        data.configure(PROMPTS, seed=0, shuffle=True, source="the test")
+        dispatcher = Dispatcher(bus, ledger, data, admission, shards=SHARDS, seed=0)
         shards = [
             Shard(bus, store, n, shards=SHARDS, was_issued=ledger.was_issued, linger_s=0.0)
             for n, store in enumerate(stores)
         ]
-        yield Storage(ledger, dispatcher, stores, shards)
+        yield Storage(ledger, dispatcher, stores, shards, data)
 
 
 @asynccontextmanager

@@ -14,7 +14,8 @@ from bus.errors import BusError
 from bus.messages import GroupRejected, StoredGroups
 from storage.admission import Admission
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, UniformSampler
-from storage.ledger import Ledger, prepare
+from storage.ledger import Ledger
+from storage.ledger_schema import prepare
 from tests.storage.interleavings import play_many
 from tests.storage.serving import manifest
 
@@ -25,6 +26,7 @@ def test_any_order_of_events_keeps_the_bound_loses_nothing_and_goes_on():
     """See `World.check`, `World.check_batch` and `World.settle` for what is asserted."""
     assert play_many(range(1000), events=25) > 1000
     assert play_many(range(200), events=70) > 200
+    assert play_many(range(2900, 3000), events=60) > 200  # some resume with larger batches
 
 
 @pytest.mark.slow
@@ -221,13 +223,45 @@ def test_shards_keep_what_may_still_be_used_again(sql):
     assert sorted(once.unsettled()) == [2, 3]
 
 
+def test_step_after_a_resume_never_waits_for_groups_that_only_later_weights_may_sample(sql):
+    """Larger batches use the groups taken back up before the version at which the open lease was issued."""
+    run = Run(sql, config(groups=1, staleness=0))
+    for step in (1, 2):
+        run.store(step - 1)
+        assert run.batch(step) == [step - 1]
+        assert run.publish(step) == [step]
+    larger = Admission(run.ledger, config(groups=3, staleness=0), seed=0)
+    larger.opened = True
+    larger.resume(0, "b")
+    larger.on_policy(manifest(0, incarnation="b"))
+    assert larger.issue() == []
+    assert larger.state(2).policy_version == 2
+    assert larger.batch(1, 0, now_s=0.0) == "2 of 3 groups are stored, 1 rolling out"
+    assert larger.state(2).policy_version == 0  # else the actors would wait for version 2
+    run.ledger.flush()
+    assert Ledger(sql).rolling_out[2].policy_version == 0
+    larger.on_stored(StoredGroups(shard=0, after=2, lease_ids=(2,), total=3))
+    assert [use.lease_id for use in larger.batch(1, 0, now_s=0.0)] == [0, 2, 1]
+
+
+def test_lease_of_a_quarantined_prompt_is_refunded_and_the_next_one_issued(sql):
+    ledger = Ledger(sql)
+    admission = Admission(ledger, config(), seed=0, is_quarantined={1, 4}.__contains__)
+    admission.opened = True
+    admission.on_policy(manifest(0))
+    assert admission.issue() == [0, 2, 3, 5]
+    assert ledger.reasons == {"skipped": 2}
+    assert ledger.account().balanced()
+    assert [admission.state(n).state for n in (0, 1, 7)] == ["open", "quarantined", "settled"]
+
+
 # --- configuration ---
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"incomplete": "close_short"}, "use wait or drop"),
+        ({"incomplete": "shorten"}, "close_short"),
         ({"sampler": FifoSampler(max_reuse=1, min_samples_per_insert=2)}, "at most 1 times"),
         ({"sampler": FifoSampler(max_reuse=9, min_samples_per_insert=3)}, "at most 2 times"),
         (

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -13,13 +14,15 @@ import pytest
 import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from zarr.storage import ZipStore
 
 from bus.codec import encode
 from bus.errors import SchemaError, StorageError
 from bus.messages import Trajectory, group_name
-from storage import pieces, replay
+from storage import pieces, replay, zipped
 from storage.replay import ReplayStore
-from storage.segments import RECORD_FIELDS, ROW_COLUMNS, TOKEN_ARRAYS
+from storage.segments import FILE, RECORD_FIELDS, ROW_COLUMNS, TOKEN_ARRAYS, Segment
+from storage.zipped import map_entries
 
 PROPERTY = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -115,7 +118,7 @@ def test_a_segment_is_a_zarr_group_that_the_zarr_api_reads(tmp_path):
     store = ReplayStore.open(tmp_path)
     store.append(stored)
     [segment] = segments_of(tmp_path)
-    opened = zarr.open_group(segment, mode="r")
+    opened = zarr.open_group(ZipStore(segment / FILE, mode="r"), mode="r")
     assert set(opened.array_keys()) == {*TOKEN_ARRAYS, "records", "rows"}
     for name, dtype in TOKEN_ARRAYS.items():
         assert opened[name].dtype == dtype
@@ -127,7 +130,10 @@ def test_a_segment_is_a_zarr_group_that_the_zarr_api_reads(tmp_path):
     assert rows[:, 0].tolist() == np.cumsum([len(t.token_ids) for t in stored]).tolist()
     assert rows[:, 2:5].tolist() == [[3, 1, 2], [3, 0, 2], [4, 0, 1]]
     assert opened["records"].dtype == np.uint8
-    assert opened["records"][:].tobytes() == (segment / "records" / "c.0").read_bytes()
+    with zipfile.ZipFile(segment / FILE) as archive:
+        assert opened["records"][:].tobytes() == archive.read("records/c.0")
+        assert archive.testzip() is None
+    opened.store.close()
     store.close()
 
 
@@ -173,8 +179,8 @@ def test_leftovers_of_a_killed_writer_are_ignored_and_removed(tmp_path):
     store.close()
     [segment] = segments_of(tmp_path)
     leftover = tmp_path / ".tmp-segment_00000001"
-    (leftover / "token_ids").mkdir(parents=True)
-    (leftover / "token_ids" / "c.0").write_bytes((segment / "token_ids" / "c.0").read_bytes())
+    leftover.mkdir()
+    (leftover / FILE).write_bytes((segment / FILE).read_bytes()[:500])
     reader = ReplayStore.open(tmp_path, writable=False)
     assert leftover.exists()  # it may belong to a writer at work
     assert reader.completed == [0]
@@ -185,23 +191,24 @@ def test_leftovers_of_a_killed_writer_are_ignored_and_removed(tmp_path):
     reader.close()
 
 
-def every_file_of_a_segment() -> list[str]:
-    documents = [f"{name}/zarr.json" for name in (*TOKEN_ARRAYS, "records", "rows")]
-    return ["zarr.json", *documents, "rows/c.0.0", *(f"{name}/c.0" for name in (*TOKEN_ARRAYS, "records"))]
-
-
-@pytest.mark.parametrize("name", every_file_of_a_segment())
-@pytest.mark.parametrize("damage", ["missing", "short"])
-def test_a_segment_with_a_missing_or_short_file_is_refused_by_name(tmp_path, name, damage):
+@pytest.mark.parametrize("damage", ["missing", "short", "empty", "torn in the middle", "overwritten"])
+def test_a_segment_whose_file_is_not_whole_is_refused_by_name(tmp_path, damage):
     store = ReplayStore.open(tmp_path)
     store.append(group(0))
     store.append(group(1))
     store.close()
-    victim = segments_of(tmp_path)[0] / name
+    victim = segments_of(tmp_path)[0] / FILE
+    content = victim.read_bytes()
     if damage == "missing":
         victim.unlink()
+    elif damage == "short":
+        victim.write_bytes(content[:-1])
+    elif damage == "empty":
+        victim.write_bytes(b"")
+    elif damage == "torn in the middle":
+        victim.write_bytes(content[:1000] + content[1100:])
     else:
-        victim.write_bytes(victim.read_bytes()[:-1])
+        victim.write_bytes(b"\0" * len(content))
     with pytest.raises(StorageError, match="segment_00000000"):
         ReplayStore.open(tmp_path)
 
@@ -211,12 +218,29 @@ def test_a_flipped_bit_is_never_trained_on(tmp_path, name):
     store = ReplayStore.open(tmp_path)
     store.append(group(0))
     store.close()
-    chunk = segments_of(tmp_path)[0] / name
-    content = bytearray(chunk.read_bytes())
-    content[len(content) // 2] ^= 1
-    chunk.write_bytes(content)
+    file = segments_of(tmp_path)[0] / FILE
+    content = bytearray(file.read_bytes())
+    entry = bytes(map_entries(file)[name])
+    content[content.index(entry) + len(entry) // 2] ^= 1
+    file.write_bytes(content)
     with pytest.raises(StorageError, match="segment_00000000 is corrupt"), closing_store(tmp_path) as store:
         store.read([0])
+
+
+@pytest.mark.parametrize("large_bytes", [zipped.LARGE_BYTES, 16])
+@pytest.mark.parametrize("lengths", [[1, 2, 3], [5], [31_000, 7, 100_000]])
+def test_arrays_lie_aligned_in_the_mapped_file(tmp_path, monkeypatch, lengths, large_bytes):
+    monkeypatch.setattr(zipped, "LARGE_BYTES", large_bytes)
+    with closing_store(tmp_path) as store:
+        store.append([trajectory(lease, 0, 1, length) for lease, length in enumerate(lengths)])
+        [segment] = segments_of(tmp_path)
+        with closing(Segment(segment)) as opened:
+            assert all(array.flags.aligned for array in opened.arrays.values())
+        with zipfile.ZipFile(segment / FILE) as archive:
+            assert archive.testzip() is None
+        assert as_bytes(store.read(range(len(lengths)))) == as_bytes(
+            trajectory(lease, 0, 1, length) for lease, length in enumerate(lengths)
+        )
 
 
 def test_foreign_and_missing_segments_are_refused_by_name(tmp_path):
@@ -232,7 +256,8 @@ def test_foreign_and_missing_segments_are_refused_by_name(tmp_path):
     first.rename(tmp_path / ".away")
     with pytest.raises(StorageError, match="segment_00000001 is here but an earlier segment is missing"):
         ReplayStore.open(tmp_path)
-    zarr.open_group(first, mode="w")
+    first.mkdir()
+    (first / "zarr.json").write_text("{}")
     with pytest.raises(StorageError, match="segment_00000000 is not a replay segment"):
         ReplayStore.open(tmp_path)
 
@@ -241,9 +266,20 @@ def test_a_segment_of_another_format_names_both_formats(tmp_path):
     store = ReplayStore.open(tmp_path)
     store.append(group(0))
     store.close()
-    document = segments_of(tmp_path)[0] / "zarr.json"
-    document.write_text(document.read_text().replace('"sluice_replay": 2', '"sluice_replay": 9'))
-    with pytest.raises(StorageError, match="has format 9, this build reads 2"):
+    file = segments_of(tmp_path)[0] / FILE
+    file.write_bytes(file.read_bytes().replace(b'"sluice_replay": 3', b'"sluice_replay": 9'))
+    with pytest.raises(StorageError, match="has format 9, this build reads 3"):
+        ReplayStore.open(tmp_path)
+
+
+def test_a_segment_of_the_format_without_a_zip_file_names_both_formats(tmp_path):
+    store = ReplayStore.open(tmp_path)
+    store.append(group(0))
+    store.close()
+    [segment] = segments_of(tmp_path)
+    (segment / FILE).unlink()
+    (segment / "zarr.json").write_text('{"attributes": {"sluice_replay": 2}, "node_type": "group"}')
+    with pytest.raises(StorageError, match="has format 2, this build reads 3: use the build that wrote it"):
         ReplayStore.open(tmp_path)
 
 
@@ -285,7 +321,7 @@ def test_mapped_segments_are_bounded_and_results_outlive_the_store(tmp_path, mon
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(2):
         assert as_bytes(store.read(range(8))) == as_bytes(t for lease in range(8) for t in group(lease))
-    assert len(list(Path("/proc/self/fd").iterdir())) == before + 3 * (len(TOKEN_ARRAYS) + 1)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 3
     read = store.read(range(8))
     store.close()
     assert as_bytes(read) == as_bytes(t for lease in range(8) for t in group(lease))

@@ -1,0 +1,119 @@
+"""The siblings of one lease while an actor gathers them: stored by another, finished here, sent or not."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from actors.environments.base import AgentTrajectory, Episode
+from bus.messages import Lease, Siblings, Trajectory, TrajectoryBatch
+
+NOTHING = Siblings(group_size=0)
+
+
+@dataclass
+class Group:
+    """What there is of a group.
+
+    Where every episode gives equally many trajectories, `each`, a sample's place in the group is known before
+    its siblings are finished, and finished ones may be sent ahead. Otherwise only the whole group is sent.
+    """
+
+    lease: Lease
+    each: int | None
+    actor: str
+    stored: Siblings = NOTHING
+    """What another actor left in the shard."""
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    """Those finished here, by sample."""
+    failures: list[str] = field(default_factory=list)
+    sent: set[int] = field(default_factory=set)
+    _unsent_since: float | None = None
+
+    @property
+    def samples(self) -> int:
+        """Rollouts of the whole group: as many as its first siblings said, whatever the lease says since."""
+        if self.each is not None and self.stored.group_size:
+            return self.stored.group_size // self.each
+        return self.lease.samples
+
+    @property
+    def missing(self) -> list[int]:
+        """Samples that are not stored."""
+        if self.each is None:
+            return list(range(self.samples))
+        there, each = set(self.stored.samples), self.each
+        return [n for n in range(self.samples) if not there.issuperset(range(n * each, (n + 1) * each))]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of all trajectories there are: first those stored."""
+        here = {n for sample in self.episodes for n in self._places(sample)} if self.each else set()
+        before = [r for n, r in zip(self.stored.samples, self.stored.rewards, strict=True) if n not in here]
+        return [*before, *(part.reward for _, part in self._parts(sorted(self.episodes)))]
+
+    def add(self, sample: int, outcome: Episode | str) -> None:
+        """One rollout has ended."""
+        if isinstance(outcome, str):
+            self.failures.append(outcome)
+        elif self.each is not None and len(outcome.trajectories) != self.each:
+            self.failures.append(
+                f"an episode of {len(outcome.trajectories)} trajectories, where the environment promises "
+                f"{self.each}: set its trajectories_per_episode to None"
+            )
+        else:
+            self.episodes[sample] = outcome
+            self._unsent_since = self._unsent_since or asyncio.get_running_loop().time()
+
+    def shared_in_s(self, share_after_s: float | None) -> float | None:
+        """Seconds until what is finished should be sent without its siblings; None for never."""
+        if share_after_s is None or self.each is None or self.failures or self._unsent_since is None:
+            return None
+        return max(0.0, self._unsent_since + share_after_s - asyncio.get_running_loop().time())
+
+    def unsent(self) -> list[tuple[str, TrajectoryBatch]]:
+        """What is finished and was not sent yet, as messages with their ids; from now on it counts as sent.
+
+        The whole group is one message, and a part of it one a sample: each is the same whoever sends it.
+        """
+        samples = sorted(self.episodes.keys() - self.sent)
+        whole = len(samples) == self.samples
+        self.sent.update(samples)
+        self._unsent_since = None
+        if whole:
+            return [(self.lease.group_id, self._batch(samples))]
+        return [(f"{self.lease.group_id}.{sample}", self._batch([sample])) for sample in samples]
+
+    def _batch(self, samples: list[int]) -> TrajectoryBatch:
+        parts = self._parts(samples)
+        size = len(parts) if self.each is None else self.each * self.samples
+        return TrajectoryBatch(trajectories=tuple(self._trajectory(n, size, part) for n, part in parts))
+
+    def _parts(self, samples: list[int]) -> list[tuple[int, AgentTrajectory]]:
+        """Trajectories and their places in the group."""
+        if self.each is None:
+            return list(enumerate(part for sample in samples for part in self.episodes[sample].trajectories))
+        return [
+            place
+            for sample in samples
+            for place in zip(self._places(sample), self.episodes[sample].trajectories, strict=True)
+        ]
+
+    def _places(self, sample: int) -> range:
+        each = self.each or 1
+        return range(sample * each, (sample + 1) * each)
+
+    def _trajectory(self, place: int, size: int, part: AgentTrajectory) -> Trajectory:
+        return Trajectory(
+            trajectory_id=f"{self.lease.group_id}.{place}",
+            group_id=self.lease.group_id,
+            lease_id=self.lease.lease_id,
+            sample=place,
+            group_size=size,
+            token_ids=part.token_ids,
+            loss_mask=part.loss_mask,
+            behaviour_logprobs=part.behaviour_logprobs,
+            policy_versions=part.policy_versions,
+            reward=part.reward,
+            agent=part.agent,
+            finish_reason=part.finish_reason,
+            actor=self.actor,
+        )

@@ -1,0 +1,328 @@
+"""Leases that come back: what another actor finished is kept, and what kills its actors is quarantined."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from actors.engines.base import Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.environments.single_turn import SingleTurn
+from actors.filters import load_filter
+from actors.policy import Policy
+from actors.rewards.scoring import Scorer
+from actors.weights import PolicyFollower
+from actors.worker import Worker
+from bus import consume
+from bus.codec import encode
+from bus.connection import Bus
+from bus.consume import Inbox
+from bus.publish import Publisher
+from learner.scratch import character_tokenizer
+from storage import dispatcher
+from storage.config import AdmissionConfig
+from tests.factories import make_lease, make_trajectory
+from tests.storage.serving import (
+    LearnerStandIn,
+    Storage,
+    dead_letters,
+    expect_redelivery_after,
+    has,
+    leases,
+    opened,
+    running,
+    send,
+    serving,
+    until,
+)
+
+pytestmark = pytest.mark.nats
+TOKENIZER = character_tokenizer()
+ONE_GROUP = AdmissionConfig(groups_per_step=1, samples_per_prompt=3, max_staleness=0)
+
+
+class Scripted:
+    """An environment in which rollouts can be held, and some prompts end the process that rolls them out."""
+
+    def __init__(self, *held: str, lethal: str = "", per_episode: int | None = 1) -> None:
+        self.trajectories_per_episode = per_episode
+        self.began: list[str] = []
+        self.released = asyncio.Event()
+        self._held = held
+        self._lethal = lethal
+        self._inner = SingleTurn(Scorer("one", timeout_s=5, reward=lambda answer: 1.0))
+
+    async def run(self, task, policy):
+        self.began.append(task.task_id)
+        if task.prompt == self._lethal:
+            raise MemoryError(task.prompt)  # no error of ours: it ends the worker
+        if task.task_id in self._held:
+            await self.released.wait()
+        return await self._inner.run(task, policy)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consume, "POLL_S", 0.1)
+    monkeypatch.setattr(dispatcher, "POLL_S", 0.05)
+    monkeypatch.setattr(dispatcher, "LONG_POLL_S", 0.3)
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    ids = [*TOKENIZER("0", add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id]
+    engine = ScriptedEngine(lambda tokens: ids)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+def make_worker(
+    bus: Bus, engine: ScriptedEngine, environment, *, keep: str = "none", share_after_s: float | None = 0.0
+) -> Worker:
+    sampling = Sampling(max_new_tokens=8, stop_token_ids=(TOKENIZER.eos_token_id,))
+    return Worker(
+        bus,
+        Policy(engine, TOKENIZER, sampling),
+        environment,
+        follower=PolicyFollower(bus, engine),
+        keep=load_filter(keep),
+        shards=2,
+        name="tester",
+        share_after_s=share_after_s,
+    )
+
+
+def at_work(worker: Worker):
+    return running(lambda stop: worker.run(stop, groups_at_once=4))
+
+
+@asynccontextmanager
+async def killed_at_the_end(worker: Worker):
+    """At work until its process dies: nothing is given back."""
+    task = asyncio.create_task(worker.run(asyncio.Event(), groups_at_once=4))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def publish_lease(bus: Bus, lease) -> None:
+    await Publisher(bus).publish(bus.subject("tasks", "rollout"), encode(lease), message_id="lease")
+
+
+async def stored(storage: Storage, count: int) -> None:
+    await until(lambda: sum(store.trajectories for store in storage.stores) == count)
+
+
+# --- siblings ---
+
+
+async def test_the_next_actor_rolls_out_only_what_a_killed_one_had_not_finished(bus, engine, tmp_path):
+    await expect_redelivery_after(bus, 2.0, "rollout")
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await LearnerStandIn(bus).publish(0)
+        async with killed_at_the_end(make_worker(bus, engine, Scripted("g00000000.1"))):
+            await stored(storage, 2)
+        second = Scripted()
+        worker = make_worker(bus, engine, second)
+        async with at_work(worker):
+            assert await LearnerStandIn(bus).batch(1) == [0]
+            await has(bus, "TASKS", 0)
+        assert second.began == ["g00000000.1"]
+        assert (worker.counts["reused"], worker.counts["trajectories"], worker.counts["groups"]) == (2, 1, 1)
+        assert [t.sample for t in storage.stores[0].read([0])] == [0, 1, 2]
+
+
+async def test_finished_siblings_stay_with_their_actor_when_sharing_is_off(bus, engine, tmp_path):
+    environment = Scripted("g00000000.1")
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await LearnerStandIn(bus).publish(0)
+        async with at_work(make_worker(bus, engine, environment, share_after_s=None)):
+            await until(lambda: len(engine.requests) == 2)
+            assert isinstance((await LearnerStandIn(bus).ask(1)).reason, str)  # two seconds later
+            assert storage.stores[0].trajectories == 0
+            environment.released.set()
+            assert await LearnerStandIn(bus).batch(1) == [0]
+
+
+async def test_a_lease_published_again_is_completed_in_the_size_its_siblings_say(bus, engine, tmp_path):
+    """Whatever `samples_per_prompt` has become since."""
+    environment = Scripted()
+    with opened(bus, tmp_path) as storage:
+        async with running(storage.shards[0].run), at_work(make_worker(bus, engine, environment)):
+            storage.ledger.issue(1, policy_version=0)
+            await send(bus, make_trajectory(0, 1, group_size=3))
+            await stored(storage, 1)
+            lease = make_lease(0, samples=5)
+            await publish_lease(
+                bus,
+                type(lease)(lease_id=0, prompt=lease.prompt, samples=5, policy_version=0, republished=True),
+            )
+            await until(lambda: storage.stores[0].completed == [0])
+    assert environment.began == ["g00000000.0", "g00000000.2"]
+
+
+async def test_without_an_answer_from_storage_everything_is_rolled_out(bus, engine):
+    environment = Scripted()
+    lease = make_lease(0, samples=2)
+    async with at_work(make_worker(bus, engine, environment)):
+        await publish_lease(
+            bus, type(lease)(lease_id=0, prompt=lease.prompt, samples=2, policy_version=0, republished=True)
+        )
+        await has(bus, "TRAJECTORIES", 1)
+        await has(bus, "TASKS", 0)
+    assert environment.began == ["g00000000.0", "g00000000.1"]
+
+
+@pytest.mark.parametrize(("reward", "kept"), [(0.0, True), (1.0, False)])
+async def test_the_group_filter_sees_the_rewards_of_reused_siblings(bus, engine, tmp_path, reward, kept):
+    """The scripted answer is worth 1."""
+    with opened(bus, tmp_path) as storage:
+        storage.ledger.issue(1, policy_version=0)
+        async with running(lambda stop: storage.run(stop, reissue=False)):
+            await send(bus, make_trajectory(0, 0, reward=reward))
+            await stored(storage, 1)
+            lease = make_lease(0)
+            await publish_lease(
+                bus,
+                type(lease)(lease_id=0, prompt=lease.prompt, samples=2, policy_version=0, republished=True),
+            )
+            async with at_work(make_worker(bus, engine, Scripted(), keep="zero_variance")):
+                await until(lambda: not storage.ledger.rolling_out)
+        assert (list(storage.ledger.stored) == [0]) == kept
+        assert storage.ledger.reasons == ({} if kept else {"zero_variance": 1})
+
+
+async def test_a_group_shared_early_and_rejected_in_the_end_is_never_given_to_a_step(bus, engine, tmp_path):
+    environment = Scripted("g00000000.1")
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await LearnerStandIn(bus).publish(0)
+        async with at_work(make_worker(bus, engine, environment, keep="zero_variance")):
+            await stored(storage, 2)
+            environment.released.set()
+            await until(lambda: storage.ledger.reasons["zero_variance"] > 0)
+            await send(bus, make_trajectory(0, 1, group_size=3))  # a twin that another actor finished
+            await until(lambda: storage.stores[0].completed == [0])
+            assert (await LearnerStandIn(bus).ask(1)).reason.startswith("0 of 1 groups are stored")
+        assert 0 not in storage.ledger.stored
+
+
+async def test_an_environment_that_breaks_its_promise_fails_its_rollouts(bus, engine, tmp_path):
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await LearnerStandIn(bus).publish(0)
+        async with at_work(make_worker(bus, engine, Scripted(per_episode=2))):
+            await until(lambda: storage.ledger.reasons["rollout_failed"] > 0)
+        assert storage.stores[0].trajectories == 0
+
+
+# --- weights ---
+
+
+async def test_a_lease_of_a_dead_learners_version_is_sampled_once_the_step_needs_it(bus, engine, tmp_path):
+    """The learner resumes with larger batches: the groups taken back do not last until version 2."""
+    learner = LearnerStandIn(bus)
+    small = AdmissionConfig(groups_per_step=1, samples_per_prompt=2, max_staleness=0)
+    async with serving(bus, tmp_path, small) as storage:
+        await learner.resume(0)
+        for step in (1, 2):
+            await learner.publish(step - 1)
+            await until(lambda step=step: storage.ledger.next_id == step)
+            await send(bus, *(make_trajectory(step - 1, n, policy_version=step - 1) for n in range(2)))
+            await learner.batch(step)
+        await learner.publish(2)
+        await until(lambda: storage.ledger.next_id == 3)
+    await bus.js.purge_stream(bus.topology.stream("TASKS"), keep=1)  # nobody acked the first two
+    larger = AdmissionConfig(groups_per_step=3, samples_per_prompt=2, max_staleness=0)
+    async with serving(bus, tmp_path, larger) as storage, at_work(make_worker(bus, engine, Scripted())):
+        second = LearnerStandIn(bus, "b")
+        await second.resume(0)
+        await second.publish(0)
+        assert engine.policy_version == 0
+        assert await second.batch(1) == [0, 2, 1]
+        assert {t.oldest_version for t in storage.stores[0].read([2])} == {0}
+    assert sorted(lease.lease_id for lease in await leases(bus)) == [3, 4]  # version 2's: handed back
+
+
+async def test_a_rollout_into_which_older_weights_came_is_repeated(bus, engine):
+    """A resumed learner's first version may reach the engine in mid-generation."""
+    await engine.load_weights({}, 5)
+    engine.hold()
+    worker = make_worker(bus, engine, Scripted())
+    async with at_work(worker):
+        await publish_lease(bus, make_lease(0, samples=1, policy_version=5))
+        await until(lambda: engine.running == 1)
+        await engine.load_weights({}, 3)
+        engine.release()
+        await until(lambda: len(engine.requests) == 1 and engine.running == 0)
+        await engine.load_weights({}, 5)
+        await has(bus, "TRAJECTORIES", 1)
+    assert len(engine.requests) == 2
+
+
+# --- quarantine ---
+
+
+async def test_a_prompt_that_kills_its_actors_is_quarantined_and_the_others_are_not(bus, engine, tmp_path):
+    await expect_redelivery_after(bus, 0.3, "rollout")
+    admission = AdmissionConfig(groups_per_step=2, samples_per_prompt=2, max_staleness=1, max_deliver=4)
+    deaths = 0
+    async with serving(bus, tmp_path, admission) as storage:
+        await LearnerStandIn(bus).publish(0)
+        await has(bus, "TASKS", 4)
+        data = storage.data
+        lethal = data.prompt(2)
+        async with asyncio.timeout(20):
+            while not data.quarantined or storage.ledger.rolling_out:
+                environment = Scripted(lethal=lethal.content)
+                stop = asyncio.Event()
+                task = asyncio.create_task(make_worker(bus, engine, environment).run(stop, groups_at_once=4))
+                await until(
+                    lambda task=task: (
+                        task.done() or bool(data.quarantined and not storage.ledger.rolling_out)
+                    ),
+                    seconds=20,
+                )
+                stop.set()
+                await asyncio.wait([task])
+                if task.exception() is not None:
+                    assert isinstance(task.exception(), ExceptionGroup)
+                    deaths += 1
+        assert 2 <= deaths <= 4  # a dead actor's open request may have taken a delivery or two
+        assert storage.ledger.reasons["quarantined"] == 1
+        assert storage.ledger.account().balanced()
+        [letter] = await dead_letters(bus)
+        assert "lease 2: quarantined" in letter.reason
+        assert sorted(storage.ledger.stored) == [0, 1, 3, 4]
+    with opened(bus, tmp_path, admission) as storage:  # also after a restart, in every epoch
+        assert storage.data.quarantined == 1
+        quarantined = [n for n in range(28) if storage.data.is_quarantined(n)]
+        assert [storage.data.prompt(n) for n in quarantined] == [lethal] * 4
+
+
+async def test_actors_that_stop_kindly_accuse_no_prompt(bus, engine, tmp_path):
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await LearnerStandIn(bus).publish(0)
+        inbox = Inbox(bus, "TASKS", "rollout")
+        for _ in range(8):
+            [raw] = await inbox.take(1)
+            await raw.nak()
+        async with at_work(make_worker(bus, engine, Scripted())):
+            assert await LearnerStandIn(bus).batch(1) == [0]
+        assert storage.ledger.facts["attempts.0"] == "1"
+        assert not storage.data.quarantined
+
+
+async def test_a_lease_that_is_settled_when_it_comes_back_costs_nothing(bus, engine, tmp_path):
+    environment = Scripted()
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await LearnerStandIn(bus).publish(0)
+        [raw] = await Inbox(bus, "TASKS", "rollout").take(1)
+        await send(bus, *(make_trajectory(0, n, group_size=3) for n in range(3)))
+        await until(lambda: 0 in storage.ledger.stored)
+        await raw.nak()
+        async with at_work(make_worker(bus, engine, environment)):
+            await has(bus, "TASKS", 0)
+    assert not environment.began

@@ -1,0 +1,89 @@
+"""`launch data` against a storage process: checked as at the start, in force from the next lease on."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from bus import roles
+from bus.blobs import put_blob
+from bus.codec import encode
+from bus.config import BusConfig
+from bus.errors import ConfigError
+from bus.publish import Publisher
+from bus.server import NatsServer
+from launch.config import RunConfig
+from launch.data import add_data
+from storage.run import RunDirectory
+from storage.service import StorageSettings, run_storage
+from tests.storage.conftest import quick  # noqa: F401 - a fixture
+from tests.storage.serving import SMALL, has, leases, running, send_rejections
+from tests.storage.test_service import model_files, own_switch_interval, publish_policy  # noqa: F401
+
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick", "own_switch_interval")]
+
+
+def prompts(path: Path, *contents: str) -> Path:
+    path.write_text("".join(json.dumps({"prompt": content}) + "\n" for content in contents))
+    return path
+
+
+@pytest.fixture
+def where(server: NatsServer, tmp_path: Path) -> RunConfig:
+    return RunConfig(run="test", directory=tmp_path / "runs", bus=BusConfig(url=server.url))
+
+
+@pytest.fixture
+def settings(where: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StorageSettings:
+    monkeypatch.setattr(roles, "RENEW_S", 0.1)
+    return StorageSettings(
+        data=where.data.model_copy(
+            update={"prompts": prompts(tmp_path / "old.jsonl", "a", "b"), "shuffle": False}
+        ),
+        admission=SMALL,
+        replay=where.replay,
+        seed=0,
+        max_new_tokens=10,
+        run=RunDirectory(where.directory, "test"),
+        config_json=where.model_dump_json(),
+    )
+
+
+async def issued(bus) -> list[str]:
+    return [str(lease.prompt.content) for lease in await leases(bus)]
+
+
+async def test_other_prompts_take_over_with_the_next_lease_and_stay_after_a_restart(
+    bus, where, settings, tmp_path, model_files  # noqa: F811
+):  # fmt: skip
+    added, stop = prompts(tmp_path / "new.jsonl", "c", "d", "e"), asyncio.Event()
+    async with running(lambda stop: run_storage(bus, settings, stop)):
+        with pytest.raises(ConfigError, match="run 'test' goes on with its prompts: the learner has not"):
+            await add_data(where, added, False, stop)
+        await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
+        await has(bus, "TASKS", 4)
+        accepted = await add_data(where, added, False, stop)
+        assert (accepted.first_lease, accepted.prompts) == (4, 3)
+        long = prompts(tmp_path / "long.jsonl", "f", "x" * 30)
+        with pytest.raises(ConfigError, match=r"prompt 2 has 32 tokens: with 10 new ones it exceeds"):
+            await add_data(where, long, True, stop)
+        bad = prompts(tmp_path / "bad.jsonl", "f", "")
+        with pytest.raises(ConfigError, match=r"bad\.jsonl, line 2: 'prompt' is empty"):
+            await add_data(where, bad, True, stop)
+        await send_rejections(bus, [0, 1])
+        await has(bus, "TASKS", 6)
+    async with running(lambda stop: run_storage(bus, settings, stop)):
+        await send_rejections(bus, [2, 3])
+        await has(bus, "TASKS", 8)
+        accepted = await add_data(where, added, True, stop)
+        assert (accepted.first_lease, accepted.prompts) == (8, 6)
+        await send_rejections(bus, [4])
+        await has(bus, "TASKS", 9)
+    assert await issued(bus) == ["a", "b", "a", "b", "c", "d", "e", "c", "c"]
+
+
+async def test_a_run_that_nobody_serves_is_named(bus, where, tmp_path):
+    impatient = where.model_copy(update={"bus": where.bus.model_copy(update={"join_timeout_s": 0.1})})
+    with pytest.raises(ConfigError, match="is `launch storage --run test` running on this bus"):
+        await add_data(impatient, prompts(tmp_path / "new.jsonl", "c"), False, asyncio.Event())

@@ -1,0 +1,232 @@
+"""Shards away from the dispatcher: whose they are, what they believe, and what is refused."""
+
+import asyncio
+import sys
+from contextlib import asynccontextmanager, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from bus import roles
+from bus.errors import BusError, ConfigError, FencedError
+from bus.messages import Located, LocateRequest, RoleHolder, Status
+from storage import issued
+from storage.config import ReplayConfig, shard_numbers
+from storage.dispatcher import Dispatcher
+from storage.ledger import Ledger
+from storage.prompts import PromptOrder
+from storage.reader import ReplayReader
+from storage.replay import ReplayStore
+from storage.run import RunDirectory
+from storage.shards_service import ShardsSettings, run_shards
+from tests.factories import make_trajectory
+from tests.storage.serving import (
+    PROMPTS,
+    SHARDS,
+    SMALL,
+    LearnerStandIn,
+    dead_letters,
+    has,
+    make_shard,
+    messages,
+    running,
+    send,
+    send_groups,
+    until,
+)
+
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
+
+
+@pytest.fixture(autouse=True)
+def quick_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "RENEW_S", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def own_switch_interval():
+    """A process of shards sets it for itself; it is this one now."""
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)
+
+
+@contextmanager
+def opened(bus, directory: Path):
+    """The dispatcher of a storage process that keeps no shard, not yet running."""
+    with closing(Ledger.open(directory / "ledger.sqlite")) as ledger:
+        order = PromptOrder(len(PROMPTS), seed=0, shuffle=True)
+        dispatcher = Dispatcher(bus, ledger, PROMPTS, order, SMALL, shards=SHARDS)
+        dispatcher.admit()
+        yield dispatcher
+
+
+@asynccontextmanager
+async def dispatching(bus, directory: Path):
+    """Such a process, from start to stop."""
+    with opened(bus, directory) as dispatcher:
+        async with running(lambda stop: dispatcher.run(stop, reissue=False)):
+            yield dispatcher
+
+
+def settings(directory: Path, *numbers: int) -> ShardsSettings:
+    return ShardsSettings(numbers, ReplayConfig(shards=SHARDS, linger_s=0.0), RunDirectory(directory, "test"))
+
+
+def keeping(bus, directory: Path, *numbers: int):
+    """`launch shards`, in this process."""
+    return running(lambda stop: run_shards(bus, settings(directory, *numbers), stop))
+
+
+async def serves(bus, shard: int) -> bool:
+    request = LocateRequest(lease_ids=(), host="")
+    try:
+        await bus.request(bus.subject("rpc", "locate", shard), request, Located, timeout_s=5)
+    except BusError:
+        return False
+    return True
+
+
+async def batch(bus, step: int) -> list[list[str]]:
+    found = await ReplayReader(bus, "a").batch(step, step - 1, on_wait=lambda reason: None)
+    return [[t.trajectory_id for t in group] for group in found.groups]
+
+
+async def test_shards_of_two_hosts_make_one_run(bus, tmp_path, connect):
+    heard: list[Status] = []
+    await bus.listen(bus.subject("status", "shards"), Status, heard.append)
+    async with connect("a") as a, connect("b") as b, dispatching(bus, tmp_path) as dispatcher:
+        await LearnerStandIn(bus).publish(0)
+        async with keeping(a, tmp_path / "a", 0), keeping(b, tmp_path / "b", 1):
+            await has(bus, "TASKS", 4)
+            await send_groups(bus, range(4))
+            assert await batch(bus, 1) == [["g00000000-0", "g00000000-1"], ["g00000001-0", "g00000001-1"]]
+            assert await batch(bus, 2) == [["g00000002-0", "g00000002-1"], ["g00000003-0", "g00000003-1"]]
+        assert dispatcher.ledger.account().trained == 4
+    assert {status.source: status.values["trajectories_stored"] for status in heard} == {
+        "shards-0": 4,
+        "shards-1": 4,
+    }
+    assert heard[-1].doing.startswith("keeping shards ")
+
+
+async def test_no_lease_is_issued_before_every_shard_said_what_it_holds(bus, tmp_path):
+    async with dispatching(bus, tmp_path) as dispatcher:
+        await LearnerStandIn(bus).publish(0)
+        async with keeping(bus, tmp_path, 0):
+            await until(lambda: dispatcher.awaited_shards == [1])
+            await until(lambda: dispatcher.room() == 4)
+            assert await messages(bus, "TASKS") == 0
+            async with keeping(bus, tmp_path, 1):
+                await has(bus, "TASKS", 4)
+            await until(lambda: dispatcher.silent_shards == {1})
+
+
+async def test_second_writer_of_a_shard_is_refused(bus, tmp_path, connect):
+    async with dispatching(bus, tmp_path), keeping(bus, tmp_path / "a", 0, 1):
+        await until(lambda: serves(bus, 1))
+        async with connect("second") as second:
+            with pytest.raises(ExceptionGroup) as failure:
+                await run_shards(second, settings(tmp_path / "b", 1), asyncio.Event())
+    assert failure.group_contains(ConfigError, match="run 'test' already has a shard-1: process")
+
+
+async def test_writer_whose_shard_was_taken_over_stops_at_once(bus, tmp_path):
+    async with dispatching(bus, tmp_path):
+        shard = asyncio.create_task(run_shards(bus, settings(tmp_path, 1), asyncio.Event()))
+        await until(lambda: serves(bus, 1))
+        await bus.put("role.shard-1", RoleHolder(incarnation="other", host="other", pid=1))
+        with pytest.raises(ExceptionGroup) as failure:
+            await asyncio.wait_for(shard, 5)
+    assert failure.group_contains(FencedError, match="another process took over as shard-1")
+
+
+async def test_lease_is_believed_by_the_ledger_alone(bus, tmp_path):
+    async with dispatching(bus, tmp_path) as dispatcher, keeping(bus, tmp_path, 0, 1):
+        await LearnerStandIn(bus).publish(0)
+        await has(bus, "TASKS", 4)
+        await send(bus, *(make_trajectory(4, sample) for sample in range(2)))
+        await has(bus, "DEAD", 1)
+        [letter] = await dead_letters(bus)
+        assert "lease 4 was never issued in this run" in letter.reason
+        await send_groups(bus, [0, 1])
+        await batch(bus, 1)
+        await LearnerStandIn(bus).publish(1)
+        await until(lambda: dispatcher.ledger.was_issued(4))
+        await send(bus, *(make_trajectory(4, sample) for sample in range(2)))  # the same, issued since
+        await until(lambda: 4 in dispatcher.ledger.stored)
+
+
+async def test_shard_waits_for_a_dispatcher_that_restarts(bus, tmp_path):
+    async with keeping(bus, tmp_path, 0, 1):
+        async with dispatching(bus, tmp_path):
+            await LearnerStandIn(bus).publish(0)
+            await has(bus, "TASKS", 4)
+        await send_groups(bus, [0, 1])  # it never heard of them
+        async with dispatching(bus, tmp_path) as dispatcher:
+            await until(lambda: sorted(dispatcher.ledger.stored) == [0, 1])
+
+
+async def test_dispatcher_that_stays_away_ends_a_shard_with_the_reason(bus, tmp_path, monkeypatch):
+    monkeypatch.setattr(issued, "SILENCE_LIMIT_S", 0.1)
+    with pytest.raises(ExceptionGroup) as failure:
+        await run_shards(bus, settings(tmp_path, 0), asyncio.Event())
+    assert failure.group_contains(BusError, match=r"nobody serves sluice\.test\.rpc\.issued")
+
+
+async def test_directory_of_another_run_is_refused_by_the_shard(bus, tmp_path):
+    with closing(ReplayStore.open(settings(tmp_path).run.replay(1))) as store:
+        store.append([make_trajectory(5, sample) for sample in range(2)])
+    async with dispatching(bus, tmp_path):
+        with pytest.raises(ExceptionGroup) as failure:
+            await run_shards(bus, settings(tmp_path, 1), asyncio.Event())
+    reason = "holds the group of lease 5, but the ledger has issued only 0"
+    assert failure.group_contains(ConfigError, match=reason)
+
+
+async def test_directory_that_lacks_what_the_ledger_has_seen_is_refused_by_the_shard(bus, tmp_path):
+    async with dispatching(bus, tmp_path) as dispatcher:
+        async with keeping(bus, tmp_path / "right", 0, 1):
+            await LearnerStandIn(bus).publish(0)
+            await has(bus, "TASKS", 4)
+            await send_groups(bus, [1])
+            await until(lambda: 1 in dispatcher.ledger.stored)
+        with pytest.raises(ExceptionGroup) as failure:
+            await run_shards(bus, settings(tmp_path / "wrong", 1), asyncio.Event())
+        reason = "holds 0 complete groups, but the ledger has seen 1 in shard 1: give the --directory"
+        assert failure.group_contains(ConfigError, match=reason)
+
+
+async def test_dispatcher_refuses_a_shard_of_another_run_by_its_answer(bus, tmp_path):
+    with closing(ReplayStore.open(tmp_path / "other")) as store:
+        store.append([make_trajectory(6, sample) for sample in range(2)])
+        async with running(make_shard(bus, store, 0).run), asyncio.timeout(5):
+            with opened(bus, tmp_path) as dispatcher, pytest.raises(ExceptionGroup) as failure:
+                await dispatcher.run(asyncio.Event(), reissue=False)
+    reason = "shard 0 holds the group of lease 6, but the ledger has issued only 0"
+    assert failure.group_contains(ConfigError, match=reason)
+
+
+async def test_shard_that_the_run_does_not_have_is_refused(bus, tmp_path):
+    with pytest.raises(ConfigError, match=r"has no shard 2: replay\.shards is 2, so there are 0 to 1"):
+        await run_shards(bus, settings(tmp_path, 0, 2), asyncio.Event())
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("2", (2,)), ("0-3", (0, 1, 2, 3)), ("5,0-1", (0, 1, 5)), ("1,1", (1,))]
+)
+def test_shards_are_named_by_numbers_and_ranges(text: str, numbers: tuple[int, ...]):
+    assert shard_numbers(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "a", "-1", "3-1", "1,", "99999"])
+def test_text_that_names_no_shards_is_refused(text: str):
+    with pytest.raises(ConfigError, match="names no shards: write 2, or 0-3"):
+        shard_numbers(text)
+
+
+def test_storage_keeps_all_shards_none_or_some():
+    here = [ReplayConfig(shards=3, here=here).numbers_here for here in ("all", "none", "0,2")]
+    assert here == [(0, 1, 2), (), (0, 2)]
+    with pytest.raises(ValueError, match="there is no shard 3, shards=3"):
+        ReplayConfig(shards=3, here="1-3")
