@@ -334,7 +334,7 @@ def soak(
     Parameters
     ----------
     minutes
-        How long the harm goes on.
+        How long the harm goes on: at least four kills a minute, longer if need be.
     seed
         Decides what is harmed, and when.
     directory
@@ -342,7 +342,8 @@ def soak(
     as_json
         Print the account as one JSON object only.
     """
-    from launch.soak import exit_status, run_soak
+    from launch.account import exit_status
+    from launch.soak import run_soak
 
     configure_logging("warning" if as_json else "info")
     result = run(partial(run_soak, minutes, seed, directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}"))

@@ -11,6 +11,7 @@ import structlog
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import RunRecord
+from bus.probe import until_it_cannot_store
 from bus.server import NatsServer
 from launch.config import RunConfig, resolve
 from launch.runtime import locked
@@ -37,19 +38,29 @@ async def serve_bus(host: str, port: int, directory: Path, stop: asyncio.Event) 
             raise ConfigError(f"another `launch bus` keeps its streams in {directory}: give --directory")
         async with NatsServer(directory, host=host, port=port) as server:
             log.info("bus_ready", url=server.url)
-            await _until_ended(server, stop)
+            while not await _ended_or_stopped(server, stop):
+                await server.stop()
+                await server.start()
 
 
-async def _until_ended(server: NatsServer, stop: asyncio.Event) -> None:
+async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event) -> bool:
+    """Wait for the end that `stop` asks for; False when the server has to be started again before."""
     ended = asyncio.create_task(server.wait())
     stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if not stop.is_set():
+    full = asyncio.create_task(until_it_cannot_store(server.url))
+    tasks = {ended, stopping, full}
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    if stop.is_set():
+        return True
+    if not ended.cancelled():
         raise BusError(
             f"nats-server ended by itself with status {ended.result()}: see {server.directory}/nats.log"
         )
-    ended.cancel()
+    log.error("bus_cannot_store", reason=full.result(), remedy="is the disk full? nats-server starts again")
+    return False
 
 
 async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:

@@ -3,7 +3,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from launch.soak import exit_status, ks_p, run_soak
+from launch.account import exit_status, ks_p
+from launch.soak import run_soak
 
 CLEAN = {
     "lost": 0, "trained_too_often": 0, "trained_but_not_in_ledger": 0, "length_ks_p": 0.5,
@@ -39,6 +40,6 @@ def test_anything_lost_doubled_or_stale_fails_the_soak(change):
 @pytest.mark.slow
 @pytest.mark.nats
 async def test_a_minute_of_kills_loses_nothing(tmp_path):
-    result = await run_soak(1.0, 3, tmp_path, asyncio.Event(), kills=6)
+    result = await run_soak(1.5, 3, tmp_path, asyncio.Event())
     assert exit_status(result) == 0, result
     assert result["kills"] >= 6, result
