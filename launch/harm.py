@@ -22,6 +22,7 @@ from storage.run import RunDirectory
 
 PARTS = ("actors", "storage", "learner", "bus")
 END_TIMEOUT_S = 180.0
+ORPHAN_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -58,7 +59,7 @@ class Victim:
             )  # fmt: skip
 
     async def end(self) -> None:
-        """Stop kindly. Raises `SluiceError` when the run does not end, or not well."""
+        """Stop kindly. Raises `SluiceError` when the run does not end (`kill` does it), or not well."""
         self.deaf.close()
         if self.process is None:
             return
@@ -68,10 +69,22 @@ class Victim:
             async with asyncio.timeout(END_TIMEOUT_S):
                 status = await self.process.wait()
         except TimeoutError:
-            await self._kill_everything()
             raise SluiceError(f"the run did not end within {END_TIMEOUT_S:g} s: see {self.log}") from None
         if status != 0:
             raise SluiceError(f"the run ended with status {status}: see {self.log}")
+
+    async def kill(self) -> None:
+        """Stop by force what still runs: the supervisor, and what does not end soon because it is gone."""
+        self.deaf.close()
+        if self.process is None or self.process.returncode is not None:
+            return
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        await self.process.wait()
+        _, orphans = await asyncio.to_thread(psutil.wait_procs, children, timeout=ORPHAN_TIMEOUT_S)
+        for orphan in orphans:
+            with suppress(psutil.NoSuchProcess):
+                orphan.kill()
 
     def refuse_end(self) -> None:
         """Raise `SluiceError` if the run has given up."""
@@ -166,14 +179,9 @@ class Victim:
                 process.resume()
 
     async def _kill_everything(self) -> None:
-        """The supervisor, as a power cut would, and whatever else is left of the run."""
-        if self.process is None:
-            return
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.kill()
-        await self.process.wait()
+        self.refuse_end()
+        await self.kill()
         self.faults["killed supervisor"] += 1
-        await asyncio.to_thread(psutil.wait_procs, children, timeout=60)
 
     def _find(self, name: str) -> Iterator[psutil.Process]:
         """Running processes of one part."""

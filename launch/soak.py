@@ -10,6 +10,7 @@ from bus.codec import Json
 from bus.errors import SluiceError
 from launch.account import account
 from launch.harm import Victim
+from launch.retrain import retrain
 from storage.run import RunDirectory
 
 RUN = "soak"
@@ -26,12 +27,14 @@ SETTINGS = (
     "--model.dtype", "float32", "--model.scratch.hidden-size", "32", "--model.scratch.layers", "1",
     "--model.scratch.heads", "2", "--model.scratch.kv-heads", "1", "--model.scratch.intermediate-size", "32",
     "--sampling.max-new-tokens", str(LONGEST_ANSWER), "--learner.steps", "1000000",
+    "--learner.threads", "1", "--warmup.steps", "0",
     "--learner.optimizer.lr", "1e-4", "--learner.checkpoint.save-every", "10",
     "--evaluation.every-versions", "0", "--replay.shards", str(SHARDS),
     "--admission.groups-per-step", "4", "--admission.samples-per-prompt", str(SAMPLES),
     "--admission.max-staleness", str(MAX_STALENESS),
     "--supervision.restarts", "100000", "--supervision.longest-pause-s", "1",
 )  # fmt: skip
+"""float32 on one thread: the same step has the same loss, bit for bit."""
 
 
 def longer(answer: Answer) -> float:
@@ -42,28 +45,33 @@ def longer(answer: Answer) -> float:
 async def run_soak(minutes: float, seed: int, directory: Path, stop: asyncio.Event) -> dict[str, Json]:
     """Harm a run for so long, four kills a minute at least; let it settle, stop it, account for everything.
 
-    Raises `SluiceError` when the run does not start, gives up, or does not end.
+    In the end all its steps are trained again, uninterrupted. Nothing of the run is left running, whatever is
+    raised: `SluiceError` when it does not start, gives up, does not end, or cannot be trained again.
     """
     run = RunDirectory(directory, RUN)
     await asyncio.to_thread(lambda: directory.mkdir(parents=True, exist_ok=True))
     victim = Victim(run, SETTINGS, random.Random(seed))
-    await victim.start()
-    await _training(victim)
-    deadline, kills = time.monotonic() + 60 * minutes, KILLS_PER_MINUTE * minutes
+    began, kills = time.monotonic(), KILLS_PER_MINUTE * minutes
     try:
+        await victim.start()
+        await _training(victim)
+        deadline = time.monotonic() + 60 * minutes
         while (time.monotonic() < deadline or victim.kills < kills) and not stop.is_set():
             await asyncio.sleep(victim.random.expovariate(1 / HARM_EVERY_S))
             await victim.harm(deadline - time.monotonic())
             victim.refuse_end()
         await asyncio.sleep(SETTLE_S)
-    finally:
         await victim.end()
+    finally:
+        await victim.kill()
+    took_s = time.monotonic() - began  # training again waits for nobody
     return {
         "minutes": minutes,
         "seed": seed,
         "kills": victim.kills,
         "faults": dict(victim.faults),
         **account(run, shards=SHARDS, samples=SAMPLES, max_staleness=MAX_STALENESS),
+        **await retrain(run, timeout_s=took_s),
     }
 
 

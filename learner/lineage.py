@@ -75,6 +75,11 @@ def read(path: Path, *, until_step: int) -> dict[int, list[int]]:
     return {step: list(found.leases) for step, found in steps(path).items() if step <= until_step}
 
 
+def resumes(path: Path) -> int:
+    """How often another learner process went on with training; one that came to no step does not count."""
+    return max(0, len({line.incarnation for line in _lines(path)}) - 1)
+
+
 def steps(path: Path) -> dict[int, TrainedStep]:
     """The steps that made the newest weights, ascending.
 

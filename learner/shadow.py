@@ -97,7 +97,7 @@ class Shadow:
         self._incarnation = incarnation
         self._stop = stop
         self._source = f"learner-shadow-{settings.name}"
-        self._reader = ReplayReader(bus, incarnation)
+        self._reader = ReplayReader(bus, incarnation, read=settings.learner.learner.read)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._initial: Initial | None = None
         self._trainer: Trainer | None = None
@@ -122,6 +122,7 @@ class Shadow:
                     await self._in_thread(self._save)
             finally:
                 finished.set()
+                self._reader.close()
         self._thread.shutdown()
 
     async def _follow(self) -> None:

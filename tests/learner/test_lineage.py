@@ -3,7 +3,7 @@ import json
 import pytest
 
 from bus.errors import StorageError
-from learner.lineage import TrainedStep, read, record, refuse_other_groups, steps
+from learner.lineage import TrainedStep, read, record, refuse_other_groups, resumes, steps
 
 
 def line(step, incarnation="a", leases=(), **values):
@@ -57,6 +57,14 @@ def test_a_line_below_one_that_was_cut_short_is_not_lost(path):
 def test_steps_after_one_that_was_trained_again_are_gone_with_their_weights(path):
     write(path, line(1), line(2), line(3), line(2, "b"))
     assert [(s.step, s.incarnation) for s in steps(path).values()] == [(1, "a"), (2, "b")]
+
+
+def test_a_resume_is_counted_when_another_learner_trains(path):
+    assert resumes(path) == 0
+    write(path, line(1, "a"), line(2, "a"))
+    assert resumes(path) == 0
+    write(path, line(2, "b"), line(3, "b"), line(3, "c"))
+    assert resumes(path) == 2
 
 
 def test_the_last_line_of_a_learner_that_was_replaced_meanwhile_does_not_count(path):
