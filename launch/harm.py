@@ -97,7 +97,7 @@ class Victim:
     # --- what is done to it ---
 
     async def harm(self, left_s: float) -> None:
-        """Do one harm, drawn at random, of those that are over in `left_s`."""
+        """Do one harm, drawn at random, of those that are over in `left_s`; a short one if none is left."""
         harms: list[tuple[float, float, Callable[[], Coroutine[Any, Any, None]]]] = [
             (60, 0, self._kill_part),
             (12, 0, self._kill_server),
@@ -108,7 +108,7 @@ class Victim:
             (4, 0, self._connect_slow_consumer),
             (6, 0, self._damage_bus),
         ]
-        possible = [(weight, do) for weight, needs_s, do in harms if needs_s <= left_s]
+        possible = [(weight, do) for weight, needs_s, do in harms if needs_s <= max(left_s, 0)]
         [chosen] = self.random.choices([do for _, do in possible], weights=[weight for weight, _ in possible])
         await chosen()
 

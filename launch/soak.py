@@ -19,7 +19,7 @@ LONGEST_ANSWER = 40
 HARM_EVERY_S = 5.0
 """On average."""
 KILLS_PER_MINUTE = 4.0
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 SETTLE_S = 15.0
 """After the last fault the run goes on undisturbed for so long; what has not come back then is lost."""
 SETTINGS = (

@@ -12,7 +12,7 @@ from commands import Command
 from bus.server import free_port
 from learner import lineage
 
-pytestmark = [pytest.mark.slow, pytest.mark.nats]
+pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]  # it begins with a whole run
 STEPS = 12
 SETTINGS = (
     "--preset", "sort", "--warmup.steps", "4", "--warmup.threads", "1", "--learner.steps", str(STEPS),
@@ -24,7 +24,7 @@ SETTINGS = (
 
 def wait_for_step(path: Path, step: int, learner: Command) -> None:
     """Return once a step was trained."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while step not in lineage.steps(path):
         assert learner.process.poll() is None, learner.said()
         assert time.monotonic() < deadline, learner.said()

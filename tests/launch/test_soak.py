@@ -47,6 +47,7 @@ def test_anything_lost_doubled_stale_or_trained_otherwise_fails_the_soak(change)
 
 @pytest.mark.slow
 @pytest.mark.nats
+@pytest.mark.timeout(900)  # harm, settling, and all of it trained again
 async def test_a_minute_of_kills_loses_nothing_and_the_loss_goes_on_as_if_there_had_been_none(tmp_path):
     result = await run_soak(1.5, 3, tmp_path, asyncio.Event())
     assert exit_status(result) == 0, result
