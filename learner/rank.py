@@ -1,23 +1,24 @@
 """What every rank of the learner's world does in a step: its own share of the data, its part of the model."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from pydantic import JsonValue
 from torch import Tensor
 
 from bus.errors import WorldError
 from bus.messages import GroupRef, Trajectory
-from learner.batches import StepBatch, make_step_batch
+from learner.batches import StepBatch
 from learner.checkpoint import save_checkpoint
 from learner.commands import Begin, Fetch, Train, WarmUp
 from learner.config import SFTLoss
-from learner.data_parallel import data_parallel_rank, data_parallel_size, equally_many, of_all_ranks
+from learner.data_parallel import data_parallel_rank, data_parallel_size, equally_many
+from learner.progress import Progress, save_progress
 from learner.settings import LearnerSettings
+from learner.steps import train_on
 from learner.trainer import StepResult, Trainer
 from learner.warmup import Demonstrations
 from storage.reader import ReplayReader
@@ -86,10 +87,14 @@ class Rank:
         """The weights by Hugging Face name."""
         return await self.in_thread(self._trainer.export)
 
-    async def save(self, step: int, extra: Mapping[str, JsonValue]) -> None:
-        """Write a checkpoint; `extra` counts at rank 0."""
+    async def save(self, step: int) -> None:
+        """Write this rank's part of a checkpoint that rank 0 saves by `save_progress`."""
         root, keep = self._settings.checkpoints, self._settings.learner.checkpoint.keep
-        await self.in_thread(lambda: save_checkpoint(self._trainer, root, step, extra, keep=keep))
+        await self.in_thread(lambda: save_checkpoint(self._trainer, root, step, {}, keep=keep))
+
+    async def save_progress(self, progress: Progress) -> None:
+        """At rank 0, write a checkpoint that says how far the run has come."""
+        await self.in_thread(lambda: save_progress(self._trainer, self._settings, progress))
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run torch work where all of it runs. Raises `WorldError` when another rank was lost meanwhile."""
@@ -98,23 +103,14 @@ class Rank:
     def _train(
         self, groups: Groups, weights: list[float], policy_version: int
     ) -> tuple[StepBatch, StepResult]:
-        learner = self._settings.learner
-        batch = of_all_ranks(
-            make_step_batch(
-                groups,
-                weights=weights,
-                policy_version=policy_version,
-                advantage=learner.advantage,
-                batch=learner.batch,
-            )
-        )
-        result = self._trainer.train_step(
-            batch.micro_batches,
-            learner.loss,
-            temperature=self._settings.temperature,
+        return train_on(
+            self._trainer,
+            groups,
+            weights,
+            self._settings.learner,
             policy_version=policy_version,
+            temperature=self._settings.temperature,
         )
-        return batch, result
 
     def _warm_up(self, step: int) -> StepResult:
         if self._demonstrations is None:

@@ -18,6 +18,7 @@ from bus.roles import guarded, hold_role
 from bus.status import report_status
 from learner.channel import Channel
 from learner.checkpoint import latest_checkpoint, load_checkpoint, read_extra
+from learner.conversion.base import State
 from learner.conversion.files import load_hf_directory, load_tokenizer
 from learner.hosts import refuse_unshared, world_rank, world_size
 from learner.parallel import close_world, init_world
@@ -96,6 +97,39 @@ def build(
     thread: ThreadPoolExecutor, stop: asyncio.Event,
 ) -> Built:  # fmt: skip
     """Everything that torch needs before the first step; takes seconds. Every rank calls it in `thread`."""
+    initial = prepare(settings, demonstrations)
+    init_world()
+    refuse_unshared(settings.checkpoints)
+    channel = Channel(stop)
+    latest = latest_checkpoint(settings.checkpoints)
+    progress = Progress.from_json(read_extra(latest)) if latest else Progress()
+    optimizer = settings.warmup.optimizer if progress.stage == "warmup" else settings.learner.optimizer
+    dtype = getattr(torch, settings.model.dtype)
+    trainer = Trainer(initial.hf_config, initial.state, optimizer, dtype=dtype)
+    if latest is not None:
+        load_checkpoint(trainer, latest)
+        progress.stage = "rl" if progress.stage == "done" else progress.stage
+        log.info("resumed", checkpoint=str(latest), stage=progress.stage, step=progress.step)
+    rank = Rank(trainer, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread)
+    return Built(World(channel, rank, settings), progress)
+
+
+@dataclass(frozen=True)
+class Initial:
+    """What a run trains from, before its first step."""
+
+    hf_config: PretrainedConfig
+    state: State
+    """Weights by Hugging Face name."""
+    demonstrations: Demonstrations | None
+    """For the warm-up, if the run has one."""
+
+
+def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
+    """Read the initial model, making the scratch model if need be, and the demonstrations.
+
+    Raises `ConfigError` when model, tokenizer or demonstrations do not belong together.
+    """
     torch.manual_seed(settings.seed)
     if settings.model.path is None:
         with one_at_a_time(settings.model_directory):
@@ -103,20 +137,7 @@ def build(
     hf_config, state = load_hf_directory(settings.model_directory)
     tokenizer = load_tokenizer(settings.model_directory)
     refuse_misfit(hf_config, tokenizer, settings.model_directory)
-    rows = _demonstrations(settings, demonstrations, tokenizer, hf_config)
-    init_world()
-    refuse_unshared(settings.checkpoints)
-    channel = Channel(stop)
-    latest = latest_checkpoint(settings.checkpoints)
-    progress = Progress.from_json(read_extra(latest)) if latest else Progress()
-    optimizer = settings.warmup.optimizer if progress.stage == "warmup" else settings.learner.optimizer
-    trainer = Trainer(hf_config, state, optimizer, dtype=getattr(torch, settings.model.dtype))
-    if latest is not None:
-        load_checkpoint(trainer, latest)
-        progress.stage = "rl" if progress.stage == "done" else progress.stage
-        log.info("resumed", checkpoint=str(latest), stage=progress.stage, step=progress.step)
-    rank = Rank(trainer, settings, reader=reader, demonstrations=rows, thread=thread)
-    return Built(World(channel, rank, settings), progress)
+    return Initial(hf_config, state, _demonstrations(settings, demonstrations, tokenizer, hf_config))
 
 
 def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from learner.parallel import close_world, init_world
+from tests.learner.mini_run import in_one_process
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,3 +14,9 @@ def world() -> Iterator[None]:
     init_world()
     yield
     close_world()
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner and its shadow may run in the test's own process."""
+    in_one_process(monkeypatch)
