@@ -147,12 +147,23 @@ def _from_body(cls: type[M], body: Any) -> M:
             try:
                 values[field.name] = field.unpack(body[field.name])
             except SchemaError as error:
-                raise SchemaError(f"{cls.tag}.{field.name}: {error}") from error
+                actor = error.actor or _maker(body)
+                raise SchemaError(f"{cls.tag}.{field.name}: {error}", actor=actor) from error
         elif field.default is MISSING:
-            raise SchemaError(f"{cls.tag}.{field.name}: missing")
+            raise SchemaError(f"{cls.tag}.{field.name}: missing", actor=_maker(body))
     message = cls(**values)
-    message.check()
+    try:
+        message.check()
+    except SchemaError as error:
+        error.actor = _maker(body)
+        raise
     return message
+
+
+def _maker(body: dict[Any, Any]) -> str:
+    """The actor that a message names, to be found when it is set aside."""
+    actor = body.get("actor", "")
+    return actor if isinstance(actor, str) else ""
 
 
 @cache

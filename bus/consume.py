@@ -212,7 +212,7 @@ async def _handled(
         await handle([received.message for received in batch])
     except SchemaError as error:
         if len(batch) == 1:
-            await batch[0].whole.set_aside(bus, str(error))
+            await batch[0].whole.set_aside(bus, error)
             return []
     else:
         return batch
@@ -231,7 +231,7 @@ async def understood(
         try:
             good.append(Received(decode(whole.data, expected), whole))
         except SchemaError as error:
-            await whole.set_aside(bus, str(error))
+            await whole.set_aside(bus, error)
     return good
 
 

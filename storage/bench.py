@@ -102,7 +102,7 @@ class Material:
         lease_id, sample = divmod(number, GROUP)
         part = slice(int(self.begins[row]), int(self.ends[row]))
         return Trajectory(
-            trajectory_id=f"{group_name(lease_id)}-{sample}",
+            trajectory_id=f"{group_name(lease_id)}.{sample}",
             group_id=group_name(lease_id),
             lease_id=lease_id,
             sample=sample,
