@@ -99,7 +99,7 @@ class RowIndex:
         """How many samples of the group were stored with this one."""
         self._last: dict[int, int] = dict(zip(columns.leases[last].tolist(), last.tolist(), strict=True))
         self.completed: list[int] = columns.leases[ordinal == columns.group_sizes].tolist()
-        """Leases in the order in which their groups became complete; it only grows. Do not modify."""
+        """Leases in the order in which their last trajectory was stored; it only grows. Do not modify."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -121,10 +121,10 @@ class RowIndex:
             last = self._last.get(t.lease_id, -1)
             size = self._sizes[last] if last >= 0 else sizes.setdefault(t.lease_id, t.group_size)
             if t.group_size != size:
-                raise SchemaError(f"{t.trajectory_id}: its group has {size} samples, it says {t.group_size}")
+                raise _misfit(t, f"its group has {size} samples, it says {t.group_size}")
             if size > LARGEST:
-                raise SchemaError(f"{t.trajectory_id}: a group of {size} samples cannot be stored")
-            if last < 0 or not self._holds(last, t.sample):
+                raise _misfit(t, f"a group of {size} samples cannot be stored")
+            if not self.holds(t.lease_id, t.sample):
                 fresh.setdefault((t.lease_id, t.sample), t)
         return list(fresh.values())
 
@@ -144,10 +144,20 @@ class RowIndex:
         self.completed.append(lease_id)
         return True
 
-    def complete(self, lease_id: int) -> list[int]:
-        """Rows of a complete group, by sample; raises `StorageError` for any other."""
+    def is_whole(self, lease_id: int) -> bool:
+        """Whether all samples of the group are stored."""
         last = self._last.get(lease_id, -1)
-        if last < 0 or self._ordinal[last] < self._sizes[last]:
+        return last >= 0 and self._ordinal[last] >= self._sizes[last]
+
+    def group_size(self, lease_id: int) -> int | None:
+        """Of a group of which something is stored."""
+        last = self._last.get(lease_id, -1)
+        return self._sizes[last] if last >= 0 else None
+
+    def complete(self, lease_id: int) -> list[int]:
+        """Rows of a group that is whole, by sample; raises `StorageError` for any other."""
+        last = self._last.get(lease_id, -1)
+        if not self.is_whole(lease_id):
             what = "nothing of it is"
             if last >= 0:
                 what = f"{self._ordinal[last]} of its {self._sizes[last]} trajectories are"
@@ -164,7 +174,11 @@ class RowIndex:
         """Of all stored samples of a group together."""
         return sum(self._tokens[row] for row in self._chain(self._last.get(lease_id, -1)))
 
-    def _holds(self, last: int, sample: int) -> bool:
+    def holds(self, lease_id: int, sample: int) -> bool:
+        """Whether this sample of the group is stored."""
+        last = self._last.get(lease_id, -1)
+        if last < 0:
+            return False
         if self._ordinal[last] == self._sizes[last]:
             return True
         return any(self._samples[row] == sample for row in self._chain(last))
@@ -173,6 +187,11 @@ class RowIndex:
         while last >= 0:
             yield last
             last = self._previous[last]
+
+
+def _misfit(trajectory: Trajectory, why: str) -> SchemaError:
+    reason = f"{trajectory.trajectory_id}: {why}"
+    return SchemaError(reason, kind="group_size", actor=trajectory.actor)
 
 
 def _as_array(typecode: str, values: NDArray[Any]) -> "array[int]":
