@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import sys
 import tempfile
+from collections import Counter
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +26,9 @@ from storage.dispatcher import Dispatcher
 from storage.generators import generate_task
 from storage.ledger import Ledger
 from storage.lengths import check_prompt_lengths
-from storage.model_files import unbundle
+from storage.model_files import unbundle, vocabulary_size
 from storage.prompts import PromptOrder, load_prompts
+from storage.quarantine import RUN_ID, VOCABULARY, Quarantine
 from storage.replay import ReplayStore
 from storage.retention import Retention, keep_house
 from storage.run import RunDirectory
@@ -120,10 +122,13 @@ class _Service:
         self._ledger = ledger
         self._stores = stores
         self._queues: dict[str, Json] = {}
+        if RUN_ID not in ledger.facts:
+            ledger.set_fact(RUN_ID, secrets.token_hex(8))  # on the disk before the first lease is published
         order = PromptOrder(len(prompts), settings.seed, settings.data.shuffle)
         self._dispatcher = Dispatcher(
             bus, ledger, prompts, order, settings.admission, shards=len(stores)
         )  # fmt: skip
+        quarantine = Quarantine(ledger, self._dispatcher.look_at_policy)
         self._shards = [
             Shard(
                 bus,
@@ -132,6 +137,7 @@ class _Service:
                 shards=len(stores),
                 was_issued=ledger.was_issued,
                 linger_s=settings.replay.linger_s,
+                quarantine=quarantine,
             )
             for n, store in enumerate(stores)
         ]
@@ -173,6 +179,7 @@ class _Service:
                 continue
 
     async def _check_lengths(self, model: BlobRef) -> None:
+        """Check the prompts against the model, and remember its vocabulary."""
         files = decode(await get_blob(self._bus, model), ModelFiles)
         with tempfile.TemporaryDirectory(prefix="sluice-model-") as directory:
             await asyncio.to_thread(unbundle, files, Path(directory))
@@ -182,13 +189,22 @@ class _Service:
                 Path(directory),
                 max_new_tokens=self._settings.max_new_tokens,
             )
+            vocabulary = await asyncio.to_thread(vocabulary_size, Path(directory))
+        if vocabulary is not None:
+            self._ledger.set_fact(VOCABULARY, str(vocabulary))
+            await asyncio.to_thread(self._ledger.flush)
 
     async def _watch_queues(self, finished: asyncio.Event) -> None:
         while not finished.is_set():
             try:
                 for name, value in _QUEUES.items():
-                    state = (await self._bus.js.stream_info(self._bus.topology.stream(name))).state
+                    subjects = self._bus.subject("dead", ">") if name == "DEAD" else None
+                    stream = self._bus.topology.stream(name)
+                    state = (await self._bus.js.stream_info(stream, subjects)).state
                     self._queues[value] = state.messages
+                    if name == "DEAD":
+                        kinds = state.subjects or {}
+                        self._queues["dead_reasons"] = {s.rpartition(".")[2]: n for s, n in kinds.items()}
             except nats.errors.Error as error:  # the bus is away: only a screen misses this
                 log.debug("queues_not_seen", reason=str(error))
             try:
@@ -210,6 +226,7 @@ class _Service:
             **asdict(account),
             "reasons": dict(self._ledger.reasons),
             "trajectories_stored": sum(store.trajectories for store in self._stores),
+            "late_rewards": dict(sum((store.rewards for store in self._stores), Counter())),
             "stored_bytes": sum(store.size_bytes for store in self._stores),
             "max_staleness": self._settings.admission.max_staleness,
             **self._queues,
