@@ -54,12 +54,19 @@ class Worker:
             return
         episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
         group = [trajectory for episode in episodes for trajectory in episode.trajectories]
-        reason = self._keep([trajectory.reward for trajectory in group])
+        reason = self._reason_to_drop(group)
         if reason:
             name, _, detail = reason.partition(": ")
             await self._reject(lease, name, detail)
             return
         await self._publish(lease, group)
+
+    def _reason_to_drop(self, group: list[AgentTrajectory]) -> str | None:
+        """What the filter says; it judges rewards, so a group that lacks one is kept, and counted."""
+        if any(trajectory.reward_due for trajectory in group):
+            self.counts["groups_with_rewards_due"] += 1
+            return None
+        return self._keep([trajectory.reward for trajectory in group])
 
     async def _episode(self, task: Task) -> Episode | str:
         """The episode, or why there is none: a failed rollout is data, not a crash."""
@@ -77,7 +84,7 @@ class Worker:
         await self._publisher.publish(subject, encode(batch), message_id=lease.group_id)
         self.counts["groups"] += 1
         self.counts["trajectories"] += len(group)
-        self.reward_sum += sum(part.reward for part in group)
+        self.reward_sum += sum(part.reward for part in group if not part.reward_due)
 
     async def _reject(self, lease: Lease, reason: str, detail: str) -> None:
         event = GroupRejected(lease_id=lease.lease_id, reason=reason, detail=detail, actor=self._name)
@@ -100,6 +107,8 @@ class Worker:
             agent=part.agent,
             finish_reason=part.finish_reason,
             actor=self._name,
+            reward_due=part.reward_due,
+            run=lease.run,
         )
 
     def _task(self, lease: Lease, sample: int) -> Task:
