@@ -1,10 +1,9 @@
 """Giving rewards to trajectories that were published without: from Python, or in bulk from JSON Lines."""
 
-import asyncio
 import json
-from collections.abc import Iterable
+from collections.abc import AsyncIterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import count
 from typing import Self
 
 from bus.codec import encode
@@ -14,8 +13,6 @@ from bus.messages import RewardGiven, RunRecord
 from bus.publish import Publisher, together
 from bus.topology import shard_of
 
-AT_ONCE = 256
-"""Lines whose rewards are on their way together."""
 _EXAMPLE = '{"trajectory_id": "g00000012.3", "reward": 0.5}'
 
 
@@ -69,14 +66,17 @@ class Given:
     """Of each line that gives none, where it is and why."""
 
 
-async def give_lines(sender: RewardSender, lines: Iterable[str | bytes], given: Given) -> None:
+async def give_lines(
+    sender: RewardSender, chunks: AsyncIterable[Sequence[str | bytes]], given: Given
+) -> None:
     """Give the reward of each line like {"trajectory_id": "g00000012.3", "reward": 0.5}, counting in `given`.
 
-    A line that cannot be used stops none of the others. `lines` is read in a thread. Raises `BusError` when
-    the bus fails; giving the same lines again is harmless then."""
-    numbered = enumerate(lines, 1)
-    while chunk := await asyncio.to_thread(lambda: list(islice(numbered, AT_ONCE))):
-        work = (_give_line(sender, number, line) for number, line in chunk if line.strip())
+    A line that cannot be used stops none of the others; those of a chunk travel together. Raises `BusError`
+    when the bus fails; giving the same lines again is harmless then."""
+    numbers = count(1)
+    async for lines in chunks:
+        numbered = [(next(numbers), line) for line in lines]
+        work = (_give_line(sender, number, line) for number, line in numbered if line.strip())
         for refusal in await together(work):
             if refusal is None:
                 given.taken += 1

@@ -233,6 +233,12 @@ async def test_reward_for_a_run_that_is_not_there_is_refused(bus):
         await give_reward(bus, "g00000004.1", 0.75)
 
 
+async def chunks(lines):
+    """As they come from a file, a few at a time."""
+    for n in range(0, len(lines), 4):
+        yield lines[n : n + 4]
+
+
 async def test_bad_lines_are_named_and_stop_none_of_the_others(bus, sender):
     lines = [
         '{"trajectory_id": "g00000000.0", "reward": 0.5}',
@@ -247,7 +253,7 @@ async def test_bad_lines_are_named_and_stop_none_of_the_others(bus, sender):
         b'{"trajectory_id": "g00000001.1", "reward": 1, "by": "me"}\n',
     ]
     given = Given()
-    await give_lines(sender, lines, given)
+    await give_lines(sender, chunks(lines), given)
     assert given.taken == 2
     assert [refusal.split(":")[0] for refusal in given.refused] == [f"line {n}" for n in range(3, 10)]
     for refusal, reason in zip(
@@ -266,5 +272,5 @@ async def test_bad_lines_are_named_and_stop_none_of_the_others(bus, sender):
         assert reason in refusal
     assert await messages(bus, "EVENTS") == 2
     again = Given()
-    await give_lines(sender, lines, again)
+    await give_lines(sender, chunks(lines), again)
     assert (again.taken, await messages(bus, "EVENTS")) == (2, 2)
