@@ -4,7 +4,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import AsyncIterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -41,12 +41,11 @@ async def _arriving(source: BinaryIO, stop: asyncio.Event) -> AsyncIterator[list
     loop, lines, room = asyncio.get_running_loop(), asyncio.Queue[bytes | None](), threading.Semaphore(CHUNK)
 
     def read() -> None:
-        for line in source:
-            room.acquire()
-            if stop.is_set():
-                return
-            loop.call_soon_threadsafe(lines.put_nowait, line)
-        loop.call_soon_threadsafe(lines.put_nowait, None)
+        with suppress(RuntimeError):  # the loop has ended
+            for line in source:
+                room.acquire()
+                loop.call_soon_threadsafe(lines.put_nowait, line)
+            loop.call_soon_threadsafe(lines.put_nowait, None)
 
     threading.Thread(target=read, name="lines", daemon=True).start()
     stopping = asyncio.create_task(stop.wait())
