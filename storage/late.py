@@ -85,10 +85,16 @@ class LateRewards:
         """Whether a reward of this group was due when it was stored."""
         return lease_id in self._late
 
-    def is_missing(self, lease_id: int, without: Iterable[Key] = ()) -> bool:
-        """Whether a reward of this group is due and not here, not counting those of `without`."""
-        missing = self._missing.get(lease_id, set())
-        return bool(missing) and bool(missing - {sample for lease, sample in without if lease == lease_id})
+    def is_missing(self, lease_id: int) -> bool:
+        """Whether a reward of this group is due and not here."""
+        return lease_id in self._missing
+
+    def settled_by(self, fresh: Iterable[Key]) -> list[int]:
+        """Groups that lack these rewards and no others."""
+        given: dict[int, set[int]] = {}
+        for lease_id, sample in fresh:
+            given.setdefault(lease_id, set()).add(sample)
+        return [n for n, samples in given.items() if n in self._missing and self._missing[n] <= samples]
 
     def is_due(self, lease_id: int, sample: int) -> bool:
         """Whether this trajectory was stored without its reward, given since or not."""

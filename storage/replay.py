@@ -4,7 +4,7 @@ import threading
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from io import BufferedRandom
 from itertools import count
@@ -20,7 +20,7 @@ from bus.messages import RewardGiven, Trajectory
 from storage.archive import archive_segment
 from storage.files import lock_directory, make_directory, remove, remove_leftovers
 from storage.index import Columns, RowIndex, load_columns, save_columns
-from storage.late import Key, LateRewards
+from storage.late import LateRewards
 from storage.pieces import Piece, choose_merge, choose_retirement, find_pieces, merged
 from storage.segments import (
     Segment,
@@ -167,8 +167,7 @@ class ReplayStore:
             for given in rewards:
                 self._refuse_not_due(given)
             fresh, counts = self._late.first_of(rewards)
-            leases = dict.fromkeys(lease_id for lease_id, _ in fresh)
-            completed = [lease_id for lease_id in leases if self._completes(lease_id, fresh)]
+            completed = [n for n in self._late.settled_by(fresh) if self._index.is_whole(n)]
             self._late.keep(fresh, self._places(completed))
             self._completed += completed
             self.rewards += counts
@@ -195,12 +194,11 @@ class ReplayStore:
         changed."""
         leases = list(lease_ids)
         found = self._read(lambda: [row for lease in leases for row in self._index.complete(lease)])
-        for trajectory in found:
-            if trajectory.reward_due:
-                raise StorageError(
-                    f"group of lease {trajectory.lease_id} cannot be read: the reward of "
-                    f"{trajectory.trajectory_id} is due"
-                )
+        if due := [trajectory for trajectory in found if trajectory.reward_due]:
+            raise StorageError(
+                f"group of lease {due[0].lease_id} cannot be read: the reward of "
+                f"{due[0].trajectory_id} is due"
+            )
         return found
 
     def rows_of(self, lease_id: int) -> list[int]:
@@ -254,15 +252,6 @@ class ReplayStore:
             self._release()
 
     # --- inside ---
-
-    def _completes(self, lease_id: int, fresh: Mapping[Key, RewardGiven]) -> bool:
-        """Whether these rewards are the last that a group lacked."""
-        late = self._late
-        return (
-            late.is_missing(lease_id)
-            and not late.is_missing(lease_id, without=fresh)
-            and self._index.is_whole(lease_id)
-        )
 
     def _places(self, completed: Sequence[int]) -> dict[int, int]:
         """Where in the list of complete groups these are to be, as far as that must be remembered."""
