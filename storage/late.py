@@ -158,7 +158,8 @@ class LateRewards:
         for lease_id, sample in due:
             if (lease_id, sample) not in given:
                 self._missing.setdefault(lease_id, set()).add(sample)
-        self._late = (self._late - touched) | late
+        self._late -= touched - late
+        self._late |= late
 
     def first_of(self, rewards: Iterable[RewardGiven]) -> tuple[dict[Key, RewardGiven], Counter[str]]:
         """Those that are the first of their trajectories, and how many are `taken`, there `again` as they
@@ -212,7 +213,7 @@ class LateRewards:
             try:
                 yield sql
                 sql.execute("COMMIT")
-            except sqlite3.Error:
+            except BaseException:
                 if sql.in_transaction:  # some errors, such as a full disk, have ended it already
                     sql.execute("ROLLBACK")
                 raise
