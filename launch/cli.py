@@ -237,6 +237,90 @@ def data(
         print(f"{accepted.prompts} prompts, from lease {accepted.first_lease} on")  # noqa: T201 - the user's
 
 
+@app.command(name="reward", usage="Usage: launch reward [FILE] --run RUN [OPTIONS]")
+def reward_command(
+    file: Path = Path("-"),
+    /,
+    *,
+    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    bus: BusUrl = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Give trajectories that were published without it their reward.
+
+    Each line is an object like {"trajectory_id": "g00000012.3", "reward": 0.5}. Giving one twice is harmless.
+
+    Parameters
+    ----------
+    file
+        JSON Lines; - reads standard input, each line as it comes.
+    run_name
+        Name of the run.
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    as_json
+        Print the account as one JSON object only.
+    """
+    from launch.rewards import give_rewards
+
+    configure_logging("warning")
+    given = run(partial(give_rewards, resolve(_short(bus), {"run": run_name}), file))
+    account = {"taken": given.taken, "refused": len(given.refused)}
+    said = (
+        json.dumps(account) if as_json else f"{given.taken} rewards given, {len(given.refused)} lines refused"
+    )
+    print(said, flush=True)  # noqa: T201 - the user's terminal
+    if given.refused:
+        fail(*(ConfigError(refusal) for refusal in given.refused))
+
+
+@app.command(usage="Usage: launch rescore --run RUN --reward NAME [OPTIONS]")
+def rescore(  # noqa: PLR0913 - each is a flag
+    *,
+    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    reward: Annotated[str, Parameter(name="--reward")],
+    from_step: int | None = None,
+    to_step: int | None = None,
+    leases: str | None = None,
+    name: str | None = None,
+    model: Path | None = None,
+    directory: Path = Path("runs"),
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Score the stored answers of an interval again with another reward, into a named table; needs no bus.
+
+    Parameters
+    ----------
+    run_name
+        Name of the run.
+    reward
+        A built-in reward, or my_pkg.my_module:function.
+    from_step
+        First optimizer step whose groups are scored; without it the run's first.
+    to_step
+        Last one; without it the run's last.
+    leases
+        Groups by their leases instead, like 0-255, whether a step trained on them or not.
+    name
+        Of the table, <run>/scores/<name>.jsonl; without it the reward's.
+    model
+        Directory with the run's tokenizer; without it that of the run.
+    directory
+        Where runs lie.
+    as_json
+        Print the result as one JSON object only.
+    """
+    from launch.rescore import Interval, parse_leases, run_rescore
+
+    configure_logging("warning")
+    if leases is not None and (from_step is not None or to_step is not None):
+        raise ConfigError("--leases and steps exclude each other: give one of them")
+    interval = Interval(from_step, to_step, parse_leases(leases) if leases is not None else None)
+    work = partial(run_rescore, directory, run_name, reward, interval, name=name, model=model)
+    result = run(work)
+    print(json.dumps(result.to_json()) if as_json else result)  # noqa: T201 - the user's terminal
+
+
 @app.command(usage=USAGE.format("soak"))
 def soak(
     *,
