@@ -14,7 +14,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
 from pydantic import PlainValidator
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, SluiceError
 from launch.config import (
     ActorsProcess,
     LearnerProcess,
@@ -27,6 +27,7 @@ from launch.config import (
     resolve,
     validate,
 )
+from launch.convert import convert
 from launch.runtime import configure_logging, fail, run
 
 # For --help, cyclopts parses the source of every class in every config's ancestry, several times over, though
@@ -46,6 +47,8 @@ app = App(
     print_error=False,
     exit_on_error=False,
 )
+
+app.command(convert)
 
 USAGE = "Usage: launch {} [OPTIONS]"
 """Given, since cyclopts would go through all settings once more for these words."""
@@ -311,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(sys.argv[1:] if arguments is None else arguments)
     except CycloptsError as error:
         fail(ConfigError(_complaint(error)))
-    except ConfigError as error:
+    except SluiceError as error:
         fail(error)
 
 

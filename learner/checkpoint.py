@@ -1,10 +1,9 @@
 """The trainer's state in checkpoint directories (storage/checkpoints.py).
 
-Each holds megatron-core's sharded files (`torch_dist`) and `manifest.json`: which model, where the schedule
-stands, the sizes of the other files, and what the caller wants kept with them.
+Each holds megatron-core's sharded files (`torch_dist`), the model's `config.json` and a manifest
+(learner/manifest.py) with where the schedule stands and what the caller wants kept with them.
 """
 
-import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,20 +15,16 @@ import torch
 import torch.distributed as dist
 from pydantic import JsonValue
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import PretrainedConfig
 
 from bus.errors import ConfigError, StorageError
 from learner.checkpoint_writer import install_in_process_writer
-from learner.conversion.families import shape_of
+from learner.manifest import read_manifest, refuse_other_model, write_manifest
 from learner.megatron import CheckpointingException, dist_checkpointing, parallel_state
-from learner.model import rope_theta
 from learner.optimizer import load_optimizer_state
 from learner.trainer import Trainer
 from storage import checkpoints
 from storage.files import TEMPORARY_PREFIX
 
-MANIFEST = "manifest.json"
-FORMAT = 1
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -56,7 +51,9 @@ def save_checkpoint(
             _sharded_state(trainer, is_loading=False), str(temporary), content_metadata=dict(SHARDING)
         )
     if dist.get_rank() == 0:
-        _write_manifest(temporary, trainer, extra)
+        trainer.hf_config.save_pretrained(temporary)
+        training = {"steps_done": trainer.steps_done, "updates_done": trainer.updates_done}
+        write_manifest(temporary, trainer.hf_config, training=training, extra=extra, digests={})
         _publish(temporary, checkpoints.directory(root, step))
         checkpoints.prune(root, keep)
     dist.barrier()
@@ -67,8 +64,11 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> dict[str, JsonValue]:
 
     Raises `StorageError` for a checkpoint that is missing or damaged, `ConfigError` for another model's.
     """
-    manifest = _read_manifest(directory)
-    _refuse_other_model(directory, manifest["model"], _fingerprint(trainer.hf_config))
+    manifest = read_manifest(directory)
+    refuse_other_model(directory, manifest, trainer.hf_config)
+    training = manifest["training"]
+    if training is None:
+        raise ConfigError(f"{directory} holds weights only: training starts from it with --model.path")
     try:
         with _megatron_deprecations_silenced():
             state = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(directory))
@@ -76,7 +76,7 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> dict[str, JsonValue]:
         raise StorageError(f"cannot read checkpoint {directory}: {error}") from error
     trainer.model.load_state_dict(state["model"])
     load_optimizer_state(trainer.optimizer, state["optimizer"])
-    trainer.steps_done, trainer.updates_done = manifest["steps_done"], manifest["updates_done"]
+    trainer.steps_done, trainer.updates_done = training["steps_done"], training["updates_done"]
     torch.set_rng_state(state["rng"])
     return dict(manifest["extra"])
 
@@ -88,7 +88,7 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 def read_extra(directory: Path) -> dict[str, JsonValue]:
     """Return what was saved as `extra`, before there is a trainer to load. Raises `StorageError`."""
-    return dict(_read_manifest(directory)["extra"])
+    return dict(read_manifest(directory)["extra"])
 
 
 @contextmanager
@@ -110,54 +110,9 @@ def _sharded_state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state()}
 
 
-def _write_manifest(directory: Path, trainer: Trainer, extra: Mapping[str, JsonValue]) -> None:
-    manifest = {
-        "format": FORMAT,
-        "model": _fingerprint(trainer.hf_config),
-        "steps_done": trainer.steps_done,
-        "updates_done": trainer.updates_done,
-        "extra": dict(extra),
-        "files": {path.name: path.stat().st_size for path in directory.iterdir()},
-    }
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1))
-
-
 def _publish(temporary: Path, final: Path) -> None:
     replaced = final.with_name(f"{TEMPORARY_PREFIX}replaced-{final.name}")
     if final.exists():
         final.rename(replaced)
     checkpoints.publish(temporary, final)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
-    shape = vars(shape_of(hf_config)).copy()
-    experts = shape.pop("experts")
-    routing = {} if experts is None else {f"experts_{key}": value for key, value in vars(experts).items()}
-    return {"model_type": hf_config.model_type, "rope_theta": rope_theta(hf_config), **shape, **routing}
-
-
-def _refuse_other_model(directory: Path, found: dict[str, JsonValue], expected: dict[str, JsonValue]) -> None:
-    different = [
-        f"{key} is {found.get(key)}, not {value}"
-        for key, value in expected.items()
-        if found.get(key) != value
-    ]
-    if different:
-        raise ConfigError(f"checkpoint {directory} is of another model: {', '.join(different)}")
-
-
-def _read_manifest(directory: Path) -> dict[str, Any]:
-    try:
-        manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{directory} is not a whole checkpoint: {error}") from error
-    if manifest.get("format") != FORMAT:
-        raise StorageError(
-            f"checkpoint {directory} has format {manifest.get('format')}, this build reads {FORMAT}"
-        )
-    for name, size in manifest["files"].items():
-        file = directory / name
-        if not file.is_file() or file.stat().st_size != size:
-            raise StorageError(f"checkpoint {directory} is torn: {name} is missing or not {size} bytes long")
-    return manifest

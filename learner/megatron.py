@@ -10,7 +10,11 @@ adapt_megatron_to_cpu()
 
 with megatron_import_warnings_silenced():
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.core import (
+        CheckpointingConfig,
+        CheckpointingException,
+        save_config,
+    )
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist_strategy
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -79,6 +83,7 @@ if not torch.cuda.is_available():
 
 __all__ = [
     "STOCK_NORM_AND_SCALE",
+    "CheckpointingConfig",
     "CheckpointingException",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
@@ -102,6 +107,7 @@ __all__ = [
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
     "parallel_state",
+    "save_config",
     "tensor_parallel",
     "torch_dist_strategy",
 ]

@@ -12,7 +12,7 @@ from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.roles import guarded, hold_role
 from learner.checkpoint import latest_checkpoint, load_checkpoint, read_extra
-from learner.conversion.files import load_hf_directory, load_tokenizer
+from learner.conversion.files import load_hf_directory, load_tokenizer, refuse_other_vocabulary
 from learner.parallel import init_world
 from learner.progress import Progress
 from learner.scratch import ensure_model_directory
@@ -64,11 +64,7 @@ def build(
 
 def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Raise `ConfigError` when the tokenizer is not this model's."""
-    if len(tokenizer) > hf_config.vocab_size:
-        raise ConfigError(
-            f"{directory}: the tokenizer has {len(tokenizer)} tokens, the model embeds "
-            f"{hf_config.vocab_size}: they do not belong together"
-        )
+    refuse_other_vocabulary(hf_config, tokenizer, directory)
     if tokenizer.chat_template is None:
         raise ConfigError(f"{directory}: the tokenizer has no chat template; prompts are rendered with it")
 

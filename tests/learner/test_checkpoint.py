@@ -69,7 +69,7 @@ def test_an_interrupted_save_is_not_a_checkpoint(tmp_path, monkeypatch):
     trainer = trainer_of(tiny_model())
     save_checkpoint(trainer, tmp_path, 1, {}, keep=2)
     with monkeypatch.context() as patched:
-        patched.setattr("learner.checkpoint._write_manifest", lambda *_: 1 / 0)
+        patched.setattr("learner.checkpoint.write_manifest", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             save_checkpoint(trainer, tmp_path, 2, {}, keep=2)
     assert read_extra(latest_checkpoint(tmp_path)) == {}
