@@ -29,5 +29,9 @@ class EngineError(SluiceError):
     """An inference engine failed or returned something that cannot be a generation."""
 
 
+class TrainingError(SluiceError):
+    """Training cannot go on from where it is: an older checkpoint or other settings are needed."""
+
+
 class StorageError(SluiceError):
     """Data on disk is missing, torn, or not what its manifest says."""

@@ -1,18 +1,63 @@
 """Configuration of the learner's numerics; loads without torch."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bus.config import Config
 
 
+class ConstantSchedule(Config):
+    """The learning rate stays."""
+
+    type: Literal["constant"] = "constant"
+    """Name of the schedule."""
+
+
+class CosineSchedule(Config):
+    """The learning rate falls along half a cosine."""
+
+    type: Literal["cosine"] = "cosine"
+    """Name of the schedule."""
+
+    decay_steps: int = Field(1000, gt=0)
+    """Updates that the fall takes; afterwards the learning rate stays at `min_lr`."""
+
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the fall."""
+
+
+class WSDSchedule(Config):
+    """Warm-up, stable, decay: the learning rate stays for long, then falls in the end."""
+
+    type: Literal["wsd"] = "wsd"
+    """Name of the schedule."""
+
+    stable_steps: int = Field(1000, ge=0)
+    """Updates at the full learning rate."""
+
+    decay_steps: int = Field(1000, gt=0)
+    """Updates that the fall takes; afterwards the learning rate stays at `min_lr`."""
+
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the fall."""
+
+    decay: Literal["linear", "sqrt"] = "sqrt"
+    """Shape of the fall: straight, or as 1 - sqrt of what has passed of it."""
+
+
+ScheduleConfig = Annotated[ConstantSchedule | CosineSchedule | WSDSchedule, Field(discriminator="type")]
+
+
 class OptimizerConfig(Config):
-    """AdamW with warm-up, then a constant learning rate."""
+    """AdamW with warm-up, then a schedule."""
 
     lr: float = Field(1e-6, gt=0)
-    """Learning rate after warm-up."""
+    """Learning rate after warm-up, the highest."""
+
+    schedule: ScheduleConfig = ConstantSchedule()
+    """What the learning rate does after warm-up; counts updates, not skipped steps."""
 
     warmup_steps: int = Field(0, ge=0)
     """Updates over which the learning rate rises linearly; update u of w runs at lr * u / w."""
@@ -31,6 +76,16 @@ class OptimizerConfig(Config):
 
     clip_grad: float = Field(1.0, gt=0)
     """Upper bound on the global gradient norm; `inf` turns clipping off."""
+
+    max_skipped_in_a_row: int = Field(10, ge=1)
+    """Steps whose loss or gradient is not finite are skipped; so many one after another end the run."""
+
+    @model_validator(mode="after")
+    def _schedule_falls(self) -> Self:
+        lowest = 0.0 if isinstance(self.schedule, ConstantSchedule) else self.schedule.min_lr
+        if lowest > self.lr:
+            raise ValueError(f"schedule.min_lr={lowest} is above lr={self.lr}: the schedule goes down")
+        return self
 
 
 class TISLoss(Config):
@@ -136,6 +191,12 @@ class ModelConfig(Config):
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations of the learner; the optimizer's main weights are float32."""
+
+    freeze: tuple[str, ...] = ()
+    """Regular expressions, searched in Hugging Face names: these weights stay as they are."""
+
+    train_only: tuple[str, ...] = ()
+    """Regular expressions, searched in Hugging Face names: all other weights stay as they are."""
 
 
 class WarmupOptimizerConfig(OptimizerConfig):

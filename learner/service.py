@@ -18,6 +18,7 @@ from learner.progress import Progress
 from learner.scratch import ensure_model_directory
 from learner.settings import LearnerSettings
 from learner.train import Learner
+from learner.trainable import TrainableWeights
 from learner.trainer import Trainer
 from learner.warmup import Demonstrations
 from storage.generators import load_demonstrations
@@ -54,7 +55,13 @@ def build(
     latest = latest_checkpoint(settings.checkpoints)
     progress = Progress.from_json(read_extra(latest)) if latest else Progress()
     optimizer = settings.warmup.optimizer if progress.stage == "warmup" else settings.learner.optimizer
-    trainer = Trainer(hf_config, state, optimizer, dtype=getattr(torch, settings.model.dtype))
+    trainer = Trainer(
+        hf_config,
+        state,
+        optimizer,
+        dtype=getattr(torch, settings.model.dtype),
+        trainable=TrainableWeights(settings.model.freeze, settings.model.train_only),
+    )
     if latest is not None:
         load_checkpoint(trainer, latest)
         progress.stage = "rl" if progress.stage == "done" else progress.stage

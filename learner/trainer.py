@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from bus.errors import TrainingError
 from learner.config import OptimizerConfig, PPOClipLoss, SFTLoss, TISLoss
 from learner.conversion.base import State
 from learner.conversion.weights import export_hf_weights, load_hf_weights
@@ -24,6 +25,8 @@ from learner.model import PolicyModel, build_model
 from learner.optimizer import build_optimizer, configure_optimizer, gradient_norm, update
 from learner.packing import MicroBatch, TrainedTokens
 from learner.parallel import data_parallel_sum, device
+from learner.schedule import learning_rate
+from learner.trainable import EVERYTHING, TrainableWeights
 
 Loss = TISLoss | PPOClipLoss | SFTLoss
 Sums = dict[str, Tensor]
@@ -56,12 +59,15 @@ class Trainer:
         optimizer: OptimizerConfig,
         *,
         dtype: torch.dtype = torch.float32,
+        trainable: TrainableWeights = EVERYTHING,
     ) -> None:
         """Build the model and load `state`, by Hugging Face names."""
         self.hf_config = hf_config
         self.dtype = dtype
         self.model: PolicyModel = build_model(hf_config, dtype=dtype)
         load_hf_weights(self.model, hf_config, state)
+        self.trainable = trainable
+        trainable.freeze_others(self.model, hf_config)
         self.ddp = DistributedDataParallel(
             self.model.config,
             DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
@@ -77,7 +83,9 @@ class Trainer:
         self.optimizer_config = config
         self.optimizer = build_optimizer(config, self.ddp, self.dtype)
         self.updates_done = 0
-        """Updates by this optimizer, which the warm-up counts."""
+        """Updates by this optimizer, which the schedule counts."""
+        self.not_finite_in_a_row = 0
+        """Steps skipped since the last whose loss and gradient were finite."""
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, *, temperature: float, policy_version: int
@@ -90,7 +98,7 @@ class Trainer:
             temperature: at which the tokens were sampled; 1 for SFT.
             policy_version: of the weights before the update, to tell fresh tokens from stale ones.
         """
-        lr = self._next_lr()
+        lr = learning_rate(self.optimizer_config, self.updates_done + 1)
         configure_optimizer(self.optimizer, self.optimizer_config, lr)
         names, totals = self._accumulate_gradients(micro_batches, loss, temperature, policy_version)
         norm = gradient_norm(self.optimizer)  # put to work before anything waits for the device
@@ -102,6 +110,7 @@ class Trainer:
             update(self.optimizer, self.optimizer_config.clip_grad, norm)
         self.steps_done += 1
         self.updates_done += updated
+        self._refuse_endless_skipping(mean_loss, norm)
         return StepResult(
             loss=mean_loss,
             grad_norm=norm,
@@ -111,13 +120,19 @@ class Trainer:
             diagnostics=_diagnostics(sums, tokens),
         )
 
+    def _refuse_endless_skipping(self, loss: float, norm: float) -> None:
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        self.not_finite_in_a_row = 0 if finite else self.not_finite_in_a_row + 1
+        if self.not_finite_in_a_row >= self.optimizer_config.max_skipped_in_a_row:
+            raise TrainingError(
+                f"{self.not_finite_in_a_row} steps in a row were skipped: their loss or gradient was not "
+                f"finite (the last: loss {loss}, gradient norm {norm}). Go on from an older checkpoint with a lower "
+                f"optimizer.lr (it is {self.optimizer_config.lr}), or raise optimizer.max_skipped_in_a_row"
+            )
+
     def export(self) -> dict[str, Tensor]:
         """Return copies of the weights by Hugging Face name."""
         return export_hf_weights(self.model, self.hf_config)
-
-    def _next_lr(self) -> float:
-        warmup = self.optimizer_config.warmup_steps
-        return self.optimizer_config.lr * (min(1.0, (self.updates_done + 1) / warmup) if warmup else 1.0)
 
     def _accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float, policy_version: int

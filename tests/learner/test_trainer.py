@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from bus.errors import TrainingError
 from learner.config import OptimizerConfig, PPOClipLoss, SFTLoss, TISLoss
 from learner.packing import pack
 from learner.trainer import Trainer
@@ -129,6 +130,21 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_so(bad):
     good = trainer.train_step(pack(samples, 100), TISLoss(), temperature=1.0, policy_version=3)
     assert not good.skipped
     assert math.isfinite(good.loss)
+
+
+def test_so_many_steps_in_a_row_that_are_not_finite_end_training():
+    trainer = trainer_of(tiny_model(), OPTIMIZER.model_copy(update={"max_skipped_in_a_row": 3}))
+    good = random_samples(LENGTHS)
+    bad = [dataclasses.replace(good[0], advantage=math.nan, loss_mask=np.ones(5, bool))]
+
+    def step(samples):
+        return trainer.train_step(pack(samples, 100), TISLoss(), temperature=1.0, policy_version=3)
+
+    for samples in (bad, bad, good, bad):
+        step(samples)
+    assert step(bad).skipped
+    with pytest.raises(TrainingError, match=r"3 steps in a row were skipped.*loss nan.*lower optimizer\.lr"):
+        step(bad)
 
 
 def test_a_step_without_trained_tokens_is_skipped():
