@@ -22,7 +22,7 @@ def write_manifest(
     directory: Path,
     hf_config: PretrainedConfig,
     *,
-    training: Mapping[str, int] | None,
+    training: Mapping[str, JsonValue] | None,
     extra: Mapping[str, JsonValue],
     digests: Mapping[str, str],
 ) -> None:
@@ -31,7 +31,7 @@ def write_manifest(
     Args:
         directory: of the checkpoint, everything else in it is complete.
         hf_config: of the model.
-        training: counters of the trainer; `None` where there are weights only.
+        training: where the trainer stands; `None` where there are weights only.
         extra: what the caller wants kept.
         digests: of files whose digest is known already; the others are read.
     """

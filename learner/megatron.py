@@ -15,6 +15,7 @@ with megatron_import_warnings_silenced():
         CheckpointingException,
         save_config,
     )
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist_strategy
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -94,6 +95,7 @@ __all__ = [
     "MegatronOptimizer",
     "MegatronOptimizerConfig",
     "PackedSeqParams",
+    "ShardedObject",
     "TransformerBlockSubmodules",
     "TransformerConfig",
     "clip_grad_by_total_norm_fp32",

@@ -126,8 +126,8 @@ class Trainer:
         if self.not_finite_in_a_row >= self.optimizer_config.max_skipped_in_a_row:
             raise TrainingError(
                 f"{self.not_finite_in_a_row} steps in a row were skipped: their loss or gradient was not "
-                f"finite (the last: loss {loss}, gradient norm {norm}). Go on from an older checkpoint with a lower "
-                f"optimizer.lr (it is {self.optimizer_config.lr}), or raise optimizer.max_skipped_in_a_row"
+                f"finite (the last: loss {loss}, gradient norm {norm}). Go on from an older checkpoint with "
+                f"optimizer.lr below {self.optimizer_config.lr}, or raise optimizer.max_skipped_in_a_row"
             )
 
     def export(self) -> dict[str, Tensor]:
