@@ -74,11 +74,23 @@ class OptimizerConfig(Config):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay; biases and norm weights are exempt."""
 
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the two moments between updates; bfloat16 takes half the memory, the update itself is float32."""
+
     clip_grad: float = Field(1.0, gt=0)
     """Upper bound on the global gradient norm; `inf` turns clipping off."""
 
     max_skipped_in_a_row: int = Field(10, ge=1)
     """Steps whose loss or gradient is not finite are skipped; so many one after another end the run."""
+
+    @model_validator(mode="after")
+    def _moments_can_move(self) -> Self:
+        if self.state_dtype == "bfloat16" and self.beta2 > 0.99:
+            raise ValueError(
+                f"state_dtype=bfloat16 needs beta2 <= 0.99 (it is {self.beta2}): bfloat16 has 8 bits, so "
+                "rounding swallows the small changes of a slower mean"
+            )
+        return self
 
     @model_validator(mode="after")
     def _schedule_falls(self) -> Self:

@@ -3,6 +3,7 @@
 Without Transformer Engine and Apex, megatron-core 0.16.1 wraps `torch.optim.AdamW`, and then
 - its state dict asserts that every parameter has been stepped: `_prime` makes a fresh state look so;
 - loading raises KeyError 'step', which checkpoints hold once and not per parameter: `_keep_step_on_load`;
+- a state in lower precision needs Transformer Engine: `BFloat16StateAdamW` does without;
 - loading gives all parameters one shared `step` tensor, so that each update would count many times and the
   trajectory silently departs from an uninterrupted run: `load_optimizer_state` separates them.
 """
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from learner.bf16_adamw import BFloat16StateAdamW
 from learner.config import OptimizerConfig
 from learner.megatron import (
     DistributedDataParallel,
@@ -42,7 +44,10 @@ def build_optimizer(
     )
     for part in optimizer.chained_optimizers:
         _keep_step_on_load(part)
+        if config.state_dtype == "bfloat16":
+            part.optimizer.__class__ = BFloat16StateAdamW
         _prime(part.optimizer)
+        _keep_state_dtype(part.optimizer)
     return optimizer
 
 
@@ -78,6 +83,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
     for part in optimizer.chained_optimizers:
         for values in part.optimizer.state.values():
             values["step"] = values["step"].clone()
+        _keep_state_dtype(part.optimizer)
 
 
 def _prime(optimizer: torch.optim.Optimizer) -> None:
@@ -88,6 +94,12 @@ def _prime(optimizer: torch.optim.Optimizer) -> None:
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+
+
+def _keep_state_dtype(optimizer: torch.optim.Optimizer) -> None:
+    """Torch casts what it loads to the dtype of the parameters."""
+    if isinstance(optimizer, BFloat16StateAdamW):
+        optimizer.round_state()
 
 
 def _keep_step_on_load(optimizer: DistributedOptimizer) -> None:
