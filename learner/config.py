@@ -157,7 +157,35 @@ class BatchConfig(Config):
     """How trajectories become micro-batches."""
 
     tokens_per_micro_batch: int = Field(16384, gt=0)
-    """Token budget of one packed micro-batch; a longer trajectory is one by itself."""
+    """Token budget of one packed micro-batch."""
+
+    oversized: Literal["alone", "refuse"] = "alone"
+    """A trajectory longer than the budget is a micro-batch by itself, or ends the run with its name."""
+
+    balance: Literal["tokens", "flops"] = "tokens"
+    """What data-parallel ranks get an equal share of; FLOPs count that attention grows with the square."""
+
+
+class WorldConfig(Config):
+    """The learner's processes, which torchrun's elastic agent starts: one on each host."""
+
+    processes: int = Field(1, ge=1)
+    """Ranks on each host, one for each of its GPUs. With one altogether there is no agent."""
+
+    nodes: int = Field(1, ge=1)
+    """Hosts; each runs `launch learner` and shares the run's directory."""
+
+    node_rank: int | None = Field(None, ge=0)
+    """Which of them this one is, from 0; ranks are counted in this order."""
+
+    master: str | None = None
+    """host:port of node 0, where the others find it."""
+
+    join_timeout_s: int = Field(600, gt=0)
+    """How long a host waits for the others."""
+
+    restarts: int = Field(10, ge=0)
+    """How often a world in which a rank died starts again from the last checkpoint."""
 
 
 class CheckpointConfig(Config):
@@ -260,6 +288,9 @@ class LearnerConfig(Config):
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW of this stage."""
+
+    world: WorldConfig = WorldConfig()
+    """How many processes, and where."""
 
     batch: BatchConfig = BatchConfig()
     """Packing."""
