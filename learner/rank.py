@@ -13,7 +13,7 @@ from torch import Tensor
 from bus.errors import WorldError
 from bus.messages import GroupRef, Trajectory
 from learner.batches import StepBatch, make_step_batch
-from learner.checkpoint import save_checkpoint
+from learner.checkpoint import PendingCheckpoint, start_checkpoint
 from learner.commands import Begin, Fetch, Train, WarmUp
 from learner.config import SFTLoss
 from learner.data_parallel import data_parallel_rank, data_parallel_size, equally_many, of_all_ranks
@@ -43,6 +43,7 @@ class Rank:
         self._reader = reader
         self._demonstrations = demonstrations
         self._thread = thread
+        self._saving: PendingCheckpoint | None = None
         self._fetching: dict[int, tuple[tuple[GroupRef, ...], asyncio.Task[Groups]]] = {}
         """By step: which groups, and their trajectories."""
 
@@ -87,9 +88,21 @@ class Rank:
         return await self.in_thread(self._trainer.export)
 
     async def save(self, step: int, extra: Mapping[str, JsonValue]) -> None:
-        """Write a checkpoint; `extra` counts at rank 0."""
-        root, keep = self._settings.checkpoints, self._settings.learner.checkpoint.keep
-        await self.in_thread(lambda: save_checkpoint(self._trainer, root, step, extra, keep=keep))
+        """Begin to write a checkpoint, while training goes on; `extra` counts at rank 0."""
+        root, keep, before = self._settings.checkpoints, self._settings.learner.checkpoint.keep, self._saving
+        self._saving = await self.in_thread(
+            lambda: start_checkpoint(self._trainer, root, step, extra, keep=keep, after=before)
+        )
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank has written its part of the checkpoint begun last."""
+        return self._saving is None or self._saving.written
+
+    async def saved(self) -> None:
+        """Return when the checkpoint begun last survives a power cut."""
+        if self._saving is not None:
+            await self.in_thread(self._saving.finish)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run torch work where all of it runs. Raises `WorldError` when another rank was lost meanwhile."""

@@ -14,7 +14,7 @@ from bus.messages import BatchLease, GroupRef
 from learner.balancing import balanced, group_flops
 from learner.batches import StepBatch
 from learner.channel import Channel
-from learner.commands import COMMANDS, Begin, Command, End, Export, Fetch, Save, Train, WarmUp
+from learner.commands import COMMANDS, Begin, Command, End, Export, Fetch, Save, Saved, Train, WarmUp
 from learner.rank import Rank
 from learner.settings import LearnerSettings
 from learner.trainer import StepResult
@@ -77,9 +77,14 @@ class World:
         return await self.rank.export()
 
     async def save(self, step: int, extra: Mapping[str, JsonValue]) -> None:
-        """A checkpoint that holds `extra`."""
+        """Begin a checkpoint that holds `extra`."""
         await self._tell(Save(step=step))
         await self.rank.save(step, extra)
+
+    async def saved(self) -> None:
+        """Return when the checkpoint begun last survives a power cut."""
+        await self._tell(Saved())
+        await self.rank.saved()
 
     async def follow(self) -> None:
         """On any other rank: do what rank 0 says until it ends the world.
@@ -141,5 +146,7 @@ async def _carry_out(command: Command, rank: Rank) -> None:
             await rank.export()
         case Save():
             await rank.save(command.step, {})
+        case Saved():
+            await rank.saved()
         case _:
             raise RuntimeError(f"nobody carries out {command.tag}")
