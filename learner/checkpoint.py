@@ -22,7 +22,7 @@ from bus.errors import ConfigError, StorageError
 from learner.checkpoint_writer import install_in_process_writer
 from learner.conversion.families import shape_of
 from learner.megatron import CheckpointingException, dist_checkpointing, parallel_state
-from learner.model import rope_theta
+from learner.model import PolicyModel, rope_theta
 from learner.optimizer import load_optimizer_state
 from learner.trainer import Trainer
 from storage import checkpoints
@@ -46,6 +46,7 @@ def save_checkpoint(
     Replaces a checkpoint of the same step, and leaves the `keep` newest.
     """
     install_in_process_writer()
+    trainer.settle_parameters()
     if dist.get_rank() == 0:
         checkpoints.remove_leftovers(root)
         checkpoints.temporary(root, step)
@@ -69,12 +70,18 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> dict[str, JsonValue]:
     """
     manifest = _read_manifest(directory)
     _refuse_other_model(directory, manifest["model"], _fingerprint(trainer.hf_config))
+    if (saved := manifest["distributed_optimizer"]) != trainer.parallel.distributed_optimizer:
+        raise ConfigError(
+            f"checkpoint {directory} was saved with learner.parallel.distributed_optimizer={saved}: "
+            "set that again"
+        )
     try:
         with _megatron_deprecations_silenced():
             state = dist_checkpointing.load(_sharded_state(trainer, is_loading=True), str(directory))
     except (CheckpointingException, CheckpointException, RuntimeError, OSError) as error:
         raise StorageError(f"cannot read checkpoint {directory}: {error}") from error
-    trainer.model.load_state_dict(state["model"])
+    for name, chunk in _chunks(trainer).items():
+        chunk.load_state_dict(state[name])
     load_optimizer_state(trainer.optimizer, state["optimizer"])
     trainer.steps_done, trainer.updates_done = manifest["steps_done"], manifest["updates_done"]
     torch.set_rng_state(state["rng"])
@@ -102,18 +109,29 @@ def _megatron_deprecations_silenced() -> Iterator[None]:
 
 def _sharded_state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    model = trainer.model.sharded_state_dict(metadata={**SHARDING, "dp_cp_group": group})
+    chunks = {
+        name: chunk.sharded_state_dict(metadata={**SHARDING, "dp_cp_group": group})
+        for name, chunk in _chunks(trainer).items()
+    }
     with torch.no_grad():
         optimizer = trainer.optimizer.sharded_state_dict(
-            model, is_loading=is_loading, metadata=dict(SHARDING)
+            chunks if len(chunks) > 1 else chunks["model"], is_loading=is_loading, metadata=dict(SHARDING)
         )
-    return {"model": model, "optimizer": optimizer, "rng": torch.get_rng_state()}
+    return {**chunks, "optimizer": optimizer, "rng": torch.get_rng_state()}
+
+
+def _chunks(trainer: Trainer) -> dict[str, PolicyModel]:
+    """The pieces of the model by the names that megatron-core's optimizer expects."""
+    if len(trainer.chunks) == 1:
+        return {"model": trainer.chunks[0]}
+    return {f"model{number}": chunk for number, chunk in enumerate(trainer.chunks)}
 
 
 def _write_manifest(directory: Path, trainer: Trainer, extra: Mapping[str, JsonValue]) -> None:
     manifest = {
         "format": FORMAT,
         "model": _fingerprint(trainer.hf_config),
+        "distributed_optimizer": trainer.parallel.distributed_optimizer,
         "steps_done": trainer.steps_done,
         "updates_done": trainer.updates_done,
         "extra": dict(extra),
@@ -134,7 +152,8 @@ def _fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
     shape = vars(shape_of(hf_config)).copy()
     experts = shape.pop("experts")
     routing = {} if experts is None else {f"experts_{key}": value for key, value in vars(experts).items()}
-    return {"model_type": hf_config.model_type, "rope_theta": rope_theta(hf_config), **shape, **routing}
+    found = {"model_type": hf_config.model_type, "rope_theta": rope_theta(hf_config), **shape, **routing}
+    return dict(json.loads(json.dumps(found)))  # as it will be read: a tuple becomes a list
 
 
 def _refuse_other_model(directory: Path, found: dict[str, JsonValue], expected: dict[str, JsonValue]) -> None:
@@ -156,6 +175,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise StorageError(
             f"checkpoint {directory} has format {manifest.get('format')}, this build reads {FORMAT}"
         )
+    manifest.setdefault("distributed_optimizer", True)
     for name, size in manifest["files"].items():
         file = directory / name
         if not file.is_file() or file.stat().st_size != size:

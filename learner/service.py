@@ -50,11 +50,17 @@ def build(
     tokenizer = load_tokenizer(settings.model_directory)
     refuse_misfit(hf_config, tokenizer, settings.model_directory)
     rows = _demonstrations(settings, demonstrations, tokenizer, hf_config)
-    init_world()
+    init_world(settings.learner.parallel)
     latest = latest_checkpoint(settings.checkpoints)
     progress = Progress.from_json(read_extra(latest)) if latest else Progress()
     optimizer = settings.warmup.optimizer if progress.stage == "warmup" else settings.learner.optimizer
-    trainer = Trainer(hf_config, state, optimizer, dtype=getattr(torch, settings.model.dtype))
+    trainer = Trainer(
+        hf_config,
+        state,
+        optimizer,
+        dtype=getattr(torch, settings.model.dtype),
+        parallel=settings.learner.parallel,
+    )
     if latest is not None:
         load_checkpoint(trainer, latest)
         progress.stage = "rl" if progress.stage == "done" else progress.stage

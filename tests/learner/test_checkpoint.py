@@ -3,7 +3,7 @@ import torch
 
 from bus.errors import ConfigError, StorageError
 from learner.checkpoint import latest_checkpoint, load_checkpoint, read_extra, save_checkpoint
-from learner.config import OptimizerConfig, TISLoss
+from learner.config import OptimizerConfig, ParallelConfig, TISLoss
 from learner.packing import pack
 from learner.trainer import Trainer
 from tests.learner.tiny import hf_state, random_samples, tiny_model
@@ -97,3 +97,10 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path)
     save_checkpoint(trainer_of(tiny_model("qwen3")), tmp_path, 1, {}, keep=2)
     with pytest.raises(ConfigError, match=r"model_type is qwen3, not llama, .*head_dim is 24, not 16"):
         load_checkpoint(trainer_of(tiny_model("llama")), latest_checkpoint(tmp_path))
+
+
+def test_another_kind_of_optimizer_state_is_refused(tmp_path):
+    save_checkpoint(trainer_of(tiny_model()), tmp_path, 1, {}, keep=1)
+    plain = trainer_of(tiny_model(), parallel=ParallelConfig(distributed_optimizer=False))
+    with pytest.raises(ConfigError, match="distributed_optimizer=True: set that again"):
+        load_checkpoint(plain, latest_checkpoint(tmp_path))
