@@ -21,6 +21,7 @@ from bus.errors import ConfigError, StorageError
 from learner.checkpoint_writer import Staged, install_in_process_writer, stage
 from learner.manifest import damaged_files, read_manifest, refuse_damage, refuse_other_model, write_manifest
 from learner.megatron import CheckpointingException, ShardedObject, dist_checkpointing, parallel_state
+from learner.model import PolicyModel
 from learner.optimizer import load_optimizer_state
 from learner.trainer import Trainer
 from storage import checkpoints
@@ -110,6 +111,7 @@ def start_checkpoint(
     if after is not None:
         after.finish()
     install_in_process_writer()
+    trainer.settle_parameters()
     if dist.get_rank() == 0:
         checkpoints.remove_leftovers(root)
         checkpoints.temporary(root, step)
@@ -159,7 +161,8 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> dict[str, JsonValue]:
             state = dist_checkpointing.load(wanted, str(directory))
     except (CheckpointingException, CheckpointException, RuntimeError, OSError) as error:
         raise StorageError(f"cannot read checkpoint {directory}: {error}") from error
-    trainer.model.load_state_dict(state["model"])
+    for name, chunk in _chunks(trainer).items():
+        chunk.load_state_dict(state[name])
     load_optimizer_state(trainer.optimizer, state["optimizer"])
     trainer.steps_done, trainer.updates_done = training["steps_done"], training["updates_done"]
     if "rng" in state:
@@ -188,12 +191,22 @@ def _megatron_deprecations_silenced() -> Iterator[None]:
 
 def _sharded_state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    model = trainer.model.sharded_state_dict(metadata={**SHARDING, "dp_cp_group": group})
+    chunks = {
+        name: chunk.sharded_state_dict(metadata={**SHARDING, "dp_cp_group": group})
+        for name, chunk in _chunks(trainer).items()
+    }
     with torch.no_grad():
         optimizer = trainer.optimizer.sharded_state_dict(
-            model, is_loading=is_loading, metadata=dict(SHARDING)
+            chunks if len(chunks) > 1 else chunks["model"], is_loading=is_loading, metadata=dict(SHARDING)
         )
-    return {"model": model, "optimizer": optimizer, "rng": _sharded_rng_state()}
+    return {**chunks, "optimizer": optimizer, "rng": _sharded_rng_state()}
+
+
+def _chunks(trainer: Trainer) -> dict[str, PolicyModel]:
+    """The pieces of the model by the names that megatron-core's optimizer expects."""
+    if len(trainer.chunks) == 1:
+        return {"model": trainer.chunks[0]}
+    return {f"model{number}": chunk for number, chunk in enumerate(trainer.chunks)}
 
 
 def _sharded_rng_state() -> ShardedObject:
@@ -216,6 +229,7 @@ def _training(trainer: Trainer) -> dict[str, Any]:
         "steps_done": trainer.steps_done,
         "updates_done": trainer.updates_done,
         "ranks": dist.get_world_size(),
+        "distributed_optimizer": trainer.parallel.distributed_optimizer,
         "frozen": sorted(trainer.trainable.frozen(trainer.hf_config)),
     }
 
@@ -224,6 +238,11 @@ def _refuse_other_training(directory: Path, manifest: Mapping[str, Any], trainer
     training: dict[str, Any] | None = manifest["training"]
     if training is None:
         raise ConfigError(f"{directory} holds weights only: training starts from it with --model.path")
+    if (saved := training["distributed_optimizer"]) != trainer.parallel.distributed_optimizer:
+        raise ConfigError(
+            f"checkpoint {directory} was saved with learner.parallel.distributed_optimizer={saved}: "
+            "set that again"
+        )
     frozen = set(training["frozen"]) ^ trainer.trainable.frozen(trainer.hf_config)
     if frozen:
         raise ConfigError(

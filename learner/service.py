@@ -105,7 +105,7 @@ def build(
     tokenizer = load_tokenizer(settings.model_directory)
     refuse_misfit(hf_config, tokenizer, settings.model_directory)
     rows = _demonstrations(settings, demonstrations, tokenizer, hf_config)
-    init_world()
+    init_world(settings.learner.parallel)
     refuse_unshared(settings.checkpoints)
     channel = Channel(stop)
     latest = latest_checkpoint(settings.checkpoints)
@@ -117,6 +117,7 @@ def build(
         optimizer,
         dtype=getattr(torch, settings.model.dtype),
         trainable=TrainableWeights(settings.model.freeze, settings.model.train_only),
+        parallel=settings.learner.parallel,
     )
     if latest is not None:
         load_checkpoint(trainer, latest)

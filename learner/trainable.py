@@ -8,7 +8,9 @@ import torch
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
+from learner.conversion.base import EMBEDDING, OUTPUT
 from learner.conversion.families import FAMILIES, shape_of
+from learner.conversion.weights import global_name
 
 
 @dataclass(frozen=True)
@@ -20,16 +22,19 @@ class TrainableWeights:
     train_only: tuple[str, ...] = ()
     """If there are any, only weights that match one of these are trained."""
 
-    def freeze_others(self, model: torch.nn.Module, hf_config: PretrainedConfig) -> None:
+    def freeze_others(self, chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig) -> None:
         """Turn off the gradients of what is not trained; comes before the data-parallel wrapper.
 
         Raises `ConfigError` for an expression that is malformed or matches nothing, for one that takes
         apart what is one tensor in the model, and when nothing is left to train.
         """
         frozen = self.frozen(hf_config)
-        for name, parameter in model.named_parameters():
-            if name in frozen:
-                parameter.requires_grad = False
+        if EMBEDDING.megatron in frozen and hf_config.tie_word_embeddings:
+            frozen.add(OUTPUT.megatron)  # the last stage of a pipeline has its own copy
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                if global_name(chunk, name) in frozen:
+                    parameter.requires_grad = False
 
     def frozen(self, hf_config: PretrainedConfig) -> set[str]:
         """Return the names in megatron-core of the weights that are not trained; raises as above."""

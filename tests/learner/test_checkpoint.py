@@ -14,7 +14,7 @@ from learner.checkpoint import (
     start_checkpoint,
 )
 from learner.checkpoint_writer import Staged
-from learner.config import OptimizerConfig, TISLoss
+from learner.config import OptimizerConfig, ParallelConfig, TISLoss
 from learner.optimizer import load_optimizer_state
 from learner.packing import pack
 from learner.trainable import TrainableWeights
@@ -256,3 +256,10 @@ def test_the_layout_of_optimizer_state_that_resumes_wrongly_is_not_used(tmp_path
     load_checkpoint(second, latest_checkpoint(tmp_path))
     losses = [result.loss for result in train(second, range(3, 6))]
     assert losses != pytest.approx([result.loss for result in uninterrupted[3:]], abs=1e-4)
+
+
+def test_another_kind_of_optimizer_state_is_refused(tmp_path):
+    save_checkpoint(trainer_of(tiny_model()), tmp_path, 1, {}, keep=1)
+    plain = trainer_of(tiny_model(), parallel=ParallelConfig(distributed_optimizer=False))
+    with pytest.raises(ConfigError, match="distributed_optimizer=True: set that again"):
+        load_checkpoint(plain, latest_checkpoint(tmp_path))
