@@ -32,8 +32,16 @@ class FencedError(SluiceError):
     """Another process took over this role: stop at once, write nothing more."""
 
 
+class WorldError(SluiceError):
+    """Another process of the learner's world is gone: this one cannot go on alone."""
+
+
 class EngineError(SluiceError):
     """An inference engine failed or returned something that cannot be a generation."""
+
+
+class TrainingError(SluiceError):
+    """Training cannot go on from where it is: an older checkpoint or other settings are needed."""
 
 
 class StorageError(SluiceError):

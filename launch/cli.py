@@ -14,7 +14,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
 from pydantic import PlainValidator
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, SluiceError
 from launch.config import (
     ActorsProcess,
     LearnerProcess,
@@ -27,6 +27,8 @@ from launch.config import (
     resolve,
     validate,
 )
+from launch.convert import convert
+from launch.ranks import become_rank, is_rank
 from launch.runtime import configure_logging, fail, run
 
 # For --help, cyclopts parses the source of every class in every config's ancestry, several times over, though
@@ -47,6 +49,8 @@ app = App(
     exit_on_error=False,
 )
 
+app.command(convert)
+
 USAGE = "Usage: launch {} [OPTIONS]"
 """Given, since cyclopts would go through all settings once more for these words."""
 
@@ -62,6 +66,10 @@ PresetName = Annotated[str | None, Parameter(name="--preset", group=SHORT)]
 ConfigFile = Annotated[Path | None, Parameter(name="--config", group=SHORT)]
 BusUrl = Annotated[str | None, Parameter(name="--bus", group=SHORT)]
 Prompts = Annotated[Path | None, Parameter(name="--prompts", group=SHORT)]
+Processes = Annotated[int | None, Parameter(name="--nproc", group=SHORT)]
+Nodes = Annotated[int | None, Parameter(name="--nodes", group=SHORT)]
+NodeRank = Annotated[int | None, Parameter(name="--node-rank", group=SHORT)]
+Master = Annotated[str | None, Parameter(name="--master", group=SHORT)]
 RewardName = Annotated[str | None, Parameter(name="--reward", group=SHORT)]
 
 
@@ -178,18 +186,43 @@ def shards(
 
 
 @app.command(usage=USAGE.format("learner"))
-def learner(*, bus: BusUrl = None, settings: LearnerSettings = LearnerProcess()) -> None:
+def learner(
+    *,
+    bus: BusUrl = None,
+    nproc: Processes = None,
+    nodes: Nodes = None,
+    node_rank: NodeRank = None,
+    master: Master = None,
+    settings: LearnerSettings = LearnerProcess(),
+) -> None:
     """Train the policy of a run whose storage is up: name it with --run. Its settings come from the bus.
 
     Parameters
     ----------
     bus
         NATS server, as nats://[user:password@]host:port.
+    nproc
+        Ranks on this host, one for each GPU.
+    nodes
+        Hosts of the learner; the same command runs on each, with its own --node-rank.
+    node_rank
+        Which of them this is, from 0.
+    master
+        Node 0 and a free port there, as host:port.
     """
     from launch.services import serve_learner
 
     configure_logging()
-    run(partial(serve_learner, *_joining(_short(bus), settings)))
+    if is_rank():
+        become_rank()
+    given = {"processes": nproc, "nodes": nodes, "node_rank": node_rank, "master": master}
+    world = {key: value for key, value in given.items() if value is not None}
+    where, overrides = _joining(merge(_short(bus), {"learner": {"world": world}} if world else {}), settings)
+    several = run(partial(serve_learner, where, overrides, is_rank=is_rank()))
+    if several is not None:
+        from launch.torchrun import run_world
+
+        raise SystemExit(run_world(several, where.run, ("-m", "launch", *sys.argv[1:])))
 
 
 @app.command(usage=USAGE.format("actors"))
@@ -395,7 +428,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(sys.argv[1:] if arguments is None else arguments)
     except CycloptsError as error:
         fail(ConfigError(_complaint(error)))
-    except ConfigError as error:
+    except SluiceError as error:
         fail(error)
 
 

@@ -13,7 +13,8 @@ from bus.messages import RunRecord
 from bus.server import NatsServer
 from launch.config import RunConfig, resolve
 from launch.runtime import locked
-from storage.files import make_directory
+from learner.config import WorldConfig
+from storage.files import make_directory, one_at_a_time
 from storage.generators import generate_task
 from storage.run import RunDirectory
 
@@ -82,15 +83,24 @@ async def serve_shards(
             await run_shards(bus, ShardsSettings(numbers, config.replay, directory), stop)
 
 
-async def serve_learner(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:
-    """The run's learner until it is done or `stop`."""
+async def serve_learner(
+    where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event, *, is_rank: bool
+) -> WorldConfig | None:
+    """The run's learner, or one rank of it, until it is done or `stop`.
+
+    Where the run wants several ranks and this is none of them, it returns at once what they are to be.
+    """
     async with Bus.connect(where.bus, where.run, name="learner") as bus:
         config = await joined(bus, where, overrides, stop)
         if config is None:
-            return
+            return None
+        world = config.learner.world
+        if world.processes * world.nodes > 1 and not is_rank:
+            return world
         directory = RunDirectory(config.directory, config.run)
         log.info("learner_starting", run=config.run)
         await _train(bus, config, directory, stop)
+        return None
 
 
 async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asyncio.Event) -> None:
@@ -102,13 +112,15 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
 
     demonstrations = config.warmup.demonstrations
     if config.warmup.steps and demonstrations is None and config.data.task:
-        demonstrations = generate_task(config.data.task, directory.data, seed=config.seed).demonstrations
+        with one_at_a_time(directory.data):
+            demonstrations = generate_task(config.data.task, directory.data, seed=config.seed).demonstrations
     settings = LearnerSettings(
         model=config.model,
         warmup=config.warmup,
         learner=config.learner,
         evaluation=config.evaluation,
         temperature=config.sampling.temperature,
+        samples_per_prompt=config.admission.samples_per_prompt,
         seed=config.seed,
         model_directory=config.model.path or directory.path / "model",
         checkpoints=directory.checkpoints,
@@ -117,7 +129,8 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
         export=directory.export,
     )
     progress = await run(bus, settings, demonstrations, stop)
-    log.info("learner_ends", stage=progress.stage, step=progress.step)
+    if progress is not None:
+        log.info("learner_ends", stage=progress.stage, step=progress.step)
 
 
 async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:

@@ -165,7 +165,7 @@ class Supervisor:
         self._longest_drain_s = self._policy.failed_drain_s
         said = self._said(part)
         if status == USAGE and (own := complaints(said)):
-            return ConfigError("\n".join(own))
+            return ConfigError("\n".join(dict.fromkeys(own)))  # the ranks of a learner say the same
         last = "\n".join(said.splitlines()[-TAIL_LINES:])
         return SluiceError(
             f"{part.name} ended {when}, last with {_ending(status)}; "

@@ -13,19 +13,34 @@ from learner.packing import MicroBatch, Sample, pack
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Everything one optimizer step trains on, and what is worth knowing about it."""
+    """What one rank trains on in a step, and what is worth knowing about it: sums, so that ranks add up."""
 
     micro_batches: list[MicroBatch]
     trajectories: int
     tokens: int
     """Prompt and response."""
-    reward_mean: float
+    reward_sum: float
     staleness_max: int
     """Versions that the oldest trained token lags behind the learner; a token from a later version of a
     learner that died counts as 0."""
-    staleness_mean: float
+    staleness_sum: int
     """Over trajectories."""
-    response_tokens_mean: float
+    response_tokens: int
+
+    @property
+    def reward_mean(self) -> float:
+        """Of a trajectory."""
+        return self.reward_sum / self.trajectories
+
+    @property
+    def staleness_mean(self) -> float:
+        """Of a trajectory, in versions."""
+        return self.staleness_sum / self.trajectories
+
+    @property
+    def response_tokens_mean(self) -> float:
+        """Of a trajectory."""
+        return self.response_tokens / self.trajectories
 
 
 def make_step_batch(
@@ -44,13 +59,15 @@ def make_step_batch(
     trajectories = [trajectory for group in groups for trajectory in group]
     staleness = [max(0, policy_version - trajectory.oldest_version) for trajectory in trajectories]
     return StepBatch(
-        micro_batches=pack(samples, batch.tokens_per_micro_batch),
+        micro_batches=pack(
+            samples, batch.tokens_per_micro_batch, refuse_oversized=batch.oversized == "refuse"
+        ),
         trajectories=len(trajectories),
         tokens=sum(len(t.token_ids) for t in trajectories),
-        reward_mean=float(np.mean([t.reward for t in trajectories])),
-        staleness_max=max(staleness),
-        staleness_mean=float(np.mean(staleness)),
-        response_tokens_mean=float(np.mean([t.loss_mask.sum() for t in trajectories])),
+        reward_sum=sum(t.reward for t in trajectories),
+        staleness_max=max(staleness, default=0),
+        staleness_sum=sum(staleness),
+        response_tokens=sum(int(t.loss_mask.sum()) for t in trajectories),
     )
 
 
@@ -61,4 +78,5 @@ def _sample(trajectory: Trajectory, advantage: float) -> Sample:
         behaviour_logprobs=trajectory.behaviour_logprobs,
         policy_versions=trajectory.policy_versions,
         advantage=advantage,
+        name=trajectory.trajectory_id,
     )

@@ -32,6 +32,6 @@ def batch_values(batch: StepBatch) -> dict[str, Json]:
 
 
 def read_values(read: Mapping[str, int]) -> dict[str, Json]:
-    """How many trajectories this learner has read so far, and how many bytes of tokens, by each way."""
+    """How many trajectories rank 0 has read so far, and how many bytes of tokens, by each way."""
     ways = ("mapped", "mapped_bytes", "bus", "bus_bytes")
     return {f"replay/read_{way}": read.get(way, 0) for way in ways}

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bus.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
@@ -23,6 +25,8 @@ class Sample:
     """int32 [L], the weights behind each token."""
     advantage: float
     """Of the whole trajectory."""
+    name: str = "a sample"
+    """For messages to people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +87,15 @@ class TrainedTokens:
         return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
-def pack(samples: Sequence[Sample], tokens_per_micro_batch: int) -> list[MicroBatch]:
-    """Put each sample, in order, into the first micro-batch with room; a larger one is alone in its own."""
+def pack(
+    samples: Sequence[Sample], tokens_per_micro_batch: int, *, refuse_oversized: bool = False
+) -> list[MicroBatch]:
+    """Put each sample, in order, into the first micro-batch with room; a larger one is alone in its own.
+
+    With `refuse_oversized` that raises `ConfigError` instead.
+    """
+    if refuse_oversized:
+        _refuse_oversized(samples, tokens_per_micro_batch)
     bins: list[list[Sample]] = []
     free: list[int] = []
     for sample in samples:
@@ -97,6 +108,32 @@ def pack(samples: Sequence[Sample], tokens_per_micro_batch: int) -> list[MicroBa
             bins[chosen].append(sample)
             free[chosen] -= length
     return [_micro_batch(members) for members in bins]
+
+
+def empty_micro_batch() -> MicroBatch:
+    """One token that is not trained: for a rank that has no more samples, but whose turn it is."""
+    nothing = np.zeros(1, np.int32)
+    return _micro_batch(
+        [
+            Sample(
+                token_ids=nothing,
+                loss_mask=nothing.astype(bool),
+                behaviour_logprobs=nothing.astype(np.float32),
+                policy_versions=nothing,
+                advantage=0.0,
+            )
+        ]
+    )
+
+
+def _refuse_oversized(samples: Sequence[Sample], tokens_per_micro_batch: int) -> None:
+    longest = max(samples, key=lambda sample: len(sample.token_ids), default=None)
+    if longest is not None and len(longest.token_ids) > tokens_per_micro_batch:
+        raise ConfigError(
+            f"{longest.name} has {len(longest.token_ids)} tokens, learner.batch.tokens_per_micro_batch is "
+            f"{tokens_per_micro_batch}: raise it to {len(longest.token_ids)}, or set "
+            "learner.batch.oversized=alone"
+        )
 
 
 def _micro_batch(samples: Sequence[Sample]) -> MicroBatch:

@@ -2,6 +2,10 @@
 
 import asyncio
 import secrets
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -11,64 +15,121 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.roles import guarded, hold_role
+from bus.status import report_status
+from learner.channel import Channel
 from learner.checkpoint import latest_checkpoint, load_checkpoint, read_extra
-from learner.conversion.files import load_hf_directory, load_tokenizer
-from learner.parallel import init_world
+from learner.conversion.files import load_hf_directory, load_tokenizer, refuse_other_vocabulary
+from learner.hosts import refuse_unshared, world_rank, world_size
+from learner.parallel import close_world, init_world
 from learner.progress import Progress
+from learner.rank import Rank, in_thread
 from learner.scratch import ensure_model_directory
 from learner.settings import LearnerSettings
 from learner.train import Learner
+from learner.trainable import TrainableWeights
 from learner.trainer import Trainer
 from learner.warmup import Demonstrations
+from learner.world import World
+from storage.files import one_at_a_time
 from storage.generators import load_demonstrations
+from storage.reader import ReplayReader
 
 log = structlog.get_logger()
 
 
 async def run(
     bus: Bus, settings: LearnerSettings, demonstrations: Path | None, stop: asyncio.Event
-) -> Progress:
-    """Train until the configured end or `stop`; returns how far it came.
+) -> Progress | None:
+    """Be one rank of the learner until its configured end or `stop`; rank 0 returns how far it came.
 
-    Holds the run's learner role meanwhile, and raises `FencedError` if another learner takes it over.
+    Rank 0 holds the run's learner role meanwhile, and raises `FencedError` if another learner takes it over.
+    Raises `WorldError` when another rank is gone.
     """
-    incarnation = secrets.token_hex(4)
-    async with hold_role(bus, "learner", incarnation) as renewing:
-        learner = await asyncio.to_thread(build, bus, settings, demonstrations, incarnation, stop)
-        await guarded(learner.run(), renewing)
-        return learner.progress
+    number, incarnation = world_rank(), secrets.token_hex(4)
+    with (
+        closing(ReplayReader(bus, incarnation, read=settings.learner.read)) as reader,
+        ThreadPoolExecutor(1, thread_name_prefix="train") as thread,
+    ):
+        building = partial(in_thread, thread, lambda: build(settings, demonstrations, reader, thread, stop))
+        if number > 0:
+            built = await building()
+            await _follow(bus, built, number)
+        else:
+            async with hold_role(bus, "learner", incarnation) as renewing:
+                built = await building()
+                learner = Learner(
+                    bus, settings, built.world, built.progress,
+                    reader=reader, incarnation=incarnation, stop=stop,
+                )  # fmt: skip
+                await guarded(_lead(built.world, learner, stop), renewing)
+        if world_size() > 1:
+            await in_thread(thread, close_world)
+        return built.progress if number == 0 else None
+
+
+async def _lead(world: World, learner: Learner, stop: asyncio.Event) -> None:
+    async with world.led(stop):
+        await learner.run()
+
+
+async def _follow(bus: Bus, built: "Built", number: int) -> None:
+    ended = asyncio.Event()
+    phrase = f"following rank 0 of {world_size()}"
+    async with asyncio.TaskGroup() as tasks:
+        status = report_status(
+            bus, source=f"learner rank {number}", role="rank", look=lambda: (phrase, {}), stop=ended
+        )
+        tasks.create_task(status)
+        await built.world.follow()
+        ended.set()
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a rank has before the first step."""
+
+    world: World
+    progress: Progress
 
 
 def build(
-    bus: Bus, settings: LearnerSettings, demonstrations: Path | None, incarnation: str, stop: asyncio.Event
-) -> Learner:
-    """Everything that torch needs before the first step; takes seconds, so it runs in a thread."""
+    settings: LearnerSettings, demonstrations: Path | None, reader: ReplayReader,
+    thread: ThreadPoolExecutor, stop: asyncio.Event,
+) -> Built:  # fmt: skip
+    """Everything that torch needs before the first step; takes seconds. Every rank calls it in `thread`."""
     torch.manual_seed(settings.seed)
     if settings.model.path is None:
-        ensure_model_directory(settings.model_directory, settings.model.scratch, seed=settings.seed)
+        with one_at_a_time(settings.model_directory):
+            ensure_model_directory(settings.model_directory, settings.model.scratch, seed=settings.seed)
     hf_config, state = load_hf_directory(settings.model_directory)
     tokenizer = load_tokenizer(settings.model_directory)
     refuse_misfit(hf_config, tokenizer, settings.model_directory)
     rows = _demonstrations(settings, demonstrations, tokenizer, hf_config)
-    init_world()
+    init_world(settings.learner.parallel)
+    refuse_unshared(settings.checkpoints)
+    channel = Channel(stop)
     latest = latest_checkpoint(settings.checkpoints)
     progress = Progress.from_json(read_extra(latest)) if latest else Progress()
     optimizer = settings.warmup.optimizer if progress.stage == "warmup" else settings.learner.optimizer
-    trainer = Trainer(hf_config, state, optimizer, dtype=getattr(torch, settings.model.dtype))
+    trainer = Trainer(
+        hf_config,
+        state,
+        optimizer,
+        dtype=getattr(torch, settings.model.dtype),
+        trainable=TrainableWeights(settings.model.freeze, settings.model.train_only),
+        parallel=settings.learner.parallel,
+    )
     if latest is not None:
         load_checkpoint(trainer, latest)
         progress.stage = "rl" if progress.stage == "done" else progress.stage
         log.info("resumed", checkpoint=str(latest), stage=progress.stage, step=progress.step)
-    return Learner(bus, settings, trainer, progress, demonstrations=rows, incarnation=incarnation, stop=stop)
+    rank = Rank(trainer, settings, reader=reader, demonstrations=rows, thread=thread)
+    return Built(World(channel, rank, settings), progress)
 
 
 def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Raise `ConfigError` when the tokenizer is not this model's."""
-    if len(tokenizer) > hf_config.vocab_size:
-        raise ConfigError(
-            f"{directory}: the tokenizer has {len(tokenizer)} tokens, the model embeds "
-            f"{hf_config.vocab_size}: they do not belong together"
-        )
+    refuse_other_vocabulary(hf_config, tokenizer, directory)
     if tokenizer.chat_template is None:
         raise ConfigError(f"{directory}: the tokenizer has no chat template; prompts are rendered with it")
 

@@ -17,6 +17,8 @@ class LearnerSettings:
     evaluation: EvaluationConfig
     temperature: float
     """At which the actors sample; log-probs are taken at the same."""
+    samples_per_prompt: int
+    """Siblings in a whole group."""
     seed: int
     model_directory: Path
     checkpoints: Path

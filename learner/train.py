@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -12,22 +11,19 @@ import torch
 from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.messages import EvaluationResult, Metrics
+from bus.messages import BatchLease, EvaluationResult, Metrics
 from bus.publish import Publisher
 from bus.status import report_status
 from learner import lineage
-from learner.batches import StepBatch, make_step_batch
-from learner.checkpoint import save_checkpoint
-from learner.config import SFTLoss
+from learner.commands import Begin
 from learner.conversion.files import save_hf_directory
 from learner.heldout import HeldOut
 from learner.metrics import batch_values, read_values, step_values
 from learner.progress import Progress
 from learner.publish import WeightPublisher
 from learner.settings import LearnerSettings
-from learner.trainer import StepResult, Trainer
-from learner.warmup import Demonstrations
-from storage.reader import Batch, ReplayReader
+from learner.world import World
+from storage.reader import ReplayReader
 from storage.run import write_json
 
 log = structlog.get_logger()
@@ -37,21 +33,19 @@ LAST_WORDS_S = 5.0
 
 
 class Learner:
-    """One incarnation of a run's learner."""
+    """One incarnation of a run's learner: rank 0 of its world."""
 
     def __init__(
-        self, bus: Bus, settings: LearnerSettings, trainer: Trainer, progress: Progress, *,
-        demonstrations: Demonstrations | None, incarnation: str, stop: asyncio.Event,
+        self, bus: Bus, settings: LearnerSettings, world: World, progress: Progress, *,
+        reader: ReplayReader, incarnation: str, stop: asyncio.Event,
     ) -> None:  # fmt: skip
         self.progress = progress
         self._bus = bus
         self._settings = settings
-        self._trainer = trainer
-        self._demonstrations = demonstrations
+        self._world = world
         self._incarnation = incarnation
         self._stop = stop
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
-        self._reader = ReplayReader(bus, incarnation, read=settings.learner.read)
+        self._reader = reader
         self._events = Publisher(bus)
         self._weights = WeightPublisher(
             bus,
@@ -61,7 +55,9 @@ class Learner:
         )
         self._heldout = HeldOut(bus, incarnation, self._on_evaluation)
         self._publishing: asyncio.Task[None] | None = None
-        self._fetching: asyncio.Task[Batch] | None = None
+        self._fetching: asyncio.Task[BatchLease] | None = None
+        self._saving: tuple[int, dict[str, Any]] | None = None
+        """Step and progress of the checkpoint that is being written."""
         self._background: set[asyncio.Task[None]] = set()
         self._doing = "starting"
         self._waiting_for = ""
@@ -87,7 +83,6 @@ class Learner:
                 finished.set()
                 if self._fetching is not None:
                     self._fetching.cancel()
-                self._reader.close()
 
     async def _join(self) -> None:
         """Tell storage where training stands, and publish the weights it stands at."""
@@ -108,36 +103,30 @@ class Learner:
     async def _warm_up(self) -> None:
         progress, warmup = self.progress, self._settings.warmup
         if progress.stage != "warmup":
+            await self._world.begin(Begin(stage="rl"))
             return
-        if self._demonstrations is not None:
-            await self._in_thread(lambda: torch.set_num_threads(warmup.threads))
+        if warmup.steps:
+            await self._world.begin(Begin(stage="warmup"))
             while progress.warmup_step < warmup.steps and not self._stop.is_set():
                 started = time.monotonic()
                 self._doing = (
                     f"warming up on demonstrations, step {progress.warmup_step + 1} of {warmup.steps}"
                 )
-                result = await self._in_thread(lambda: self._warm_up_step(progress.warmup_step))
+                result = await self._world.warm_up(progress.warmup_step)
                 progress.warmup_step += 1
                 progress.warmup_s += time.monotonic() - started
                 self._report("warmup", progress.warmup_step, step_values(result))
             if self._stop.is_set():
                 return
             progress.policy_version += 1
-        await self._in_thread(lambda: torch.set_num_threads(self._settings.learner.threads))
         progress.stage = "rl"
         progress.trains_from = progress.policy_version
-        await self._in_thread(lambda: self._trainer.set_optimizer(self._settings.learner.optimizer))
+        await self._world.begin(Begin(stage="rl", fresh_optimizer=True))
         await self._publish()
         await self._published()
         if progress.policy_version > 0:
             await self._evaluate()
         await self._checkpoint()
-
-    def _warm_up_step(self, step: int) -> StepResult:
-        if self._demonstrations is None:
-            raise RuntimeError("no demonstrations to warm up on")
-        batches = self._demonstrations.step(step, self._settings.warmup, self._settings.learner.batch)
-        return self._trainer.train_step(batches, SFTLoss(), temperature=1.0, policy_version=0)
 
     # --- reinforcement learning ---
 
@@ -145,6 +134,8 @@ class Learner:
         progress, learner = self.progress, self._settings.learner
         while progress.stage == "rl" and progress.step < learner.steps and not self._stop.is_set():
             if await self._step():
+                if self._world.rank.written:
+                    await self._checkpointed()
                 if progress.step % learner.checkpoint.save_every == 0:
                     await self._checkpoint()
                 if self._target_reached() and await self._latest_reaches_target():
@@ -154,12 +145,13 @@ class Learner:
         """One optimizer step and its publication; False if `stop` came while waiting for the batch."""
         progress = self.progress
         started = time.monotonic()
-        leased = await self._next_groups()
-        if leased is None:
+        lease = await self._next_groups()
+        if lease is None:
             return False
         waited = time.monotonic() - started
         self._doing = f"training step {progress.step + 1}"
-        batch, result = await self._in_thread(lambda: self._train_on(leased))
+        batch, result = await self._world.train(progress.step + 1, progress.policy_version)
+        await asyncio.to_thread(self._record, lease)
         trained = time.monotonic()
         progress.step += 1
         progress.policy_version += 1
@@ -185,9 +177,9 @@ class Learner:
         })  # fmt: skip
         return True
 
-    async def _next_groups(self) -> Batch | None:
+    async def _next_groups(self) -> BatchLease | None:
         """The groups of the next step; those of the step after are asked for while it trains."""
-        fetching = self._fetching or self._fetch(self.progress.step + 1)
+        fetching = self._fetching or self._begin_fetch(self.progress.step + 1)
         self._doing, self._waiting_for = "waiting for the batch", ""
         if not await ended_before(self._stop, fetching):
             self._fetching = fetching
@@ -195,38 +187,28 @@ class Learner:
         self._waiting_for = ""
         self._fetching = None
         if self.progress.step + 1 < self._settings.learner.steps:
-            self._fetching = self._fetch(self.progress.step + 2)
+            self._fetching = self._begin_fetch(self.progress.step + 2)
         return fetching.result()
 
-    def _fetch(self, step: int) -> asyncio.Task[Batch]:
-        version = self.progress.trains_from + step - 1
-        return asyncio.create_task(
-            self._reader.batch(step, version, on_wait=self._on_wait), name=f"fetch batch {step}"
-        )
+    def _begin_fetch(self, step: int) -> asyncio.Task[BatchLease]:
+        return asyncio.create_task(self._fetch(step), name=f"fetch batch {step}")
 
-    def _train_on(self, leased: Batch) -> tuple[StepBatch, StepResult]:
-        learner, version = self._settings.learner, self.progress.policy_version
-        batch = make_step_batch(
-            leased.groups,
-            weights=leased.weights,
-            policy_version=version,
-            advantage=learner.advantage,
-            batch=learner.batch,
-        )
-        result = self._trainer.train_step(
-            batch.micro_batches,
-            learner.loss,
-            temperature=self._settings.temperature,
-            policy_version=version,
-        )
+    async def _fetch(self, step: int) -> BatchLease:
+        """Lease the groups of a step, and have every rank fetch its own."""
+        version = self.progress.trains_from + step - 1
+        lease = await self._reader.lease(step, version, on_wait=self._on_wait)
+        await self._world.fetch(lease)
+        return lease
+
+    def _record(self, lease: BatchLease) -> None:
+        """Write down what the step that has just been trained consumed."""
         lineage.record(
             self._settings.lineage,
-            step=self.progress.step + 1,
-            policy_version=version + 1,
+            step=lease.step,
+            policy_version=self.progress.policy_version + 1,
             incarnation=self._incarnation,
-            lease_ids=[group[0].lease_id for group in leased.groups],
+            lease_ids=[group.lease_id for group in lease.groups],
         )
-        return batch, result
 
     # --- the end ---
 
@@ -252,13 +234,13 @@ class Learner:
         if complete:
             self.progress.stage = "done"
         await self._checkpoint()
+        await self._checkpointed()
         if complete:
             self._doing = "exporting"
-            await self._in_thread(self._export)
+            await self._export()
             await self._publish()
             await self._published()
         await asyncio.gather(*self._background)
-        self._thread.shutdown()
 
     async def _accuracy_now(self) -> float | None:
         """Held-out sampled accuracy of the current version; None if nobody measures it, or on `stop`."""
@@ -281,12 +263,12 @@ class Learner:
             self._fetching = None
         await self._tell(self._reader.resumed(self.progress.step))
 
-    def _export(self) -> None:
-        save_hf_directory(
-            self._settings.export,
-            self._trainer.hf_config,
-            self._trainer.export(),
-            self._settings.model_directory,
+    async def _export(self) -> None:
+        rank, state = self._world.rank, await self._world.export()
+        await rank.in_thread(
+            lambda: save_hf_directory(
+                self._settings.export, rank.hf_config, state, self._settings.model_directory
+            )
         )
 
     # --- publication, evaluation, checkpoints ---
@@ -294,7 +276,7 @@ class Learner:
     async def _publish(self) -> None:
         """Copy the weights, then publish them while training goes on; one publication at a time."""
         progress = self.progress
-        state = await self._in_thread(self._trainer.export)
+        state = await self._world.export()
         await self._published()
 
         async def publish(version: int, stage: str, trains_from: int) -> None:
@@ -326,11 +308,21 @@ class Learner:
             progress.target_reached_s = progress.rl_s
 
     async def _checkpoint(self) -> None:
-        """Save; only then may storage forget that these groups could be needed again."""
-        self._doing = "saving a checkpoint"
-        progress = self.progress
-        await self._in_thread(self._save)
-        await self._tell(self._reader.committed(progress.step))
+        """Begin to save; the files are written while training goes on."""
+        await self._checkpointed()
+        self._doing = "copying the state for a checkpoint"
+        self._saving = self.progress.step, self.progress.to_json()
+        await self._world.save(*self._saving)
+
+    async def _checkpointed(self) -> None:
+        """See the save through; only then may storage forget that these groups could be needed again."""
+        if self._saving is None:
+            return
+        self._doing = "finishing a checkpoint"
+        (step, progress), self._saving = self._saving, None
+        await self._world.saved()
+        await asyncio.to_thread(write_json, self._settings.progress, progress)
+        await self._tell(self._reader.committed(step))
 
     async def _tell(self, telling: Coroutine[None, None, None]) -> None:
         """Storage must hear it, unless we stop: the next learner's `resumed` repairs what is missing."""
@@ -339,12 +331,6 @@ class Learner:
             await asyncio.wait({task}, timeout=LAST_WORDS_S)
             if not task.cancel():
                 task.result()
-
-    def _save(self) -> None:
-        settings, progress = self._settings, self.progress.to_json()
-        keep = settings.learner.checkpoint.keep
-        save_checkpoint(self._trainer, settings.checkpoints, self.progress.step, progress, keep=keep)
-        write_json(settings.progress, progress)
 
     # --- what others see ---
 
@@ -376,10 +362,6 @@ class Learner:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Torch work runs on one thread of its own, so that the bus stays responsive."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 async def ended_before(stop: asyncio.Event, task: asyncio.Task[T]) -> bool:

@@ -31,10 +31,14 @@ class Demonstrations:
         self._order: tuple[int, NDArray[np.int64]] | None = None
         """The epoch last asked for, and its order."""
 
-    def step(self, step: int, warmup: WarmupConfig, batch: BatchConfig) -> list[MicroBatch]:
-        """Micro-batches of the `step`-th step, from 0."""
+    def step(
+        self, step: int, warmup: WarmupConfig, batch: BatchConfig, *, share: int = 0, shares: int = 1
+    ) -> list[MicroBatch]:
+        """Micro-batches of the `step`-th step, from 0, or of one of equal `shares` of it."""
         start = step * warmup.batch_size
-        rows = [self._rows[self._index(start + n)] for n in range(warmup.batch_size)]
+        rows = [self._rows[self._index(start + n)] for n in range(share, warmup.batch_size, shares)]
+        if not rows:
+            return []
         prompts = [
             self._tokenizer.apply_chat_template(_chat(prompt), tokenize=False, add_generation_prompt=True)
             for prompt, _ in rows

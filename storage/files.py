@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from io import BufferedRandom
@@ -135,6 +136,25 @@ def lock_directory(directory: Path) -> BufferedRandom:
         file.close()
         raise StorageError(f"{directory} is being written by another process: stop that one first") from error
     return file
+
+
+@contextmanager
+def one_at_a_time(path: Path, timeout_s: float = 300.0) -> Iterator[None]:
+    """Wait while another process is inside for the same `path`, which need not exist.
+
+    Raises `StorageError` after `timeout_s`."""
+    make_directory(path.parent)
+    deadline = time.monotonic() + timeout_s
+    with (path.parent / f".{path.name}.lock").open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise StorageError(f"another process has kept {path} for {timeout_s:g} s") from None
+                time.sleep(0.05)
+        yield
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -28,9 +28,9 @@ def part(launcher: Command, name: str) -> psutil.Process:
     raise AssertionError(f"{name} does not run:\n{launcher.said()}")
 
 
-def wait_for_step(launcher: Command, run: Path, step: int) -> None:
+def wait_for_step(launcher: Command, run: Path, step: int, *, timeout_s: float = 120.0) -> None:
     """Return once a step was trained."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         assert launcher.process.poll() is None, launcher.said()
         lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []

@@ -11,7 +11,7 @@ import pytest
 from launch import cli
 from launch.config import RunConfig
 
-COMMANDS = ("local", "bus", "storage", "shards", "learner", "actors")
+COMMANDS = ("local", "bus", "storage", "shards", "learner", "actors", "convert")
 HEAVY = {"torch", "transformers", "megatron", "zarr", "numpy", "matplotlib", "sglang", "nats", "structlog"}
 USER_SECONDS = 3.0
 """About four times what help takes on a quiet machine: it must not grow into seconds."""
@@ -73,9 +73,8 @@ def call(monkeypatch: pytest.MonkeyPatch):
     """Run the command line up to the work; returns the work's arguments."""
     work = []
 
-    def record(main) -> int:
+    def record(main) -> None:
         work.extend((*main.args, main.keywords))
-        return 0
 
     def call(*arguments: str) -> list:
         with pytest.raises(SystemExit) as ended:
@@ -146,6 +145,13 @@ def test_a_joining_process_takes_the_run_from_the_bus_and_keeps_its_own_settings
 def test_a_learner_may_have_settings_that_alone_would_be_incomplete(call):
     _, own, _ = call("learner", "--learner.target-accuracy", "0.5", "--warmup.steps", "3")
     assert own == {"learner": {"target_accuracy": "0.5"}, "warmup": {"steps": "3"}}
+
+
+def test_short_forms_say_where_a_learners_world_is(call):
+    flags = ("--nproc", "8", "--nodes", "2", "--node-rank", "1", "--master", "head:29400")
+    _, own, _ = call("learner", *flags, "--learner.world.restarts", "1")
+    world = {"processes": 8, "nodes": 2, "node_rank": 1, "master": "head:29400", "restarts": "1"}
+    assert own == {"learner": {"world": world}}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from learner.parallel import close_world, init_world
+from tests.learner.worlds import Worlds
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,3 +14,10 @@ def world() -> Iterator[None]:
     init_world()
     yield
     close_world()
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """Worlds of several processes, which tests divide as they like."""
+    with Worlds() as worlds:
+        yield worlds

@@ -1,0 +1,109 @@
+"""Who trains on what: work of unequal sizes divided so that no rank waits long for another."""
+
+import heapq
+from collections.abc import Sequence
+from itertools import count
+
+from transformers import PretrainedConfig
+
+
+def balanced(costs: Sequence[float], parts: int) -> list[list[int]]:
+    """Divide items among `parts` so that the dearest part is cheap; return the item numbers of each.
+
+    Karmarkar and Karp's largest differencing method: the two partial divisions whose parts differ most are
+    merged, the dear parts of one with the cheap parts of the other, until one division is left. Parts may be
+    empty; equal costs give the same division everywhere.
+    """
+    order = count()
+    heap = [
+        (-cost, next(order), [(cost, [item])] + [(0.0, [])] * (parts - 1)) for item, cost in enumerate(costs)
+    ]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, _, dear), (_, _, cheap) = heapq.heappop(heap), heapq.heappop(heap)
+        merged = [
+            (a + b, items + others) for (a, items), (b, others) in zip(dear, reversed(cheap), strict=True)
+        ]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], next(order), merged))
+    return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
+
+
+def forward_flops(config: PretrainedConfig, length: int) -> float:
+    """Floating-point operations of one forward pass over a sequence; training takes three times as many.
+
+    Counts what grows: matrix products (two operations a multiply-add) and causal attention. Understands
+    grouped queries, multi-head latent attention (DeepSeek) and mixtures of experts by the names that Hugging
+    Face configurations use.
+    """
+    layers = _read(config, "num_hidden_layers")
+    linear: int = layers * _attention_parameters(config) + _mlp_parameters(config)
+    linear += _read(config, "hidden_size") * _read(config, "vocab_size")
+    heads, keys, values = _heads(config)
+    pairs = length * (length + 1) / 2
+    return 2.0 * linear * length + 2.0 * layers * heads * (keys + values) * pairs
+
+
+def group_flops(config: PretrainedConfig, tokens: int, samples: int) -> float:
+    """As `forward_flops`, for a group of which only the sum of the lengths is known: taken for equal."""
+    return samples * forward_flops(config, round(tokens / samples))
+
+
+def _heads(config: PretrainedConfig) -> tuple[int, int, int]:
+    """Query heads, and the sizes of a key and of a value."""
+    heads = _read(config, "num_attention_heads")
+    if _read(config, "kv_lora_rank"):
+        return (
+            heads,
+            _read(config, "qk_nope_head_dim") + _read(config, "qk_rope_head_dim"),
+            _read(config, "v_head_dim"),
+        )
+    size = _read(config, "head_dim") or _read(config, "hidden_size") // heads
+    return heads, size, size
+
+
+def _attention_parameters(config: PretrainedConfig) -> int:
+    """Of one layer's projections."""
+    hidden = _read(config, "hidden_size")
+    heads, keys, values = _heads(config)
+    output = heads * values * hidden
+    if rank := _read(config, "kv_lora_rank"):
+        query_rank = _read(config, "q_lora_rank")
+        query = (hidden + heads * keys) * query_rank if query_rank else hidden * heads * keys
+        down = hidden * (rank + _read(config, "qk_rope_head_dim"))
+        up = rank * heads * (_read(config, "qk_nope_head_dim") + values)
+        return query + down + up + output
+    groups = _read(config, "num_key_value_heads") or heads
+    return hidden * (heads * keys + groups * (keys + values)) + output
+
+
+def _mlp_parameters(config: PretrainedConfig) -> int:
+    """Of all layers' MLPs, of a mixture the experts that one token goes through."""
+    hidden, layers = _read(config, "hidden_size"), _read(config, "num_hidden_layers")
+    chosen = _read(config, "num_experts_per_tok")
+    dense = 3 * hidden * _read(config, "intermediate_size")
+    if not chosen:
+        return layers * dense
+    width = _read(config, "moe_intermediate_size") or _read(config, "intermediate_size")
+    experts = (
+        _read(config, "n_routed_experts")
+        or _read(config, "num_experts")
+        or _read(config, "num_local_experts")
+    )
+    shared = width * _read(config, "n_shared_experts") or _read(config, "shared_expert_intermediate_size")
+    sparse = 3 * hidden * (width * chosen + shared) + hidden * experts
+    mixtures = sum(_is_mixture(config, layer) for layer in range(layers))
+    return mixtures * sparse + (layers - mixtures) * dense
+
+
+def _is_mixture(config: PretrainedConfig, layer: int) -> bool:
+    if layer < _read(config, "first_k_dense_replace") or layer in (
+        getattr(config, "mlp_only_layers", None) or ()
+    ):
+        return False
+    return (layer + 1) % (_read(config, "decoder_sparse_step") or 1) == 0
+
+
+def _read(config: PretrainedConfig, name: str) -> int:
+    """A size that a configuration may leave out, or set to None: 0 then."""
+    return int(getattr(config, name, None) or 0)

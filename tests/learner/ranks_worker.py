@@ -1,0 +1,85 @@
+"""One step of a world whose ranks have unequal shares, by the real division. Run by torchrun."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bus.messages import Trajectory
+from learner.batches import make_step_batch
+from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from learner.config import BatchConfig, GRPOAdvantage, OptimizerConfig, PPOClipLoss, TISLoss
+from learner.data_parallel import data_parallel_rank, data_parallel_size, of_all_ranks
+from learner.parallel import close_world, init_world
+from learner.trainer import Trainer
+from tests.factories import make_trajectory
+from tests.learner.tiny import VOCAB, tiny_model
+
+LOSSES = {"tis": TISLoss(), "ppo_clip": PPOClipLoss()}
+SHARES = {1: [[0, 1, 2, 3]], 2: [[0, 1, 2, 3], []], 3: [[0, 3], [], [1, 2]]}
+"""Groups of each rank, by the number of ranks; one has none."""
+
+
+def group(number: int) -> list[Trajectory]:
+    """Two siblings whose lengths, rewards and staleness depend on the group."""
+    siblings = [
+        make_trajectory(
+            number, n, tokens=6 + 5 * n * number, policy_version=number, reward=float(n * (number % 3))
+        )
+        for n in range(2)
+    ]
+    return [replace(sibling, token_ids=sibling.token_ids % VOCAB) for sibling in siblings]
+
+
+def step(loss: str) -> list[float]:
+    """Train once; return what is the same however many ranks share the step."""
+    model = tiny_model()
+    trainer = Trainer(model.config, model.state_dict(), OptimizerConfig(lr=1e-3))
+    groups = [group(n) for n in SHARES[data_parallel_size()][data_parallel_rank()]]
+    batch = of_all_ranks(
+        make_step_batch(
+            groups,
+            weights=[0.5 for _ in groups],
+            policy_version=4,
+            advantage=GRPOAdvantage(),
+            batch=BatchConfig(tokens_per_micro_batch=16),
+        )
+    )
+    result = trainer.train_step(batch.micro_batches, LOSSES[loss], temperature=0.7, policy_version=4)
+    after = torch.cat([weight.flatten() for weight in trainer.export().values()]).double()
+    return [
+        result.loss, result.grad_norm, result.tokens, result.diagnostics["entropy_nats"],
+        batch.trajectories, batch.tokens, batch.reward_mean, batch.staleness_max, batch.staleness_mean,
+        batch.response_tokens_mean, float(after.norm()), float(after.abs().sum()),
+    ]  # fmt: skip
+
+
+def random_numbers(checkpoints: Path) -> list[float]:
+    """What this rank would have drawn after its checkpoint, less what it draws after it resumed; 0 each."""
+    model = tiny_model()
+    trainer = Trainer(model.config, model.state_dict(), OptimizerConfig())
+    torch.manual_seed(dist.get_rank())
+    save_checkpoint(trainer, checkpoints, 1, {}, keep=1)
+    expected = torch.rand(3)
+    load_checkpoint(trainer, latest_checkpoint(checkpoints))
+    return (torch.rand(3) - expected).tolist()
+
+
+def main(directory: Path, losses: Sequence[str]) -> None:
+    """Print what each rank found as JSON, from rank 0."""
+    torch.set_num_threads(1)
+    init_world()
+    found = {loss: step(loss) for loss in losses} | {"random": random_numbers(directory)}
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, found)
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps(of_ranks) + "\n")
+    close_world()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), list(LOSSES))
