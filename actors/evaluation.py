@@ -76,7 +76,7 @@ class Evaluator:
         self.doing = ""
 
     async def _accuracy(self, prompts: Sequence[Prompt], policy: Policy) -> float:
-        """Mean reward; a rollout that fails counts as 0."""
+        """Mean reward; a rollout that fails, or whose reward is not known at once, counts as 0."""
 
         async def reward(task: Task) -> float:
             try:
@@ -84,7 +84,10 @@ class Evaluator:
             except SluiceError as error:
                 log.warning("evaluation_rollout_failed", task=task.task_id, reason=str(error))
                 return 0.0
-            return episode.trajectories[0].reward
+            [first, *_] = episode.trajectories
+            if first.reward_due:
+                log.warning("evaluation_rollout_failed", task=task.task_id, reason="its reward comes later")
+            return 0.0 if first.reward_due else first.reward
 
         rewards = await asyncio.gather(*(reward(_task(n, prompt)) for n, prompt in enumerate(prompts)))
         return sum(rewards) / len(prompts)

@@ -50,6 +50,12 @@ class Group:
         before = [r for n, r in zip(self.stored.samples, self.stored.rewards, strict=True) if n not in here]
         return [*before, *(part.reward for _, part in self._parts(sorted(self.episodes)))]
 
+    @property
+    def rewards_due(self) -> bool:
+        """Whether a trajectory there is, here or stored, lacks its reward."""
+        here = (part.reward_due for episode in self.episodes.values() for part in episode.trajectories)
+        return self.stored.rewards_due or any(here)
+
     def add(self, sample: int, outcome: Episode | str) -> None:
         """One rollout has ended."""
         if isinstance(outcome, str):
@@ -116,4 +122,6 @@ class Group:
             agent=part.agent,
             finish_reason=part.finish_reason,
             actor=self.actor,
+            reward_due=part.reward_due,
+            run=self.lease.run,
         )

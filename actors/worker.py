@@ -79,12 +79,19 @@ class Worker:
         await self._gather(group, version)
         if group.failures:
             await self._reject(lease, "rollout_failed", group.failures[0])
-        elif reason := self._keep(group.rewards):
+        elif reason := self._reason_to_drop(group):
             name, _, detail = reason.partition(": ")
             await self._reject(lease, name, detail)
         else:
             await self._publish(group)
             self.counts["groups"] += 1
+
+    def _reason_to_drop(self, group: Group) -> str | None:
+        """What the filter says; it judges rewards, so a group that lacks one is kept, and counted."""
+        if group.rewards_due:
+            self.counts["groups_with_rewards_due"] += 1
+            return None
+        return self._keep(group.rewards)
 
     async def _gather(self, group: Group, version: int) -> None:
         """Roll out what is missing, and send what is finished ahead of siblings that take long."""
@@ -180,7 +187,7 @@ class Worker:
         )
         sent = [trajectory for _, batch in messages for trajectory in batch.trajectories]
         self.counts["trajectories"] += len(sent)
-        self.reward_sum += sum(trajectory.reward for trajectory in sent)
+        self.reward_sum += sum(trajectory.reward for trajectory in sent if not trajectory.reward_due)
 
     async def _reject(self, lease: Lease, reason: str, detail: str) -> None:
         event = GroupRejected(lease_id=lease.lease_id, reason=reason, detail=detail, actor=self._name)

@@ -146,13 +146,24 @@ def _from_body(cls: type[M], body: Any) -> M:
             try:
                 put(message, name, unpack(body[name]))
             except SchemaError as error:
-                raise SchemaError(f"{cls.tag}.{name}: {error}") from error
+                actor = error.actor or _maker(body)
+                raise SchemaError(f"{cls.tag}.{name}: {error}", actor=actor) from error
         elif default is not None:
             put(message, name, default())
         else:
-            raise SchemaError(f"{cls.tag}.{name}: missing")
-    message.check()
+            raise SchemaError(f"{cls.tag}.{name}: missing", actor=_maker(body))
+    try:
+        message.check()
+    except SchemaError as error:
+        error.actor = _maker(body)
+        raise
     return message
+
+
+def _maker(body: dict[Any, Any]) -> str:
+    """The actor that a message names, to be found when it is set aside."""
+    actor = body.get("actor", "")
+    return actor if isinstance(actor, str) else ""
 
 
 @cache

@@ -192,7 +192,7 @@ async def consume_received(
             await _while_reporting_progress(received, handle)
             await received.ack()
         except SchemaError as error:  # a retry cannot help
-            await received.whole.set_aside(bus, str(error))
+            await received.whole.set_aside(bus, error)
         except HandBackError as error:
             log.info("message_handed_back", subject=received.whole.subject, reason=str(error))
             await received.hand_back()
@@ -301,7 +301,7 @@ async def _handled(
         await handle([received.message for received in batch])
     except SchemaError as error:
         if len(batch) == 1:
-            await batch[0].whole.set_aside(bus, str(error))
+            await batch[0].whole.set_aside(bus, error)
             return []
     else:
         return batch
@@ -320,7 +320,7 @@ async def understood(
         try:
             good.append(Received(decode(whole.data, expected), whole))
         except SchemaError as error:
-            await whole.set_aside(bus, str(error))
+            await whole.set_aside(bus, error)
     return good
 
 

@@ -1,4 +1,4 @@
-"""What cannot be understood moves to DEAD with its reason, and never comes back."""
+"""What cannot be understood, or must not be acted on, moves to DEAD with its reason, and never comes back."""
 
 from collections.abc import Sequence
 
@@ -13,28 +13,34 @@ from bus.messages import DeadLetter
 
 log = structlog.get_logger()
 REASON_CHARS = 1000
+ACTOR_CHARS = 100
 
 
-async def set_aside(raws: Sequence[Msg], data: bytes, bus: Bus, reason: str) -> None:
+async def set_aside(
+    raws: Sequence[Msg], data: bytes, bus: Bus, reason: str, *, kind: str = "unreadable", actor: str = ""
+) -> None:
     """Move a message, one or all parts of it, to DEAD as one letter. A retry cannot help it.
 
-    Raises `BusError` when the bus does not take the letter: then the message stays where it is.
+    `kind` is the last token of the letter's subject, by which the server counts them. Raises `BusError` when
+    the bus does not take the letter: then the message stays where it is.
     """
     first = raws[0]
-    log.warning("message_set_aside", subject=first.subject, reason=reason)
+    log.warning("message_set_aside", subject=first.subject, kind=kind, actor=actor, reason=reason)
     sequence = str(first.metadata.sequence.stream)
-    overhead = len(first.subject) + 4 * REASON_CHARS + 4096  # the rest of the letter and its headers
+    overhead = (
+        len(first.subject) + 4 * (REASON_CHARS + ACTOR_CHARS) + 4096
+    )  # the rest of the letter and its headers
     letter = DeadLetter(
         subject=first.subject,
         reason=reason[:REASON_CHARS],
         data=data[: bus.client.max_payload - overhead],
         origin=sequence,
+        kind=kind,
+        actor=actor[:ACTOR_CHARS],
     )
     message_id = f"{first.metadata.stream}-{sequence}"
     try:
-        await bus.js.publish(
-            bus.subject("dead", "letter"), encode(letter), headers={"Nats-Msg-Id": message_id}
-        )
+        await bus.js.publish(bus.subject("dead", kind), encode(letter), headers={"Nats-Msg-Id": message_id})
         for raw in raws:
             await raw.term()
     except nats.errors.Error as error:

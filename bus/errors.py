@@ -10,7 +10,14 @@ class ConfigError(SluiceError, ValueError):
 
 
 class SchemaError(SluiceError, ValueError):
-    """Bytes on the bus are not a message this build understands: a retry cannot help."""
+    """Bytes on the bus are not a message this build understands, or may act on: a retry cannot help."""
+
+    def __init__(self, reason: str = "", *, kind: str = "unreadable", actor: str = "") -> None:
+        super().__init__(reason)
+        self.kind = kind
+        """A word to count such messages by; part of a subject."""
+        self.actor = actor
+        """Who made the message, where it says so."""
 
 
 class HandBackError(SluiceError):
@@ -31,6 +38,10 @@ class WorldError(SluiceError):
 
 class EngineError(SluiceError):
     """An inference engine failed or returned something that cannot be a generation."""
+
+
+class TrainingError(SluiceError):
+    """Training cannot go on from where it is: an older checkpoint or other settings are needed."""
 
 
 class StorageError(SluiceError):

@@ -1,5 +1,6 @@
 """Every message on the bus, as frozen dataclasses. `codec.py` packs and checks them."""
 
+import re
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal
@@ -11,6 +12,7 @@ from bus.errors import SchemaError
 
 FinishReason = Literal["stop", "length", "abort"]
 LARGEST_REWARD = float(np.finfo(np.float32).max)
+"""Either way: the learner computes in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +37,8 @@ class Lease(Message, tag="lease"):
     """The learner's version when the lease was issued: the oldest that can sample it."""
     republished: bool = False
     """Whether it was on the bus before: some of its siblings may be stored already."""
+    run: str = ""
+    """Identity of the run that issued it, for its trajectories: another run may have had the same name."""
 
     @property
     def group_id(self) -> str:
@@ -45,6 +49,21 @@ class Lease(Message, tag="lease"):
 def group_name(lease_id: int) -> str:
     """Name of the group that a lease becomes."""
     return f"g{lease_id:08d}"
+
+
+def trajectory_name(lease_id: int, sample: int) -> str:
+    """Name of one of a group's trajectories."""
+    return f"{group_name(lease_id)}.{sample}"
+
+
+def parse_trajectory_name(name: str) -> tuple[int, int]:
+    """Lease and sample of a name that `trajectory_name` made; raises `SchemaError` for any other."""
+    match = re.fullmatch(r"g([0-9]{8,18})\.([0-9]{1,9})", name)
+    if match is None or trajectory_name(lease_id := int(match[1]), sample := int(match[2])) != name:
+        raise SchemaError(
+            f"{name[:100]!r} names no trajectory: it is written like g00000012.3", kind="reward"
+        )
+    return lease_id, sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +90,10 @@ class Trajectory(Message, tag="trajectory"):
     finish_reason: FinishReason = "stop"
     actor: str = ""
     metadata: dict[str, Json] = field(default_factory=dict)
+    reward_due: bool = False
+    """Its reward comes later, as a `RewardGiven`; `reward` says nothing. Nobody trains on it before."""
+    run: str = ""
+    """Of its lease."""
 
     def check(self) -> None:
         """Refuse what would poison training: unequal lengths, non-finite numbers, nothing to train on."""
@@ -149,11 +172,39 @@ class Siblings(Message, tag="siblings"):
     """0 when nothing of it is stored."""
     samples: tuple[int, ...] = ()
     rewards: tuple[float, ...] = ()
+    rewards_due: bool = False
+    """Whether one of these rewards is still to come."""
 
     def check(self) -> None:
         """Refuse rewards that do not fit the samples."""
         if len(self.samples) != len(self.rewards):
             raise SchemaError(f"{len(self.rewards)} rewards for {len(self.samples)} samples")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardGiven(Message, tag="reward_given"):
+    """The reward of a trajectory that was published without one, before or after it. The first one counts."""
+
+    trajectory_id: str
+    reward: float
+    source: str = ""
+    """Who gives it."""
+
+    def check(self) -> None:
+        """Refuse what names no trajectory and what is no finite number."""
+        parse_trajectory_name(self.trajectory_id)
+        if not abs(self.reward) <= LARGEST_REWARD:
+            raise SchemaError(f"{self.trajectory_id}: reward is {self.reward}", kind="reward")
+
+    @property
+    def lease_id(self) -> int:
+        """Of the trajectory."""
+        return parse_trajectory_name(self.trajectory_id)[0]
+
+    @property
+    def sample(self) -> int:
+        """Of the trajectory."""
+        return parse_trajectory_name(self.trajectory_id)[1]
 
 
 # --- weights ---
@@ -384,6 +435,20 @@ class Issued(Message, tag="issued"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WholeRequest(Message, tag="whole_request"):
+    """Asks a shard which of these groups it has whole, though their rewards may still be due."""
+
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeGroups(Message, tag="whole_groups"):
+    """Those of which every trajectory is stored: rolling them out again would be in vain."""
+
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UnsettledRequest(Message, tag="unsettled_request"):
     """A shard asks the dispatcher which groups must not be removed."""
 
@@ -490,12 +555,17 @@ class Status(Message, tag="status"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeadLetter(Message, tag="dead_letter"):
-    """A message that could not be understood, set aside."""
+    """A message that could not be understood, or must not be acted on, set aside."""
 
     subject: str
     reason: str
     data: bytes
     origin: str = ""
+    """Its number on its stream."""
+    kind: str = "unreadable"
+    """Countable: what is wrong with it in a word."""
+    actor: str = ""
+    """Who made it, where it says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

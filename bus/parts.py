@@ -105,9 +105,9 @@ class Whole:
         if self.parts is not None and self.key is not None:
             await self.parts.settle(self.key)
 
-    async def set_aside(self, bus: Bus, reason: str) -> None:
-        """Move it to DEAD."""
-        await set_aside(self.raws, self.data, bus, reason)
+    async def set_aside(self, bus: Bus, error: SchemaError) -> None:
+        """Move it to DEAD, for this reason."""
+        await set_aside(self.raws, self.data, bus, str(error), kind=error.kind, actor=error.actor)
         if self.parts is not None and self.key is not None:
             self.parts.forget(self.key)
 

@@ -73,6 +73,7 @@ class Topology:
             ("TASKS", self._consumer("rollout", "tasks", "rollout")),
             ("TASKS", self._consumer("evaluation", "tasks", "evaluation")),
             ("EVENTS", self._consumer("dispatcher", "events", "rejected")),
+            *(("EVENTS", self._consumer(f"rewards-{n}", "events", "rewards", n)) for n in range(shards)),
             *(("TRAJECTORIES", self._consumer(f"shard-{n}", "trajectories", n)) for n in range(shards)),
         )
 

@@ -14,7 +14,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
 from pydantic import PlainValidator
 
-from bus.errors import ConfigError, SluiceError, WorldError
+from bus.errors import ConfigError, SluiceError
 from launch.config import (
     ActorsProcess,
     LearnerProcess,
@@ -28,6 +28,7 @@ from launch.config import (
     resolve,
     validate,
 )
+from launch.convert import convert
 from launch.ranks import become_rank, is_rank
 from launch.runtime import configure_logging, fail, run
 
@@ -48,6 +49,8 @@ app = App(
     print_error=False,
     exit_on_error=False,
 )
+
+app.command(convert)
 
 USAGE = "Usage: launch {} [OPTIONS]"
 """Given, since cyclopts would go through all settings once more for these words."""
@@ -348,6 +351,90 @@ def data(
         print(f"{accepted.prompts} prompts, from lease {accepted.first_lease} on")  # noqa: T201 - the user's
 
 
+@app.command(name="reward", usage="Usage: launch reward [FILE] --run RUN [OPTIONS]")
+def reward_command(
+    file: Path = Path("-"),
+    /,
+    *,
+    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    bus: BusUrl = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Give trajectories that were published without it their reward.
+
+    Each line is an object like {"trajectory_id": "g00000012.3", "reward": 0.5}. Giving one twice is harmless.
+
+    Parameters
+    ----------
+    file
+        JSON Lines; - reads standard input, each line as it comes.
+    run_name
+        Name of the run.
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    as_json
+        Print the account as one JSON object only.
+    """
+    from launch.rewards import give_rewards
+
+    configure_logging("warning")
+    given = run(partial(give_rewards, resolve(_short(bus), {"run": run_name}), file))
+    account = {"taken": given.taken, "refused": len(given.refused)}
+    said = (
+        json.dumps(account) if as_json else f"{given.taken} rewards given, {len(given.refused)} lines refused"
+    )
+    print(said, flush=True)  # noqa: T201 - the user's terminal
+    if given.refused:
+        fail(*(ConfigError(refusal) for refusal in given.refused))
+
+
+@app.command(usage="Usage: launch rescore --run RUN --reward NAME [OPTIONS]")
+def rescore(  # noqa: PLR0913 - each is a flag
+    *,
+    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    reward: Annotated[str, Parameter(name="--reward")],
+    from_step: int | None = None,
+    to_step: int | None = None,
+    leases: str | None = None,
+    name: str | None = None,
+    model: Path | None = None,
+    directory: Path = Path("runs"),
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Score the stored answers of an interval again with another reward, into a named table; needs no bus.
+
+    Parameters
+    ----------
+    run_name
+        Name of the run.
+    reward
+        A built-in reward, or my_pkg.my_module:function.
+    from_step
+        First optimizer step whose groups are scored; without it the run's first.
+    to_step
+        Last one; without it the run's last.
+    leases
+        Groups by their leases instead, like 0-255, whether a step trained on them or not.
+    name
+        Of the table, <run>/scores/<name>.jsonl; without it the reward's.
+    model
+        Directory with the run's tokenizer; without it that of the run.
+    directory
+        Where runs lie.
+    as_json
+        Print the result as one JSON object only.
+    """
+    from launch.rescore import Interval, parse_leases, run_rescore
+
+    configure_logging("warning")
+    if leases is not None and (from_step is not None or to_step is not None):
+        raise ConfigError("--leases and steps exclude each other: give one of them")
+    interval = Interval(from_step, to_step, parse_leases(leases) if leases is not None else None)
+    work = partial(run_rescore, directory, run_name, reward, interval, name=name, model=model)
+    result = run(work)
+    print(json.dumps(result.to_json()) if as_json else result)  # noqa: T201 - the user's terminal
+
+
 @app.command(usage=USAGE.format("soak"))
 def soak(
     *,
@@ -423,7 +510,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(sys.argv[1:] if arguments is None else arguments)
     except CycloptsError as error:
         fail(ConfigError(_complaint(error)))
-    except (ConfigError, WorldError) as error:
+    except SluiceError as error:
         fail(error)
 
 

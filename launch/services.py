@@ -70,6 +70,7 @@ async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:
 
     directory = RunDirectory(config.directory, config.run)
     directory.write_provenance()
+    directory.write_json(directory.config, json.loads(config.model_dump_json()))
     settings = StorageSettings(
         data=config.data,
         admission=config.admission,

@@ -122,6 +122,7 @@ def _groups(monitor: RunMonitor, trained: int) -> Summary:
         "groups": groups,
         "groups_rejected": dict(rejected),
         "messages_set_aside": whole(storage, "dead") if storage else None,
+        "messages_set_aside_reasons": dict(_counts(storage, "dead_reasons")),
         "accounted": _accounted(storage, trained=trained, samples=samples) if storage else None,
     }
 
@@ -181,6 +182,7 @@ def _target(summary: Summary) -> str:
 
 def _rollout_rows(summary: Summary) -> list[tuple[str, str]]:
     rejected = [f"{count(n)} {reason}" for reason, n in _counts(summary, "trajectories_rejected").items()]
+    aside = [f"{count(n)} {kind}" for kind, n in _counts(summary, "messages_set_aside_reasons").items()]
     accounted = "not known" if summary["accounted"] is None else "yes" if summary["accounted"] else "NO"
     seen, allowed = summary["max_staleness_seen"], summary["max_staleness_allowed"]
     return [
@@ -189,6 +191,7 @@ def _rollout_rows(summary: Summary) -> list[tuple[str, str]]:
         ("... rejected, by reason", ", ".join(rejected) or "none"),
         ("... complete, in store", count(_known(summary, "trajectories_in_store"))),
         ("... still rolling out", count(_known(summary, "trajectories_rolling_out"))),
+        *([("Messages set aside", ", ".join(aside))] if aside else []),
         ("Every one accounted for", accounted),
         ("Worst staleness", f"{seen} policy versions, {allowed} allowed"),
         ("Peak memory", _memory(summary)),

@@ -172,8 +172,9 @@ def _rejected(storage: dict[str, Json]) -> str:
     reasons = storage.get("reasons")
     found = reasons.items() if isinstance(reasons, dict) else ()
     groups = ", ".join(f"{number} {reason}" for reason, number in found)
-    dead = whole(storage, "dead")
-    return (f"groups: {groups}" if groups else "none") + (f"; {dead} unreadable messages" if dead else "")
+    dead, kinds = whole(storage, "dead"), storage.get("dead_reasons")
+    why = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) if isinstance(kinds, dict) else ""
+    return (f"groups: {groups}" if groups else "none") + (f"; set aside: {why or dead}" if dead else "")
 
 
 # --- one line a process ---

@@ -4,6 +4,9 @@ megatron-core's own path for packed sequences needs Transformer Engine, splits t
 call per sequence, and does not restart positions when `max_seqlen` happens to equal the number of tokens.
 Here everything that depends on the lengths is computed once per micro-batch, in a `PackedLayout` that
 travels in the place of megatron-core's `PackedSeqParams`.
+
+Ranks that share the tokens of each sequence (context parallelism) hold them zig-zag, as learner/sharding.py
+cuts them; each gathers all keys and values, and attends from its own queries.
 """
 
 import math
@@ -14,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
-from learner.megatron import MegatronModule, PackedSeqParams, TransformerConfig
+from learner.context import ContextLayout, attend_across_ranks, causal_varlen_attention, context_layout
+from learner.megatron import MegatronModule, PackedSeqParams, ProcessGroupCollection, TransformerConfig
 
 if torch.cuda.is_available():  # triton comes with torch for CUDA only
     from learner import kernels
@@ -45,6 +48,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is u
     """Sequences by length, longest first; empty where attention takes the lengths as they are."""
     slots: Tensor | None = None
     """int64 [T], where each token lies in the padded buckets laid end to end; `None` means just there."""
+    context: ContextLayout | None = None
+    """What this rank's queries see of the keys of all ranks; `None` where it holds whole sequences."""
 
 
 def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
@@ -54,16 +59,25 @@ def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Ten
 
 
 def pack_layout(
-    cu_seqlens: Tensor, lengths: Sequence[int], position_ids: Tensor, frequencies: Tensor, dtype: torch.dtype
+    cu_seqlens: Tensor,
+    lengths: Sequence[int],
+    position_ids: Tensor,
+    frequencies: Tensor,
+    dtype: torch.dtype,
+    *,
+    context_ranks: int = 1,
+    context_rank: int = 0,
 ) -> PackedLayout:
     """Precompute what attention needs, once per micro-batch.
 
     Args:
-        cu_seqlens: int32 [sequences + 1], where each sequence starts, and T.
+        cu_seqlens: int32 [sequences + 1], where each sequence starts in the whole pack, and its tokens.
         lengths: the differences of `cu_seqlens`, on the host.
-        position_ids: [T], position of each token in its own sequence.
+        position_ids: [T], position of each token of this rank in its own sequence.
         frequencies: [d / 2], from `rotary_frequencies`.
         dtype: of the queries and keys.
+        context_ranks: how many ranks share the tokens.
+        context_rank: which of them this is.
     """
     angles = torch.outer(position_ids.float(), frequencies)[:, None]
     cos, sin = angles.cos(), angles.sin()
@@ -76,9 +90,14 @@ def pack_layout(
         cos=torch.cat((cos, cos), dim=-1).to(dtype),
         sin=torch.cat((-sin, sin), dim=-1).to(dtype),
     )
-    if len(set(lengths)) == 1:
+    by_length = not _has_varlen_kernel(cu_seqlens.device, dtype)
+    if context_ranks > 1:
+        layout.context = context_layout(
+            lengths, ranks=context_ranks, rank=context_rank, by_length=by_length
+        ).to(cu_seqlens.device)
+    elif len(set(lengths)) == 1:
         layout.buckets = (Bucket(len(lengths), lengths[0]),)
-    elif not _has_varlen_kernel(cu_seqlens.device, dtype):
+    elif by_length:
         layout.buckets, slots = bucket_by_length(lengths)
         layout.slots = slots.to(cu_seqlens.device)
     return layout
@@ -134,9 +153,17 @@ def _swap_halves(x: Tensor) -> Tensor:
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
     """Core attention for megatron-core's `SelfAttention`; applies the rotary embedding itself."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
+    ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.context_group = pg_collection.cp
 
     def forward(
         self,
@@ -151,9 +178,22 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
         """Attend within each sequence: [T, heads, d] and twice [T, groups, d] to [T, heads, d]."""
         layout = packed_seq_params
         query, key = (_Rotate.apply(x, layout.cos, layout.sin) for x in (query, key))  # type: ignore[no-untyped-call]
+        if layout.context is not None:
+            return attend_across_ranks(
+                query, key, value, layout.context, group=self.context_group, scale=self.scale
+            )
         if layout.buckets:
             return self._bucketed(query, key, value, layout)
-        return self._varlen(query, key, value, layout)
+        return causal_varlen_attention(
+            query,
+            key,
+            value,
+            layout.cu_seqlens_q,
+            layout.cu_seqlens_kv,
+            layout.max_seqlen_q,
+            layout.max_seqlen_kv,
+            scale=self.scale,
+        )
 
     def _bucketed(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
         padded = (_pad(x, layout) for x in (query, key, value))
@@ -163,20 +203,6 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
         ]
         flat = [x.transpose(1, 2).flatten(0, 1) for x in attended]
         return flat[0] if layout.slots is None else torch.cat(flat).index_select(0, layout.slots)
-
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
-        queries_per_group = query.shape[1] // key.shape[1]
-        return varlen_attn(  # type: ignore[return-value]
-            query,
-            key.repeat_interleave(queries_per_group, dim=1),  # torch 2.11 has no enable_gqa here
-            value.repeat_interleave(queries_per_group, dim=1),
-            layout.cu_seqlens_q,
-            layout.cu_seqlens_kv,
-            layout.max_seqlen_q,
-            layout.max_seqlen_kv,
-            scale=self.scale,
-            window_size=(-1, 0),
-        )
 
 
 def _pad(packed: Tensor, layout: PackedLayout) -> list[Tensor]:

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from learner.checkpoint import load_checkpoint
-from learner.config import SFTLoss
+from learner.config import ParallelConfig, SFTLoss
 from learner.progress import Progress
-from learner.service import Initial
+from learner.service import Initial, new_trainer
 from learner.settings import LearnerSettings
 from learner.trainer import Trainer
 
@@ -17,7 +17,7 @@ def trainer_at(
     settings: LearnerSettings, initial: Initial, progress: Progress, checkpoint: Path | None, *,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Trainer:  # fmt: skip
-    """The trainer of a checkpoint, whose `progress` this is, or of the initial model without one.
+    """One process's trainer of a checkpoint, whose `progress` this is, or without one of the initial model.
 
     What is left of the warm-up is done first, unless `stopped` comes: then the stage stays "warmup". It takes
     the same steps as the learner's, so the weights after it are the same. Raises `StorageError` for a
@@ -25,14 +25,18 @@ def trainer_at(
     """
     warming = progress.stage == "warmup"
     optimizer = settings.warmup.optimizer if warming else settings.learner.optimizer
-    dtype = getattr(torch, settings.model.dtype)
-    trainer = Trainer(initial.hf_config, initial.state, optimizer, dtype=dtype)
+    trainer = new_trainer(settings, initial, optimizer, _alone(settings.learner.parallel))
     if checkpoint is not None:
         load_checkpoint(trainer, checkpoint)
     if not warming or _warm_up(trainer, settings, initial, progress, stopped):
         progress.stage = "rl"
     torch.set_num_threads(settings.learner.threads)
     return trainer
+
+
+def _alone(parallel: ParallelConfig) -> ParallelConfig:
+    """What of it one process has to keep, so that the learner's checkpoints fit."""
+    return ParallelConfig(distributed_optimizer=parallel.distributed_optimizer, recompute=parallel.recompute)
 
 
 def _warm_up(

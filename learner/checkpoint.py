@@ -1,85 +1,170 @@
 """The trainer's state in checkpoint directories (storage/checkpoints.py).
 
-Each holds megatron-core's sharded files (`torch_dist`) and `manifest.json`: which model, where the schedule
-stands, the sizes of the other files, and what the caller wants kept with them.
+Each holds megatron-core's sharded files (`torch_dist`), the model's `config.json` and a manifest
+(learner/manifest.py) with where the schedule stands and what the caller wants kept with them.
 """
 
-import json
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from pydantic import JsonValue
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import PretrainedConfig
 
 from bus.errors import ConfigError, StorageError
-from learner.checkpoint_writer import install_in_process_writer
-from learner.conversion.families import shape_of
+from learner.checkpoint_writer import Staged, install_in_process_writer, stage
+from learner.manifest import damaged_files, read_manifest, refuse_damage, refuse_other_model, write_manifest
 from learner.megatron import CheckpointingException, ShardedObject, dist_checkpointing, parallel_state
-from learner.model import rope_theta
+from learner.model import PolicyModel
 from learner.optimizer import load_optimizer_state
 from learner.trainer import Trainer
 from storage import checkpoints
 from storage.files import TEMPORARY_PREFIX
 
-MANIFEST = "manifest.json"
-FORMAT = 1
+T = TypeVar("T")
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
+    "non_homogeneous_layers": True,
 }
-"""How megatron-core lays out the optimizer: this way another number of ranks can load it."""
+"""How megatron-core lays out the state: this way another number of ranks can load it."""
+WRITING_TIMEOUT_S = 3600.0
+"""A rank that has not written its files by then has failed."""
+
+
+class PendingCheckpoint:
+    """A checkpoint whose files are being written while training goes on; nobody sees it before `finish`."""
+
+    def __init__(self, staged: Staged, publish: Callable[[Mapping[str, str]], None], final: Path) -> None:
+        """Begin to write on a thread. `start_checkpoint` makes one of these."""
+        self.finished = False
+        self._staged = staged
+        self._publish = publish
+        self._final = final
+        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing = thread.submit(staged.write)
+        thread.shutdown(wait=False)
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's files are on disk, so that `finish` need not wait for them."""
+        return self._writing.done()
+
+    def finish(self) -> None:
+        """Wait for the files of all ranks, and give the checkpoint its name; then it survives a power cut.
+
+        Every rank calls this, at the same point between its other collectives. Once is enough. Raises
+        `StorageError` on all of them when any could not write.
+        """
+        if self.finished:
+            return
+        self.finished = True
+        failures = [failure for failure in _of_all_ranks(self._failure()) if failure]
+        if failures:
+            raise StorageError(f"cannot write checkpoint {self._final}: {'; '.join(failures)}")
+        self._staged.finalize()
+        digests = {
+            name: digest for part in _of_all_ranks(self._writing.result()) for name, digest in part.items()
+        }
+        if dist.get_rank() == 0:
+            self._publish(digests)
+        dist.barrier()
+
+    def _failure(self) -> str:
+        """What went wrong on this rank, or nothing."""
+        try:
+            error = self._writing.exception(WRITING_TIMEOUT_S)
+        except TimeoutError:
+            return f"rank {dist.get_rank()} is not done after {WRITING_TIMEOUT_S:.0f} s"
+        return f"rank {dist.get_rank()}: {error}" if error else ""
+
+
+def start_checkpoint(
+    trainer: Trainer,
+    root: Path,
+    step: int,
+    extra: Mapping[str, JsonValue],
+    *,
+    keep: int,
+    after: PendingCheckpoint | None = None,
+) -> PendingCheckpoint:
+    """Copy everything `load_checkpoint` needs, and begin to write it. Every rank calls this.
+
+    The copies lie in main memory until they are written, so there is one such checkpoint at a time: `after`,
+    the one before, is finished first.
+
+    Args:
+        trainer: may train on as soon as this returns.
+        root: directory of the checkpoints.
+        step: names the checkpoint; one of the same step is replaced.
+        extra: kept with it; that of rank 0 counts.
+        keep: how many of the newest checkpoints remain.
+        after: the checkpoint before, if it may be unfinished.
+    """
+    if after is not None:
+        after.finish()
+    install_in_process_writer()
+    trainer.settle_parameters()
+    if dist.get_rank() == 0:
+        checkpoints.remove_leftovers(root)
+        checkpoints.temporary(root, step)
+    dist.barrier()
+    temporary, final = checkpoints.temporary(root, step), checkpoints.directory(root, step)
+    with _megatron_deprecations_silenced():
+        request = dist_checkpointing.save(
+            _sharded_state(trainer, is_loading=False),
+            str(temporary),
+            async_sharded_save=True,
+            content_metadata=dict(SHARDING),
+        )
+    training = _training(trainer)
+
+    def publish(digests: Mapping[str, str]) -> None:
+        trainer.hf_config.save_pretrained(temporary)
+        write_manifest(temporary, trainer.hf_config, training=training, extra=extra, digests=digests)
+        _replace(temporary, final)
+        checkpoints.prune(root, keep)
+
+    return PendingCheckpoint(stage(request), publish, final)
 
 
 def save_checkpoint(
     trainer: Trainer, root: Path, step: int, extra: Mapping[str, JsonValue], *, keep: int
 ) -> None:
-    """Write everything `load_checkpoint` needs; on return it survives a power cut. Every rank calls this.
-
-    Replaces a checkpoint of the same step, and leaves the `keep` newest.
-    """
-    install_in_process_writer()
-    if dist.get_rank() == 0:
-        checkpoints.remove_leftovers(root)
-        checkpoints.temporary(root, step)
-    dist.barrier()
-    temporary = checkpoints.temporary(root, step)
-    with _megatron_deprecations_silenced():
-        dist_checkpointing.save(
-            _sharded_state(trainer, is_loading=False), str(temporary), content_metadata=dict(SHARDING)
-        )
-    if dist.get_rank() == 0:
-        _write_manifest(temporary, trainer, extra)
-        _publish(temporary, checkpoints.directory(root, step))
-        checkpoints.prune(root, keep)
-    dist.barrier()
+    """Write a checkpoint; on return it survives a power cut. Every rank calls this."""
+    start_checkpoint(trainer, root, step, extra, keep=keep).finish()
 
 
 def load_checkpoint(trainer: Trainer, directory: Path) -> dict[str, JsonValue]:
     """Restore `trainer` to what it was, and return what was saved as `extra`. Every rank calls this.
 
-    Raises `StorageError` for a checkpoint that is missing or damaged, `ConfigError` for another model's.
+    Another number of ranks, or another layout of them, may have saved it; then their random generators go
+    on as they are. Raises `StorageError` for a checkpoint that is missing or damaged, `ConfigError` for one
+    of another model, or with other weights frozen.
     """
-    manifest = _read_manifest(directory)
-    _refuse_other_model(directory, manifest["model"], _fingerprint(trainer.hf_config))
+    manifest = read_manifest(directory)
+    refuse_other_model(directory, manifest, trainer.hf_config)
+    training = _refuse_other_training(directory, manifest, trainer)
+    _refuse_damage_on_any_rank(directory, manifest)
+    wanted = _sharded_state(trainer, is_loading=True)
+    if training["ranks"] != dist.get_world_size():  # whose would they be?
+        del wanted["rng"]
     try:
         with _megatron_deprecations_silenced():
-            wanted = _sharded_state(trainer, is_loading=True)
-            if manifest["ranks"] != dist.get_world_size():  # whose would they be?
-                del wanted["rng"]
             state = dist_checkpointing.load(wanted, str(directory))
     except (CheckpointingException, CheckpointException, RuntimeError, OSError) as error:
         raise StorageError(f"cannot read checkpoint {directory}: {error}") from error
-    trainer.model.load_state_dict(state["model"])
+    for name, chunk in _chunks(trainer).items():
+        chunk.load_state_dict(state[name])
     load_optimizer_state(trainer.optimizer, state["optimizer"])
-    trainer.steps_done, trainer.updates_done = manifest["steps_done"], manifest["updates_done"]
+    trainer.steps_done, trainer.updates_done = training["steps_done"], training["updates_done"]
     if "rng" in state:
         _set_rng_state(state["rng"])
     return dict(manifest["extra"])
@@ -92,7 +177,7 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 def read_extra(directory: Path) -> dict[str, JsonValue]:
     """Return what was saved as `extra`, before there is a trainer to load. Raises `StorageError`."""
-    return dict(_read_manifest(directory)["extra"])
+    return dict(read_manifest(directory)["extra"])
 
 
 @contextmanager
@@ -106,12 +191,22 @@ def _megatron_deprecations_silenced() -> Iterator[None]:
 
 def _sharded_state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    model = trainer.model.sharded_state_dict(metadata={**SHARDING, "dp_cp_group": group})
+    chunks = {
+        name: chunk.sharded_state_dict(metadata={**SHARDING, "dp_cp_group": group})
+        for name, chunk in _chunks(trainer).items()
+    }
     with torch.no_grad():
         optimizer = trainer.optimizer.sharded_state_dict(
-            model, is_loading=is_loading, metadata=dict(SHARDING)
+            chunks if len(chunks) > 1 else chunks["model"], is_loading=is_loading, metadata=dict(SHARDING)
         )
-    return {"model": model, "optimizer": optimizer, "rng": _sharded_rng_state()}
+    return {**chunks, "optimizer": optimizer, "rng": _sharded_rng_state()}
+
+
+def _chunks(trainer: Trainer) -> dict[str, PolicyModel]:
+    """The pieces of the model by the names that megatron-core's optimizer expects."""
+    if len(trainer.chunks) == 1:
+        return {"model": trainer.chunks[0]}
+    return {f"model{number}": chunk for number, chunk in enumerate(trainer.chunks)}
 
 
 def _sharded_rng_state() -> ShardedObject:
@@ -128,55 +223,52 @@ def _set_rng_state(states: Mapping[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _write_manifest(directory: Path, trainer: Trainer, extra: Mapping[str, JsonValue]) -> None:
-    manifest = {
-        "format": FORMAT,
-        "model": _fingerprint(trainer.hf_config),
+def _training(trainer: Trainer) -> dict[str, Any]:
+    """Where the trainer stands, and what of it must be the same to go on from there."""
+    return {
         "steps_done": trainer.steps_done,
         "updates_done": trainer.updates_done,
         "ranks": dist.get_world_size(),
-        "extra": dict(extra),
-        "files": {path.name: path.stat().st_size for path in directory.iterdir()},
+        "distributed_optimizer": trainer.parallel.distributed_optimizer,
+        "frozen": sorted(trainer.trainable.frozen(trainer.hf_config)),
     }
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
 
-def _publish(temporary: Path, final: Path) -> None:
+def _refuse_other_training(directory: Path, manifest: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
+    training: dict[str, Any] | None = manifest["training"]
+    if training is None:
+        raise ConfigError(f"{directory} holds weights only: training starts from it with --model.path")
+    if (saved := training["distributed_optimizer"]) != trainer.parallel.distributed_optimizer:
+        raise ConfigError(
+            f"checkpoint {directory} was saved with learner.parallel.distributed_optimizer={saved}: "
+            "set that again"
+        )
+    frozen = set(training["frozen"]) ^ trainer.trainable.frozen(trainer.hf_config)
+    if frozen:
+        raise ConfigError(
+            f"checkpoint {directory} was trained with other weights frozen ({len(frozen)} differ, as "
+            f"{min(frozen)}): its optimizer does not fit; keep model.freeze and model.train_only, or start a "
+            "new run from its weights with --model.path"
+        )
+    return training
+
+
+def _refuse_damage_on_any_rank(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Each rank reads its share of the files."""
+    share = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+    damaged = _of_all_ranks(damaged_files(directory, manifest, share))
+    refuse_damage(directory, [name for names in damaged for name in names])
+
+
+def _of_all_ranks(value: T) -> list[T]:
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _replace(temporary: Path, final: Path) -> None:
     replaced = final.with_name(f"{TEMPORARY_PREFIX}replaced-{final.name}")
     if final.exists():
         final.rename(replaced)
     checkpoints.publish(temporary, final)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
-    shape = vars(shape_of(hf_config)).copy()
-    experts = shape.pop("experts")
-    routing = {} if experts is None else {f"experts_{key}": value for key, value in vars(experts).items()}
-    return {"model_type": hf_config.model_type, "rope_theta": rope_theta(hf_config), **shape, **routing}
-
-
-def _refuse_other_model(directory: Path, found: dict[str, JsonValue], expected: dict[str, JsonValue]) -> None:
-    different = [
-        f"{key} is {found.get(key)}, not {value}"
-        for key, value in expected.items()
-        if found.get(key) != value
-    ]
-    if different:
-        raise ConfigError(f"checkpoint {directory} is of another model: {', '.join(different)}")
-
-
-def _read_manifest(directory: Path) -> dict[str, Any]:
-    try:
-        manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{directory} is not a whole checkpoint: {error}") from error
-    if manifest.get("format") != FORMAT:
-        raise StorageError(
-            f"checkpoint {directory} has format {manifest.get('format')}, this build reads {FORMAT}"
-        )
-    for name, size in manifest["files"].items():
-        file = directory / name
-        if not file.is_file() or file.stat().st_size != size:
-            raise StorageError(f"checkpoint {directory} is torn: {name} is missing or not {size} bytes long")
-    return manifest

@@ -47,9 +47,14 @@ class Export(Message, tag="export"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Save(Message, tag="save"):
-    """Write a checkpoint of `step`."""
+    """Begin to write a checkpoint of `step`."""
 
     step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved(Message, tag="saved"):
+    """Wait until it is written, and give it its name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,5 +62,5 @@ class End(Message, tag="end"):
     """Leave the world."""
 
 
-Command = Fetch | Train | WarmUp | Begin | Export | Save | End
-COMMANDS: tuple[type[Message], ...] = (Fetch, Train, WarmUp, Begin, Export, Save, End)
+Command = Fetch | Train | WarmUp | Begin | Export | Save | Saved | End
+COMMANDS: tuple[type[Message], ...] = (Fetch, Train, WarmUp, Begin, Export, Save, Saved, End)

@@ -1,18 +1,119 @@
 """Configuration of the learner's numerics; loads without torch."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bus.config import Config
 
 
+class ParallelConfig(Config):
+    """How the ranks of the learner's world share a model; what is left over is data parallel.
+
+    The world has a multiple of `tensor * context * pipeline` ranks; docs/parallelism.md says which to choose.
+    """
+
+    tensor: int = Field(1, ge=1)
+    """Ranks that share each layer: its heads, its MLP and the vocabulary."""
+
+    sequence: bool = False
+    """Between the layers, these ranks share the tokens too."""
+
+    pipeline: int = Field(1, ge=1)
+    """Ranks that share the layers, one after another."""
+
+    virtual_pipeline: int = Field(1, ge=1)
+    """Pieces that each pipeline rank's layers are cut into: more is less idle time, and more messages."""
+
+    context: int = Field(1, ge=1)
+    """Ranks that share the tokens of each sequence."""
+
+    expert: int = Field(1, ge=1)
+    """Ranks that share the experts of a mixture; taken from those that are data parallel elsewhere."""
+
+    expert_tensor: int = Field(1, ge=1)
+    """Ranks that share each expert."""
+
+    distributed_optimizer: bool = True
+    """Data-parallel ranks share the optimizer's state instead of each holding all of it."""
+
+    overlap_grad_reduce: bool = False
+    """Gradients are added up over the data-parallel ranks while the backward pass goes on."""
+
+    overlap_param_gather: bool = False
+    """Updated parameters are gathered while the next forward pass goes on."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again to save memory: attention alone, or every layer."""
+
+    @model_validator(mode="after")
+    def _settings_fit_each_other(self) -> Self:
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence=true needs tensor > 1: its ranks share the tokens")
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(f"virtual_pipeline={self.virtual_pipeline} needs pipeline > 1")
+        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
+            raise ValueError(
+                "overlap_param_gather=true needs distributed_optimizer=true and overlap_grad_reduce=true"
+            )
+        return self
+
+
+UNDIVIDED = ParallelConfig()
+"""Every rank has the whole model."""
+
+
+class ConstantSchedule(Config):
+    """The learning rate stays."""
+
+    type: Literal["constant"] = "constant"
+    """Name of the schedule."""
+
+
+class CosineSchedule(Config):
+    """The learning rate falls along half a cosine."""
+
+    type: Literal["cosine"] = "cosine"
+    """Name of the schedule."""
+
+    decay_steps: int = Field(1000, gt=0)
+    """Updates that the fall takes; afterwards the learning rate stays at `min_lr`."""
+
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the fall."""
+
+
+class WSDSchedule(Config):
+    """Warm-up, stable, decay: the learning rate stays for long, then falls in the end."""
+
+    type: Literal["wsd"] = "wsd"
+    """Name of the schedule."""
+
+    stable_steps: int = Field(1000, ge=0)
+    """Updates at the full learning rate."""
+
+    decay_steps: int = Field(1000, gt=0)
+    """Updates that the fall takes; afterwards the learning rate stays at `min_lr`."""
+
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the fall."""
+
+    decay: Literal["linear", "sqrt"] = "sqrt"
+    """Shape of the fall: straight, or as 1 - sqrt of what has passed of it."""
+
+
+ScheduleConfig = Annotated[ConstantSchedule | CosineSchedule | WSDSchedule, Field(discriminator="type")]
+
+
 class OptimizerConfig(Config):
-    """AdamW with warm-up, then a constant learning rate."""
+    """AdamW with warm-up, then a schedule."""
 
     lr: float = Field(1e-6, gt=0)
-    """Learning rate after warm-up."""
+    """Learning rate after warm-up, the highest."""
+
+    schedule: ScheduleConfig = ConstantSchedule()
+    """What the learning rate does after warm-up; counts updates, not skipped steps."""
 
     warmup_steps: int = Field(0, ge=0)
     """Updates over which the learning rate rises linearly; update u of w runs at lr * u / w."""
@@ -29,8 +130,30 @@ class OptimizerConfig(Config):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay; biases and norm weights are exempt."""
 
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the two moments between updates; bfloat16 takes half the memory, the update itself is float32."""
+
     clip_grad: float = Field(1.0, gt=0)
     """Upper bound on the global gradient norm; `inf` turns clipping off."""
+
+    max_skipped_in_a_row: int = Field(10, ge=1)
+    """Steps whose loss or gradient is not finite are skipped; so many one after another end the run."""
+
+    @model_validator(mode="after")
+    def _moments_can_move(self) -> Self:
+        if self.state_dtype == "bfloat16" and self.beta2 > 0.99:
+            raise ValueError(
+                f"state_dtype=bfloat16 needs beta2 <= 0.99 (it is {self.beta2}): bfloat16 has 8 bits, so "
+                "rounding swallows the small changes of a slower mean"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_falls(self) -> Self:
+        lowest = 0.0 if isinstance(self.schedule, ConstantSchedule) else self.schedule.min_lr
+        if lowest > self.lr:
+            raise ValueError(f"schedule.min_lr={lowest} is above lr={self.lr}: the schedule goes down")
+        return self
 
 
 class TISLoss(Config):
@@ -165,6 +288,12 @@ class ModelConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations of the learner; the optimizer's main weights are float32."""
 
+    freeze: tuple[str, ...] = ()
+    """Regular expressions, searched in Hugging Face names: these weights stay as they are."""
+
+    train_only: tuple[str, ...] = ()
+    """Regular expressions, searched in Hugging Face names: all other weights stay as they are."""
+
 
 class WarmupOptimizerConfig(OptimizerConfig):
     """AdamW of the supervised stage."""
@@ -218,6 +347,9 @@ class LearnerConfig(Config):
 
     world: WorldConfig = WorldConfig()
     """How many processes, and where."""
+
+    parallel: ParallelConfig = UNDIVIDED
+    """How the ranks of a torchrun world share the model."""
 
     batch: BatchConfig = BatchConfig()
     """Packing."""

@@ -29,6 +29,7 @@ MODULES_NAMING_CUDA = (
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
     "megatron.core.distributed.param_and_grad_buffer",
     "megatron.core.models.common.embeddings.rotary_pos_embedding",
+    "megatron.core.models.common.language_module.language_module",
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.distrib_optimizer",
     "megatron.core.optimizer.optimizer",
@@ -79,6 +80,17 @@ def adapt_megatron_to_cpu() -> None:
     for module in modules:
         if not sum(_adapt(function) for function in _functions(module)):
             raise ConfigError(f"{module.__name__} names no CUDA device: drop it from learner/cpu.py")
+    _use_the_cpu_generator()
+
+
+def _use_the_cpu_generator() -> None:
+    """Let recomputation save and restore the only generator there is."""
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+        if not hasattr(random, name):
+            raise ConfigError(f"{random.__name__} has no {name}: mend learner/cpu.py")
+    random._get_cuda_rng_state = lambda **_: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, **_: torch.set_rng_state(state)
 
 
 @contextmanager

@@ -36,11 +36,11 @@ def head_loss(
     Args:
         hidden: [N, H], inputs of the output layer; under tensor parallelism each rank's gradient of it is
             partial, to be summed by whoever made it.
-        weight: [V / ranks, H] of the output layer.
-        labels: int64 [N].
+        weight: [v, H], this rank's part of the output layer.
+        labels: int64 [N], counted from the first row of this rank's part.
         token_loss: the loss.
         temperature: divides the logits, as it did when the tokens were sampled.
-        group: tensor-parallel ranks that share the vocabulary in order; `None` is one rank.
+        group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
         chunk_size: rows of logits alive at a time.
     """
     loss, logprobs, entropy = _HeadLoss.apply(  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, min(start + chunk_size, len(hidden)))
             logits = hidden[rows] @ weight.t()
-            column, here = local_columns(labels[rows], logits.shape[-1], group)
+            column, here = local_columns(labels[rows], logits.shape[-1])
             logprobs[rows], entropy[rows], log_total = _statistics(logits, column, here, scale, group)
             with torch.enable_grad():
                 leaf = logprobs[rows].requires_grad_()
@@ -99,10 +99,9 @@ class _HeadLoss(torch.autograd.Function):
         )
 
 
-def local_columns(labels: Tensor, local_vocab: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+def local_columns(labels: Tensor, local_vocab: int) -> tuple[Tensor, Tensor]:
     """Return each label's column [N, 1] on this rank, and whether it lies here."""
-    rank = 0 if group is None else group.rank()
-    column = labels[:, None] - rank * local_vocab
+    column = labels[:, None]
     here = (column >= 0) & (column < local_vocab)
     return torch.where(here, column, 0), here
 

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from learner.head import local_columns
+
 
 def label_logprobs(
     hidden: Tensor,
@@ -22,15 +24,17 @@ def label_logprobs(
 
     Args:
         hidden: [N, H], inputs of the output layer.
-        project: the output layer, [c, H] to this rank's [c, V / ranks] logits.
-        labels: int64 [N].
+        project: the output layer, [c, H] to the logits [c, v] of this rank's part of the vocabulary.
+        labels: int64 [N], counted from the first of this rank's part.
         temperature: divides the logits, as it did when the tokens were sampled.
-        group: tensor-parallel ranks that share the vocabulary in order; `None` is one rank.
+        group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
         chunk_size: rows of logits alive at a time; more rows are recomputed in the backward pass.
     """
 
     def one_chunk(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = _LabelLogprobs.apply(project(rows), targets, temperature, group)  # type: ignore[no-untyped-call]
+        logprobs, entropy = _LabelLogprobs.apply(  # type: ignore[no-untyped-call]
+            project(rows), targets, temperature, group
+        )
         return logprobs, entropy
 
     if len(hidden) <= chunk_size:
@@ -55,7 +59,7 @@ class _LabelLogprobs(torch.autograd.Function):
         scaled = logits.float() / temperature
         largest = _reduce(scaled.amax(dim=-1, keepdim=True), dist.ReduceOp.MAX, group)
         shifted = scaled.sub_(largest)
-        column, here = _local_columns(labels, logits.shape[-1], group)
+        column, here = local_columns(labels, logits.shape[-1])
         label_logit = torch.where(here, shifted.gather(-1, column), 0.0)
         softmax = shifted.exp()
         sums = torch.cat(
@@ -78,16 +82,6 @@ class _LabelLogprobs(torch.autograd.Function):
         grad_logits = softmax * -grad
         grad_logits.scatter_add_(-1, column, torch.where(here, grad, 0.0))
         return grad_logits.to(ctx.dtype), None, None, None
-
-
-def _local_columns(
-    labels: Tensor, local_vocab: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    """Return each label's column [N, 1] on this rank, and whether it lies here."""
-    rank = 0 if group is None else group.rank()
-    column = labels[:, None] - rank * local_vocab
-    here = (column >= 0) & (column < local_vocab)
-    return torch.where(here, column, 0), here
 
 
 def _reduce(values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:

@@ -5,12 +5,17 @@ import torch.distributed as dist
 
 from learner import foreach
 from learner.cpu import adapt_megatron_to_cpu, megatron_import_warnings_silenced
+from learner.gloo import allow_uneven_slices
 
 adapt_megatron_to_cpu()
 
 with megatron_import_warnings_silenced():
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.core import (
+        CheckpointingConfig,
+        CheckpointingException,
+        save_config,
+    )
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist_strategy
@@ -30,6 +35,7 @@ with megatron_import_warnings_silenced():
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -41,8 +47,9 @@ with megatron_import_warnings_silenced():
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 if hasattr(dist, "reduce_scatter_single"):  # torch deprecates the names that megatron-core calls
-    param_and_grad_buffer.dist_reduce_scatter_func = dist.reduce_scatter_single
-    param_and_grad_buffer.dist_all_gather_func = dist.all_gather_single
+    for module in (param_and_grad_buffer, tensor_parallel.layers, tensor_parallel.mappings):
+        module.dist_reduce_scatter_func = dist.reduce_scatter_single
+        module.dist_all_gather_func = dist.all_gather_single
 
 
 def _tensor_parallel_group(group: dist.ProcessGroup | None, **_: object) -> dist.ProcessGroup:
@@ -77,9 +84,11 @@ def _splits_to_numpy(
 
 if not torch.cuda.is_available():
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_numpy
+    allow_uneven_slices(tensor_parallel.mappings)
 
 __all__ = [
     "STOCK_NORM_AND_SCALE",
+    "CheckpointingConfig",
     "CheckpointingException",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
@@ -90,6 +99,7 @@ __all__ = [
     "MegatronOptimizer",
     "MegatronOptimizerConfig",
     "PackedSeqParams",
+    "ProcessGroupCollection",
     "ShardedObject",
     "TransformerBlockSubmodules",
     "TransformerConfig",
@@ -104,6 +114,7 @@ __all__ = [
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
     "parallel_state",
+    "save_config",
     "tensor_parallel",
     "torch_dist_strategy",
 ]

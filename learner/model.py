@@ -9,9 +9,11 @@ from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
 from learner.attention import PackedAttention, pack_layout, rotary_frequencies
+from learner.config import UNDIVIDED, ParallelConfig
 from learner.conversion.base import Experts, Requirement
 from learner.conversion.families import FAMILIES, shape_of
 from learner.head import TokenLoss, head_loss
+from learner.layout import layout_problems, padded_vocabulary
 from learner.logprobs import label_logprobs
 from learner.megatron import (
     GPTModel,
@@ -21,6 +23,7 @@ from learner.megatron import (
     get_num_layers_to_build,
     get_transformer_layer_offset,
     parallel_state,
+    tensor_parallel,
 )
 from learner.norm import RMSNorm
 from learner.packing import MicroBatch
@@ -31,22 +34,29 @@ LOGITS_BYTES = 2 * 2**30 if torch.cuda.is_available() else 512 * 2**20
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
-    """A GPT model whose output is the loss, or the log-probability of each trained token; never logits."""
+    """A piece of a GPT model whose output is the loss, or log-probabilities of trained tokens, not logits."""
 
     def __init__(
-        self, config: TransformerConfig, layers: TransformerBlockSubmodules, hf_config: PretrainedConfig
+        self,
+        config: TransformerConfig,
+        layers: TransformerBlockSubmodules,
+        hf_config: PretrainedConfig,
+        stage: int | None,
     ) -> None:
         super().__init__(
             config,
             layers,
-            vocab_size=hf_config.vocab_size,
+            vocab_size=padded_vocabulary(hf_config.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf_config.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
             position_embedding_type="none",  # PackedAttention rotates
+            vp_stage=stage,
         )
         self.frequencies = rotary_frequencies(config.kv_channels, rope_theta(hf_config), device())
+        self.real_vocab_size = hf_config.vocab_size
+        _mark_cut_weights(self)
 
     def forward(
         self, batch: MicroBatch, temperature: float, token_loss: TokenLoss | None = None
@@ -54,13 +64,15 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         """Return the loss over the trained tokens, and without gradient their log-probabilities and entropy.
 
         Without a loss, log-probabilities and entropy only, which then carry gradient; all float32 [N]. A
-        pipeline stage before the last returns hidden states instead.
+        pipeline stage before the last returns hidden states instead. `batch` is this rank's share
+        (learner/sharding.py).
         """
         hidden = self._hidden(batch)
         if not self.post_process:
             return hidden
+        first_label, weight = self._head_weight()
         rows, labels = (
-            hidden[:, 0].index_select(0, batch.trained),
+            self._of_all_tokens(hidden).index_select(0, batch.trained),
             batch.labels.index_select(0, batch.trained),
         )
         chunk_size = max(1, LOGITS_BYTES // (4 * self.output_layer.output_size_per_partition))
@@ -68,47 +80,80 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         if token_loss is not None:
             return head_loss(
                 rows,
-                self._head_weight(),
-                labels,
+                weight,
+                labels - first_label,
                 token_loss,
                 temperature=temperature,
                 group=group,
                 chunk_size=chunk_size,
             )
         return label_logprobs(
-            rows, self._logits, labels, temperature=temperature, group=group, chunk_size=chunk_size
+            rows,
+            lambda some: F.linear(some, weight),
+            labels - first_label,
+            temperature=temperature,
+            group=group,
+            chunk_size=chunk_size,
         )
 
     def logits(self, batch: MicroBatch) -> Tensor:
-        """Return the [T, V] logits of every position, for evaluation and tests."""
-        return self._logits(self._hidden(batch)[:, 0])
+        """Return the [T, V] logits of every position, for evaluation and tests; of a whole model only."""
+        _, weight = self._head_weight()
+        return F.linear(self._of_all_tokens(self._hidden(batch)), weight)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         layout = pack_layout(
-            batch.cu_seqlens, batch.lengths, batch.position_ids, self.frequencies, self.config.params_dtype
+            batch.cu_seqlens,
+            batch.lengths,
+            batch.position_ids,
+            self.frequencies,
+            self.config.params_dtype,
+            context_ranks=self.pg_collection.cp.size(),
+            context_rank=self.pg_collection.cp.rank(),
         )
         embedded = self.embedding(batch.tokens[None], None) if self.pre_process else None
         return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=layout)  # type: ignore[no-any-return]
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits, _ = self.output_layer(hidden[:, None], weight=self._head_weight())
-        return logits[:, 0]  # type: ignore[no-any-return]
+    def _of_all_tokens(self, hidden: Tensor) -> Tensor:
+        """Return [T, H] from what tensor-parallel ranks share as [T / ranks, 1, H], or all have."""
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            return tensor_parallel.gather_from_sequence_parallel_region(hidden, group=group)[:, 0]  # type: ignore[no-any-return]
+        return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)[:, 0]  # type: ignore[no-any-return]
 
-    def _head_weight(self) -> Tensor:
-        shared = self.share_embeddings_and_output_weights
-        return self.shared_embedding_or_output_weight() if shared else self.output_layer.weight  # type: ignore[no-any-return]
+    def _head_weight(self) -> tuple[int, Tensor]:
+        """Return this rank's rows of the output layer without padding, and the token of the first."""
+        weight = self.output_layer.weight
+        if weight is None:
+            weight = self.shared_embedding_or_output_weight()
+        first = self.pg_collection.tp.rank() * len(weight)
+        real = self.real_vocab_size - first
+        return first, weight[:real] if real < len(weight) else weight
+
+
+def build_chunks(
+    hf_config: PretrainedConfig, *, dtype: torch.dtype, parallel: ParallelConfig = UNDIVIDED
+) -> list[PolicyModel]:
+    """Build this rank's part of the model, on its device, with weights not yet set.
+
+    Returns one piece, or `virtual_pipeline` pieces, from the first layers to the last. Raises `ConfigError`
+    with every hyperparameter of `hf_config` that cannot be represented, or that `parallel` does not divide.
+    """
+    problems = unsupported(hf_config) or layout_problems(parallel, shape_of(hf_config))
+    if problems:
+        raise ConfigError("cannot train this model:\n" + "\n".join(f"- {problem}" for problem in problems))
+    config = _transformer_config(hf_config, dtype, parallel)
+    pieces = parallel.virtual_pipeline
+    return [
+        PolicyModel(config, _block_spec(config, stage), hf_config, stage).to(device())
+        for stage in (range(pieces) if pieces > 1 else [None])
+    ]
 
 
 def build_model(hf_config: PretrainedConfig, *, dtype: torch.dtype) -> PolicyModel:
-    """Build this rank's part of the model, on its device, with weights not yet set.
-
-    Raises `ConfigError` with every hyperparameter of `hf_config` that cannot be represented.
-    """
-    problems = unsupported(hf_config) + _unsupported_parallelism()
-    if problems:
-        raise ConfigError("cannot train this model:\n" + "\n".join(f"- {problem}" for problem in problems))
-    config = _transformer_config(hf_config, dtype)
-    return PolicyModel(config, _block_spec(config), hf_config).to(device())  # type: ignore[no-any-return]
+    """Build the whole model on this rank; raises as `build_chunks` does."""
+    [model] = build_chunks(hf_config, dtype=dtype)
+    return model
 
 
 def rope_theta(hf_config: PretrainedConfig) -> float:
@@ -176,20 +221,11 @@ def _rope(hf_config: PretrainedConfig) -> dict[str, Any]:
     return getattr(hf_config, "rope_parameters", None) or {}
 
 
-def _unsupported_parallelism() -> list[str]:
-    sizes = {
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "context": parallel_state.get_context_parallel_world_size(),
-    }
-    return [f"{name} parallel size {size}: only 1 is supported" for name, size in sizes.items() if size > 1]
-
-
-def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
     """Megatron-core's own layers, but for attention over packed sequences and the norms."""
     dense, sparse = _layer_spec(config), _layer_spec(config, num_experts=config.num_moe_experts)
-    first = get_transformer_layer_offset(config)
-    kinds = config.moe_layer_freq[first : first + get_num_layers_to_build(config)]
+    first = get_transformer_layer_offset(config, vp_stage=stage)
+    kinds = config.moe_layer_freq[first : first + get_num_layers_to_build(config, vp_stage=stage)]
     layers = [sparse if kind else dense for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
@@ -208,7 +244,9 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None = None) -> An
     return layer
 
 
-def _transformer_config(hf_config: PretrainedConfig, dtype: torch.dtype) -> TransformerConfig:
+def _transformer_config(
+    hf_config: PretrainedConfig, dtype: torch.dtype, parallel: ParallelConfig
+) -> TransformerConfig:
     family = FAMILIES[hf_config.model_type]
     experts = family.shape(hf_config).experts
     heads = hf_config.num_attention_heads
@@ -237,11 +275,9 @@ def _transformer_config(hf_config: PretrainedConfig, dtype: torch.dtype) -> Tran
         use_cpu_initialization=not torch.cuda.is_available(),
         calculate_per_token_loss=True,
         cuda_graph_scope=[],
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
         moe_layer_freq=list(experts.sparse_layers) if experts else [False] * hf_config.num_hidden_layers,
         **(_expert_settings(experts) if experts else {}),
+        **_parallel_settings(parallel),
     )
 
 
@@ -254,6 +290,60 @@ def _expert_settings(experts: Experts) -> dict[str, Any]:
         "moe_router_pre_softmax": not experts.renormalize,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
     }
+
+
+def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tensor,
+        "sequence_parallel": parallel.sequence,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "variable_seq_lengths": parallel.pipeline > 1,  # packs differ in length
+        "moe_token_dispatcher_type": "alltoall",  # the only one for which they may
+    }
+    if parallel.virtual_pipeline > 1:
+        # One message at a time: two ranks would take one direction's for the other's in a batch of them.
+        settings |= {
+            "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    if parallel.recompute == "full":
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    elif parallel.recompute == "selective":
+        settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return settings
+
+
+def _mark_cut_weights(model: torch.nn.Module) -> None:
+    """Say along which dimension tensor-parallel ranks share a weight, as megatron-core's initialisation does.
+
+    Weights come from a file, so that never runs; the gradient norm and `learner.conversion` read it.
+
+    Stock, the weights of experts count as experts' only where there is expert parallelism. Elsewhere their
+    gradients are then not added up over tensor-parallel ranks that do not share each expert, and the
+    optimizer's state has another form, so that a checkpoint cannot be resumed with another `expert`.
+    """
+    for module in model.modules():
+        for kind, dimension in CUT_DIMENSIONS:
+            if isinstance(module, kind) and module.weight is not None:
+                tensor_parallel.layers.set_tensor_model_parallel_attributes(
+                    module.weight, is_parallel=True, dim=dimension, stride=1
+                )
+                if getattr(module, "is_expert", False):
+                    module.weight.allreduce = False
+
+
+CUT_DIMENSIONS = (
+    (tensor_parallel.VocabParallelEmbedding, 0),
+    (tensor_parallel.ColumnParallelLinear, 0),
+    (tensor_parallel.RowParallelLinear, 1),
+)
+"""Along which dimension of its weight tensor-parallel ranks share a layer."""

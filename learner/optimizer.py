@@ -1,17 +1,24 @@
 """megatron-core's distributed AdamW, with the faults of its torch fallback repaired.
 
+Saving drops the padding between the buckets of a buffer, but finds parameters where they lay with it, so
+that those of later buckets are saved as parts of one another (tied embeddings of a pipeline, or overlapping
+communication): `_keep_gaps_on_save`.
+
 Without Transformer Engine and Apex, megatron-core 0.16.1 wraps `torch.optim.AdamW`, and then
 - its state dict asserts that every parameter has been stepped: `_prime` makes a fresh state look so;
 - loading raises KeyError 'step', which checkpoints hold once and not per parameter: `_keep_step_on_load`;
+- a state in lower precision needs Transformer Engine: `BFloat16StateAdamW` does without;
 - loading gives all parameters one shared `step` tensor, so that each update would count many times and the
   trajectory silently departs from an uninterrupted run: `load_optimizer_state` separates them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from learner.bf16_adamw import BFloat16StateAdamW
 from learner.config import OptimizerConfig
 from learner.megatron import (
     DistributedDataParallel,
@@ -25,24 +32,30 @@ from learner.megatron import (
 
 @torch.no_grad()  # its shards are views of the parameters that must stay leaves
 def build_optimizer(
-    config: OptimizerConfig, model: DistributedDataParallel, dtype: torch.dtype
+    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Build a distributed optimizer with fresh state over the parameters of `model`."""
+    """Build an optimizer with fresh state over the parameters of `chunks`, distributed if they are."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
             weight_decay=config.weight_decay,
             clip_grad=config.clip_grad,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
+            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
         ),
-        [model],
+        list(chunks),
     )
     for part in optimizer.chained_optimizers:
-        _keep_step_on_load(part)
+        if isinstance(part, DistributedOptimizer):
+            _keep_step_on_load(part)
+            _keep_gaps_on_save(part)
+        if config.state_dtype == "bfloat16":
+            part.optimizer.__class__ = BFloat16StateAdamW
         _prime(part.optimizer)
+        _keep_state_dtype(part.optimizer)
     return optimizer
 
 
@@ -67,7 +80,8 @@ def gradient_norm(optimizer: MegatronOptimizer) -> float:
 def update(optimizer: MegatronOptimizer, clip_grad: float, norm: float) -> None:
     """Clip the gradient, of that norm, and update the parameters."""
     if norm > clip_grad:
-        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), clip_grad, norm)
+        for part in optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(part.get_parameters(), clip_grad, norm)
     optimizer.step_with_ready_grads()
 
 
@@ -78,6 +92,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
     for part in optimizer.chained_optimizers:
         for values in part.optimizer.state.values():
             values["step"] = values["step"].clone()
+        _keep_state_dtype(part.optimizer)
 
 
 def _prime(optimizer: torch.optim.Optimizer) -> None:
@@ -90,6 +105,12 @@ def _prime(optimizer: torch.optim.Optimizer) -> None:
             }
 
 
+def _keep_state_dtype(optimizer: torch.optim.Optimizer) -> None:
+    """Torch casts what it loads to the dtype of the parameters."""
+    if isinstance(optimizer, BFloat16StateAdamW):
+        optimizer.round_state()
+
+
 def _keep_step_on_load(optimizer: DistributedOptimizer) -> None:
     assign = optimizer._set_main_param_and_optimizer_states
 
@@ -98,3 +119,26 @@ def _keep_step_on_load(optimizer: DistributedOptimizer) -> None:
         assign(model_param, {"step": current["step"], **tensors})
 
     optimizer._set_main_param_and_optimizer_states = assign_with_step
+
+
+def _keep_gaps_on_save(optimizer: DistributedOptimizer) -> None:
+    collect = optimizer.get_parameter_state_dp_zero
+
+    def collect_with_gaps(**settings: bool) -> dict[Any, Any] | None:
+        state: dict[Any, Any] | None = collect(**settings)
+        for number, buffer in enumerate(optimizer.buffers):
+            for tensors in state[number].values() if state is not None else ():
+                for key in ("param", "exp_avg", "exp_avg_sq"):
+                    tensors[key] = _with_gaps(tensors[key], buffer)
+        return state
+
+    optimizer.get_parameter_state_dp_zero = collect_with_gaps
+
+
+def _with_gaps(dense: Tensor, buffer: Any) -> Tensor:
+    """Put the contents of the buckets, laid end to end, to where the buckets are in their buffer."""
+    spread = dense.new_zeros(buffer.numel)
+    contents = torch.split(dense, [bucket.numel_unpadded for bucket in buffer.buckets])
+    for bucket, content in zip(buffer.buckets, contents, strict=True):
+        spread[bucket.offset : bucket.offset + len(content)] = content
+    return spread

@@ -8,11 +8,8 @@ from typing import Any, Literal, Self
 from bus.errors import StorageError
 from bus.messages import Given
 from learner import lineage
-from learner.checkpoint import save_checkpoint
 from learner.settings import LearnerSettings
-from learner.trainer import Trainer
 from storage import checkpoints
-from storage.files import write_json
 
 Stage = Literal["warmup", "rl", "done"]
 
@@ -62,17 +59,15 @@ class Progress:
         self.groups = {step: leases for step, leases in self.groups.items() if int(step) > through}
 
 
-def save_progress(trainer: Trainer, settings: LearnerSettings, progress: Progress) -> None:
-    """Save a checkpoint at `progress`, with the groups of its steps in it.
+def values_to_save(settings: LearnerSettings, progress: Progress) -> dict[str, Any]:
+    """What a checkpoint at `progress` holds: all of it, with the groups of the steps since the one before.
 
     Their lines of the lineage are on the disk before it: what a kill costs is only what no checkpoint holds.
     """
     lineage.sync(settings.lineage)
     saved = [step for step in checkpoints.steps(settings.checkpoints) if step < progress.step]
     progress.forget_groups(max(saved, default=0))
-    values, keep = progress.to_json(), settings.learner.checkpoint.keep
-    save_checkpoint(trainer, settings.checkpoints, progress.step, values, keep=keep)
-    write_json(settings.progress, values)
+    return progress.to_json()
 
 
 async def refuse_other_history(

@@ -1,22 +1,22 @@
 """What every rank of the learner's world does in a step: its own share of the data, its part of the model."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import JsonValue
 from torch import Tensor
 
 from bus.errors import WorldError
 from bus.messages import GroupRef, Trajectory
 from learner.batches import StepBatch
-from learner.checkpoint import save_checkpoint
+from learner.checkpoint import PendingCheckpoint, start_checkpoint
 from learner.commands import Begin, Fetch, Train, WarmUp
 from learner.config import SFTLoss
 from learner.data_parallel import data_parallel_rank, data_parallel_size, equally_many
-from learner.progress import Progress, save_progress
 from learner.settings import LearnerSettings
 from learner.steps import train_on
 from learner.trainer import StepResult, Trainer
@@ -44,6 +44,7 @@ class Rank:
         self._reader = reader
         self._demonstrations = demonstrations
         self._thread = thread
+        self._saving: PendingCheckpoint | None = None
         self._fetching: dict[int, tuple[tuple[GroupRef, ...], asyncio.Task[Groups]]] = {}
         """By step: which groups, and their trajectories."""
 
@@ -87,14 +88,22 @@ class Rank:
         """The weights by Hugging Face name."""
         return await self.in_thread(self._trainer.export)
 
-    async def save(self, step: int) -> None:
-        """Write this rank's part of a checkpoint that rank 0 saves by `save_progress`."""
-        root, keep = self._settings.checkpoints, self._settings.learner.checkpoint.keep
-        await self.in_thread(lambda: save_checkpoint(self._trainer, root, step, {}, keep=keep))
+    async def save(self, step: int, extra: Mapping[str, JsonValue]) -> None:
+        """Begin to write a checkpoint, while training goes on; `extra` counts at rank 0."""
+        root, keep, before = self._settings.checkpoints, self._settings.learner.checkpoint.keep, self._saving
+        self._saving = await self.in_thread(
+            lambda: start_checkpoint(self._trainer, root, step, extra, keep=keep, after=before)
+        )
 
-    async def save_progress(self, progress: Progress) -> None:
-        """At rank 0, write a checkpoint that says how far the run has come."""
-        await self.in_thread(lambda: save_progress(self._trainer, self._settings, progress))
+    @property
+    def written(self) -> bool:
+        """Whether this rank has written its part of the checkpoint begun last."""
+        return self._saving is None or self._saving.written
+
+    async def saved(self) -> None:
+        """Return when the checkpoint begun last survives a power cut."""
+        if self._saving is not None:
+            await self.in_thread(self._saving.finish)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run torch work where all of it runs. Raises `WorldError` when another rank was lost meanwhile."""

@@ -18,8 +18,9 @@ from bus.roles import guarded, hold_role
 from bus.status import report_status
 from learner.channel import Channel
 from learner.checkpoint import latest_checkpoint, load_checkpoint, read_extra
+from learner.config import OptimizerConfig, ParallelConfig
 from learner.conversion.base import State
-from learner.conversion.files import load_hf_directory, load_tokenizer
+from learner.conversion.files import load_hf_directory, load_tokenizer, refuse_other_vocabulary
 from learner.hosts import refuse_unshared, world_rank, world_size
 from learner.parallel import close_world, init_world
 from learner.progress import Progress
@@ -27,6 +28,7 @@ from learner.rank import Rank, in_thread
 from learner.scratch import ensure_model_directory
 from learner.settings import LearnerSettings
 from learner.train import Learner
+from learner.trainable import TrainableWeights
 from learner.trainer import Trainer
 from learner.warmup import Demonstrations
 from learner.world import World
@@ -98,14 +100,13 @@ def build(
 ) -> Built:  # fmt: skip
     """Everything that torch needs before the first step; takes seconds. Every rank calls it in `thread`."""
     initial = prepare(settings, demonstrations)
-    init_world()
+    init_world(settings.learner.parallel)
     refuse_unshared(settings.checkpoints)
     channel = Channel(stop)
     latest = latest_checkpoint(settings.checkpoints)
     progress = Progress.from_json(read_extra(latest)) if latest else Progress()
     optimizer = settings.warmup.optimizer if progress.stage == "warmup" else settings.learner.optimizer
-    dtype = getattr(torch, settings.model.dtype)
-    trainer = Trainer(initial.hf_config, initial.state, optimizer, dtype=dtype)
+    trainer = new_trainer(settings, initial, optimizer, settings.learner.parallel)
     if latest is not None:
         load_checkpoint(trainer, latest)
         progress.stage = "rl" if progress.stage == "done" else progress.stage
@@ -140,13 +141,23 @@ def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
     return Initial(hf_config, state, _demonstrations(settings, demonstrations, tokenizer, hf_config))
 
 
+def new_trainer(
+    settings: LearnerSettings, initial: Initial, optimizer: OptimizerConfig, parallel: ParallelConfig
+) -> Trainer:
+    """The trainer of the initial model, in a world that is divided as `parallel` says."""
+    return Trainer(
+        initial.hf_config,
+        initial.state,
+        optimizer,
+        dtype=getattr(torch, settings.model.dtype),
+        trainable=TrainableWeights(settings.model.freeze, settings.model.train_only),
+        parallel=parallel,
+    )
+
+
 def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Raise `ConfigError` when the tokenizer is not this model's."""
-    if len(tokenizer) > hf_config.vocab_size:
-        raise ConfigError(
-            f"{directory}: the tokenizer has {len(tokenizer)} tokens, the model embeds "
-            f"{hf_config.vocab_size}: they do not belong together"
-        )
+    refuse_other_vocabulary(hf_config, tokenizer, directory)
     if tokenizer.chat_template is None:
         raise ConfigError(f"{directory}: the tokenizer has no chat template; prompts are rendered with it")
 

@@ -27,17 +27,17 @@ from bus.roles import guarded, hold_role
 from bus.status import report_status
 from learner import lineage
 from learner.beginning import trainer_at
-from learner.checkpoint import latest_checkpoint, read_extra
+from learner.checkpoint import latest_checkpoint, read_extra, save_checkpoint
 from learner.metrics import batch_values, step_values
 from learner.parallel import init_world
-from learner.progress import Progress, save_progress
+from learner.progress import Progress, values_to_save
 from learner.service import Initial, prepare
 from learner.settings import LearnerSettings
 from learner.steps import lineage_line, train_on
 from learner.train import ended_before
 from learner.trainer import Trainer
 from storage import checkpoints
-from storage.files import remove
+from storage.files import remove, write_json
 from storage.reader import RETIRED, ReplayReader
 
 log = structlog.get_logger()
@@ -267,7 +267,10 @@ class Shadow:
 
     def _save(self) -> None:
         if self._trainer is not None:
-            save_progress(self._trainer, self._settings.learner, self.progress)
+            settings, step = self._settings.learner, self.progress.step
+            values, keep = values_to_save(settings, self.progress), settings.learner.checkpoint.keep
+            save_checkpoint(self._trainer, settings.checkpoints, step, values, keep=keep)
+            write_json(settings.progress, values)
 
     # --- what others see ---
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Coroutine
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -20,12 +20,13 @@ from learner.commands import Begin
 from learner.conversion.files import save_hf_directory
 from learner.heldout import HeldOut
 from learner.metrics import batch_values, read_values, step_values
-from learner.progress import Progress, refuse_other_history
+from learner.progress import Progress, refuse_other_history, values_to_save
 from learner.publish import WeightPublisher
 from learner.settings import LearnerSettings
 from learner.steps import lineage_line
 from learner.trainer import StepResult
 from learner.world import World
+from storage.files import write_json
 from storage.reader import ReplayReader
 
 log = structlog.get_logger()
@@ -58,6 +59,8 @@ class Learner:
         self._heldout = HeldOut(bus, incarnation, self._on_evaluation)
         self._publishing: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[BatchLease] | None = None
+        self._saving: tuple[int, dict[str, Any]] | None = None
+        """Step and progress of the checkpoint that is being written."""
         self._background: set[asyncio.Task[None]] = set()
         self._doing = "starting"
         self._waiting_for = ""
@@ -135,6 +138,8 @@ class Learner:
         progress, learner = self.progress, self._settings.learner
         while progress.stage == "rl" and progress.step < learner.steps and not self._stop.is_set():
             if await self._step():
+                if self._world.rank.written:
+                    await self._checkpointed()
                 if progress.step % learner.checkpoint.save_every == 0:
                     await self._checkpoint()
                 if self._target_reached() and await self._latest_reaches_target():
@@ -231,6 +236,7 @@ class Learner:
         if complete:
             self.progress.stage = "done"
         await self._checkpoint()
+        await self._checkpointed()
         if complete:
             self._doing = "exporting"
             await self._export()
@@ -297,7 +303,10 @@ class Learner:
     def _on_evaluation(self, result: EvaluationResult) -> None:
         progress, target = self.progress, self._settings.learner.target_accuracy
         measured = {str(result.policy_version): (result.sampled, result.greedy)}
-        progress.evaluations = {**progress.evaluations, **measured}  # a checkpoint may be reading the old one
+        progress.evaluations = {
+            **progress.evaluations,
+            **measured,
+        }  # `values_to_save` may be reading the old one
         self._weights.unpin(result.policy_version)
         reached = target is not None and result.sampled >= target and progress.stage == "rl"
         if reached and progress.target_reached_step is None:
@@ -305,10 +314,22 @@ class Learner:
             progress.target_reached_s = progress.rl_s
 
     async def _checkpoint(self) -> None:
-        """Save; only then may storage forget that these groups could be needed again."""
-        self._doing = "saving a checkpoint"
-        await self._world.save(self.progress)
-        await self._tell(self._reader.committed(self.progress.step))
+        """Begin to save; the files are written while training goes on."""
+        await self._checkpointed()
+        self._doing = "copying the state for a checkpoint"
+        values = await asyncio.to_thread(values_to_save, self._settings, self.progress)
+        self._saving = self.progress.step, values
+        await self._world.save(*self._saving)
+
+    async def _checkpointed(self) -> None:
+        """See the save through; only then may storage forget that these groups could be needed again."""
+        if self._saving is None:
+            return
+        self._doing = "finishing a checkpoint"
+        (step, progress), self._saving = self._saving, None
+        await self._world.saved()
+        await asyncio.to_thread(write_json, self._settings.progress, progress)
+        await self._tell(self._reader.committed(step))
 
     async def _tell(self, telling: Coroutine[None, None, None]) -> None:
         """Storage must hear it, unless we stop: the next learner's `resumed` repairs what is missing."""

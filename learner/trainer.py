@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from learner.config import OptimizerConfig, PPOClipLoss, SFTLoss, TISLoss
+from bus.errors import TrainingError
+from learner.config import UNDIVIDED, OptimizerConfig, ParallelConfig, PPOClipLoss, SFTLoss, TISLoss
 from learner.conversion.base import State
 from learner.conversion.weights import export_hf_weights, load_hf_weights
 from learner.corrections import off_policy_diagnostics, off_policy_sums
@@ -19,11 +20,15 @@ from learner.megatron import (
     DistributedDataParallelConfig,
     finalize_model_grads,
     get_forward_backward_func,
+    parallel_state,
 )
-from learner.model import PolicyModel, build_model
+from learner.model import PolicyModel, build_chunks
 from learner.optimizer import build_optimizer, configure_optimizer, gradient_norm, update
 from learner.packing import MicroBatch, TrainedTokens
-from learner.parallel import data_parallel_sum, device
+from learner.parallel import data_parallel_sum, device, from_last_stage, most_over_ranks
+from learner.schedule import learning_rate
+from learner.sharding import idle_micro_batch, share_of_rank
+from learner.trainable import EVERYTHING, TrainableWeights
 
 Loss = TISLoss | PPOClipLoss | SFTLoss
 Sums = dict[str, Tensor]
@@ -56,18 +61,18 @@ class Trainer:
         optimizer: OptimizerConfig,
         *,
         dtype: torch.dtype = torch.float32,
+        parallel: ParallelConfig = UNDIVIDED,
+        trainable: TrainableWeights = EVERYTHING,
     ) -> None:
-        """Build the model and load `state`, by Hugging Face names."""
+        """Build the model and load `state`, by Hugging Face names; `parallel` is what `init_world` got."""
         self.hf_config = hf_config
         self.dtype = dtype
-        self.model: PolicyModel = build_model(hf_config, dtype=dtype)
-        load_hf_weights(self.model, hf_config, state)
-        self.ddp = DistributedDataParallel(
-            self.model.config,
-            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-            self.model,
-        )
-        self.model.config.finalize_model_grads_func = finalize_model_grads
+        self.parallel = parallel
+        self.chunks: list[PolicyModel] = build_chunks(hf_config, dtype=dtype, parallel=parallel)
+        load_hf_weights(self.chunks, hf_config, state)
+        self.trainable = trainable
+        trainable.freeze_others(self.chunks, hf_config)
+        self.ddp = _data_parallel(self.chunks, parallel)
         self.steps_done = 0
         """Calls of `train_step`, skipped ones included."""
         self.set_optimizer(optimizer)
@@ -75,9 +80,12 @@ class Trainer:
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Start over with a fresh optimizer state and warm-up; the weights stay."""
         self.optimizer_config = config
+        self.settle_parameters()
         self.optimizer = build_optimizer(config, self.ddp, self.dtype)
         self.updates_done = 0
-        """Updates by this optimizer, which the warm-up counts."""
+        """Updates by this optimizer, which the schedule counts."""
+        self.not_finite_in_a_row = 0
+        """Steps skipped since the last whose loss and gradient were finite."""
 
     def train_step(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, *, temperature: float, policy_version: int
@@ -85,12 +93,12 @@ class Trainer:
         """Update the weights once, on the mean loss over the trained tokens of all ranks and micro-batches.
 
         Args:
-            micro_batches: this rank's part of the batch, at least one.
+            micro_batches: those of this data-parallel rank; equal on the ranks that share a model with it.
             loss: which loss to compute.
             temperature: at which the tokens were sampled; 1 for SFT.
             policy_version: of the weights before the update, to tell fresh tokens from stale ones.
         """
-        lr = self._next_lr()
+        lr = learning_rate(self.optimizer_config, self.updates_done + 1)
         configure_optimizer(self.optimizer, self.optimizer_config, lr)
         names, totals = self._accumulate_gradients(micro_batches, loss, temperature, policy_version)
         norm = gradient_norm(self.optimizer)  # put to work before anything waits for the device
@@ -102,6 +110,7 @@ class Trainer:
             update(self.optimizer, self.optimizer_config.clip_grad, norm)
         self.steps_done += 1
         self.updates_done += updated
+        self._refuse_endless_skipping(mean_loss, norm)
         return StepResult(
             loss=mean_loss,
             grad_norm=norm,
@@ -111,28 +120,93 @@ class Trainer:
             diagnostics=_diagnostics(sums, tokens),
         )
 
-    def export(self) -> dict[str, Tensor]:
-        """Return copies of the weights by Hugging Face name."""
-        return export_hf_weights(self.model, self.hf_config)
+    def _refuse_endless_skipping(self, loss: float, norm: float) -> None:
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        self.not_finite_in_a_row = 0 if finite else self.not_finite_in_a_row + 1
+        if self.not_finite_in_a_row >= self.optimizer_config.max_skipped_in_a_row:
+            raise TrainingError(
+                f"{self.not_finite_in_a_row} steps in a row were skipped: their loss or gradient was not "
+                f"finite (the last: loss {loss}, gradient norm {norm}). Go on from an older checkpoint with "
+                f"optimizer.lr below {self.optimizer_config.lr}, or raise optimizer.max_skipped_in_a_row"
+            )
 
-    def _next_lr(self) -> float:
-        warmup = self.optimizer_config.warmup_steps
-        return self.optimizer_config.lr * (min(1.0, (self.updates_done + 1) / warmup) if warmup else 1.0)
+    def export(self) -> dict[str, Tensor]:
+        """Return copies of the weights by Hugging Face name, on rank 0; nothing on the others.
+
+        Every rank calls this.
+        """
+        self.settle_parameters()
+        return export_hf_weights(self.chunks, self.hf_config)
+
+    def settle_parameters(self) -> None:
+        """Finish gathering updated parameters, which otherwise goes on until the next forward pass."""
+        if self.parallel.overlap_param_gather:
+            for chunk in self.ddp:
+                chunk.start_param_sync(force_sync=True)
+
+    @property
+    def model(self) -> PolicyModel:
+        """The model, where this rank has all of it."""
+        [model] = self.chunks
+        return model
 
     def _accumulate_gradients(
         self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float, policy_version: int
     ) -> tuple[list[str], Tensor]:
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        shares = self._shares(micro_batches)
         per_micro_batch = get_forward_backward_func()(
             forward_step_func=partial(_forward_step, loss, temperature, policy_version),
-            data_iterator=iter([batch.to(device()) for batch in micro_batches]),  # copying waits for kernels
-            model=[self.ddp],
-            num_microbatches=len(micro_batches),
-            seq_length=len(micro_batches[0].tokens),
+            data_iterator=[iter(shares) for _ in self.ddp],
+            model=self.ddp,
+            num_microbatches=len(shares),
+            seq_length=len(shares[0].tokens),
             micro_batch_size=1,
         )
-        return _sum_over_ranks(per_micro_batch)
+        names, totals = _sum_over_ranks(per_micro_batch) if per_micro_batch else ([], torch.empty(0))
+        if self.parallel.pipeline > 1:
+            names, totals = from_last_stage((names, totals.cpu()))
+        return names, totals
+
+    def _shares(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """This rank's share of each micro-batch, after as many idle ones as the schedule needs."""
+        parallel = self.parallel
+        count = max(1, len(micro_batches))
+        if parallel.expert * parallel.expert_tensor > 1:  # experts are reached by all their ranks at once
+            count = most_over_ranks(count)
+        if parallel.virtual_pipeline > 1:
+            count = -(-count // parallel.pipeline) * parallel.pipeline
+        idle = [idle_micro_batch()] * (count - len(micro_batches))
+        return [
+            share_of_rank(
+                batch,
+                ranks=parallel.context,
+                rank=parallel_state.get_context_parallel_rank(),
+                multiple=parallel.tensor if parallel.sequence else 1,
+            ).to(device())  # all of them now: copying waits for kernels
+            for batch in (*micro_batches, *idle)
+        ]
+
+
+def _data_parallel(chunks: Sequence[PolicyModel], parallel: ParallelConfig) -> list[DistributedDataParallel]:
+    config = chunks[0].config
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        grad_reduce_in_fp32=True,
+    )
+    wrapped = [
+        DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if parallel.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
 
 
 def _forward_step(

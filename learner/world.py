@@ -1,11 +1,12 @@
 """The ranks of one learner, led by rank 0: each command is carried out by all of them, in the same order."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import cast
 
 import structlog
+from pydantic import JsonValue
 from torch import Tensor
 
 from bus.codec import Message, decode, encode
@@ -13,8 +14,7 @@ from bus.messages import BatchLease, GroupRef
 from learner.balancing import balanced, group_flops
 from learner.batches import StepBatch
 from learner.channel import Channel
-from learner.commands import COMMANDS, Begin, Command, End, Export, Fetch, Save, Train, WarmUp
-from learner.progress import Progress
+from learner.commands import COMMANDS, Begin, Command, End, Export, Fetch, Save, Saved, Train, WarmUp
 from learner.rank import Rank
 from learner.settings import LearnerSettings
 from learner.trainer import StepResult
@@ -76,10 +76,15 @@ class World:
         await self._tell(Export())
         return await self.rank.export()
 
-    async def save(self, progress: Progress) -> None:
-        """A checkpoint at `progress`."""
-        await self._tell(Save(step=progress.step))
-        await self.rank.save_progress(progress)
+    async def save(self, step: int, extra: Mapping[str, JsonValue]) -> None:
+        """Begin a checkpoint that holds `extra`."""
+        await self._tell(Save(step=step))
+        await self.rank.save(step, extra)
+
+    async def saved(self) -> None:
+        """Return when the checkpoint begun last survives a power cut."""
+        await self._tell(Saved())
+        await self.rank.saved()
 
     async def follow(self) -> None:
         """On any other rank: do what rank 0 says until it ends the world.
@@ -140,6 +145,8 @@ async def _carry_out(command: Command, rank: Rank) -> None:
         case Export():
             await rank.export()
         case Save():
-            await rank.save(command.step)
+            await rank.save(command.step, {})
+        case Saved():
+            await rank.saved()
         case _:
             raise RuntimeError(f"nobody carries out {command.tag}")

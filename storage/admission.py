@@ -11,6 +11,7 @@ from bus.errors import BusError
 from bus.messages import GroupRejected, LeaseState, PolicyManifest, StoredGroups
 from storage.config import AdmissionConfig
 from storage.ledger import Ledger, Use
+from storage.quarantine import NEWEST_VERSION
 from storage.sampling import Choice, Question, choose, expired, lacking, room
 
 
@@ -94,6 +95,8 @@ class Admission:
 
     def on_policy(self, manifest: PolicyManifest) -> bool:
         """The learner published a version; False when that is old news."""
+        if manifest.policy_version > int(self._ledger.facts.get(NEWEST_VERSION, "-1")):
+            self._ledger.set_fact(NEWEST_VERSION, str(manifest.policy_version))
         if self.policy == manifest:
             return False
         if self.policy is not None and older_of_the_same(manifest, self.policy):

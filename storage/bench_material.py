@@ -61,7 +61,7 @@ class Material:
         lease_id, sample = divmod(number, group)
         part = slice(int(self.begins[row]), int(self.ends[row]))
         return Trajectory(
-            trajectory_id=f"{group_name(lease_id)}-{sample}",
+            trajectory_id=f"{group_name(lease_id)}.{sample}",
             group_id=group_name(lease_id),
             lease_id=lease_id,
             sample=sample,

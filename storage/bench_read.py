@@ -134,7 +134,7 @@ def _group(lease_id: int, tokens: int) -> list[Trajectory]:
     rng = np.random.default_rng(lease_id)
     return [
         Trajectory(
-            trajectory_id=f"{group_name(lease_id)}-{sample}",
+            trajectory_id=f"{group_name(lease_id)}.{sample}",
             group_id=group_name(lease_id),
             lease_id=lease_id,
             sample=sample,

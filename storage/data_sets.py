@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -40,14 +40,11 @@ class DataSets:
         self._ledger = ledger
         self._directory = directory
         self._prompts: dict[str, Sequence[Prompt]] = {}
-        self._known: dict[int, DataSet] = {}
+        self._known = {found.first_lease: found for found in recorded(ledger.facts)}
         """By first lease, in that order."""
         self._quarantined: set[tuple[str, int]] = set()
-        for name, value in sorted(ledger.facts.items()):
-            if name.startswith(_DATA_SET):
-                found = DataSet(**json.loads(value))
-                self._known[found.first_lease] = found
-            elif name.startswith(_QUARANTINED):
+        for name in ledger.facts:
+            if name.startswith(_QUARANTINED):
                 _, digest, index = name.split(".")
                 self._quarantined.add((digest, int(index)))
         self._order = DataSetOrder(list(self._known.values()))
@@ -158,14 +155,47 @@ class DataSets:
         self._ledger.set_fact(f"{_QUARANTINED}{digest}.{index}", why)
 
     def _read(self, known: DataSet) -> Sequence[Prompt]:
-        path = self._path(known.digest)
-        try:
-            found = load_prompts(path, PromptKeys())
-        except ConfigError as error:
-            raise StorageError(f"the copy of {known.source} cannot be read ({error}): restore it") from error
-        if digest_of(found) != known.digest:
-            raise StorageError(f"{path} is not the copy of {known.source} that it was: restore it")
-        return found
+        return _read_copy(self._directory, known)
 
     def _path(self, digest: str) -> Path:
-        return self._directory / f"prompts-{digest}.jsonl"
+        return _copy_path(self._directory, digest)
+
+
+class PastPrompts:
+    """The prompt of any lease that a run ever issued, for looking back at it."""
+
+    def __init__(self, facts: Mapping[str, str], directory: Path) -> None:
+        """`facts` are the ledger's, `directory` holds the copies. Raises `ConfigError` if they name none."""
+        known = recorded(facts)
+        if not known:
+            raise ConfigError(f"the ledger beside {directory} names no data set: it is of an older build")
+        self._order = DataSetOrder(known)
+        self._directory = directory
+        self._prompts: dict[str, Sequence[Prompt]] = {}
+
+    def of(self, lease_id: int) -> Prompt:
+        """What the lease was for. Raises `StorageError` when the copy of its data set is gone."""
+        found, index = self._order.find(lease_id)
+        if found.digest not in self._prompts:
+            self._prompts[found.digest] = _read_copy(self._directory, found)
+        return self._prompts[found.digest][index]
+
+
+def recorded(facts: Mapping[str, str]) -> list[DataSet]:
+    """The data sets that the facts of a ledger name, by their first lease."""
+    return [DataSet(**json.loads(facts[name])) for name in sorted(facts) if name.startswith(_DATA_SET)]
+
+
+def _copy_path(directory: Path, digest: str) -> Path:
+    return directory / f"prompts-{digest}.jsonl"
+
+
+def _read_copy(directory: Path, known: DataSet) -> Sequence[Prompt]:
+    path = _copy_path(directory, known.digest)
+    try:
+        found = load_prompts(path, PromptKeys())
+    except ConfigError as error:
+        raise StorageError(f"the copy of {known.source} cannot be read ({error}): restore it") from error
+    if digest_of(found) != known.digest:
+        raise StorageError(f"{path} is not the copy of {known.source} that it was: restore it")
+    return found

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections import defaultdict
 from collections.abc import Sequence
 
 import nats.errors
@@ -32,6 +33,8 @@ from bus.messages import (
     Unsettled,
     UnsettledRequest,
     Waiting,
+    WholeGroups,
+    WholeRequest,
 )
 from bus.publish import Publisher
 from bus.topology import shard_of
@@ -41,6 +44,7 @@ from storage.config import AdmissionConfig, PrioritySampler
 from storage.data_sets import DataSets
 from storage.lease_desk import LeaseDesk
 from storage.ledger import Ledger, Use
+from storage.quarantine import RUN_ID
 from storage.sampling import Candidate
 
 log = structlog.get_logger()
@@ -160,6 +164,7 @@ class Dispatcher:
             samples=self._samples,
             policy_version=issued.policy_version,
             republished=again,
+            run=self.ledger.facts.get(RUN_ID, ""),
         )
         subject = self._bus.subject("tasks", "rollout")
         message_id = f"lease-{issued.lease_id}{attempt}"
@@ -178,7 +183,7 @@ class Dispatcher:
     async def _poll(self, stop: asyncio.Event) -> None:
         """Notices can be lost; the keys and the shards' own lists cannot. A full disk is noticed here."""
         while not stop.is_set():
-            await self._look_at_policy()
+            await self.look_at_policy()
             unheld = await self._held_by_nobody()
             if all(await asyncio.gather(*map(self._catch_up, range(self._shards)))):
                 await self._publish_lost(unheld)
@@ -189,7 +194,8 @@ class Dispatcher:
             except TimeoutError:
                 continue
 
-    async def _look_at_policy(self) -> None:
+    async def look_at_policy(self) -> None:
+        """Hear of the newest published version, should its notice have been lost."""
         before = self.policy
         try:
             found = await self._bus.get("policy", PolicyManifest)
@@ -221,7 +227,8 @@ class Dispatcher:
 
     async def _publish_lost(self, lease_ids: Sequence[int]) -> None:
         """Publish anew what a crash of the bus, or a message that nobody understood, has swallowed."""
-        lost = [lease for n in lease_ids if (lease := self.ledger.rolling_out.get(n)) is not None]
+        rolling_out = self.ledger.rolling_out
+        lost = [rolling_out[n] for n in await self._without_whole(lease_ids) if n in rolling_out]
         if not lost:
             return
         log.warning("leases_lost", count=len(lost), first=lost[0].lease_id)
@@ -229,6 +236,24 @@ class Dispatcher:
         async with asyncio.TaskGroup() as tasks:
             for lease in lost:
                 tasks.create_task(self._publish_lease(lease, f"-{attempt}", again=True))
+
+    async def _without_whole(self, lease_ids: Sequence[int]) -> list[int]:
+        """Those that are rolling out and not wholly stored: what only waits for late rewards is not lost."""
+        left = [lease_id for lease_id in lease_ids if lease_id in self.ledger.rolling_out]
+        by_shard: defaultdict[int, list[int]] = defaultdict(list)
+        for lease_id in left:
+            by_shard[shard_of(lease_id, self._shards)].append(lease_id)
+        try:
+            for shard, asked in by_shard.items():
+                answer = await self._bus.request(
+                    self._bus.subject("rpc", "whole", shard), WholeRequest(lease_ids=tuple(asked)),
+                    WholeGroups, timeout_s=POLL_S,
+                )  # fmt: skip
+                left = [lease_id for lease_id in left if lease_id not in set(answer.lease_ids)]
+        except BusError as error:
+            log.debug("shard_does_not_answer", reason=str(error))
+            return []
+        return left
 
     async def _catch_up(self, shard: int) -> bool:
         """Hear of the groups that were completed since; whether the shard answered."""
@@ -353,6 +378,7 @@ class Dispatcher:
 
     async def _on_resumed(self, request: LearnerResumed) -> list[Message]:
         await self._refuse_usurper(request.incarnation)
+        await self.look_at_policy()  # the last version of the learner before: tokens of it are still to come
         groups = self._admission.resume(request.step, request.incarnation)
         await asyncio.to_thread(self.ledger.flush)
         log.info("learner_resumed", step=request.step, groups_rolled_back=groups)

@@ -102,7 +102,7 @@ class RowIndex:
         """How many samples of the group were stored with this one."""
         self._last: dict[int, int] = dict(zip(columns.leases[last].tolist(), last.tolist(), strict=True))
         self.completed = in_order(columns.leases[ordinal == columns.group_sizes].tolist(), self.closed)
-        """Leases in the order in which their groups became complete; it only grows. Do not modify."""
+        """Leases as their last trajectory was stored, or they were closed; it only grows. Do not modify."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -128,10 +128,10 @@ class RowIndex:
             last = self._last.get(t.lease_id, -1)
             size = self._sizes[last] if last >= 0 else sizes.setdefault(t.lease_id, t.group_size)
             if t.group_size != size:
-                raise SchemaError(f"{t.trajectory_id}: its group has {size} samples, it says {t.group_size}")
+                raise _misfit(t, f"its group has {size} samples, it says {t.group_size}")
             if size > LARGEST:
-                raise SchemaError(f"{t.trajectory_id}: a group of {size} samples cannot be stored")
-            if last < 0 or not self._holds(last, t.sample):
+                raise _misfit(t, f"a group of {size} samples cannot be stored")
+            if not self.holds(t.lease_id, t.sample):
                 fresh.setdefault((t.lease_id, t.sample), t)
         return list(fresh.values())
 
@@ -151,12 +151,22 @@ class RowIndex:
         self.completed.append(lease_id)
         return True
 
-    def complete(self, lease_id: int) -> list[int]:
-        """Rows of a complete group, by sample; raises `StorageError` for any other."""
+    def is_whole(self, lease_id: int) -> bool:
+        """Whether all samples of the group are stored, or it was closed without the others."""
         if lease_id in self.closed:
-            return self.stored(lease_id)
+            return True
         last = self._last.get(lease_id, -1)
-        if last < 0 or self._ordinal[last] < self._sizes[last]:
+        return last >= 0 and self._ordinal[last] >= self._sizes[last]
+
+    def group_size(self, lease_id: int) -> int | None:
+        """Of a group of which something is stored."""
+        last = self._last.get(lease_id, -1)
+        return self._sizes[last] if last >= 0 else None
+
+    def complete(self, lease_id: int) -> list[int]:
+        """Rows of a group that is whole, by sample; raises `StorageError` for any other."""
+        last = self._last.get(lease_id, -1)
+        if not self.is_whole(lease_id):
             what = "nothing of it is"
             if last >= 0:
                 what = f"{self._ordinal[last]} of its {self._sizes[last]} trajectories are"
@@ -189,16 +199,16 @@ class RowIndex:
         self.closed |= marks
         self.completed += marks
 
-    def is_complete(self, lease_id: int) -> bool:
-        """Whether the group has all its samples, or was closed."""
-        last = self._last.get(lease_id, -1)
-        return lease_id in self.closed or (last >= 0 and self._ordinal[last] == self._sizes[last])
-
     def is_late(self, trajectory: Trajectory) -> bool:
         """Whether it comes after its group was closed without it."""
         if trajectory.lease_id not in self.closed:
             return False
         return not self._holds(self._last[trajectory.lease_id], trajectory.sample)
+
+    def holds(self, lease_id: int, sample: int) -> bool:
+        """Whether this sample of the group is stored."""
+        last = self._last.get(lease_id, -1)
+        return last >= 0 and self._holds(last, sample)
 
     def _holds(self, last: int, sample: int) -> bool:
         if self._ordinal[last] == self._sizes[last]:
@@ -209,6 +219,11 @@ class RowIndex:
         while last >= 0:
             yield last
             last = self._previous[last]
+
+
+def _misfit(trajectory: Trajectory, why: str) -> SchemaError:
+    reason = f"{trajectory.trajectory_id}: {why}"
+    return SchemaError(reason, kind="group_size", actor=trajectory.actor)
 
 
 def _as_array(typecode: str, values: NDArray[Any]) -> "array[int]":

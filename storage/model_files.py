@@ -1,7 +1,9 @@
 """The small files of a model directory (config, tokenizer, chat template) as one message."""
 
+import json
 from pathlib import Path
 
+from bus.errors import StorageError
 from bus.messages import ModelFiles
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
@@ -18,3 +20,15 @@ def unbundle(files: ModelFiles, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in zip(files.names, files.contents, strict=True):
         (directory / Path(name).name).write_bytes(content)
+
+
+def vocabulary_size(files: ModelFiles) -> int | None:
+    """Rows of the model's embedding, by its config.json: token ids are below it. None where it says none.
+
+    Raises `StorageError` for a config.json that is no JSON object."""
+    try:
+        config = json.loads(files.contents[files.names.index("config.json")])
+        found = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    except (ValueError, AttributeError) as error:  # ValueError also when it is not among them
+        raise StorageError(f"the model's config.json is no configuration: {error!r}") from error
+    return found if isinstance(found, int) else None

@@ -3,10 +3,11 @@
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from io import BufferedRandom
+from itertools import count
 from pathlib import Path
 from typing import Self
 
@@ -14,12 +15,13 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from bus.errors import StorageError
-from bus.messages import Trajectory
+from bus.errors import SchemaError, StorageError
+from bus.messages import RewardGiven, Trajectory
 from storage.archive import archive_segment
 from storage.closed import load_marks, save_marks
 from storage.files import lock_directory, make_directory, remove, remove_leftovers
 from storage.index import Columns, RowIndex, load_columns, save_columns
+from storage.late import LateRewards
 from storage.pieces import Piece, choose_merge, choose_retirement, find_pieces, merged
 from storage.segments import (
     Segment,
@@ -43,12 +45,14 @@ class ReplayStore:
     """Trajectories of one shard: appended by one writer, read from any thread.
 
     A trajectory is known by its lease and sample, which its `trajectory_id` names: storing it again does
-    nothing. A group is complete when all `group_size` samples are stored.
+    nothing. A group is complete when all `group_size` samples are stored, and every reward that was due.
 
-    `append` and the housekeeping (`compact`, `retire`) may run at the same time, each in one thread."""
+    `append`, `give` and the housekeeping (`compact`, `retire`) may run at the same time, each in a thread."""
 
     def __init__(self, directory: Path, *, writable: bool = True) -> None:
         self.directory = directory
+        self.rewards: Counter[str] = Counter()
+        """What became of the rewards that `give` was given, since this was opened."""
         self._pieces: list[Piece] = []
         self._begins: list[int] = []
         """Of each piece, its first row."""
@@ -59,6 +63,8 @@ class ReplayStore:
         self._index = RowIndex()
         self.late_siblings = 0
         """Trajectories not stored, since their groups had been closed without them; from the opening on."""
+        self._completed: list[int] = []
+        self._late = LateRewards(directory, writable=writable)
         self._writing = threading.Lock()  # held while groups become complete: their order is durable
         self._mapped: OrderedDict[int, Segment] = OrderedDict()  # by their piece's first segment
         self._mutex = threading.Lock()  # guards everything above
@@ -85,7 +91,7 @@ class ReplayStore:
     @property
     def completed(self) -> list[int]:
         """Leases in the order in which their groups became complete; it only grows. Do not modify."""
-        return self._index.completed
+        return self._completed
 
     @property
     def trajectories(self) -> int:
@@ -140,34 +146,71 @@ class ReplayStore:
         What comes of them later is dropped. Raises `StorageError` when the disk refuses."""
         self._refuse_reader()
         with self._writing:
-            marks = self._index.closable(lease_ids, fewest)
+            settled = [lease_id for lease_id in lease_ids if not self._late.is_missing(lease_id)]
+            marks = self._index.closable(settled, fewest)
             if marks:
                 save_marks(self.directory, {**self._index.closed, **marks})
                 with self._mutex:
                     self._index.close(marks)
+                self._late.keep({}, self._places([*marks]))
+                self._completed += marks
                 log.info("groups_closed_short", store=str(self.directory), lease_ids=list(marks))
-            return [lease_id for lease_id in lease_ids if self._index.is_complete(lease_id)]
+            return [lease_id for lease_id in settled if self._index.is_whole(lease_id)]
 
     def _append(self, trajectories: Sequence[Trajectory]) -> list[int]:
         fresh = self._index.fresh(trajectories)
         self.late_siblings += sum(map(self._index.is_late, trajectories))
         if not fresh:
             return []
+        self._late.expect(fresh)
         number = len(self._ends)
         written = write_segment(self._path(Piece(number, number)), fresh)
         piece = Piece(number, number, size_bytes=written.size_bytes, written_s=written.written_s)
         with self._mutex:
-            before = len(self.completed)
+            before = len(self._index.completed)
             self._pieces.append(piece)
             self._begins.append(len(self._index))
             for t in fresh:
                 self._index.add(t.lease_id, t.sample, t.group_size, len(t.token_ids))
             self._ends.append(len(self._index))
-        completed = self.completed[before:]
+        whole = self._index.completed[before:]
+        completed = [lease_id for lease_id in whole if not self._late.is_missing(lease_id)]
+        self._late.keep({}, self._places(completed))
+        self._completed += completed
         segments, rows = self._indexed
         if len(self._ends) - segments >= UNINDEXED_SEGMENTS and len(self._index) - rows >= rows // 4:
             self._save_index()
         return completed
+
+    def give(self, rewards: Sequence[RewardGiven]) -> list[int]:
+        """Keep rewards that come apart from their trajectories; the leases whose groups this completed.
+
+        On return they are on the disk. The first reward of a trajectory is the one that counts. Otherwise
+        nothing is kept: the disk refuses (`StorageError`), or one of them is for a trajectory that its group
+        cannot have or that has its reward, where a retry cannot help (`SchemaError`)."""
+        with self._writing:
+            self._refuse_reader()
+            for given in rewards:
+                self._refuse_not_due(given)
+            fresh, counts = self._late.first_of(rewards)
+            completed = [n for n in self._late.settled_by(fresh) if self._index.is_whole(n)]
+            self._late.keep(fresh, self._places(completed))
+            self._completed += completed
+            self.rewards += counts
+            return completed
+
+    def _refuse_not_due(self, given: RewardGiven) -> None:
+        lease_id, sample = given.lease_id, given.sample
+        size = self._index.group_size(lease_id)
+        if size is not None and sample >= size:
+            raise SchemaError(f"{given.trajectory_id}: its group has {size} samples", kind="reward")
+        if self._index.holds(lease_id, sample) and not self._late.is_due(lease_id, sample):
+            raise SchemaError(f"{given.trajectory_id}: it was stored with its reward", kind="reward")
+
+    def whole(self, lease_ids: Iterable[int]) -> list[int]:
+        """Those of these groups whose every trajectory is stored, though rewards may be due."""
+        with self._mutex:
+            return [lease_id for lease_id in lease_ids if self._index.is_whole(lease_id)]
 
     def read(self, lease_ids: Iterable[int]) -> list[Trajectory]:
         """The trajectories of these complete groups, each group in the order of its samples.
@@ -176,14 +219,25 @@ class ReplayStore:
         is held. Raises `StorageError` for a group that is unknown, incomplete or retired, or whose bytes
         changed."""
         leases = list(lease_ids)
-        return self._read(lambda: [row for lease in leases for row in self._index.complete(lease)])
+        found = self._read(lambda: [row for lease in leases for row in self._index.complete(lease)])
+        if due := [trajectory for trajectory in found if trajectory.reward_due]:
+            raise StorageError(
+                f"group of lease {due[0].lease_id} cannot be read: the reward of "
+                f"{due[0].trajectory_id} is due"
+            )
+        return found
 
     def locate(self, lease_ids: Iterable[int]) -> list[tuple[Piece, int]]:
         """Of each trajectory of these complete groups, as `read` has them, its piece and its row there.
 
-        Raises `StorageError` for a group that is unknown, incomplete or retired."""
+        Raises `StorageError` for a group that is unknown, incomplete or retired, or had rewards due."""
+        leases = list(lease_ids)
+        if late := [lease_id for lease_id in leases if self._late.is_late(lease_id)]:
+            raise StorageError(
+                f"group of lease {late[0]} has rewards that lie apart from it: read it instead"
+            )
         with self._mutex:
-            rows = [row for lease in lease_ids for row in self._index.complete(lease)]
+            rows = [row for lease in leases for row in self._index.complete(lease)]
             at = [bisect_right(self._begins, row) - 1 for row in rows]
             found = [(self._pieces[n], row - self._begins[n]) for n, row in zip(at, rows, strict=True)]
         for piece, _ in found:
@@ -196,7 +250,7 @@ class ReplayStore:
             return self._index.complete(lease_id)
 
     def trajectories_of(self, lease_id: int) -> list[Trajectory]:
-        """What is stored of a group, complete or not, in the order of its samples."""
+        """What is stored of a group, complete or not, in the order of its samples, some with a reward due."""
         return self._read(lambda: self._index.stored(lease_id))
 
     # --- housekeeping ---
@@ -242,6 +296,11 @@ class ReplayStore:
 
     # --- inside ---
 
+    def _places(self, completed: Sequence[int]) -> dict[int, int]:
+        """Where in the list of complete groups these are to be, as far as that must be remembered."""
+        places = zip(completed, count(len(self._completed)), strict=False)
+        return {lease_id: place for lease_id, place in places if self._late.is_late(lease_id)}
+
     def _refuse_reader(self) -> None:
         if self._lock is None:
             raise StorageError(f"{self.directory} was opened for reading")
@@ -273,7 +332,7 @@ class ReplayStore:
 
     def _at(self, row: int) -> Trajectory:
         n = bisect_right(self._begins, row) - 1
-        return self._segment(self._pieces[n]).trajectory(row - self._begins[n])
+        return self._late.joined(self._segment(self._pieces[n]).trajectory(row - self._begins[n]))
 
     def _segment(self, piece: Piece) -> Segment:
         """Mapped, and the last to be unmapped."""
@@ -301,6 +360,7 @@ class ReplayStore:
         with self._mutex:
             while self._mapped:
                 self._mapped.popitem()[1].close()
+        self._late.close()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -314,6 +374,9 @@ class ReplayStore:
             for piece in replaced:
                 remove(self._path(piece))
             self._load(pieces)
+            unplaced = self._late.unplaced(self._index.completed)
+            self._late.keep({}, self._places(unplaced))
+            self._completed += unplaced
             return
         for attempt in range(READER_ATTEMPTS):
             try:
@@ -326,6 +389,7 @@ class ReplayStore:
 
     def _load(self, pieces: list[Piece]) -> None:
         """Index these pieces: by the index file as far as it goes, from there on by the segments."""
+        self._late.open()
         path = self.directory / INDEX_FILE
         known, ends = Columns.none(), np.empty(0, np.int64)
         if path.exists():
@@ -347,6 +411,7 @@ class ReplayStore:
             self._begins = begins[:-1]
             self._ends = array("q", (e for p, e in zip(pieces, begins[1:], strict=True) for _ in p.numbers))
             self._index = RowIndex(Columns.join(parts), load_marks(self.directory))
+            self._completed = self._late.order(self._index.completed)
             self._indexed = (pieces[covered - 1].last + 1 if covered else 0), indexed
             while self._mapped:
                 self._mapped.popitem()[1].close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import AsyncExitStack, closing
 from dataclasses import asdict, dataclass
@@ -9,11 +10,11 @@ from dataclasses import asdict, dataclass
 import nats.errors
 import structlog
 
-from bus.blobs import put_blob
-from bus.codec import Json, encode
+from bus.blobs import get_blob, put_blob
+from bus.codec import Json, decode, encode
 from bus.connection import RETRY_S, Bus
 from bus.errors import BusError, ConfigError
-from bus.messages import PolicyManifest, Prompt, PromptSet, RunRecord
+from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, PromptSet, RunRecord
 from bus.publish import Publisher
 from bus.roles import guarded, hold_role
 from bus.status import report_status
@@ -25,7 +26,9 @@ from storage.dispatcher import Dispatcher
 from storage.generators import generate_task
 from storage.ledger import Ledger
 from storage.lengths import check_lengths
+from storage.model_files import vocabulary_size
 from storage.prompts import load_prompts
+from storage.quarantine import RUN_ID, VOCABULARY, Quarantine
 from storage.replay import ReplayStore
 from storage.retention import Retention
 from storage.run import RunDirectory
@@ -126,10 +129,13 @@ class _Service:
         self._ledger = ledger
         self._held = held
         self._queues: dict[str, Json] = {}
+        if RUN_ID not in ledger.facts:
+            ledger.set_fact(RUN_ID, secrets.token_hex(8))  # on the disk before the first lease is published
         self._dispatcher = Dispatcher(
             bus, ledger, data, settings.admission, shards=settings.replay.shards, seed=settings.seed
         )
         self._retention = Retention.of_shard(settings.replay, settings.run.name)
+        self._quarantine = Quarantine(ledger, self._dispatcher.look_at_policy)
 
     async def run(self, stop: asyncio.Event, *, reissue: bool) -> None:
         finished = asyncio.Event()
@@ -158,6 +164,7 @@ class _Service:
             shards=replay.shards,
             was_issued=self._ledger.was_issued,
             linger_s=replay.linger_s,
+            quarantine=self._quarantine,
         )
 
     async def _admit_when_checked(self, stop: asyncio.Event) -> None:
@@ -172,6 +179,7 @@ class _Service:
                         self._data.prompts,
                         max_new_tokens=self._settings.max_new_tokens,
                     )
+                    await self._remember_vocabulary(found[0].model)
                     self._dispatcher.admit()
                     return
             except BusError as error:  # away, or a new learner has just replaced the files
@@ -182,12 +190,23 @@ class _Service:
             except TimeoutError:
                 continue
 
+    async def _remember_vocabulary(self, model: BlobRef) -> None:
+        vocabulary = vocabulary_size(decode(await get_blob(self._bus, model), ModelFiles))
+        if vocabulary is not None:
+            self._ledger.set_fact(VOCABULARY, str(vocabulary))
+            await asyncio.to_thread(self._ledger.flush)
+
     async def _watch_queues(self, finished: asyncio.Event) -> None:
         while not finished.is_set():
             try:
                 for name, value in _QUEUES.items():
-                    state = (await self._bus.js.stream_info(self._bus.topology.stream(name))).state
+                    subjects = self._bus.subject("dead", ">") if name == "DEAD" else None
+                    stream = self._bus.topology.stream(name)
+                    state = (await self._bus.js.stream_info(stream, subjects)).state
                     self._queues[value] = state.messages
+                    if name == "DEAD":
+                        kinds = state.subjects or {}
+                        self._queues["dead_reasons"] = {s.rpartition(".")[2]: n for s, n in kinds.items()}
             except nats.errors.Error as error:  # the bus is away: only a screen misses this
                 log.debug("queues_not_seen", reason=str(error))
             try:
@@ -221,6 +240,7 @@ class _Service:
             "stored_bytes": sum(held.store.size_bytes for held in self._held),
             "shards_here": list(self._settings.replay.numbers_here),
             "shards_silent": sorted(self._dispatcher.silent_shards),
+            "late_rewards": dict(sum((held.store.rewards for held in self._held), Counter())),
             "max_staleness": self._settings.admission.max_staleness,
             **self._queues,
         }

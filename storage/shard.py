@@ -17,15 +17,19 @@ from bus.messages import (
     Located,
     LocateRequest,
     ReadRequest,
+    RewardGiven,
     StoredGroups,
     StoredRequest,
     Trajectory,
     TrajectoryBatch,
+    WholeGroups,
+    WholeRequest,
 )
-from bus.publish import Publisher
+from bus.publish import Publisher, together
 from bus.topology import shard_of
 from storage.addresses import host_identity, locate
 from storage.closing import serve_closing
+from storage.quarantine import Quarantine
 from storage.replay import ReplayStore
 from storage.siblings import serve_siblings
 
@@ -35,6 +39,8 @@ BATCH = 64
 ANSWER_BYTES = 1 << 20
 """Trajectories of a read are packed into answers of about this size."""
 ANSWER_LEASES = 65536
+REWARDS = 1024
+"""Late rewards that become durable together."""
 ANSWER_SPREADS = 1024
 """Groups in an answer that tells their spreads, for which each is read from the disk."""
 
@@ -45,7 +51,7 @@ class Shard:
     def __init__(
         self, bus: Bus, store: ReplayStore, number: int, *,
         shards: int, was_issued: Callable[[int], bool], linger_s: float,
-        hear_of: Callable[[int], Awaitable[None]] | None = None,
+        hear_of: Callable[[int], Awaitable[None]] | None = None, quarantine: Quarantine | None = None,
     ) -> None:  # fmt: skip
         """`hear_of` is called with a lease before `was_issued` is, where that must be asked for elsewhere."""
         self.store = store
@@ -56,6 +62,7 @@ class Shard:
         self._was_issued = was_issued
         self._hear_of = hear_of
         self._linger_s = linger_s
+        self._quarantine = quarantine
 
     async def run(self, stop: asyncio.Event) -> None:
         """Store what arrives and answer reads until `stop`."""
@@ -69,11 +76,21 @@ class Shard:
             ),
             await serve_siblings(self._bus, self.store, self._number),
             await serve_closing(self._bus, self.store, self._number),
+            await self._bus.serve(
+                self._bus.subject("rpc", "whole", self._number), WholeRequest, self._on_whole
+            ),
         ]
         inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}")
-        await consume_batches(
-            inbox, self._bus, TrajectoryBatch, self._append, stop=stop, limit=BATCH, linger_s=self._linger_s
-        )
+        rewards = Inbox(self._bus, "EVENTS", f"rewards-{self._number}")
+        await together(
+            (
+                consume_batches(
+                    inbox, self._bus, TrajectoryBatch, self._append, stop=stop, limit=BATCH,
+                    linger_s=self._linger_s,
+                ),
+                consume_batches(rewards, self._bus, RewardGiven, self._give, stop=stop, limit=REWARDS),
+            )
+        )  # fmt: skip
         for subscription in serving:
             await subscription.unsubscribe()
 
@@ -83,8 +100,12 @@ class Shard:
         trajectories = [trajectory for batch in batches for trajectory in batch.trajectories]
         if self._hear_of is not None and trajectories:
             await self._hear_of(max(trajectory.lease_id for trajectory in trajectories))
+        if self._quarantine is not None:
+            self._quarantine.check_identity(trajectories)  # no refund: it may not be the sender's lease
         try:
             self._refuse_misdirected(trajectories)
+            if self._quarantine is not None:
+                await self._quarantine.check_content(trajectories)
             completed = await asyncio.to_thread(self.store.append, trajectories)
         except SchemaError as error:
             if len(batches) == 1:  # the one that will be set aside
@@ -93,16 +114,33 @@ class Shard:
         if completed:
             await self._bus.notify(self._bus.subject("notice", "stored"), self._news(before))
 
+    async def _give(self, rewards: list[RewardGiven]) -> None:
+        """The rewards are durable when this returns; only then are the messages acked."""
+        before = len(self.store.completed)
+        for given in rewards:
+            self._refuse_strangers_reward(given)
+        if await asyncio.to_thread(self.store.give, rewards):
+            await self._bus.notify(self._bus.subject("notice", "stored"), self._news(before))
+
+    def _refuse_strangers_reward(self, given: RewardGiven) -> None:
+        home = shard_of(given.lease_id, self._shards)
+        if home != self._number:
+            raise SchemaError(
+                f"{given.trajectory_id} belongs to shard {home}, not {self._number}", kind="reward"
+            )
+        if not self._was_issued(given.lease_id):
+            raise SchemaError(f"{given.trajectory_id}: its lease was never issued in this run", kind="reward")
+
     def _refuse_misdirected(self, trajectories: Sequence[Trajectory]) -> None:
         """What is stored stays: a lease that is issued later would find its samples taken."""
         for t in trajectories:
             home = shard_of(t.lease_id, self._shards)
             if home != self._number:
-                raise SchemaError(
-                    f"{t.trajectory_id}: lease {t.lease_id} belongs to shard {home}, not {self._number}"
-                )
+                reason = f"{t.trajectory_id}: lease {t.lease_id} belongs to shard {home}, not {self._number}"
+                raise SchemaError(reason, kind="misdirected", actor=t.actor)
             if not self._was_issued(t.lease_id):
-                raise SchemaError(f"{t.trajectory_id}: lease {t.lease_id} was never issued in this run")
+                reason = f"{t.trajectory_id}: lease {t.lease_id} was never issued in this run"
+                raise SchemaError(reason, kind="not_issued", actor=t.actor)
 
     async def _refund(self, trajectories: Sequence[Trajectory], detail: str) -> None:
         """Nobody will send these groups again: without a refund the learner would wait for them for ever."""
@@ -127,6 +165,9 @@ class Shard:
             log.warning("spread_not_known", lease_id=lease_id, reason=str(error))
             return 0.0
         return float(np.abs(rewards - rewards.mean()).mean())
+
+    async def _on_whole(self, request: WholeRequest) -> list[Message]:
+        return [WholeGroups(lease_ids=tuple(self.store.whole(request.lease_ids)))]
 
     async def _on_read(self, request: ReadRequest) -> list[Message]:
         try:

@@ -27,5 +27,6 @@ async def _answer(store: ReplayStore, request: SiblingsRequest) -> list[Message]
             group_size=found[0].group_size if found else 0,
             samples=tuple(t.sample for t in found),
             rewards=tuple(t.reward for t in found),
+            rewards_due=any(t.reward_due for t in found),
         )
     ]

@@ -18,7 +18,7 @@ def make_trajectory(
     mask = np.arange(tokens) >= tokens // 2
     seed = np.random.default_rng([lease_id, sample])
     return Trajectory(
-        trajectory_id=f"{group_name(lease_id)}-{sample}",
+        trajectory_id=f"{group_name(lease_id)}.{sample}",
         group_id=group_name(lease_id),
         lease_id=lease_id,
         sample=sample,

@@ -68,6 +68,8 @@ class AgentTrajectory:
     """Of the last turn."""
     turns: tuple[Turn, ...] = ()
     """Its completions, in order."""
+    reward_due: bool = False
+    """Its reward comes later; `reward` says nothing."""
 
     @property
     def oldest_version(self) -> int:

@@ -1,11 +1,12 @@
 """Prompt, one completion, reward."""
 
+from dataclasses import replace
 from typing import Self
 
 from actors.config import SingleTurnConfig
 from actors.environments.base import Episode, Task
 from actors.policy import Policy
-from actors.rewards.base import Answer
+from actors.rewards.base import LATER, Answer
 from actors.rewards.scoring import Scorer
 
 
@@ -26,7 +27,7 @@ class SingleTurn:
         """Roll `task` out once; raises EngineError or RewardError for a rollout that failed."""
         policy = policy.fresh(task.task_id)
         completion = await policy.chat(task.messages)
-        reward = await self._scorer.score(
+        scored = await self._scorer.score(
             Answer(
                 task_id=task.task_id,
                 messages=task.messages,
@@ -37,10 +38,12 @@ class SingleTurn:
                 token_count=len(completion.token_ids),
             )
         )
+        late = scored is LATER
+        reward = 0.0 if scored is LATER else scored
         return Episode(
-            trajectories=policy.trajectories(reward),
+            trajectories=tuple(replace(t, reward_due=late) for t in policy.trajectories(reward)),
             metrics={
-                "rollout/reward": reward,
+                **({} if late else {"rollout/reward": reward}),
                 "rollout/completion_tokens": float(len(completion.token_ids)),
                 "rollout/truncated": float(completion.finish_reason == "length"),
             },

@@ -2,6 +2,8 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
 
 from actors.engines.base import FinishReason
 from actors.environments.base import JSON, ChatMessage
@@ -26,8 +28,19 @@ class Answer:
     """Tokens sampled, special ones included."""
 
 
-Reward = Callable[[Answer], float | Awaitable[float]]
-"""Any function from an answer to a finite number. A plain one runs in a thread, unless it is built in."""
+class Later(Enum):
+    """What a reward returns that is not known yet."""
+
+    LATER = "later"
+
+
+LATER = Later.LATER
+"""The reward of this answer comes later, by `launch reward` or `storage.rewards.give_reward`."""
+Late = Literal[Later.LATER]
+
+Reward = Callable[[Answer], float | Late | Awaitable[float | Late]]
+"""Any function from an answer to a finite number or `LATER`. A plain one runs in a thread, unless it is built
+in."""
 
 
 class RewardError(SluiceError):

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from numbers import Real
 from typing import cast
 
-from actors.rewards.base import Answer, Reward, RewardError
+from actors.rewards.base import LATER, Answer, Late, Reward, RewardError
 from actors.rewards.registry import REWARDS, load_reward
 
 Outcome = object
@@ -31,8 +31,8 @@ class Scorer:
         self._pending: list[tuple[Answer, asyncio.Future[Outcome]]] = []
         self._drain: asyncio.Task[None] | None = None
 
-    async def score(self, answer: Answer) -> float:
-        """Return the finite reward of an answer; raises RewardError."""
+    async def score(self, answer: Answer) -> float | Late:
+        """Return the finite reward of an answer, or `LATER`; raises RewardError."""
         if self._inline:
             outcome = _call(self._reward, answer)
         elif self._async:
@@ -42,7 +42,7 @@ class Scorer:
         return self._checked(outcome, answer)
 
     async def _await(self, answer: Answer) -> Outcome:
-        reward = cast(Callable[[Answer], Awaitable[float]], self._reward)
+        reward = cast(Callable[[Answer], Awaitable[float | Late]], self._reward)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await reward(answer)
@@ -67,7 +67,7 @@ class Scorer:
                     future.set_result(outcome)
             self._pending = batch[len(outcomes) :] + self._pending  # the rest, after one that hung
 
-    def _checked(self, outcome: Outcome, answer: Answer) -> float:
+    def _checked(self, outcome: Outcome, answer: Answer) -> float | Late:
         where = f"reward {self._name} on task {answer.task_id}"
         if isinstance(outcome, RewardError):
             raise outcome
@@ -75,8 +75,10 @@ class Scorer:
             raise RewardError(f"{where}: no result within {self._timeout_s} s") from outcome
         if isinstance(outcome, Exception):
             raise RewardError(f"{where} raised {outcome!r}") from outcome
+        if outcome is LATER:
+            return LATER
         if not isinstance(outcome, Real) or not math.isfinite(outcome):
-            raise RewardError(f"{where} returned {outcome!r}: a reward is a finite number")
+            raise RewardError(f"{where} returned {outcome!r}: a reward is a finite number, or LATER")
         return float(outcome)
 
 

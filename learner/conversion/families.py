@@ -1,5 +1,6 @@
 from transformers import PretrainedConfig
 
+from bus.errors import ConfigError
 from learner.conversion.base import Family, Shape
 from learner.conversion.llama import LLAMA
 from learner.conversion.mixtral import MIXTRAL
@@ -17,6 +18,15 @@ FAMILIES: dict[str, Family] = {
 """By `model_type` of the transformers configuration."""
 
 
+def family_of(hf_config: PretrainedConfig) -> Family:
+    """Find a model's family. Raises `ConfigError` with those known for one that is not among them."""
+    if hf_config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type={hf_config.model_type!r} is unknown; known are {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[hf_config.model_type]
+
+
 def shape_of(hf_config: PretrainedConfig) -> Shape:
     """Read a model's shape, its experts included."""
-    return FAMILIES[hf_config.model_type].shape(hf_config)
+    return family_of(hf_config).shape(hf_config)

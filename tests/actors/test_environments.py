@@ -11,7 +11,8 @@ from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Environment, Task
 from actors.environments.single_turn import SingleTurn
 from actors.policy import Policy
-from actors.rewards.base import RewardError
+from actors.rewards.base import LATER, RewardError
+from actors.rewards.scoring import Scorer
 from bus.errors import ConfigError, EngineError, SchemaError
 
 
@@ -35,6 +36,14 @@ async def test_an_episode_holds_the_answer_and_its_reward(tokenizer):
         "rollout/completion_tokens": 3.0,
         "rollout/truncated": 0.0,
     }
+
+
+async def test_an_answer_that_is_scored_later_has_no_reward_yet(tokenizer):
+    environment = SingleTurn(Scorer("later", timeout_s=5, reward=lambda answer: LATER))
+    policy = policy_saying(tokenizer, "42<|end|>")
+    episode = await environment.run(Task(task_id="t", prompt="40+2="), policy)
+    assert [(t.reward, t.reward_due) for t in episode.trajectories] == [(0.0, True)]
+    assert "rollout/reward" not in episode.metrics
 
 
 async def test_a_cut_answer_counts_as_truncated(tokenizer):

@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 from factories import make_lease
@@ -9,6 +10,7 @@ from actors.engines.scripted import ScriptedEngine
 from actors.environments.single_turn import SingleTurn
 from actors.filters import load_filter
 from actors.policy import Policy
+from actors.rewards.base import LATER
 from actors.rewards.scoring import Scorer
 from actors.weights import PolicyFollower
 from actors.worker import Worker
@@ -110,6 +112,15 @@ async def test_a_group_of_equal_rewards_is_rejected_with_a_countable_reason(bus,
     [rejection] = await actor.roll_out(make_lease(2, samples=2, policy_version=4), result=REJECTED)
     assert (rejection.lease_id, rejection.reason, rejection.actor) == (2, "zero_variance", "tester")
     assert await actor.leases_left() == 0
+
+
+async def test_a_group_whose_reward_comes_later_is_published_without_it_and_past_the_filter(bus, engine):
+    environment = SingleTurn(Scorer("later", timeout_s=5, reward=lambda answer: LATER))
+    actor = Actor(bus, engine, environment, keep="zero_variance")
+    lease = replace(make_lease(2, samples=2, policy_version=4), run="ours")
+    [batch] = await actor.roll_out(lease, result=GROUPS)
+    assert [(t.reward, t.reward_due, t.run) for t in batch.trajectories] == [(0.0, True, "ours")] * 2
+    assert actor.worker.counts["groups_with_rewards_due"] == 1
 
 
 async def test_a_failing_reward_rejects_the_group_and_the_actor_goes_on(bus, engine):

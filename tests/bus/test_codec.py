@@ -41,6 +41,7 @@ from bus.messages import (
     PromptSet,
     ReadRequest,
     Refused,
+    RewardGiven,
     RoleHolder,
     RunRecord,
     Siblings,
@@ -54,6 +55,8 @@ from bus.messages import (
     Unsettled,
     UnsettledRequest,
     Waiting,
+    WholeGroups,
+    WholeRequest,
 )
 from tests.factories import make_lease, make_trajectory
 
@@ -105,7 +108,10 @@ EXAMPLES = (
     EvaluationResult(policy_version=1, incarnation="a", sampled=0.5, greedy=1.0, prompts=9, seconds=2.5),
     Metrics(source="learner", step=3, time_s=1.75e9, values={"train/loss": 0.5, "train/note": "x"}),
     Status(source="a", role="actors", doing="rolls out", pid=1, peak_rss_bytes=2, values={"busy": 3}),
-    DeadLetter(subject="s", reason="r", data=b"\x00\xff", origin="9"),
+    DeadLetter(subject="s", reason="r", data=b"\x00\xff", origin="9", kind="version", actor="a"),
+    RewardGiven(trajectory_id="g00000012.3", reward=-0.5, source="judge"),
+    WholeRequest(lease_ids=(1, 2)),
+    WholeGroups(lease_ids=(2,)),
     RunRecord(name="test", config_json="{}"),
     RoleHolder(incarnation="a1", host="h", pid=9),
     LeaseRequest(lease_id=3, attempt=True),
@@ -199,6 +205,8 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         agent=draw(st.text()),
         finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
         metadata=draw(st.dictionaries(st.text(), json_values, max_size=3)),
+        reward_due=draw(st.booleans()),
+        run=draw(st.text()),
     )
 
 
@@ -254,7 +262,7 @@ def test_other_schema_version_is_refused(version: object, reason: str):
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Trajectory)])
 def test_missing_field_is_refused_unless_it_has_a_default(field: str):
     data = wire(make_trajectory(), **{field: ...})
-    if field in ("agent", "finish_reason", "actor", "metadata"):
+    if field in ("agent", "finish_reason", "actor", "metadata", "reward_due", "run"):
         assert decode(data, Trajectory).agent == "solver"
     else:
         with pytest.raises(SchemaError, match=f"trajectory.{field}: missing"):
@@ -407,3 +415,24 @@ def _decodes(data: bytes) -> bool:
         return False
     assert encode(message)
     return True
+
+
+@pytest.mark.parametrize(
+    "name", ["", "12.3", "g00000012", "g00000012.-1", "g12.3", "g000000012.3", "g00000012.03"]
+)
+def test_reward_for_what_is_no_trajectorys_name_is_refused(name: str):
+    with pytest.raises(SchemaError, match=r"names no trajectory: it is written like g00000012\.3"):
+        decode(encode(RewardGiven(trajectory_id=name, reward=1.0)), RewardGiven)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e300])
+def test_reward_that_is_no_number_for_the_learner_is_refused(reward: float):
+    with pytest.raises(SchemaError, match=r"g00000012\.3: reward is"):
+        decode(encode(RewardGiven(trajectory_id="g00000012.3", reward=reward)), RewardGiven)
+
+
+def test_a_message_that_is_refused_still_says_who_made_it():
+    nan = dataclasses.replace(make_trajectory(), reward=float("nan"), actor="actor-7")
+    with pytest.raises(SchemaError, match="reward is nan") as refused:
+        decode(encode(TrajectoryBatch(trajectories=(nan,))), TrajectoryBatch)
+    assert (refused.value.kind, refused.value.actor) == ("unreadable", "actor-7")

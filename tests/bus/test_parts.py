@@ -115,7 +115,7 @@ async def left(bus: Bus, count: int, stream: str = "TRAJECTORIES") -> bool:
 
 
 async def letter(bus: Bus) -> DeadLetter:
-    found = await bus.js.get_last_msg(bus.topology.stream("DEAD"), bus.subject("dead", "letter"))
+    found = await bus.js.get_last_msg(bus.topology.stream("DEAD"), bus.subject("dead", "unreadable"))
     return decode(found.data or b"", DeadLetter)
 
 

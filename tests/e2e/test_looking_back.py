@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]  # i
 STEPS = 12
 SETTINGS = (
     "--preset", "sort", "--warmup.steps", "4", "--warmup.threads", "1", "--learner.steps", str(STEPS),
-    "--learner.target-accuracy", "1.0", "--learner.checkpoint.save-every", "5",
+    "--learner.target-accuracy", "1.0", "--learner.checkpoint.save-every", "5", "--learner.checkpoint.keep", "3",
     "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
     "--evaluation.every-versions", "0", "--replay.archive", "archive", "--reward", "launch.soak:longer",
 )  # fmt: skip
@@ -75,18 +75,18 @@ def test_the_whole_run_trains_again_bit_for_bit_in_one_process(root: Path):
     assert (report["batches"], report["batches_equal"]) == (STEPS, STEPS)
     assert report["loss_max_abs_diff"] == report["grad_norm_max_abs_diff"] == 0
     assert report["first_step_that_differs"] is None
-    assert len({step["loss"] for step in report["steps"]}) == STEPS
+    assert len({step["loss"] for step in report["steps"]}) > STEPS // 2  # 0 where no group has an advantage
     assert len((root / "runs/past/lineage.jsonl").read_text().splitlines()) > STEPS  # some trained twice
 
 
 def test_another_objective_is_tried_from_a_checkpoint(root: Path):
-    flags = ("--from-step", "10", "--learner.loss.type", "ppo_clip", "--learner.loss.clip-eps", "0.01")
+    flags = ("--from-step", "5", "--learner.loss.type", "ppo_clip", "--learner.loss.clip-eps", "0.01")
     done = launch(root, "replay", "--json", *flags)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["changed"] == {"learner.loss.type": "ppo_clip", "learner.loss.clip_eps": 0.01}
-    assert [step["step"] for step in report["steps"]] == [11, 12]
-    assert report["batches_equal"] == 2
+    assert [step["step"] for step in report["steps"]] == list(range(6, STEPS + 1))
+    assert report["batches_equal"] == STEPS - 5
     assert report["loss_max_abs_diff"] > 0
 
 

@@ -11,7 +11,7 @@ import pytest
 from launch import cli
 from launch.config import RunConfig
 
-COMMANDS = ("local", "bus", "storage", "shards", "learner", "actors", "replay", "restore")
+COMMANDS = ("local", "bus", "storage", "shards", "learner", "actors", "replay", "restore", "convert")
 HEAVY = {"torch", "transformers", "megatron", "zarr", "numpy", "matplotlib", "sglang", "nats", "structlog"}
 USER_SECONDS = 3.0
 """About four times what help takes on a quiet machine: it must not grow into seconds."""

@@ -66,13 +66,13 @@ def test_screen_shows_silence_restarts_and_failures():
     monitor, clock = make_monitor(actors=1)
     clock.now_s += 8
     monitor.on_status(learner(doing="joining the run", pid=7))
-    monitor.on_status(storage(dead=2))
+    monitor.on_status(storage(dead=2, dead_reasons={"version": 2}))
     monitor.on_status(actor(1, failed=4))
     lines = shown(monitor)
     assert "learner            joining the run (0.977 GiB, start 2)" in lines
     assert "actor-host-1000    SILENT for 8.00 s, was: generating" in lines
     assert any("4 failed" in line for line in lines)
-    assert "rejected   groups: 84 zero_variance, 6 rollout_failed; 2 unreadable messages" in lines
+    assert "rejected   groups: 84 zero_variance, 6 rollout_failed; set aside: 2 version" in lines
 
 
 def test_processes_of_a_finished_run_have_ended():

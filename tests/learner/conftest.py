@@ -5,6 +5,7 @@ import torch
 
 from learner.parallel import close_world, init_world
 from tests.learner.mini_run import in_one_process
+from tests.learner.worlds import Worlds
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,3 +21,10 @@ def world() -> Iterator[None]:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A learner and its shadow may run in the test's own process."""
     in_one_process(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """Worlds of several processes, which tests divide as they like."""
+    with Worlds() as worlds:
+        yield worlds

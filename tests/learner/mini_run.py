@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from learner.progress import Progress
 from learner.scratch import character_tokenizer
 from learner.settings import LearnerSettings
 from learner.shadow import ShadowProgress, ShadowSettings, run_shadow
+from learner.train import Learner
 from storage import dispatcher, reader
 from storage.config import AdmissionConfig, EvaluationConfig
 from tests.factories import make_trajectory
@@ -46,14 +47,26 @@ LEARNER = LearnerConfig(
 
 
 def in_one_process(patch: pytest.MonkeyPatch) -> None:
-    """The world of processes is the test's own, and waits are cut short."""
+    """The world of processes is the test's own, and waits are cut short.
+
+    A checkpoint is durable before the next step, so that it is certain where a learner resumes.
+    """
     for module in (service, shadow):
-        patch.setattr(module, "init_world", lambda: None)
+        patch.setattr(module, "init_world", lambda *_: None)
+    patch.setattr(Learner, "_checkpoint", _checkpoint_at_once(Learner._checkpoint))
     patch.setattr(shadow, "POLL_S", 0.02)
     patch.setattr(consume, "POLL_S", 0.1)
     patch.setattr(dispatcher, "POLL_S", 0.05)
     patch.setattr(dispatcher, "LONG_POLL_S", 0.3)
     patch.setattr(reader, "RETRY_S", 0.02)
+
+
+def _checkpoint_at_once(begin: Callable[[Learner], Awaitable[None]]) -> Callable[[Learner], Awaitable[None]]:
+    async def checkpoint(learner: Learner) -> None:
+        await begin(learner)
+        await learner._checkpointed()
+
+    return checkpoint
 
 
 def rollout(lease: Lease, sample: int) -> Trajectory:

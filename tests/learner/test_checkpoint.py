@@ -1,10 +1,23 @@
+import shutil
+import threading
+
 import pytest
 import torch
 
 from bus.errors import ConfigError, StorageError
-from learner.checkpoint import latest_checkpoint, load_checkpoint, read_extra, save_checkpoint
-from learner.config import OptimizerConfig, TISLoss
+from learner.checkpoint import (
+    SHARDING,
+    latest_checkpoint,
+    load_checkpoint,
+    read_extra,
+    save_checkpoint,
+    start_checkpoint,
+)
+from learner.checkpoint_writer import Staged
+from learner.config import OptimizerConfig, ParallelConfig, TISLoss
+from learner.optimizer import load_optimizer_state
 from learner.packing import pack
+from learner.trainable import TrainableWeights
 from learner.trainer import Trainer
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 
@@ -23,14 +36,29 @@ def train(trainer, steps):
     return results
 
 
+@pytest.fixture
+def held_writer(monkeypatch):
+    """Checkpoints are not written before this event is set."""
+    release = threading.Event()
+    write = Staged.write
+
+    def held(staged):
+        assert release.wait(60), "the test never released the writer"
+        return write(staged)
+
+    monkeypatch.setattr(Staged, "write", held)
+    return release
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, dtype):
-    uninterrupted = train(trainer_of(tiny_model(), dtype=dtype), range(6))
-    first = trainer_of(tiny_model(), dtype=dtype)
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, dtype, family):
+    uninterrupted = train(trainer_of(tiny_model(family), dtype=dtype), range(6))
+    first = trainer_of(tiny_model(family), dtype=dtype)
     train(first, range(3))
     save_checkpoint(first, tmp_path, 3, {"policy_version": 7}, keep=2)
 
-    second = trainer_of(tiny_model(seed=1), dtype=dtype)
+    second = trainer_of(tiny_model(family, seed=1), dtype=dtype)
     train(second, range(10, 12))  # its own optimizer state must not survive
     assert load_checkpoint(second, latest_checkpoint(tmp_path)) == {"policy_version": 7}
     assert (second.steps_done, second.updates_done) == (3, 3)
@@ -69,7 +97,7 @@ def test_an_interrupted_save_is_not_a_checkpoint(tmp_path, monkeypatch):
     trainer = trainer_of(tiny_model())
     save_checkpoint(trainer, tmp_path, 1, {}, keep=2)
     with monkeypatch.context() as patched:
-        patched.setattr("learner.checkpoint._write_manifest", lambda *_: 1 / 0)
+        patched.setattr("learner.checkpoint.write_manifest", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             save_checkpoint(trainer, tmp_path, 2, {}, keep=2)
     assert read_extra(latest_checkpoint(tmp_path)) == {}
@@ -97,3 +125,141 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path)
     save_checkpoint(trainer_of(tiny_model("qwen3")), tmp_path, 1, {}, keep=2)
     with pytest.raises(ConfigError, match=r"model_type is qwen3, not llama, .*head_dim is 24, not 16"):
         load_checkpoint(trainer_of(tiny_model("llama")), latest_checkpoint(tmp_path))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_show_in_it(tmp_path, held_writer):
+    trainer = trainer_of(tiny_model())
+    train(trainer, range(3))
+    pending = start_checkpoint(trainer, tmp_path, 3, {}, keep=2)
+    uninterrupted = train(trainer, range(3, 6))
+    assert not pending.written
+    assert latest_checkpoint(tmp_path) is None
+    held_writer.set()
+    pending.finish()
+
+    resumed = trainer_of(tiny_model(seed=1))
+    load_checkpoint(resumed, latest_checkpoint(tmp_path))
+    assert train(resumed, range(3, 6)) == uninterrupted
+
+
+def test_a_checkpoint_is_written_by_itself(tmp_path):
+    pending = start_checkpoint(trainer_of(tiny_model()), tmp_path, 3, {}, keep=2)
+    assert not pending._writing.exception(timeout=60)
+    assert pending.written
+    assert latest_checkpoint(tmp_path) is None
+    pending.finish()
+    pending.finish()  # once more does nothing
+    assert latest_checkpoint(tmp_path) is not None
+
+
+def test_one_checkpoint_is_finished_before_the_next_begins(tmp_path):
+    trainer = trainer_of(tiny_model())
+    first = start_checkpoint(trainer, tmp_path, 1, {}, keep=2)
+    second = start_checkpoint(trainer, tmp_path, 2, {}, keep=2, after=first)
+    assert first.finished
+    assert not second.finished
+    assert latest_checkpoint(tmp_path).name == "step_00000001"
+    second.finish()
+    assert latest_checkpoint(tmp_path).name == "step_00000002"
+
+
+def test_a_checkpoint_that_cannot_be_written_is_none(tmp_path, held_writer):
+    trainer = trainer_of(tiny_model())
+    pending = start_checkpoint(trainer, tmp_path, 1, {}, keep=2)
+    [temporary] = tmp_path.glob(".tmp-*")
+    shutil.rmtree(temporary)
+    held_writer.set()
+    with pytest.raises(
+        StorageError, match=r"cannot write checkpoint .*step_00000001: rank 0: .*No such file"
+    ):
+        pending.finish()
+    assert latest_checkpoint(tmp_path) is None
+    save_checkpoint(trainer, tmp_path, 2, {}, keep=2)
+    load_checkpoint(trainer, latest_checkpoint(tmp_path))
+
+
+def test_a_flipped_bit_is_found(tmp_path):
+    trainer = trainer_of(tiny_model())
+    save_checkpoint(trainer, tmp_path, 1, {}, keep=2)
+    directory = latest_checkpoint(tmp_path)
+    file = directory / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(StorageError, match=r"is damaged: the bytes of __0_0\.distcp are not those"):
+        load_checkpoint(trainer, directory)
+
+
+def test_a_checkpoint_with_other_weights_frozen_is_refused(tmp_path):
+    frozen = trainer_of(tiny_model(), trainable=TrainableWeights(freeze=("embed_tokens",)))
+    train(frozen, range(2))
+    save_checkpoint(frozen, tmp_path, 2, {}, keep=2)
+    again = trainer_of(tiny_model(seed=1), trainable=TrainableWeights(freeze=("embed_tokens",)))
+    load_checkpoint(again, latest_checkpoint(tmp_path))
+    assert train(again, range(2, 4)) == train(frozen, range(2, 4))
+    with pytest.raises(ConfigError, match=r"with other weights frozen \(1 differ, as embedding"):
+        load_checkpoint(trainer_of(tiny_model()), latest_checkpoint(tmp_path))
+
+
+def test_bfloat16_weights_are_the_float32_main_weights_rounded(tmp_path):
+    trainer = trainer_of(tiny_model(), dtype=torch.bfloat16)
+    train(trainer, range(3))
+    mains = {}
+    for part in trainer.optimizer.chained_optimizers:
+        for parameter in part.model_param_group_index_map:
+            mains[parameter] = part._get_main_param_and_optimizer_states(parameter)["param"]
+    assert {main.dtype for main in mains.values()} == {torch.float32}
+    assert len(mains) == len(list(trainer.model.parameters()))
+    for parameter, main in mains.items():
+        assert torch.equal(parameter.flatten(), main.bfloat16())
+        assert not torch.equal(parameter.flatten().float(), main)
+
+
+# --- faults of megatron-core 0.16.1 that learner/optimizer.py repairs ---
+
+
+def test_stock_loading_shares_one_count_of_updates_and_ours_does_not():
+    trainer = trainer_of(tiny_model())
+    train(trainer, range(2))
+    [part] = trainer.optimizer.chained_optimizers
+    part.load_state_dict(part.state_dict())
+    assert len({id(values["step"]) for values in part.optimizer.state.values()}) == 1
+    load_optimizer_state(trainer.optimizer, part.state_dict())
+    steps = [values["step"] for values in part.optimizer.state.values()]
+    assert len({id(step) for step in steps}) == len(steps) > 10
+    assert {float(step) for step in steps} == {2.0}
+
+
+def test_with_the_stock_loader_a_resumed_run_departs(tmp_path, monkeypatch):
+    uninterrupted = train(trainer_of(tiny_model()), range(6))
+    first = trainer_of(tiny_model())
+    train(first, range(3))
+    save_checkpoint(first, tmp_path, 3, {}, keep=2)
+    monkeypatch.setattr(
+        "learner.checkpoint.load_optimizer_state", lambda optimizer, state: optimizer.load_state_dict(state)
+    )
+    stock = trainer_of(tiny_model(seed=1))
+    with torch.no_grad():
+        load_checkpoint(stock, latest_checkpoint(tmp_path))
+    losses = [result.loss for result in train(stock, range(3, 6))]
+    assert losses != pytest.approx([result.loss for result in uninterrupted[3:]], abs=1e-4)
+
+
+def test_the_layout_of_optimizer_state_that_resumes_wrongly_is_not_used(tmp_path, monkeypatch):
+    assert SHARDING["distrib_optim_sharding_type"] == "fully_reshardable"
+    monkeypatch.setitem(SHARDING, "distrib_optim_sharding_type", "dp_reshardable")
+    uninterrupted = train(trainer_of(tiny_model()), range(6))
+    first = trainer_of(tiny_model())
+    train(first, range(3))
+    save_checkpoint(first, tmp_path, 3, {}, keep=2)
+    second = trainer_of(tiny_model(seed=1))
+    load_checkpoint(second, latest_checkpoint(tmp_path))
+    losses = [result.loss for result in train(second, range(3, 6))]
+    assert losses != pytest.approx([result.loss for result in uninterrupted[3:]], abs=1e-4)
+
+
+def test_another_kind_of_optimizer_state_is_refused(tmp_path):
+    save_checkpoint(trainer_of(tiny_model()), tmp_path, 1, {}, keep=1)
+    plain = trainer_of(tiny_model(), parallel=ParallelConfig(distributed_optimizer=False))
+    with pytest.raises(ConfigError, match="distributed_optimizer=True: set that again"):
+        load_checkpoint(plain, latest_checkpoint(tmp_path))

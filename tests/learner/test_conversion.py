@@ -15,8 +15,8 @@ def test_weights_come_out_bit_for_bit_as_they_went_in(family, tied):
     model = tiny_model(family, tied=tied)
     state = hf_state(model)
     built = build_model(model.config, dtype=torch.float32)
-    load_hf_weights(built, model.config, state)
-    exported = export_hf_weights(built, model.config)
+    load_hf_weights([built], model.config, state)
+    exported = export_hf_weights([built], model.config)
     assert state.keys() - exported.keys() == ({"lm_head.weight"} if tied else set())
     assert all(torch.equal(exported[name], state[name]) for name in exported)
     assert not any(tensor.requires_grad for tensor in exported.values())
@@ -25,8 +25,8 @@ def test_weights_come_out_bit_for_bit_as_they_went_in(family, tied):
 def test_an_export_does_not_change_when_the_model_does():
     model = tiny_model()
     built = build_model(model.config, dtype=torch.float32)
-    load_hf_weights(built, model.config, model.state_dict())
-    exported = export_hf_weights(built, model.config)
+    load_hf_weights([built], model.config, model.state_dict())
+    exported = export_hf_weights([built], model.config)
     before = {name: tensor.clone() for name, tensor in exported.items()}
     with torch.no_grad():
         for parameter in built.parameters():
@@ -41,7 +41,7 @@ def test_all_misfits_are_named_at_once():
     state["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(3, 64)
     state["model.layers.2.extra"] = torch.zeros(1)
     with pytest.raises(ConfigError) as error:
-        load_hf_weights(build_model(model.config, dtype=torch.float32), model.config, state)
+        load_hf_weights([build_model(model.config, dtype=torch.float32)], model.config, state)
     assert "missing model.norm.weight [64]" in str(error.value)
     assert "model.layers.1.self_attn.k_proj.weight is [3, 64], not [32, 64]" in str(error.value)
     assert "unexpected model.layers.2.extra" in str(error.value)
@@ -52,11 +52,11 @@ def test_all_misfits_are_named_at_once():
 def test_transformers_loads_a_saved_directory(tmp_path, family, tied):
     model = tiny_model(family, tied=tied)
     built = build_model(model.config, dtype=torch.float32)
-    load_hf_weights(built, model.config, hf_state(model))
+    load_hf_weights([built], model.config, hf_state(model))
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
     save_hf_directory(
-        tmp_path / "out", model.config, export_hf_weights(built, model.config), tmp_path / "tokenizer"
+        tmp_path / "out", model.config, export_hf_weights([built], model.config), tmp_path / "tokenizer"
     )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())

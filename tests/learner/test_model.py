@@ -19,7 +19,7 @@ from tests.learner.tiny import (
 
 def built_from(model):
     built = build_model(model.config, dtype=torch.float32)
-    load_hf_weights(built, model.config, hf_state(model))
+    load_hf_weights([built], model.config, hf_state(model))
     return built
 
 
@@ -61,7 +61,7 @@ def test_gradients_through_the_router_equal_those_of_transformers(family, change
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.copy_(parameter.grad)
-    found = export_hf_weights(ours, reference.config)
+    found = export_hf_weights([ours], reference.config)
     routers = [name for name in found if name.endswith(".gate.weight")]
     assert len(routers) == 2
     assert all(expected[name].abs().max() > 1e-3 for name in routers)

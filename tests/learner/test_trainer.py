@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 import torch
 
+from bus.errors import TrainingError
 from learner.config import OptimizerConfig, PPOClipLoss, SFTLoss, TISLoss
 from learner.packing import pack
 from learner.trainer import Trainer
+from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
@@ -16,40 +18,6 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1)
 
 def trainer_of(model, optimizer=OPTIMIZER, **settings):
     return Trainer(model.config, hf_state(model), optimizer, **settings)
-
-
-def reference_optimizer(model, config):
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
-
-
-def reference_step(model, optimizer, samples, *, loss, lr, temperature):
-    """The same update in plain torch, written from the formulas."""
-    logits = reference_logits(model, samples)
-    total, count, start = 0.0, 0, 0
-    for sample in samples:
-        end = start + len(sample.token_ids)
-        distribution = torch.log_softmax(logits[start : end - 1] / temperature, dim=-1)
-        logprobs = distribution.gather(-1, torch.from_numpy(sample.token_ids[1:]).long()[:, None])[:, 0]
-        mask = torch.from_numpy(sample.loss_mask[1:])
-        weight = 1.0
-        if loss == "tis":
-            ratio = torch.exp(logprobs.detach() - torch.from_numpy(sample.behaviour_logprobs[1:]))
-            weight = sample.advantage * torch.minimum(ratio, torch.tensor(2.0))
-        total = total - (weight * logprobs)[mask].sum()
-        count += int(mask.sum())
-        start = end
-    mean = total / count
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.zero_grad()
-    mean.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return mean.item(), norm.item()
 
 
 @pytest.mark.parametrize(
@@ -129,6 +97,23 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_so(bad):
     good = trainer.train_step(pack(samples, 100), TISLoss(), temperature=1.0, policy_version=3)
     assert not good.skipped
     assert math.isfinite(good.loss)
+
+
+def test_so_many_steps_in_a_row_that_are_not_finite_end_training():
+    trainer = trainer_of(tiny_model(), OPTIMIZER.model_copy(update={"max_skipped_in_a_row": 3}))
+    good = random_samples(LENGTHS)
+    bad = [dataclasses.replace(good[0], advantage=math.nan, loss_mask=np.ones(5, bool))]
+
+    def step(samples):
+        return trainer.train_step(pack(samples, 100), TISLoss(), temperature=1.0, policy_version=3)
+
+    for samples in (bad, bad, good, bad):
+        step(samples)
+    assert step(bad).skipped
+    with pytest.raises(
+        TrainingError, match=r"3 steps in a row were skipped.*loss nan.*optimizer\.lr below 0\.01"
+    ):
+        step(bad)
 
 
 def test_a_step_without_trained_tokens_is_skipped():

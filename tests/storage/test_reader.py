@@ -56,8 +56,8 @@ async def test_lease_says_how_long_groups_are_and_each_rank_fetches_its_own(bus,
         assert await ranks[0].fetch(()) == []
     found = [[[t.trajectory_id for t in group] for group in groups] for groups in fetched]
     assert found == [
-        [["g00000003-0", "g00000003-1"], ["g00000000-0", "g00000000-1"]],
-        [["g00000001-0", "g00000001-1"], ["g00000002-0", "g00000002-1"]],
+        [["g00000003.0", "g00000003.1"], ["g00000000.0", "g00000000.1"]],
+        [["g00000001.0", "g00000001.1"], ["g00000002.0", "g00000002.1"]],
     ]
 
 

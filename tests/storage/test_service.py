@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,18 @@ from storage.run import RunDirectory
 from storage.service import StorageSettings, run_storage
 from tests.conftest import Connect
 from tests.factories import make_trajectory
-from tests.storage.serving import BLOB, SMALL, LearnerStandIn, has, messages, running, send_groups, until
+from tests.storage.serving import (
+    BLOB,
+    SMALL,
+    LearnerStandIn,
+    has,
+    leases,
+    messages,
+    running,
+    send,
+    send_groups,
+    until,
+)
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 
@@ -168,6 +180,28 @@ async def test_status_accounts_for_every_group(bus, tmp_path, model_files):
     assert values["reasons"] == {"zero_variance": 1}
     assert values["trajectories_stored"] == 6
     assert heard[-1].doing == "all that the staleness bound allows is rolling out"
+
+
+async def test_poison_is_known_at_once_after_a_restart_and_counted_by_kind(bus, tmp_path, model_files):
+    heard: list[Status] = []
+    await bus.listen(bus.subject("status", "storage"), Status, heard.append)
+    await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
+    async with storage(bus, make_settings(tmp_path, "2 + 2 =")):
+        await has(bus, "TASKS", 4)
+    run = {lease.run for lease in await leases(bus)}
+    assert len(run) == 1
+    await publish_policy(bus, BLOB)  # the model's files cannot be read now
+    async with storage(bus, make_settings(tmp_path, "2 + 2 =")):
+        beyond = make_trajectory(0).token_ids + Qwen3Config().vocab_size
+        await send(bus, replace(make_trajectory(0), token_ids=beyond))
+        await send(bus, make_trajectory(1, policy_version=1))
+        await send(bus, replace(make_trajectory(2), run="another"))
+        await send(bus, *(replace(make_trajectory(3, n), run=run.pop() if n == 0 else "") for n in range(2)))
+        await has(bus, "DEAD", 3)
+        await until(lambda: "dead_reasons" in heard[-1].values and heard[-1].values["dead"] == 3)
+    assert heard[-1].values["dead_reasons"] == {"vocabulary": 1, "version": 1, "identity": 1}
+    assert heard[-1].values["reasons"] == {"set_aside": 2}
+    assert heard[-1].values["trajectories_stored"] == 2
 
 
 async def test_storage_lets_waiting_threads_in_quickly(bus, tmp_path):

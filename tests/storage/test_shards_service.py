@@ -12,9 +12,9 @@ from bus.errors import BusError, ConfigError, FencedError
 from bus.messages import Located, LocateRequest, RoleHolder, Status
 from storage import issued
 from storage.config import ReplayConfig, shard_numbers
+from storage.data_sets import DataSets
 from storage.dispatcher import Dispatcher
 from storage.ledger import Ledger
-from storage.prompts import PromptOrder
 from storage.reader import ReplayReader
 from storage.replay import ReplayStore
 from storage.run import RunDirectory
@@ -55,8 +55,9 @@ def own_switch_interval():
 def opened(bus, directory: Path):
     """The dispatcher of a storage process that keeps no shard, not yet running."""
     with closing(Ledger.open(directory / "ledger.sqlite")) as ledger:
-        order = PromptOrder(len(PROMPTS), seed=0, shuffle=True)
-        dispatcher = Dispatcher(bus, ledger, PROMPTS, order, SMALL, shards=SHARDS)
+        data = DataSets(ledger, directory)
+        data.configure(PROMPTS, seed=0, shuffle=True, source="the test")
+        dispatcher = Dispatcher(bus, ledger, data, SMALL, shards=SHARDS, seed=0)
         dispatcher.admit()
         yield dispatcher
 
@@ -100,8 +101,8 @@ async def test_shards_of_two_hosts_make_one_run(bus, tmp_path, connect):
         async with keeping(a, tmp_path / "a", 0), keeping(b, tmp_path / "b", 1):
             await has(bus, "TASKS", 4)
             await send_groups(bus, range(4))
-            assert await batch(bus, 1) == [["g00000000-0", "g00000000-1"], ["g00000001-0", "g00000001-1"]]
-            assert await batch(bus, 2) == [["g00000002-0", "g00000002-1"], ["g00000003-0", "g00000003-1"]]
+            assert await batch(bus, 1) == [["g00000000.0", "g00000000.1"], ["g00000001.0", "g00000001.1"]]
+            assert await batch(bus, 2) == [["g00000002.0", "g00000002.1"], ["g00000003.0", "g00000003.1"]]
         assert dispatcher.ledger.account().trained == 4
     assert {status.source: status.values["trajectories_stored"] for status in heard} == {
         "shards-0": 4,

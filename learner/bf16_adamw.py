@@ -1,0 +1,55 @@
+"""AdamW whose moments are kept in bfloat16: half the memory of the state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import AdamW, adamw
+
+
+class BFloat16StateAdamW(AdamW):
+    """Torch's AdamW, but for the rounding of its moments after each update.
+
+    The update itself is computed in float32, one parameter after another, so that the float32 moments of
+    only one are alive.
+    """
+
+    def round_state(self) -> None:
+        """Bring all moments to bfloat16; after anything but `step` that changed the state."""
+        for values in self.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                values[name] = values[name].bfloat16()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the parameters; `closure` is not supported."""
+        if closure is not None:
+            raise NotImplementedError("the loss is computed before the update")
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        moments = [state[name].float() for name in ("exp_avg", "exp_avg_sq")]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [parameter],
+            [grad],
+            [moments[0]],
+            [moments[1]],
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        state["exp_avg"].copy_(moments[0])
+        state["exp_avg_sq"].copy_(moments[1])

@@ -1,0 +1,53 @@
+"""What gloo lacks and megatron-core wants: collectives over slices of different lengths."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def gather_uneven(piece: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
+    """Lay the pieces of all ranks end to end; that of rank i has `sizes[i]` rows."""
+    whole = piece.new_zeros(sum(sizes), *piece.shape[1:])
+    torch.split(whole, list(sizes))[group.rank()].copy_(piece)
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+def reduce_scatter_uneven(whole: Tensor, group: dist.ProcessGroup, sizes: Sequence[int]) -> Tensor:
+    """Add up `whole` over the ranks, of which rank i keeps `sizes[i]` rows."""
+    total = whole.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return torch.split(total, list(sizes))[group.rank()].contiguous()
+
+
+def allow_uneven_slices(mappings: Any) -> None:
+    """Make the autograd functions in megatron-core's `mappings` use the functions above where they must."""
+    gather_even, reduce_scatter_even = (
+        mappings._gather_along_first_dim,
+        mappings._reduce_scatter_along_first_dim,
+    )
+
+    def gather(
+        piece: Tensor,
+        group: dist.ProcessGroup,
+        sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Any:
+        if sizes is None or group.size() == 1:
+            return gather_even(piece, group, sizes, use_global_buffer)
+        return gather_uneven(piece, group, sizes)
+
+    def reduce_scatter(
+        whole: Tensor,
+        group: dist.ProcessGroup,
+        sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> Any:
+        if sizes is None or group.size() == 1:
+            return reduce_scatter_even(whole, group, sizes, use_global_buffer)
+        return reduce_scatter_uneven(whole, group, sizes)
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, reduce_scatter

@@ -1,0 +1,106 @@
+"""Giving rewards to trajectories that were published without: from Python, or in bulk from JSON Lines."""
+
+import json
+from collections.abc import AsyncIterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Self
+
+from bus.codec import encode
+from bus.connection import Bus
+from bus.errors import ConfigError, SchemaError
+from bus.messages import RewardGiven, RunRecord
+from bus.publish import Publisher, together
+from bus.topology import shard_of
+
+_EXAMPLE = '{"trajectory_id": "g00000012.3", "reward": 0.5}'
+
+
+class RewardSender:
+    """Gives rewards to one run. They wait on the bus while its storage is away."""
+
+    def __init__(self, bus: Bus, shards: int, *, source: str = "") -> None:
+        self._bus = bus
+        self._shards = shards
+        self._source = source
+        self._publisher = Publisher(bus)
+
+    @classmethod
+    async def to_run(cls, bus: Bus, *, source: str = "") -> Self:
+        """For the run that `bus` is connected for. Raises `ConfigError` when no storage ever served it."""
+        found = await bus.get("run", RunRecord)
+        if found is None:
+            raise ConfigError(
+                f"there is no run {bus.topology.run!r} on this bus: name another with --run, or start its "
+                "`launch storage`"
+            )
+        return cls(bus, json.loads(found[0].config_json)["replay"]["shards"], source=source)
+
+    async def give(self, trajectory_id: str, reward: float) -> None:
+        """Return once the bus has the reward. Giving it again changes nothing, nor does giving another.
+
+        Raises `SchemaError` for what names no trajectory or is no finite number, `BusError` when the bus
+        does not take it."""
+        given = RewardGiven(trajectory_id=trajectory_id, reward=float(reward), source=self._source)
+        given.check()
+        await self._publisher.publish(
+            self._bus.subject("events", "rewards", shard_of(given.lease_id, self._shards)),
+            encode(given),
+            message_id=f"reward-{trajectory_id}-{given.reward!r}",  # another one is to be noticed
+        )
+
+
+async def give_reward(bus: Bus, trajectory_id: str, reward: float, *, source: str = "") -> None:
+    """Give one reward; raises as `RewardSender`, which is quicker for many."""
+    sender = await RewardSender.to_run(bus, source=source)
+    await sender.give(trajectory_id, reward)
+
+
+@dataclass
+class Given:
+    """What became of lines."""
+
+    taken: int = 0
+    """Rewards that the bus has: the shards join them when they come to them."""
+    refused: list[str] = field(default_factory=list)
+    """Of each line that gives none, where it is and why."""
+
+
+async def give_lines(
+    sender: RewardSender, chunks: AsyncIterable[Sequence[str | bytes]], given: Given
+) -> None:
+    """Give the reward of each line like {"trajectory_id": "g00000012.3", "reward": 0.5}, counting in `given`.
+
+    A line that cannot be used stops none of the others; those of a chunk travel together. Raises `BusError`
+    when the bus fails; giving the same lines again is harmless then."""
+    numbers = count(1)
+    async for lines in chunks:
+        numbered = [(next(numbers), line) for line in lines]
+        work = (_give_line(sender, number, line) for number, line in numbered if line.strip())
+        for refusal in await together(work):
+            if refusal is None:
+                given.taken += 1
+            else:
+                given.refused.append(refusal)
+
+
+async def _give_line(sender: RewardSender, number: int, line: str | bytes) -> str | None:
+    """None, or why there is no reward in this line."""
+    try:
+        row = json.loads(line)
+        trajectory_id, reward = row["trajectory_id"], row["reward"]
+    except (ValueError, RecursionError) as error:
+        return f"line {number}: not JSON ({error}): write one like {_EXAMPLE}"
+    except (KeyError, TypeError):
+        return f"line {number}: {_shown(line)} has no trajectory_id or no reward: write one like {_EXAMPLE}"
+    if not isinstance(trajectory_id, str) or isinstance(reward, bool) or not isinstance(reward, int | float):
+        return f"line {number}: {_shown(line)} is no text and a number: write one like {_EXAMPLE}"
+    try:
+        await sender.give(trajectory_id, reward)
+    except (SchemaError, OverflowError) as error:
+        return f"line {number}: {error}"
+    return None
+
+
+def _shown(line: str | bytes) -> str:
+    return repr(line.strip()[:100])

@@ -1,0 +1,39 @@
+"""Training written from the formulas, with transformers and torch alone."""
+
+import torch
+
+from tests.learner.tiny import reference_logits
+
+
+def reference_optimizer(model, config):
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+
+
+def reference_step(model, optimizer, samples, *, loss, lr, temperature):
+    """The same update in plain torch, written from the formulas."""
+    logits = reference_logits(model, samples)
+    total, count, start = 0.0, 0, 0
+    for sample in samples:
+        end = start + len(sample.token_ids)
+        distribution = torch.log_softmax(logits[start : end - 1] / temperature, dim=-1)
+        logprobs = distribution.gather(-1, torch.from_numpy(sample.token_ids[1:]).long()[:, None])[:, 0]
+        mask = torch.from_numpy(sample.loss_mask[1:])
+        weight = 1.0
+        if loss == "tis":
+            ratio = torch.exp(logprobs.detach() - torch.from_numpy(sample.behaviour_logprobs[1:]))
+            weight = sample.advantage * torch.minimum(ratio, torch.tensor(2.0))
+        total = total - (weight * logprobs)[mask].sum()
+        count += int(mask.sum())
+        start = end
+    mean = total / count
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad()
+    mean.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return mean.item(), norm.item()

@@ -1,0 +1,219 @@
+"""Every layout of ranks trains as transformers with torch's AdamW does on one."""
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from bus.errors import ConfigError
+from learner.config import OptimizerConfig, ParallelConfig, TISLoss
+from learner.conversion.weights import export_hf_weights, load_hf_weights
+from learner.megatron import parallel_state
+from learner.model import build_chunks
+from learner.packing import pack
+from learner.parallel import divide_world
+from learner.trainer import StepResult, Trainer
+from tests.learner.reference import reference_optimizer, reference_step
+from tests.learner.tiny import hf_state, random_samples, tiny_model
+
+LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
+"""With an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
+STEPS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and the model it is tried on."""
+
+    ranks: int
+    layout: dict[str, object] = field(default_factory=dict)
+    model: tuple[tuple[str, object], ...] = ()
+    budget: int = 40
+    """Tokens of a micro-batch: the samples of a step make several."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(**self.layout)
+
+
+TIED = (("tied", True),)
+FOUR_LAYERS = (("num_hidden_layers", 4),)
+ODD_VOCABULARY = (("vocab_size", 59),)
+LLAMA = (("family", "llama"),)
+MOE = (("family", "qwen3_moe"),)
+MIXTRAL = (("family", "mixtral"),)
+PLAIN = {"distributed_optimizer": False}
+CASES = {
+    "dp2": Case(2),
+    "dp2 plain": Case(2, PLAIN),
+    "dp2 overlapped": Case(2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "dp2 plain overlapped": Case(2, PLAIN | {"overlap_grad_reduce": True}),
+    "tp2": Case(2, {"tensor": 2}),
+    "tp2 plain tied": Case(2, PLAIN | {"tensor": 2}, TIED),
+    "tp2 qkv bias": Case(2, {"tensor": 2}, (("family", "qwen2"),)),
+    "tp2 odd vocabulary": Case(2, {"tensor": 2}, ODD_VOCABULARY),
+    "tp2 odd tied vocabulary": Case(2, {"tensor": 2}, ODD_VOCABULARY + TIED),
+    "tp2 sp": Case(2, {"tensor": 2, "sequence": True}),
+    "tp2 sp plain tied": Case(2, PLAIN | {"tensor": 2, "sequence": True}, TIED),
+    "pp2": Case(2, {"pipeline": 2}),
+    "pp2 plain": Case(2, PLAIN | {"pipeline": 2}),
+    "pp2 tied": Case(2, {"pipeline": 2}, TIED),
+    "pp2 vpp2": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, FOUR_LAYERS),
+    "pp2 vpp2 plain tied": Case(2, PLAIN | {"pipeline": 2, "virtual_pipeline": 2}, FOUR_LAYERS + TIED),
+    "cp2": Case(2, {"context": 2}),
+    "cp2 one sequence a micro-batch": Case(2, {"context": 2}, budget=1),
+    "cp2 plain tied": Case(2, PLAIN | {"context": 2}, TIED),
+    "full recompute": Case(2, {"tensor": 2, "sequence": True, "recompute": "full"}),
+    "selective recompute": Case(2, {"context": 2, "recompute": "selective"}),
+    "ep2": Case(2, {"expert": 2}, MOE),
+    "ep2 plain tied mixtral": Case(2, PLAIN | {"expert": 2}, MIXTRAL + TIED),
+    "ep2 overlapped": Case(2, {"expert": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}, MOE),
+    "dp2 moe": Case(2, {}, MOE),
+    "cp2 moe": Case(2, {"context": 2}, MOE),
+    "tp2 sp moe": Case(2, {"tensor": 2, "sequence": True}, MOE),
+    "tp2 sp etp2": Case(2, {"tensor": 2, "sequence": True, "expert_tensor": 2}, MOE),
+    "tp2 sp ep2": Case(2, {"tensor": 2, "sequence": True, "expert": 2}, MOE),
+    "tp2 sp ep2 plain": Case(2, PLAIN | {"tensor": 2, "sequence": True, "expert": 2}, MIXTRAL),
+    "dp2 tp2 sp ep2": Case(4, {"tensor": 2, "sequence": True, "expert": 2}, MOE),
+    "tp2 sp ep2 etp2": Case(4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}, MOE),
+    "pp2 ep2": Case(4, {"pipeline": 2, "expert": 2}, MOE),
+    "cp2 ep4 mixtral recomputed": Case(4, {"context": 2, "expert": 4, "recompute": "full"}, MIXTRAL),
+    "tp2 pp2": Case(4, {"tensor": 2, "pipeline": 2}),
+    "tp2 sp pp2 plain tied": Case(4, PLAIN | {"tensor": 2, "sequence": True, "pipeline": 2}, TIED),
+    "tp2 sp pp2 vpp2 tied": Case(
+        4, {"tensor": 2, "sequence": True, "pipeline": 2, "virtual_pipeline": 2}, FOUR_LAYERS + TIED
+    ),
+    "tp2 cp2": Case(4, {"tensor": 2, "context": 2}),
+    "tp2 sp cp2 plain tied": Case(4, PLAIN | {"tensor": 2, "sequence": True, "context": 2}, TIED),
+    "pp2 cp2 tied": Case(4, {"pipeline": 2, "context": 2}, TIED),
+    "dp2 tp2 sp overlapped": Case(
+        4, {"tensor": 2, "sequence": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    ),
+    "dp2 pp2 vpp2 overlapped": Case(
+        4,
+        {"pipeline": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        FOUR_LAYERS,
+    ),
+    "cp4": Case(4, {"context": 4}, LLAMA),
+}
+IN_EVERY_RUN = ("tp2 sp",)
+"""Not marked slow."""
+
+
+def train(case: Case, dtype: torch.dtype) -> tuple[list[StepResult], dict[str, Tensor]]:
+    """Return what each step did, and the weights then; on a rank of a world."""
+    divide_world(case.parallel)
+    model = tiny_model(**dict(case.model))
+    trainer = Trainer(model.config, hf_state(model), OPTIMIZER, dtype=dtype, parallel=case.parallel)
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    steps = []
+    for step in range(STEPS):
+        samples = random_samples(LENGTHS, seed=step, versions=(2, 3))[rank::ranks]
+        batches = pack(samples, case.budget)
+        steps.append(trainer.train_step(batches, TISLoss(), temperature=0.8, policy_version=3))
+    return steps, trainer.export()
+
+
+@cache
+def alone(model: tuple[tuple[str, object], ...], dtype: torch.dtype) -> list[StepResult]:
+    """What each step does on one rank: that of this process."""
+    return train(Case(1, {}, model), dtype)[0]
+
+
+@cache
+def reference(model: tuple[tuple[str, object], ...]) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+    """What `train` should return, computed without any of Sluice's code."""
+    policy = tiny_model(**dict(model))
+    optimizer = reference_optimizer(policy, OPTIMIZER)
+    steps = [
+        reference_step(
+            policy,
+            optimizer,
+            random_samples(LENGTHS, seed=step, versions=(2, 3)),
+            loss="tis",
+            lr=OPTIMIZER.lr * min(1, (step + 1) / 3),
+            temperature=0.8,
+        )
+        for step in range(STEPS)
+    ]
+    weights = hf_state(policy)
+    return steps, {
+        name: weights[name]
+        for name in weights
+        if not (policy.config.tie_word_embeddings and name == "lm_head.weight")
+    }
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_four_steps_follow_plain_torch_adamw_on_any_layout(worlds, name):
+    case = CASES[name]
+    answers = worlds.run(case.ranks, train, case, torch.float32)
+    expected_steps, expected_weights = reference(case.model)
+    assert all(steps == answers[0][0] for steps, _ in answers)
+    for step, (loss, norm), single in zip(
+        answers[0][0], expected_steps, alone(case.model, torch.float32), strict=True
+    ):
+        assert step.loss == pytest.approx(loss, abs=3e-6)
+        assert step.grad_norm == pytest.approx(norm, abs=2e-5)
+        assert step.tokens == single.tokens
+        assert step.diagnostics == pytest.approx(single.diagnostics, abs=1e-5)
+    exported = answers[0][1]
+    assert exported.keys() == expected_weights.keys()
+    for weight_name, expected in expected_weights.items():
+        assert (exported[weight_name] - expected).abs().max() < 1e-5
+    assert not any(weights for _, weights in answers[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dp2 plain", "tp2 sp", "pp2 tied", "cp2", "ep2", "dp2 tp2 sp overlapped"])
+def test_in_bfloat16_a_layout_does_what_one_rank_does(worlds, name):
+    case = CASES[name]
+    [(steps, weights), *_] = worlds.run(case.ranks, train, case, torch.bfloat16)
+    for step, single in zip(steps, alone(case.model, torch.bfloat16), strict=True):
+        assert step.loss == pytest.approx(single.loss, abs=0.03)
+        assert step.grad_norm == pytest.approx(single.grad_norm, rel=0.1)
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+def load_and_export(layout: dict[str, object], family: str, missing: str | None):
+    """The weights as they come out of a model that they were loaded into, or why they cannot be."""
+    parallel = ParallelConfig(**layout)
+    divide_world(parallel)
+    model = tiny_model(family, vocab_size=59)
+    state = {name: tensor for name, tensor in hf_state(model).items() if name != missing}
+    chunks = build_chunks(model.config, dtype=torch.float32, parallel=parallel)
+    try:
+        load_hf_weights(chunks, model.config, state)
+    except ConfigError as error:
+        return str(error)
+    return export_hf_weights(chunks, model.config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "layout", "family"),
+    [
+        (2, {"tensor": 2}, "qwen2"),
+        (2, {"tensor": 2, "sequence": True, "expert": 2}, "qwen3_moe"),
+        (4, {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}, "mixtral"),
+        (4, {"tensor": 2, "pipeline": 2}, "qwen3"),
+    ],
+)
+def test_shared_weights_come_out_bit_for_bit_as_they_went_in(worlds, ranks, layout, family):
+    exported, *others = worlds.run(ranks, load_and_export, layout, family, None)
+    state = hf_state(tiny_model(family, vocab_size=59))
+    assert exported.keys() == state.keys()
+    assert all(torch.equal(exported[name], state[name]) for name in state)
+    assert not any(others)
+
+
+@pytest.mark.slow
+def test_every_rank_says_what_one_of_them_misses(worlds):
+    missing = "model.layers.1.mlp.down_proj.weight"
+    reasons = worlds.run(2, load_and_export, {"pipeline": 2}, "llama", missing)
+    assert all(f"missing {missing} [64, 96]" in reason for reason in reasons)

@@ -1,0 +1,91 @@
+"""A checkpoint of one layout goes on under another as if nothing had happened."""
+
+from pathlib import Path
+
+import pytest
+
+from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from learner.config import OptimizerConfig, ParallelConfig, TISLoss
+from learner.megatron import parallel_state
+from learner.packing import pack
+from learner.parallel import divide_world
+from learner.trainer import Trainer
+from tests.learner.tiny import hf_state, random_samples, tiny_model
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
+PLAIN = {"distributed_optimizer": False}
+LAYOUTS = {
+    "one rank": (1, {}),
+    "dp2": (2, {}),
+    "tp2": (2, {"tensor": 2}),
+    "tp2 sp": (2, {"tensor": 2, "sequence": True}),
+    "pp2": (2, {"pipeline": 2}),
+    "pp2 vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "cp2": (2, {"context": 2}),
+    "ep2": (2, {"expert": 2}),
+    "dp2 overlapped": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "tp2 sp ep2": (2, {"tensor": 2, "sequence": True, "expert": 2}),
+    "dp2 plain": (2, PLAIN),
+    "one rank plain": (1, PLAIN),
+    "tp2 plain": (2, PLAIN | {"tensor": 2}),
+    "tp2 pp2": (4, {"tensor": 2, "pipeline": 2}),
+}
+DENSE = {"num_hidden_layers": 4, "vocab_size": 59}
+EVEN = {"num_hidden_layers": 4}
+TIED = DENSE | {"tied": True}
+MOE = {"family": "qwen3_moe"}
+CHANGES = [
+    ("dp2", "dp2", DENSE),
+    ("dp2", "tp2 pp2", DENSE),
+    ("tp2 sp", "one rank", DENSE),
+    ("tp2", "pp2", TIED),
+    ("pp2", "tp2", TIED),
+    ("pp2", "tp2", DENSE),
+    ("pp2", "tp2", EVEN),
+    ("pp2", "tp2", EVEN | {"tied": True}),
+    ("one rank", "tp2", TIED),
+    ("pp2", "one rank", TIED),
+    ("pp2 vpp2", "cp2", DENSE),
+    ("cp2", "pp2 vpp2", TIED),
+    ("tp2 pp2", "dp2 overlapped", DENSE),
+    ("dp2 overlapped", "one rank", DENSE),
+    ("ep2", "ep2", MOE),
+    ("ep2", "one rank", MOE),
+    ("one rank", "ep2", MOE),
+    ("tp2 sp ep2", "ep2", MOE),
+    ("dp2 plain", "one rank plain", DENSE),
+    ("one rank plain", "tp2 plain", DENSE),
+]
+
+
+def train(layout: dict[str, object], model_changes: dict[str, object], mode: str, root: Path | None):
+    """Two steps, or four when mode is "whole"; on a rank of a world."""
+    parallel = ParallelConfig(**layout)
+    divide_world(parallel)
+    model = tiny_model(**model_changes)
+    trainer = Trainer(model.config, hf_state(model), OPTIMIZER, parallel=parallel)
+    if mode == "resume":
+        load_checkpoint(trainer, latest_checkpoint(root))
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    results = []
+    for step in range(trainer.steps_done, 4 if mode == "whole" else trainer.steps_done + 2):
+        samples = random_samples([5, 17, 2, 32, 9, 20, 20, 3], seed=step)[rank::ranks]
+        result = trainer.train_step(pack(samples, 40), TISLoss(), temperature=1.0, policy_version=3)
+        results.append((result.loss, result.grad_norm))
+    if mode == "save":
+        save_checkpoint(trainer, root, 2, {}, keep=1)
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after", "model"), CHANGES)
+def test_two_steps_a_checkpoint_and_two_steps_elsewhere_are_four_steps(
+    worlds, tmp_path, before, after, model
+):
+    [whole] = worlds.run(1, train, {}, model, "whole", None)
+    ranks, layout = LAYOUTS[before]
+    found = worlds.run(ranks, train, layout, model, "save", tmp_path)[0]
+    ranks, layout = LAYOUTS[after]
+    found += worlds.run(ranks, train, layout, model, "resume", tmp_path)[0]
+    for ours, expected in zip(found, whole, strict=True):
+        assert ours == pytest.approx(expected, abs=1e-5)

@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from learner.packing import pack
+from learner.sharding import share_of_rank
+from tests.learner.tiny import random_samples
+
+LENGTHS = [5, 17, 1, 32, 9]
+
+
+@pytest.mark.parametrize("multiple", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_ranks_together_hold_every_token_once(ranks, multiple):
+    [whole] = pack(random_samples(LENGTHS), 1000)
+    shares = [share_of_rank(whole, ranks=ranks, rank=rank, multiple=multiple) for rank in range(ranks)]
+    assert len({len(share.tokens) for share in shares}) == 1
+    assert len(shares[0].tokens) % multiple == 0
+    found = {}
+    for share in shares:
+        assert share.lengths == shares[0].lengths
+        for t in range(len(share.tokens)):
+            key = int(share.sequence_of_token[t]), int(share.position_ids[t])
+            assert key not in found
+            found[key] = t, share
+    for t in range(len(whole.tokens)):
+        at, share = found.pop((int(whole.sequence_of_token[t]), int(whole.position_ids[t])))
+        for name in ("tokens", "labels", "loss_mask", "behaviour_logprobs", "policy_versions", "advantages"):
+            assert getattr(share, name)[at] == getattr(whole, name)[t]
+    assert not any(share.loss_mask[at] for at, share in found.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_has_as_much_to_attend_to_as_any_other(ranks):
+    [whole] = pack(random_samples([64, 32]), 1000)
+    shares = [share_of_rank(whole, ranks=ranks, rank=rank) for rank in range(ranks)]
+    assert len({int(share.position_ids.sum()) for share in shares}) == 1
+
+
+def test_what_is_trained_is_what_the_mask_says():
+    [whole] = pack(random_samples(LENGTHS), 1000)
+    shares = [share_of_rank(whole, ranks=2, rank=rank) for rank in range(2)]
+    for share in shares:
+        assert torch.equal(share.trained, share.loss_mask.nonzero()[:, 0])
+    assert sum(len(share.trained) for share in shares) == len(whole.trained)
+
+
+def test_a_pack_that_needs_no_cutting_and_no_padding_is_left_alone():
+    [whole] = pack(random_samples([3, 5]), 1000)
+    assert share_of_rank(whole, ranks=1, rank=0, multiple=4) is whole
