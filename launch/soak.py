@@ -21,7 +21,7 @@ HARM_EVERY_S = 5.0
 KILLS_PER_MINUTE = 4.0
 START_TIMEOUT_S = 300.0
 SETTLE_S = 15.0
-"""After the last fault the run goes on undisturbed for so long; what has not come back then is lost."""
+"""Once the run trains again after the last fault, it goes on for so long; what is not back then is lost."""
 SETTINGS = (
     "--run", RUN, "--data.task", "sort", "--reward", "launch.soak:longer",
     "--model.dtype", "float32", "--model.scratch.hidden-size", "32", "--model.scratch.layers", "1",
@@ -46,7 +46,7 @@ async def run_soak(minutes: float, seed: int, directory: Path, stop: asyncio.Eve
     """Harm a run for so long, four kills a minute at least; let it settle, stop it, account for everything.
 
     In the end all its steps are trained again, uninterrupted. Nothing of the run is left running, whatever is
-    raised: `SluiceError` when it does not start, gives up, does not end, or cannot be trained again.
+    raised: `SluiceError` when it does not train, gives up, does not end, or cannot be trained again.
     """
     run = RunDirectory(directory, RUN)
     await asyncio.to_thread(lambda: directory.mkdir(parents=True, exist_ok=True))
@@ -60,6 +60,7 @@ async def run_soak(minutes: float, seed: int, directory: Path, stop: asyncio.Eve
             await asyncio.sleep(victim.random.expovariate(1 / HARM_EVERY_S))
             await victim.harm(deadline - time.monotonic())
             victim.refuse_end()
+        await _training(victim)
         await asyncio.sleep(SETTLE_S)
         await victim.end()
     finally:
@@ -76,9 +77,11 @@ async def run_soak(minutes: float, seed: int, directory: Path, stop: asyncio.Eve
 
 
 async def _training(victim: Victim) -> None:
-    """Return when the run trains, so that every fault hits something."""
+    """Return when the run has trained another step: so faults hit something, and leave nobody stuck."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not (victim.run.path / "lineage.jsonl").exists():
+    path = victim.run.path / "lineage.jsonl"
+    before = path.stat().st_size if path.exists() else 0
+    while not path.exists() or path.stat().st_size <= before:
         victim.refuse_end()
         if time.monotonic() > deadline:
             raise SluiceError(f"no training step within {START_TIMEOUT_S:g} s: see {victim.log}")

@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -153,3 +154,23 @@ async def test_role_is_left_quickly_when_the_bus_is_gone(server: NatsServer, bus
         await server.kill()
         began = time.monotonic()
     assert time.monotonic() - began < 1
+
+
+@pytest.mark.nats
+async def test_role_is_left_though_its_renewal_misses_a_cancellation(bus: Bus, monkeypatch):
+    """As it does in Python 3.11 when the answer comes at the same moment."""
+    renews, swap = asyncio.Event(), bus.swap
+
+    async def deaf_swap(key: str, message: RoleHolder, revision: int) -> int | None:
+        found = await swap(key, message, revision)
+        if revision > 0:
+            renews.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+        return found
+
+    monkeypatch.setattr(bus, "swap", deaf_swap)
+    async with asyncio.timeout(5):
+        async with hold_role(bus, "learner", "a"):
+            await renews.wait()
+    assert await holder(bus) is None
