@@ -303,10 +303,7 @@ class Learner:
     def _on_evaluation(self, result: EvaluationResult) -> None:
         progress, target = self.progress, self._settings.learner.target_accuracy
         measured = {str(result.policy_version): (result.sampled, result.greedy)}
-        progress.evaluations = {
-            **progress.evaluations,
-            **measured,
-        }  # `values_to_save` may be reading the old one
+        progress.evaluations = progress.evaluations | measured  # a checkpoint's thread may read the old one
         self._weights.unpin(result.policy_version)
         reached = target is not None and result.sampled >= target and progress.stage == "rl"
         if reached and progress.target_reached_step is None:

@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]  # i
 STEPS = 12
 SETTINGS = (
     "--preset", "sort", "--warmup.steps", "4", "--warmup.threads", "1", "--learner.steps", str(STEPS),
-    "--learner.target-accuracy", "1.0", "--learner.checkpoint.save-every", "5", "--learner.checkpoint.keep", "3",
+    "--learner.target-accuracy", "1.0",
+    "--learner.checkpoint.save-every", "5", "--learner.checkpoint.keep", "3",
     "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
     "--evaluation.every-versions", "0", "--replay.archive", "archive", "--reward", "launch.soak:longer",
 )  # fmt: skip
@@ -109,6 +110,7 @@ def test_the_shadow_trained_on_the_groups_of_every_step(root: Path):
         (("replay", "--learner.loss.type", "ppo"), "did you mean 'ppo_clip'?"),
         (("learner", "--from-checkpoint", "x"), "--from-checkpoint is for a --shadow"),
         (("learner", "--shadow", "a b"), "shadow name 'a b'"),
+        (("learner", "--shadow", "a", "--nproc", "2"), "shadow 'a' is one process"),
         (("learner", "--shadow", "a", "--from-checkpoint", "x"), "--from-checkpoint x is not a checkpoint"),
     ],
 )
