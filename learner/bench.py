@@ -20,7 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bus.codec import Json
 from learner.bench_bare import BareLoop
-from learner.config import OptimizerConfig, TISLoss
+from learner.config import OptimizerConfig, ParallelConfig, TISLoss
 from learner.packing import MicroBatch, Sample, pack
 from learner.parallel import close_world, device, init_world
 from learner.trainer import Trainer
@@ -117,11 +117,8 @@ Step = Callable[[], object]
 def ours(workload: Workload, *, recompute: bool = False) -> Step:
     """A step of the learner on batches that are packed."""
     model = Qwen3ForCausalLM(workload.model)
-    trainer = Trainer(workload.model, model.state_dict(), OPTIMIZER, dtype=workload.dtype)
-    if recompute:
-        config = trainer.model.config
-        config.recompute_granularity, config.recompute_method = "full", "uniform"
-        config.recompute_num_layers = 1
+    parallel = ParallelConfig(recompute="full" if recompute else "none")
+    trainer = Trainer(workload.model, model.state_dict(), OPTIMIZER, dtype=workload.dtype, parallel=parallel)
     batches, loss = pack(workload.samples(), workload.micro_batch), TISLoss()
     return lambda: trainer.train_step(batches, loss, temperature=1.0, policy_version=0)
 

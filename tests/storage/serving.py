@@ -69,7 +69,7 @@ async def running(
             await task
 
 
-async def until(true: Callable[[], bool | Awaitable[bool]], *, seconds: float = 5) -> None:
+async def until(true: Callable[[], bool | Awaitable[bool]], *, seconds: float = 20) -> None:
     """Return as soon as `true` holds."""
     async with asyncio.timeout(seconds):
         while True:
