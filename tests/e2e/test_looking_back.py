@@ -24,9 +24,9 @@ SETTINGS = (
 
 
 def wait_for_step(path: Path, step: int, learner: Command) -> None:
-    """Return once a step was trained."""
+    """Return once a step was trained, and the checkpoint of step 5 is durable."""
     deadline = time.monotonic() + 300
-    while step not in lineage.steps(path):
+    while not (step in lineage.steps(path) and (path.parent / "checkpoints/step_00000005").exists()):
         assert learner.process.poll() is None, learner.said()
         assert time.monotonic() < deadline, learner.said()
         time.sleep(0.05)
