@@ -292,6 +292,30 @@ class Waiting(Message, tag="waiting"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GivenRequest(Message, tag="given_request"):
+    """Asks which groups a step was given. Anybody may ask: it changes nothing."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given(Message, tag="given"):
+    """The groups of a step, and where the learner stands."""
+
+    step: int
+    groups: tuple[GroupRef, ...]
+    """In the order of the batch; none when the step has not been given any."""
+    incarnation: str
+    """The learner that resumed last: when it is another, later steps may have been given other groups."""
+    trained_through: int
+    """The newest step whose version the learner published; -1 as long as nobody knows."""
+    trains_from: int
+    """Version at which reinforcement learning began."""
+    stage: str
+    """The learner's; empty as long as nobody knows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepCommitted(Message, tag="step_committed"):
     """A checkpoint that includes every step up to `step` is durable."""
 

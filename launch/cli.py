@@ -19,6 +19,7 @@ from launch.config import (
     ActorsProcess,
     LearnerProcess,
     ProcessConfig,
+    ReplayProcess,
     RunConfig,
     config_file,
     flags,
@@ -61,6 +62,7 @@ Settings = Annotated[RunConfig, *AS_WRITTEN]
 ShardsSettings = Annotated[ProcessConfig, *AS_WRITTEN]
 LearnerSettings = Annotated[LearnerProcess, *AS_WRITTEN]
 ActorsSettings = Annotated[ActorsProcess, *AS_WRITTEN]
+ReplaySettings = Annotated[ReplayProcess, *AS_WRITTEN]
 
 PresetName = Annotated[str | None, Parameter(name="--preset", group=SHORT)]
 ConfigFile = Annotated[Path | None, Parameter(name="--config", group=SHORT)]
@@ -193,6 +195,8 @@ def learner(
     nodes: Nodes = None,
     node_rank: NodeRank = None,
     master: Master = None,
+    shadow: str | None = None,
+    from_checkpoint: Path | None = None,
     settings: LearnerSettings = LearnerProcess(),
 ) -> None:
     """Train the policy of a run whose storage is up: name it with --run. Its settings come from the bus.
@@ -209,16 +213,28 @@ def learner(
         Which of them this is, from 0.
     master
         Node 0 and a free port there, as host:port.
+    shadow
+        Be a shadow of this name: train on the steps of the run's learner with settings of your own, and
+        change nothing in the run.
+    from_checkpoint
+        Directory of a checkpoint that the shadow begins from, instead of the initial model.
     """
-    from launch.services import serve_learner
+    from launch.services import serve_learner, serve_shadow
 
     configure_logging()
-    if is_rank():
-        become_rank()
     given = {"processes": nproc, "nodes": nodes, "node_rank": node_rank, "master": master}
     world = {key: value for key, value in given.items() if value is not None}
-    where, overrides = _joining(merge(_short(bus), {"learner": {"world": world}} if world else {}), settings)
-    several = run(partial(serve_learner, where, overrides, is_rank=is_rank()))
+    where, own = _joining(merge(_short(bus), {"learner": {"world": world}} if world else {}), settings)
+    if shadow is not None:
+        if world or is_rank():
+            raise ConfigError(f"shadow {shadow!r} is one process: it has no ranks, nodes or master")
+        run(partial(serve_shadow, where, own, shadow, from_checkpoint))
+        return
+    if from_checkpoint is not None:
+        raise ConfigError("--from-checkpoint is for a --shadow: a learner goes on from its own newest one")
+    if is_rank():
+        become_rank()
+    several = run(partial(serve_learner, where, own, is_rank=is_rank()))
     if several is not None:
         from launch.torchrun import run_world
 
@@ -242,6 +258,71 @@ def actors(
 
     configure_logging()
     run(partial(serve_actors, *_joining(_short(bus, reward=reward), settings)))
+
+
+@app.command(usage=USAGE.format("replay"))
+def replay(
+    *,
+    from_step: int = 0,
+    to_step: int | None = None,
+    config: ConfigFile = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    settings: ReplaySettings = ReplayProcess(),
+) -> None:
+    """Train steps of a run again from its directory: are the batches the same, and the losses?
+
+    With other settings it tells what would have come of the same batches under another objective.
+
+    Parameters
+    ----------
+    from_step
+        Where to start: the newest checkpoint up to it is loaded; 0 is the initial model.
+    to_step
+        The last step to train; without it, the newest.
+    config
+        The run's settings, TOML or JSON, where its directory does not hold them.
+    as_json
+        Print the report as one JSON object on one line.
+    """
+    from launch.replay import recorded_config, replay_status
+    from launch.replay import replay as replay_run
+    from storage.run import RunDirectory
+
+    configure_logging("warning" if as_json else "info")
+    where, changed = _joining({}, settings)
+    run_directory = RunDirectory(where.directory, where.run)
+    recorded = recorded_config(run_directory, config)
+    report = run(partial(replay_run, run_directory, recorded, changed, (from_step, to_step)))
+    print(json.dumps(report, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
+    raise SystemExit(replay_status(report))
+
+
+@app.command(usage=USAGE.format("restore"))
+def restore(
+    *,
+    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    directory: Path = Path("runs"),
+    archive: str | None = None,
+) -> None:
+    """Bring back the trajectories that a run's replay has archived. Its storage must be stopped.
+
+    Parameters
+    ----------
+    run_name
+        Name of the run.
+    directory
+        Where runs lie.
+    archive
+        Directory or fsspec URL, as the run's replay.archive, which is taken without it.
+    """
+    from launch.replay import restore_run
+    from storage.run import RunDirectory
+
+    try:
+        restored = restore_run(RunDirectory(directory, run_name), archive)
+    except SluiceError as error:
+        fail(error)
+    print("\n".join(restored) or "nothing was retired")  # noqa: T201 - the user's terminal
 
 
 @app.command(usage="Usage: launch data --run NAME --prompts FILE [--keep-old]")
@@ -367,7 +448,7 @@ def soak(
     Parameters
     ----------
     minutes
-        How long the harm goes on.
+        How long the harm goes on: at least four kills a minute, longer if need be.
     seed
         Decides what is harmed, and when.
     directory
@@ -375,7 +456,8 @@ def soak(
     as_json
         Print the account as one JSON object only.
     """
-    from launch.soak import exit_status, run_soak
+    from launch.account import exit_status
+    from launch.soak import run_soak
 
     configure_logging("warning" if as_json else "info")
     result = run(partial(run_soak, minutes, seed, directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}"))

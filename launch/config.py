@@ -46,6 +46,19 @@ class LearnerProcess(ProcessConfig):
     """Reinforcement learning."""
 
 
+class ReplayProcess(Config):
+    """What may be other when steps are trained again than when they were trained."""
+
+    run: str = "default"
+    """Name of the run: letters, digits, - and _."""
+
+    directory: Path = Path("runs")
+    """Where runs lie; this one in a directory of its own name."""
+
+    learner: LearnerConfig = LearnerConfig()
+    """Reinforcement learning."""
+
+
 class ActorsProcess(ProcessConfig):
     """What an actor process may have of its own, over the run's configuration."""
 

@@ -2,21 +2,26 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import RunRecord
+from bus.probe import until_it_cannot_store
 from bus.server import NatsServer
 from launch.config import RunConfig, resolve
 from launch.runtime import locked
 from learner.config import WorldConfig
-from storage.files import make_directory, one_at_a_time
+from storage.files import make_directory, one_at_a_time, write_file
 from storage.generators import generate_task
 from storage.run import RunDirectory
+
+if TYPE_CHECKING:
+    from learner.settings import LearnerSettings
 
 log = structlog.get_logger()
 PORTS = range(1 << 16)
@@ -34,19 +39,29 @@ async def serve_bus(host: str, port: int, directory: Path, stop: asyncio.Event) 
             raise ConfigError(f"another `launch bus` keeps its streams in {directory}: give --directory")
         async with NatsServer(directory, host=host, port=port) as server:
             log.info("bus_ready", url=server.url)
-            await _until_ended(server, stop)
+            while not await _ended_or_stopped(server, stop):
+                await server.stop()
+                await server.start()
 
 
-async def _until_ended(server: NatsServer, stop: asyncio.Event) -> None:
+async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event) -> bool:
+    """Wait for the end that `stop` asks for; False when the server has to be started again before."""
     ended = asyncio.create_task(server.wait())
     stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if not stop.is_set():
+    full = asyncio.create_task(until_it_cannot_store(server.url))
+    tasks = {ended, stopping, full}
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    if stop.is_set():
+        return True
+    if not ended.cancelled():
         raise BusError(
             f"nats-server ended by itself with status {ended.result()}: see {server.directory}/nats.log"
         )
-    ended.cancel()
+    log.error("bus_cannot_store", reason=full.result(), remedy="is the disk full? nats-server starts again")
+    return False
 
 
 async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:
@@ -107,7 +122,19 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
     from learner.cpu import adapt_megatron_to_cpu
 
     adapt_megatron_to_cpu()
+    from learner.hosts import world_rank
     from learner.service import run
+
+    settings, demonstrations = learner_settings(config, directory)
+    if world_rank() == 0:
+        write_file(directory.learner_config, config.model_dump_json(indent=2, exclude={"bus"}).encode())
+    progress = await run(bus, settings, demonstrations, stop)
+    if progress is not None:
+        log.info("learner_ends", stage=progress.stage, step=progress.step)
+
+
+def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["LearnerSettings", Path | None]:
+    """What the learner of a run is told, and where its demonstrations are; generated ones are made."""
     from learner.settings import LearnerSettings
 
     demonstrations = config.warmup.demonstrations
@@ -128,9 +155,41 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
         lineage=directory.path / "lineage.jsonl",
         export=directory.export,
     )
-    progress = await run(bus, settings, demonstrations, stop)
-    if progress is not None:
-        log.info("learner_ends", stage=progress.stage, step=progress.step)
+    return settings, demonstrations
+
+
+async def serve_shadow(
+    where: RunConfig, overrides: dict[str, Any], name: str, from_checkpoint: Path | None, stop: asyncio.Event
+) -> None:
+    """A shadow of the run's learner until that is done or `stop`."""
+    _refuse_no_checkpoint(from_checkpoint)
+    kept = RunDirectory(where.directory, where.run).shadow(name)
+    async with Bus.connect(where.bus, where.run, name=f"shadow-{name}") as bus:
+        config = await joined(bus, where, overrides, stop)
+        if config is None:
+            return
+        from learner.cpu import adapt_megatron_to_cpu
+
+        adapt_megatron_to_cpu()
+        from learner.shadow import ShadowSettings, run_shadow
+
+        settings, demonstrations = learner_settings(config, RunDirectory(config.directory, config.run))
+        own = replace(
+            settings,
+            checkpoints=kept / "checkpoints",
+            progress=kept / "progress.json",
+            lineage=kept / "lineage.jsonl",
+            export=kept / "export",
+        )
+        shadow = ShadowSettings(name, own, kept / "metrics.jsonl", from_checkpoint)
+        log.info("shadow_starting", run=config.run, shadow=name)
+        progress = await run_shadow(bus, shadow, demonstrations, stop)
+        log.info("shadow_ends", step=progress.step, steps_retired=progress.steps_retired)
+
+
+def _refuse_no_checkpoint(directory: Path | None) -> None:
+    if directory is not None and not (directory / "manifest.json").is_file():
+        raise ConfigError(f"--from-checkpoint {directory} is not a checkpoint: it has no manifest.json")
 
 
 async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:

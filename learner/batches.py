@@ -10,6 +10,9 @@ from learner.advantages.grpo import grpo_advantages
 from learner.config import AdvantageConfig, BatchConfig
 from learner.packing import MicroBatch, Sample, pack
 
+DIGESTS = 1 << 128
+"""How many digests there are."""
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -26,6 +29,8 @@ class StepBatch:
     staleness_sum: int
     """Over trajectories."""
     response_tokens: int
+    digest: int
+    """Sum of the samples' digests modulo `DIGESTS`: however they are packed and divided, it is the same."""
 
     @property
     def reward_mean(self) -> float:
@@ -41,6 +46,10 @@ class StepBatch:
     def response_tokens_mean(self) -> float:
         """Of a trajectory."""
         return self.response_tokens / self.trajectories
+
+    def xxh3(self) -> str:
+        """`digest` in hexadecimal: equal for batches whose samples are equal bit for bit, in any order."""
+        return f"{self.digest:032x}"
 
 
 def make_step_batch(
@@ -68,6 +77,7 @@ def make_step_batch(
         staleness_max=max(staleness, default=0),
         staleness_sum=sum(staleness),
         response_tokens=sum(int(t.loss_mask.sum()) for t in trajectories),
+        digest=sum(sample.xxh3() for sample in samples) % DIGESTS,
     )
 
 

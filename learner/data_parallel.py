@@ -6,10 +6,13 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from learner.batches import StepBatch
+from learner.batches import DIGESTS, StepBatch
 from learner.megatron import parallel_state
 from learner.packing import MicroBatch, empty_micro_batch
 from learner.parallel import device
+
+WORDS = range(0, 128, 32)
+"""Where the words of a digest begin; as float64 a million of them add up exactly."""
 
 
 def data_parallel_rank() -> int:
@@ -33,14 +36,16 @@ def equally_many(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 def of_all_ranks(batch: StepBatch) -> StepBatch:
-    """This rank's micro-batches, as `equally_many`, with the counts of all ranks together."""
+    """This rank's micro-batches, as `equally_many`, with counts and digest of all ranks together."""
     names = ("trajectories", "tokens", "reward_sum", "staleness_sum", "response_tokens")
     sums = _reduced([getattr(batch, name) for name in names], dist.ReduceOp.SUM)
+    words = _reduced([batch.digest >> shift & 0xFFFFFFFF for shift in WORDS], dist.ReduceOp.SUM)
     [staleness_max] = _reduced([batch.staleness_max], dist.ReduceOp.MAX)
     return replace(
         batch,
         micro_batches=equally_many(batch.micro_batches),
         staleness_max=int(staleness_max),
+        digest=sum(int(word) << shift for word, shift in zip(words, WORDS, strict=True)) % DIGESTS,
         **{name: type(getattr(batch, name))(total) for name, total in zip(names, sums, strict=True)},
     )
 

@@ -1,32 +1,125 @@
-"""Which groups made which policy version: one line a step, for audits."""
+"""Which groups made which policy version, and what came of it: one line a step, for audits and replays."""
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
+
+from bus.errors import StorageError
 
 
-def record(path: Path, *, step: int, policy_version: int, incarnation: str, lease_ids: Sequence[int]) -> None:
-    """Add the step that made `policy_version`. A step trained again after a resume has a later line."""
-    line = {
-        "step": step,
-        "policy_version": policy_version,
-        "incarnation": incarnation,
-        "leases": list(lease_ids),
-    }
-    with path.open("a") as file:
-        file.write(json.dumps(line, separators=(",", ":")) + "\n")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedStep:
+    """One optimizer step. What older builds did not write is None."""
+
+    step: int
+    policy_version: int
+    """The version that it made."""
+    incarnation: str
+    """The learner process that trained it."""
+    leases: tuple[int, ...]
+    """Its groups, in the order of the batch."""
+    weights: tuple[float, ...] | None = None
+    """Importance weight of each group."""
+    batch_xxh3: str | None = None
+    """`StepBatch.xxh3` of what the trainer got."""
+    loss: float | None = None
+    """Mean over the trained tokens."""
+    grad_norm: float | None = None
+    """Before clipping."""
+    entropy: float | None = None
+    """Nats, mean over the trained tokens."""
+    lr: float | None = None
+    skipped: bool | None = None
+    """The weights are as before: loss or gradient were not finite, or there was nothing to train."""
+
+    @classmethod
+    def parse(cls, line: bytes) -> "TrainedStep | None":
+        """The step of a line; None for one that a kill cut short."""
+        try:
+            entry: dict[str, Any] = json.loads(line)
+        except ValueError:
+            return None
+        weights = entry.get("weights")
+        entry |= {"leases": tuple(entry["leases"]), "weights": None if weights is None else tuple(weights)}
+        return cls(**{field.name: entry[field.name] for field in fields(cls) if field.name in entry})
+
+
+def record(path: Path, step: TrainedStep) -> None:
+    """Add a line, below whatever a kill left unfinished. A step trained again has a later line."""
+    append_line(path, asdict(step))
+
+
+def append_line(path: Path, values: Mapping[str, object]) -> None:
+    """Add `values` to a file of JSON lines; from then on a kill of this process does not lose them."""
+    line = json.dumps(values, separators=(",", ":")) + "\n"
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = "\n" + line
+        file.write(line.encode())
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk holds every line. To call before a checkpoint that has these steps is written."""
+    if path.exists():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def read(path: Path, *, until_step: int) -> dict[int, list[int]]:
     """Step -> leases, as they count in weights of `until_step`: of a step trained again, the last time."""
-    steps: dict[int, list[int]] = {}
-    if not path.exists():
-        return steps
-    for line in path.read_text().splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:  # cut short by a kill: that step never became durable
+    return {step: list(found.leases) for step, found in steps(path).items() if step <= until_step}
+
+
+def resumes(path: Path) -> int:
+    """How often another learner process went on with training; one that came to no step does not count."""
+    return max(0, len({line.incarnation for line in _lines(path)}) - 1)
+
+
+def steps(path: Path) -> dict[int, TrainedStep]:
+    """The steps that made the newest weights, ascending.
+
+    A line takes back the earlier ones of its step and of those after: a learner resumed before it. A learner
+    that another has replaced may still write the step it was in the middle of; that does not count.
+    """
+    found: dict[int, TrainedStep] = {}
+    replaced: set[str] = set()
+    newest = ""
+    for line in _lines(path):
+        if line.incarnation in replaced:
             continue
-        if entry["step"] <= until_step:
-            steps[entry["step"]] = entry["leases"]
-    return dict(sorted(steps.items()))
+        if line.incarnation != newest:
+            replaced.add(newest)
+            newest = line.incarnation
+        while found and next(reversed(found)) >= line.step:
+            found.popitem()
+        found[line.step] = line
+    return found
+
+
+def refuse_other_groups(path: Path, groups: Mapping[int, list[int]]) -> None:
+    """Raise `StorageError` when the lineage says that a step trained on other groups than `groups` says.
+
+    Steps that are missing there are passed over: the file may have stayed on another host.
+    """
+    written = steps(path)
+    for step, leases in groups.items():
+        if step in written and list(written[step].leases) != leases:
+            said = list(written[step].leases)
+            raise StorageError(
+                f"the checkpoint trained step {step} on groups {leases}, but {path} says {said}: they are of "
+                "different histories; restore the one that is wrong"
+            )
+
+
+def _lines(path: Path) -> Iterator[TrainedStep]:
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if (step := TrainedStep.parse(line)) is not None:
+                yield step

@@ -6,6 +6,7 @@ from typing import Self
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from bus.errors import ConfigError
@@ -27,6 +28,14 @@ class Sample:
     """Of the whole trajectory."""
     name: str = "a sample"
     """For messages to people."""
+
+    def xxh3(self) -> int:
+        """Digest of all that is trained on, 128 bits."""
+        digest = xxhash.xxh3_128()
+        for array in (self.token_ids, self.loss_mask, self.behaviour_logprobs, self.policy_versions):
+            digest.update(array.tobytes())
+        digest.update(np.float32(self.advantage).tobytes())
+        return digest.intdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

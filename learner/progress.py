@@ -1,7 +1,18 @@
 """How far a run has come: saved inside every checkpoint, so that counters and weights move together."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Self
+
+from bus.errors import StorageError
+from bus.messages import Given
+from learner import lineage
+from learner.checkpoint import save_checkpoint
+from learner.settings import LearnerSettings
+from learner.trainer import Trainer
+from storage import checkpoints
+from storage.files import write_json
 
 Stage = Literal["warmup", "rl", "done"]
 
@@ -28,6 +39,8 @@ class Progress:
     target_reached_step: int | None = None
     evaluations: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Version -> (sampled, greedy) held-out accuracy."""
+    groups: dict[str, list[int]] = field(default_factory=dict)
+    """Step -> leases of its groups, of the steps since the checkpoint before."""
 
     def to_json(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -43,3 +56,41 @@ class Progress:
         """Held-out sampled accuracy of a version, if it was measured."""
         pair = self.evaluations.get(str(policy_version))
         return None if pair is None else pair[0]
+
+    def forget_groups(self, through: int) -> None:
+        """Drop those of the steps up to `through`: an earlier checkpoint has them."""
+        self.groups = {step: leases for step, leases in self.groups.items() if int(step) > through}
+
+
+def progress_to_save(settings: LearnerSettings, progress: Progress) -> dict[str, Any]:
+    """What a checkpoint at `progress` is to hold of it, the groups of its steps included.
+
+    Their lines of the lineage are on the disk before it: what a kill costs is only what no checkpoint holds.
+    """
+    lineage.sync(settings.lineage)
+    saved = [step for step in checkpoints.steps(settings.checkpoints) if step < progress.step]
+    progress.forget_groups(max(saved, default=0))
+    return progress.to_json()
+
+
+def save_progress(trainer: Trainer, settings: LearnerSettings, progress: Progress) -> None:
+    """Save a checkpoint at `progress`; on return it survives a power cut."""
+    values, keep = progress_to_save(settings, progress), settings.learner.checkpoint.keep
+    save_checkpoint(trainer, settings.checkpoints, progress.step, values, keep=keep)
+    write_json(settings.progress, values)
+
+
+async def refuse_other_history(
+    progress: Progress, path: Path, given: Callable[[int], Awaitable[Given]]
+) -> None:
+    """Raise `StorageError` when the lineage at `path`, or storage, knows other groups than the checkpoint."""
+    groups = {int(step): leases for step, leases in progress.groups.items()}
+    lineage.refuse_other_groups(path, groups)
+    for step, leases in groups.items():
+        answer = [group.lease_id for group in (await given(step)).groups]
+        if answer != leases:
+            raise StorageError(
+                f"the checkpoint of step {progress.step} trained step {step} on groups {leases}, but storage "
+                f"gave it {answer or 'none'}: they are of different histories; restore the ledger, or move "
+                "this checkpoint away to go on from the one before"
+            )

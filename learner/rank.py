@@ -12,12 +12,13 @@ from torch import Tensor
 
 from bus.errors import WorldError
 from bus.messages import GroupRef, Trajectory
-from learner.batches import StepBatch, make_step_batch
+from learner.batches import StepBatch
 from learner.checkpoint import PendingCheckpoint, start_checkpoint
 from learner.commands import Begin, Fetch, Train, WarmUp
 from learner.config import SFTLoss
-from learner.data_parallel import data_parallel_rank, data_parallel_size, equally_many, of_all_ranks
+from learner.data_parallel import data_parallel_rank, data_parallel_size, equally_many
 from learner.settings import LearnerSettings
+from learner.steps import train_on
 from learner.trainer import StepResult, Trainer
 from learner.warmup import Demonstrations
 from storage.reader import ReplayReader
@@ -111,23 +112,14 @@ class Rank:
     def _train(
         self, groups: Groups, weights: list[float], policy_version: int
     ) -> tuple[StepBatch, StepResult]:
-        learner = self._settings.learner
-        batch = of_all_ranks(
-            make_step_batch(
-                groups,
-                weights=weights,
-                policy_version=policy_version,
-                advantage=learner.advantage,
-                batch=learner.batch,
-            )
-        )
-        result = self._trainer.train_step(
-            batch.micro_batches,
-            learner.loss,
-            temperature=self._settings.temperature,
+        return train_on(
+            self._trainer,
+            groups,
+            weights,
+            self._settings.learner,
             policy_version=policy_version,
+            temperature=self._settings.temperature,
         )
-        return batch, result
 
     def _warm_up(self, step: int) -> StepResult:
         if self._demonstrations is None:

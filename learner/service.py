@@ -18,6 +18,8 @@ from bus.roles import guarded, hold_role
 from bus.status import report_status
 from learner.channel import Channel
 from learner.checkpoint import latest_checkpoint, load_checkpoint, read_extra
+from learner.config import OptimizerConfig, ParallelConfig
+from learner.conversion.base import State
 from learner.conversion.files import load_hf_directory, load_tokenizer, refuse_other_vocabulary
 from learner.hosts import refuse_unshared, world_rank, world_size
 from learner.parallel import close_world, init_world
@@ -97,6 +99,51 @@ def build(
     thread: ThreadPoolExecutor, stop: asyncio.Event,
 ) -> Built:  # fmt: skip
     """Everything that torch needs before the first step; takes seconds. Every rank calls it in `thread`."""
+    initial = prepare(settings, demonstrations)
+    init_world(settings.learner.parallel)
+    refuse_unshared(settings.checkpoints)
+    channel = Channel(stop)
+    latest = latest_checkpoint(settings.checkpoints)
+    progress = Progress.from_json(read_extra(latest)) if latest else Progress()
+    optimizer = settings.warmup.optimizer if progress.stage == "warmup" else settings.learner.optimizer
+    trainer = initial.trainer(settings, optimizer, settings.learner.parallel)
+    if latest is not None:
+        load_checkpoint(trainer, latest)
+        progress.stage = "rl" if progress.stage == "done" else progress.stage
+        log.info("resumed", checkpoint=str(latest), stage=progress.stage, step=progress.step)
+    rank = Rank(trainer, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread)
+    return Built(World(channel, rank, settings), progress)
+
+
+@dataclass(frozen=True)
+class Initial:
+    """What a run trains from, before its first step."""
+
+    hf_config: PretrainedConfig
+    state: State
+    """Weights by Hugging Face name."""
+    demonstrations: Demonstrations | None
+    """For the warm-up, if the run has one."""
+
+    def trainer(
+        self, settings: LearnerSettings, optimizer: OptimizerConfig, parallel: ParallelConfig
+    ) -> Trainer:
+        """This rank's trainer of the model; `parallel` is what `init_world` got."""
+        return Trainer(
+            self.hf_config,
+            self.state,
+            optimizer,
+            dtype=getattr(torch, settings.model.dtype),
+            trainable=TrainableWeights(settings.model.freeze, settings.model.train_only),
+            parallel=parallel,
+        )
+
+
+def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
+    """Read the initial model, making the scratch model if need be, and the demonstrations.
+
+    Raises `ConfigError` when model, tokenizer or demonstrations do not belong together.
+    """
     torch.manual_seed(settings.seed)
     if settings.model.path is None:
         with one_at_a_time(settings.model_directory):
@@ -104,27 +151,7 @@ def build(
     hf_config, state = load_hf_directory(settings.model_directory)
     tokenizer = load_tokenizer(settings.model_directory)
     refuse_misfit(hf_config, tokenizer, settings.model_directory)
-    rows = _demonstrations(settings, demonstrations, tokenizer, hf_config)
-    init_world(settings.learner.parallel)
-    refuse_unshared(settings.checkpoints)
-    channel = Channel(stop)
-    latest = latest_checkpoint(settings.checkpoints)
-    progress = Progress.from_json(read_extra(latest)) if latest else Progress()
-    optimizer = settings.warmup.optimizer if progress.stage == "warmup" else settings.learner.optimizer
-    trainer = Trainer(
-        hf_config,
-        state,
-        optimizer,
-        dtype=getattr(torch, settings.model.dtype),
-        trainable=TrainableWeights(settings.model.freeze, settings.model.train_only),
-        parallel=settings.learner.parallel,
-    )
-    if latest is not None:
-        load_checkpoint(trainer, latest)
-        progress.stage = "rl" if progress.stage == "done" else progress.stage
-        log.info("resumed", checkpoint=str(latest), stage=progress.stage, step=progress.step)
-    rank = Rank(trainer, settings, reader=reader, demonstrations=rows, thread=thread)
-    return Built(World(channel, rank, settings), progress)
+    return Initial(hf_config, state, _demonstrations(settings, demonstrations, tokenizer, hf_config))
 
 
 def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

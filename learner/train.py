@@ -15,16 +15,19 @@ from bus.messages import BatchLease, EvaluationResult, Metrics
 from bus.publish import Publisher
 from bus.status import report_status
 from learner import lineage
+from learner.batches import StepBatch
 from learner.commands import Begin
 from learner.conversion.files import save_hf_directory
 from learner.heldout import HeldOut
 from learner.metrics import batch_values, read_values, step_values
-from learner.progress import Progress
+from learner.progress import Progress, progress_to_save, refuse_other_history
 from learner.publish import WeightPublisher
 from learner.settings import LearnerSettings
+from learner.steps import lineage_line
+from learner.trainer import StepResult
 from learner.world import World
+from storage.files import write_json
 from storage.reader import ReplayReader
-from storage.run import write_json
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -90,6 +93,7 @@ class Learner:
         await self._heldout.find()
         if self._settings.learner.target_accuracy and self._heldout.prompts is None:
             raise ConfigError("learner.target_accuracy needs held-out prompts: set data.heldout or data.task")
+        await refuse_other_history(self.progress, self._settings.lineage, self._reader.given)
         await self._weights.retire_others()
         await self._weights.publish_model_files(self._settings.model_directory)
         await self._reader.resumed(self.progress.step)
@@ -150,11 +154,11 @@ class Learner:
             return False
         waited = time.monotonic() - started
         self._doing = f"training step {progress.step + 1}"
-        batch, result = await self._world.train(progress.step + 1, progress.policy_version)
-        await asyncio.to_thread(self._record, lease)
+        batch, result = await self._train_on(lease)
         trained = time.monotonic()
         progress.step += 1
         progress.policy_version += 1
+        progress.groups[str(progress.step)] = [group.lease_id for group in lease.groups]
         progress.trajectories_trained += batch.trajectories
         progress.tokens_trained += batch.tokens
         progress.steps_skipped += result.skipped
@@ -200,15 +204,13 @@ class Learner:
         await self._world.fetch(lease)
         return lease
 
-    def _record(self, lease: BatchLease) -> None:
-        """Write down what the step that has just been trained consumed."""
-        lineage.record(
-            self._settings.lineage,
-            step=lease.step,
-            policy_version=self.progress.policy_version + 1,
-            incarnation=self._incarnation,
-            lease_ids=[group.lease_id for group in lease.groups],
-        )
+    async def _train_on(self, lease: BatchLease) -> tuple[StepBatch, StepResult]:
+        """Train, and write down what the step consumed and what came of it."""
+        version = self.progress.policy_version
+        batch, result = await self._world.train(lease.step, version)
+        line = lineage_line(lease.step, version + 1, self._incarnation, lease.groups, batch, result)
+        await asyncio.to_thread(lineage.record, self._settings.lineage, line)
+        return batch, result
 
     # --- the end ---
 
@@ -300,7 +302,8 @@ class Learner:
 
     def _on_evaluation(self, result: EvaluationResult) -> None:
         progress, target = self.progress, self._settings.learner.target_accuracy
-        progress.evaluations[str(result.policy_version)] = (result.sampled, result.greedy)
+        measured = {str(result.policy_version): (result.sampled, result.greedy)}
+        progress.evaluations = {**progress.evaluations, **measured}  # a checkpoint may be reading the old one
         self._weights.unpin(result.policy_version)
         reached = target is not None and result.sampled >= target and progress.stage == "rl"
         if reached and progress.target_reached_step is None:
@@ -311,7 +314,8 @@ class Learner:
         """Begin to save; the files are written while training goes on."""
         await self._checkpointed()
         self._doing = "copying the state for a checkpoint"
-        self._saving = self.progress.step, self.progress.to_json()
+        values = await asyncio.to_thread(progress_to_save, self._settings, self.progress)
+        self._saving = self.progress.step, values
         await self._world.save(*self._saving)
 
     async def _checkpointed(self) -> None:

@@ -16,6 +16,8 @@ from bus.messages import (
     BatchLease,
     BatchRequest,
     Done,
+    Given,
+    GivenRequest,
     GroupRef,
     GroupRejected,
     Issued,
@@ -41,7 +43,7 @@ from storage.closing import close_short
 from storage.config import AdmissionConfig, PrioritySampler
 from storage.data_sets import DataSets
 from storage.lease_desk import LeaseDesk
-from storage.ledger import Ledger
+from storage.ledger import Ledger, Use
 from storage.quarantine import RUN_ID
 from storage.sampling import Candidate
 
@@ -103,6 +105,7 @@ class Dispatcher:
         await self._republish(everything=reissue)
         serving = [
             await self._bus.serve(self._bus.subject("rpc", "batch"), BatchRequest, self._on_batch),
+            await self._bus.serve(self._bus.subject("rpc", "given"), GivenRequest, self._on_given),
             await self._bus.serve(self._bus.subject("rpc", "committed"), StepCommitted, self._on_committed),
             await self._bus.serve(self._bus.subject("rpc", "resumed"), LearnerResumed, self._on_resumed),
             await self._bus.serve(self._bus.subject("rpc", "issued"), IssuedRequest, self._on_issued),
@@ -336,7 +339,10 @@ class Dispatcher:
         if isinstance(groups, str):
             return Waiting(reason=groups)
         await asyncio.to_thread(self.ledger.flush)  # also if another request chose them a moment ago
-        refs = (
+        return BatchLease(step=request.step, groups=self._refs(groups))
+
+    def _refs(self, groups: Sequence[Use]) -> tuple[GroupRef, ...]:
+        return tuple(
             GroupRef(
                 lease_id=use.lease_id,
                 shard=shard_of(use.lease_id, self._shards),
@@ -345,7 +351,19 @@ class Dispatcher:
             )
             for use in groups
         )
-        return BatchLease(step=request.step, groups=tuple(refs))
+
+    async def _on_given(self, request: GivenRequest) -> list[Message]:
+        policy = self.policy
+        answer = Given(
+            step=request.step,
+            groups=self._refs(self.ledger.steps.get(request.step, ())),
+            incarnation=self.ledger.facts.get("incarnation", ""),
+            trained_through=-1 if policy is None else policy.policy_version - policy.trains_from,
+            trains_from=0 if policy is None else policy.trains_from,
+            stage="" if policy is None else policy.stage,
+        )
+        await asyncio.to_thread(self.ledger.flush)  # a crash must not undo what somebody has heard
+        return [answer]
 
     async def _close_short(self, lease_ids: list[int]) -> None:
         complete, few = await close_short(self._bus, lease_ids, self._shards)

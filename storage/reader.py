@@ -7,8 +7,7 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import structlog
 
@@ -19,6 +18,8 @@ from bus.messages import (
     BatchLease,
     BatchRequest,
     Done,
+    Given,
+    GivenRequest,
     GroupRef,
     LearnerResumed,
     ReadRequest,
@@ -30,20 +31,13 @@ from bus.messages import (
 from storage.local_reader import LocalReader
 
 log = structlog.get_logger()
+R = TypeVar("R", bound=Message)
 ANSWER_TIMEOUT_S = 10.0
 RETRY_S = 0.5
 SILENCE_LIMIT_S = 120.0
 """Storage may restart; it is given so long to come back."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The groups of one step."""
-
-    groups: list[list[Trajectory]]
-    """Each a list of siblings."""
-    weights: list[float]
-    """Importance weight of each group, at most 1."""
+RETIRED = "was retired"
+"""What a shard says of a group that it has archived or removed: asking again is useless."""
 
 
 def _unheard(reason: str) -> None:
@@ -64,15 +58,6 @@ class ReplayReader:
         """Let go of files; it can be used on."""
         if self._local is not None:
             self._local.close()
-
-    async def batch(self, step: int, policy_version: int, *, on_wait: Callable[[str], None]) -> Batch:
-        """The groups of `step`, leased and fetched; `on_wait` hears what it is waiting for.
-
-        Raises as `lease` and `fetch` do.
-        """
-        lease = await self.lease(step, policy_version, on_wait=on_wait)
-        groups = await self.fetch(lease.groups, on_wait=on_wait)
-        return Batch(groups, [group.weight for group in lease.groups])
 
     async def lease(self, step: int, policy_version: int, *, on_wait: Callable[[str], None]) -> BatchLease:
         """Which groups `step` trains on, the same whenever it is asked for; nothing of them is fetched.
@@ -104,7 +89,7 @@ class ReplayReader:
         """The siblings of each group, in the order of `refs`: a part of a lease, or all of it.
 
         Every rank of a learner may fetch its own. Raises `BusError` when a shard does not give them for
-        `SILENCE_LIMIT_S`.
+        `SILENCE_LIMIT_S`, and at once for a group that is `RETIRED`.
         """
         by_shard: defaultdict[int, list[int]] = defaultdict(list)
         for ref in refs:
@@ -119,24 +104,26 @@ class ReplayReader:
 
     async def committed(self, step: int) -> None:
         """Tell storage that a durable checkpoint holds every step up to `step`."""
-        await self._tell("committed", StepCommitted(step=step, incarnation=self._incarnation))
+        await self._ask("committed", StepCommitted(step=step, incarnation=self._incarnation), Done)
 
     async def resumed(self, step: int) -> None:
         """Tell storage that training goes on from `step`: what was leased for later steps is free again."""
-        await self._tell("resumed", LearnerResumed(step=step, incarnation=self._incarnation))
+        await self._ask("resumed", LearnerResumed(step=step, incarnation=self._incarnation), Done)
 
-    async def _tell(self, what: str, message: StepCommitted | LearnerResumed) -> None:
+    async def given(self, step: int) -> Given:
+        """Which groups `step` was given, to this learner or to another; changes nothing."""
+        return await self._ask("given", GivenRequest(step=step), Given)
+
+    async def _ask(self, what: str, message: Message, expected: type[R]) -> R:
         """Storage may be starting or restarting: ask until `SILENCE_LIMIT_S` has passed."""
         subject = self._bus.subject("rpc", what)
         began = time.monotonic()
         while True:
             try:
-                await self._bus.request(subject, message, Done, timeout_s=ANSWER_TIMEOUT_S)
+                return await self._bus.request(subject, message, expected, timeout_s=ANSWER_TIMEOUT_S)
             except BusError as error:
                 _raise_if_final(error, began)
                 await asyncio.sleep(RETRY_S)
-            else:
-                return
 
     async def _read(
         self, shard: int, lease_ids: list[int], on_wait: Callable[[str], None]
@@ -178,5 +165,5 @@ def _raise_if_final(error: BusError, heard: float) -> None:
     """Raise when asking again is useless, or nothing useful came since `heard` for too long."""
     if "was replaced by" in str(error):
         raise FencedError(str(error)) from error
-    if time.monotonic() - heard > SILENCE_LIMIT_S:
+    if RETIRED in str(error) or time.monotonic() - heard > SILENCE_LIMIT_S:
         raise error

@@ -67,6 +67,11 @@ class RunDirectory:
         return self.path / "config.json"
 
     @property
+    def learner_config(self) -> Path:
+        """The configuration with the learner's own settings over it, when it last started, JSON."""
+        return self.path / "learner.json"
+
+    @property
     def metrics(self) -> Path:
         """Every process's metrics, JSON Lines."""
         return self.path / "metrics.jsonl"
@@ -115,6 +120,12 @@ class RunDirectory:
     def bus(self) -> Path:
         """The embedded nats-server's store."""
         return self._directory("bus")
+
+    def shadow(self, name: str) -> Path:
+        """Everything that one shadow learner keeps. Raises `ConfigError` for a name that cannot be one."""
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"shadow name {name!r}: use 1 to 64 of A-Z, a-z, 0-9, _ and -")
+        return self._directory(f"shadows/{name}")
 
     def replay(self, shard: int) -> Path:
         """The replay store of one shard."""

@@ -62,6 +62,19 @@ def test_a_run_ends_whole_though_ranks_of_its_learner_were_killed(tmp_path: Path
     assert "part=learner" not in launcher.said()  # the agent mended it, not the supervisor
     assert (run / "logs/learner.log").read_text().count("resumed ") == 2 * 2
     assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]
+    report = trained_again(tmp_path)
+    assert report["batches_equal"] == report["batches"] == STEPS
+    assert report["loss_max_abs_diff"] < 1e-4, report  # other sums of the same numbers
+
+
+def trained_again(directory: Path) -> dict[str, object]:
+    """What `launch replay` reports of the run, by one process."""
+    replay = Command(directory, "replay", "--run", "sort", "--json")
+    try:
+        assert replay.wait(300) == 0, replay.said()
+    finally:
+        replay.kill()
+    return json.loads(replay.said().splitlines()[-1])
 
 
 def test_two_nodes_stop_together_when_one_is_told_to_and_finish_when_started_again(tmp_path: Path):

@@ -11,7 +11,7 @@ import pytest
 from launch import cli
 from launch.config import RunConfig
 
-COMMANDS = ("local", "bus", "storage", "shards", "learner", "actors", "convert")
+COMMANDS = ("local", "bus", "storage", "shards", "learner", "actors", "convert", "replay", "restore")
 HEAVY = {"torch", "transformers", "megatron", "zarr", "numpy", "matplotlib", "sglang", "nats", "structlog"}
 USER_SECONDS = 3.0
 """About four times what help takes on a quiet machine: it must not grow into seconds."""
@@ -37,7 +37,9 @@ def run_python(*arguments: str) -> tuple[subprocess.CompletedProcess, float]:
         ("bus", ["--host", "--port", "--directory"]),
         ("storage", ["--preset", "--config", "--data.prompts", "--replay.shards", "--run"]),
         ("shards", ["--shards", "--bus", "--run", "--directory", "--bus.join-timeout-s"]),
-        ("learner", ["--bus", "--run", "--model.path", "--warmup.steps", "--learner.loss.type"]),
+        ("learner", ["--bus", "--run", "--shadow", "--warmup.steps", "--learner.loss.type"]),
+        ("replay", ["--run", "--from-step", "--to-step", "--json", "--learner.loss.type"]),
+        ("restore", ["--run", "--directory", "--archive"]),
         ("actors", ["--bus", "--run", "--reward", "--actors.engine.slots", "--bus.join-timeout-s"]),
     ],
 )

@@ -1,13 +1,18 @@
 import asyncio
 
 import numpy as np
+import psutil
 import pytest
 
-from launch.soak import exit_status, ks_p, run_soak
+from bus.errors import SluiceError
+from launch import soak
+from launch.account import exit_status, ks_p
+from launch.soak import run_soak
 
 CLEAN = {
     "lost": 0, "trained_too_often": 0, "trained_but_not_in_ledger": 0, "length_ks_p": 0.5,
-    "max_staleness_seen": 2, "max_staleness_allowed": 2,
+    "max_staleness_seen": 2, "max_staleness_allowed": 2, "steps": 9, "replayed_batches": 9,
+    "replayed_batches_equal": 9, "loss_max_abs_diff": 0.0,
 }  # fmt: skip
 
 
@@ -28,17 +33,34 @@ def test_p_value_is_kolmogorovs():
 
 @pytest.mark.parametrize(
     "change",
-    [{"lost": 4}, {"trained_too_often": 4}, {"length_ks_p": 0.001}, {"max_staleness_seen": 3}],
-    ids=lambda change: next(iter(change)),
-)
-def test_anything_lost_doubled_or_stale_fails_the_soak(change):
+    [
+        {"lost": 4}, {"trained_too_often": 4}, {"length_ks_p": 0.001}, {"max_staleness_seen": 3},
+        {"replayed_batches": 8}, {"replayed_batches_equal": 8}, {"loss_max_abs_diff": 2e-5},
+        {"loss_max_abs_diff": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_anything_lost_doubled_stale_or_trained_otherwise_fails_the_soak(change):
     assert exit_status(CLEAN) == 0
     assert exit_status(CLEAN | change) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.nats
-async def test_a_minute_of_kills_loses_nothing(tmp_path):
-    result = await run_soak(1.0, 3, tmp_path, asyncio.Event(), kills=6)
+@pytest.mark.timeout(900)  # harm, settling, and all of it trained again
+async def test_a_minute_of_kills_loses_nothing_and_the_loss_goes_on_as_if_there_had_been_none(tmp_path):
+    result = await run_soak(1.5, 3, tmp_path, asyncio.Event())
     assert exit_status(result) == 0, result
     assert result["kills"] >= 6, result
+    assert result["resumes"] >= 1, result
+
+
+@pytest.mark.slow
+@pytest.mark.nats
+async def test_a_soak_whose_run_never_trains_leaves_nothing_running(tmp_path, monkeypatch):
+    monkeypatch.setattr(soak, "START_TIMEOUT_S", 1.0)
+    with pytest.raises(SluiceError, match="no training step within 1 s"):
+        await run_soak(1.0, 0, tmp_path, asyncio.Event())
+    assert (tmp_path / "soak" / "lock").exists()  # it had come to run
+    left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
+    assert not [command for command in left if str(tmp_path) in " ".join(command or [])]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from learner.parallel import close_world, init_world
+from tests.learner.mini_run import in_one_process
 from tests.learner.worlds import Worlds
 
 
@@ -21,3 +22,9 @@ def worlds() -> Iterator[Worlds]:
     """Worlds of several processes, which tests divide as they like."""
     with Worlds() as worlds:
         yield worlds
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner and its shadow may run in the test's own process."""
+    in_one_process(monkeypatch)

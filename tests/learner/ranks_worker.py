@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from bus.messages import Trajectory
-from learner.batches import make_step_batch
 from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from learner.config import BatchConfig, GRPOAdvantage, OptimizerConfig, PPOClipLoss, TISLoss
-from learner.data_parallel import data_parallel_rank, data_parallel_size, of_all_ranks
+from learner.config import BatchConfig, LearnerConfig, OptimizerConfig, PPOClipLoss, TISLoss
+from learner.data_parallel import data_parallel_rank, data_parallel_size
 from learner.parallel import close_world, init_world
+from learner.steps import train_on
 from learner.trainer import Trainer
 from tests.factories import make_trajectory
 from tests.learner.tiny import VOCAB, tiny_model
@@ -35,27 +35,21 @@ def group(number: int) -> list[Trajectory]:
     return [replace(sibling, token_ids=sibling.token_ids % VOCAB) for sibling in siblings]
 
 
-def step(loss: str) -> list[float]:
+def step(loss: str) -> dict[str, list[float] | str]:
     """Train once; return what is the same however many ranks share the step."""
     model = tiny_model()
     trainer = Trainer(model.config, model.state_dict(), OptimizerConfig(lr=1e-3))
     groups = [group(n) for n in SHARES[data_parallel_size()][data_parallel_rank()]]
-    batch = of_all_ranks(
-        make_step_batch(
-            groups,
-            weights=[0.5 for _ in groups],
-            policy_version=4,
-            advantage=GRPOAdvantage(),
-            batch=BatchConfig(tokens_per_micro_batch=16),
-        )
-    )
-    result = trainer.train_step(batch.micro_batches, LOSSES[loss], temperature=0.7, policy_version=4)
+    learner = LearnerConfig(loss=LOSSES[loss], batch=BatchConfig(tokens_per_micro_batch=16))
+    weights = [0.5 for _ in groups]
+    batch, result = train_on(trainer, groups, weights, learner, policy_version=4, temperature=0.7)
     after = torch.cat([weight.flatten() for weight in trainer.export().values()]).double()
-    return [
+    numbers = [
         result.loss, result.grad_norm, result.tokens, result.diagnostics["entropy_nats"],
         batch.trajectories, batch.tokens, batch.reward_mean, batch.staleness_max, batch.staleness_mean,
         batch.response_tokens_mean, float(after.norm()), float(after.abs().sum()),
     ]  # fmt: skip
+    return {"numbers": numbers, "batch_xxh3": batch.xxh3()}
 
 
 def random_numbers(checkpoints: Path) -> list[float]:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from factories import make_trajectory
 
-from learner.batches import make_step_batch
+from learner.batches import DIGESTS, make_step_batch
 from learner.config import BatchConfig, GRPOAdvantage
 
 
@@ -73,3 +73,35 @@ def test_counts_cover_every_micro_batch():
     assert len(batch.micro_batches) == 3
     assert batch.trajectories == 6
     assert batch.tokens == 6 * length
+
+
+def test_digest_tells_batches_apart_by_any_value():
+    def digest(**changes):
+        group = [with_reward(make_trajectory(0, n, group_size=2), float(n)) for n in range(2)]
+        group[0] = with_reward(group[0], changes.pop("reward", 0.0), **changes)
+        return batch_of([group]).xxh3()
+
+    one = make_trajectory(0, 0, group_size=2)
+    digests = {
+        digest(),
+        digest(token_ids=one.token_ids[::-1].copy()),
+        digest(loss_mask=one.token_ids > 0),
+        digest(behaviour_logprobs=one.behaviour_logprobs - np.float32(1e-7) * one.loss_mask),
+        digest(policy_versions=one.policy_versions + 1),
+        digest(reward=2.0),
+    }
+    assert len(digests) == 6
+    assert digest() == digest()
+
+
+def test_digest_is_the_same_in_any_order_and_packing_and_counts_every_sample():
+    groups = [
+        [with_reward(make_trajectory(lease, n, group_size=2), float(n)) for n in range(2)]
+        for lease in range(3)
+    ]
+    digest = batch_of(groups).xxh3()
+    assert len(digest) == 32
+    assert batch_of(groups[::-1], tokens_per_micro_batch=8).xxh3() == digest
+    assert batch_of([*groups, groups[0]]).xxh3() != digest
+    parts = [batch_of(groups[:1]), batch_of(groups[1:])]
+    assert sum(part.digest for part in parts) % DIGESTS == int(digest, 16)

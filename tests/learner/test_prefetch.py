@@ -2,18 +2,24 @@
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from transformers import Qwen3ForCausalLM
 
 from bus.connection import Bus
+from learner.channel import Channel
 from learner.config import LearnerConfig, ModelConfig, OptimizerConfig, WarmupConfig
 from learner.progress import Progress
+from learner.rank import Rank
 from learner.settings import LearnerSettings
 from learner.train import Learner
 from learner.trainer import Trainer
+from learner.world import World
 from storage.config import EvaluationConfig
+from storage.reader import ReplayReader
 from tests.learner.tiny import tiny_config
 from tests.storage.serving import has, send_groups, serving, until
 
@@ -40,6 +46,7 @@ def settings(directory: Path) -> LearnerSettings:
         learner=LearnerConfig(steps=9),
         evaluation=EvaluationConfig(every_versions=0),
         temperature=1.0,
+        samples_per_prompt=2,
         seed=0,
         model_directory=directory / "model",
         checkpoints=directory,
@@ -53,24 +60,22 @@ async def test_bodies_of_the_next_step_are_fetched_while_this_one_trains(bus: Bu
     model = Qwen3ForCausalLM(tiny_config(vocab_size=1000))
     model.config.save_pretrained(tmp_path / "model")
     trainer = Held(model.config, model.state_dict(), OptimizerConfig())
-    stop = asyncio.Event()
-    learner = Learner(
-        bus,
-        settings(tmp_path),
-        trainer,
-        Progress(stage="rl"),
-        demonstrations=None,
-        incarnation="a",
-        stop=stop,
-    )
-    async with serving(bus, tmp_path / "storage"):
-        training = asyncio.create_task(learner.run())
-        await has(bus, "TASKS", 4)
-        await send_groups(bus, range(4))  # two steps of two groups of two
-        await until(lambda: trainer.entered.is_set() and learner._reader.read["mapped"] == 8, seconds=20)
-        assert learner.progress.step == 0
-        stop.set()
-        trainer.released.set()
-        async with asyncio.timeout(20):
-            await training
+    own, stop = settings(tmp_path), asyncio.Event()
+    with (
+        closing(ReplayReader(bus, "a")) as reader,
+        ThreadPoolExecutor(1, thread_name_prefix="train") as thread,
+    ):
+        rank = Rank(trainer, own, reader=reader, demonstrations=None, thread=thread)
+        world = World(Channel(stop), rank, own)
+        learner = Learner(bus, own, world, Progress(stage="rl"), reader=reader, incarnation="a", stop=stop)
+        async with serving(bus, tmp_path / "storage"):
+            training = asyncio.create_task(learner.run())
+            await has(bus, "TASKS", 4)
+            await send_groups(bus, range(4))  # two steps of two groups of two
+            await until(lambda: trainer.entered.is_set() and reader.read["mapped"] == 8, seconds=20)
+            assert learner.progress.step == 0
+            stop.set()
+            trainer.released.set()
+            async with asyncio.timeout(20):
+                await training
     assert learner.progress.step == 1

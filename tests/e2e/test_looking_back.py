@@ -1,0 +1,126 @@
+"""`launch replay`, `launch learner --shadow` and `launch restore` on a run whose learner was killed."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import Command
+
+from bus.server import free_port
+from learner import lineage
+
+pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]  # it begins with a whole run
+STEPS = 12
+SETTINGS = (
+    "--preset", "sort", "--warmup.steps", "4", "--warmup.threads", "1", "--learner.steps", str(STEPS),
+    "--learner.target-accuracy", "1.0", "--learner.checkpoint.save-every", "5",
+    "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
+    "--evaluation.every-versions", "0", "--replay.archive", "archive", "--reward", "launch.soak:longer",
+)  # fmt: skip
+
+
+def wait_for_step(path: Path, step: int, learner: Command) -> None:
+    """Return once a step was trained."""
+    deadline = time.monotonic() + 300
+    while step not in lineage.steps(path):
+        assert learner.process.poll() is None, learner.said()
+        assert time.monotonic() < deadline, learner.said()
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory):
+    """The directory of a run "past" that has ended, whose learner was killed once, beside a shadow."""
+    root = tmp_path_factory.mktemp("past")
+    port = free_port("127.0.0.1")
+    join = ("--bus", f"nats://127.0.0.1:{port}", "--run", "past")
+    path = root / "runs/past/lineage.jsonl"
+    started = [Command(root, "bus", "--port", str(port))]
+    try:
+        started.append(Command(root, "storage", *join, *SETTINGS))
+        started.append(Command(root, "actors", *join))
+        learner = Command(root, "learner", *join)
+        (root / "elsewhere").mkdir()
+        shadow = Command(
+            root / "elsewhere", "learner", *join, "--shadow", "clipped", "--learner.loss.type", "ppo_clip"
+        )
+        started += [learner, shadow]
+        wait_for_step(path, 7, learner)
+        learner.kill()
+        learner = Command(root, "learner", *join)
+        started.append(learner)
+        assert learner.wait(180) == 0, learner.said()
+        assert shadow.wait(120) == 0, shadow.said()
+        for service in started[1::-1]:
+            assert service.stop() == 0, service.said()
+        yield root
+    finally:
+        for command in started:
+            command.kill()
+
+
+def launch(root: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "launch", *arguments, "--run", "past"]
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def test_the_whole_run_trains_again_bit_for_bit_in_one_process(root: Path):
+    done = launch(root, "replay", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["batches"], report["batches_equal"]) == (STEPS, STEPS)
+    assert report["loss_max_abs_diff"] == report["grad_norm_max_abs_diff"] == 0
+    assert report["first_step_that_differs"] is None
+    assert len({step["loss"] for step in report["steps"]}) == STEPS
+    assert len((root / "runs/past/lineage.jsonl").read_text().splitlines()) > STEPS  # some trained twice
+
+
+def test_another_objective_is_tried_from_a_checkpoint(root: Path):
+    flags = ("--from-step", "10", "--learner.loss.type", "ppo_clip", "--learner.loss.clip-eps", "0.01")
+    done = launch(root, "replay", "--json", *flags)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["changed"] == {"learner.loss.type": "ppo_clip", "learner.loss.clip_eps": 0.01}
+    assert [step["step"] for step in report["steps"]] == [11, 12]
+    assert report["batches_equal"] == 2
+    assert report["loss_max_abs_diff"] > 0
+
+
+def test_the_shadow_trained_on_the_groups_of_every_step(root: Path):
+    kept = root / "elsewhere/runs/past/shadows/clipped"
+    seen, expected = lineage.steps(kept / "lineage.jsonl"), lineage.steps(root / "runs/past/lineage.jsonl")
+    assert [s.leases for s in seen.values()] == [s.leases for s in expected.values()]
+    assert len(seen) == STEPS
+    progress = json.loads((kept / "progress.json").read_text())
+    assert (progress["step"], progress["steps_retired"]) == (STEPS, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("replay", "--from-step", "3"), "no checkpoint up to step 3 in "),
+        (("replay", "--to-step", "99"), "lacks step 13: it holds steps 1 to 12"),
+        (("replay", "--from-step", "12"), "from step 12 to 12 there is nothing to train"),
+        (("replay", "--directory", "nowhere"), "no run 'past' here"),
+        (("replay", "--learner.loss.type", "ppo"), "did you mean 'ppo_clip'?"),
+        (("learner", "--from-checkpoint", "x"), "--from-checkpoint is for a --shadow"),
+        (("learner", "--shadow", "a b"), "shadow name 'a b'"),
+        (("learner", "--shadow", "a", "--from-checkpoint", "x"), "--from-checkpoint x is not a checkpoint"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(root: Path, flags: tuple[str, ...], message: str):
+    done = launch(root, *flags)
+    assert done.returncode == 2
+    complaint = [line for line in done.stderr.splitlines() if line.startswith("launch: ")]
+    assert len(complaint) == 1
+    assert message in complaint[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_nothing_is_restored_where_nothing_was_retired(root: Path):
+    done = launch(root, "restore")
+    assert (done.returncode, done.stdout) == (0, "nothing was retired\n"), done.stderr

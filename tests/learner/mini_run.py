@@ -1,0 +1,165 @@
+"""A run in one process: real bus, storage, learner and shadow; rollouts are drawn, nobody generates them."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bus import consume
+from bus.config import BusConfig
+from bus.connection import Bus
+from bus.messages import Lease, Trajectory
+from bus.server import NatsServer
+from bus.topology import ensure
+from learner import lineage, service, shadow
+from learner.config import (
+    BatchConfig,
+    CheckpointConfig,
+    LearnerConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScratchModel,
+    WarmupConfig,
+)
+from learner.progress import Progress
+from learner.scratch import character_tokenizer
+from learner.settings import LearnerSettings
+from learner.shadow import ShadowProgress, ShadowSettings, run_shadow
+from storage import dispatcher, reader
+from storage.config import AdmissionConfig, EvaluationConfig
+from tests.factories import make_trajectory
+from tests.storage.serving import SHARDS, Storage, send, serving, until
+
+ADMISSION = AdmissionConfig(groups_per_step=2, samples_per_prompt=3, max_staleness=0)
+SCRATCH = ScratchModel(hidden_size=32, layers=1, heads=2, kv_heads=1, intermediate_size=32, context=64)
+LEARNER = LearnerConfig(
+    steps=4,
+    optimizer=OptimizerConfig(lr=1e-3),
+    batch=BatchConfig(tokens_per_micro_batch=32),
+    checkpoint=CheckpointConfig(save_every=2, keep=2),
+)
+
+
+def in_one_process(patch: pytest.MonkeyPatch) -> None:
+    """The world of processes is the test's own, and waits are cut short."""
+    for module in (service, shadow):
+        patch.setattr(module, "init_world", lambda: None)
+    patch.setattr(shadow, "POLL_S", 0.02)
+    patch.setattr(consume, "POLL_S", 0.1)
+    patch.setattr(dispatcher, "POLL_S", 0.05)
+    patch.setattr(dispatcher, "LONG_POLL_S", 0.3)
+    patch.setattr(reader, "RETRY_S", 0.02)
+
+
+def rollout(lease: Lease, sample: int) -> Trajectory:
+    """The same for the same lease, of several lengths and rewards."""
+    draw = np.random.default_rng([7, lease.lease_id, sample])
+    made = make_trajectory(
+        lease.lease_id,
+        sample,
+        group_size=lease.samples,
+        tokens=int(draw.integers(6, 20)),
+        policy_version=lease.policy_version,
+        reward=float(draw.random()),
+    )
+    return replace(made, token_ids=made.token_ids % np.int32(len(character_tokenizer())))
+
+
+@dataclass
+class MiniRun:
+    """The learner's side of it."""
+
+    bus: Bus
+    directory: Path
+    storage: Storage
+    demonstrations: Path
+
+    def settings(self, **changes: object) -> LearnerSettings:
+        """Of the learner; `changes` are the section `learner`'s."""
+        return LearnerSettings(
+            model=ModelConfig(scratch=SCRATCH, dtype="float32"),
+            warmup=WarmupConfig(steps=2, batch_size=4),
+            learner=LEARNER.model_copy(update=changes),
+            evaluation=EvaluationConfig(every_versions=0),
+            temperature=1.0,
+            samples_per_prompt=ADMISSION.samples_per_prompt,
+            seed=3,
+            model_directory=self.directory / "model",
+            checkpoints=self.directory / "checkpoints",
+            progress=self.directory / "progress.json",
+            lineage=self.directory / "lineage.jsonl",
+            export=self.directory / "export",
+        )
+
+    async def train(self, **changes: object) -> Progress:
+        """A learner until its end."""
+        async with asyncio.timeout(60):
+            return await service.run(self.bus, self.settings(**changes), self.demonstrations, asyncio.Event())
+
+    async def train_and_die(self, after_step: int, **changes: object) -> None:
+        """A learner that is gone at once when it has trained that step."""
+        learner = asyncio.create_task(self.train(**changes))
+        await until(lambda: after_step in self.steps() or learner.done(), seconds=60)
+        learner.cancel()
+        await asyncio.wait({learner})
+        assert learner.cancelled()
+
+    async def follow(
+        self, stop: asyncio.Event, *, from_checkpoint: Path | None = None, **changes: object
+    ) -> ShadowProgress:
+        """A shadow until the learner's end or `stop`."""
+        kept = self.directory / "shadow"
+        kept.mkdir(exist_ok=True)
+        files = {name: kept / name for name in ("checkpoints", "progress", "lineage", "export")}
+        own = replace(self.settings(**changes), **files)
+        settings = ShadowSettings("other", own, kept / "metrics.jsonl", from_checkpoint)
+        async with asyncio.timeout(60):
+            return await run_shadow(self.bus, settings, self.demonstrations, stop)
+
+    def steps(self) -> dict[int, lineage.TrainedStep]:
+        """What the learner trained so far."""
+        return lineage.steps(self.directory / "lineage.jsonl")
+
+    def shadow_steps(self) -> dict[int, lineage.TrainedStep]:
+        """What the shadow trained so far."""
+        return lineage.steps(self.directory / "shadow" / "lineage")
+
+
+async def _roll_out(bus: Bus, leases: asyncio.Queue[Lease]) -> None:
+    """Answer every lease that appears on the bus."""
+    while True:
+        lease = await leases.get()
+        await send(bus, *(rollout(lease, sample) for sample in range(lease.samples)))
+
+
+@asynccontextmanager
+async def mini_run(bus: Bus, directory: Path) -> AsyncIterator[MiniRun]:
+    """Storage and rollouts of a run in `directory`, which is there, ready for its learner."""
+    demonstrations = directory / "demonstrations.jsonl"
+    rows = [{"prompt": f"sort {n}", "response": str(n)} for n in range(7)]
+    demonstrations.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    leases: asyncio.Queue[Lease] = asyncio.Queue()
+    await bus.listen(bus.subject("tasks", "rollout"), Lease, leases.put_nowait)
+    async with serving(bus, directory, ADMISSION) as storage, asyncio.TaskGroup() as tasks:
+        rolling_out = tasks.create_task(_roll_out(bus, leases))
+        yield MiniRun(bus, directory, storage, demonstrations)
+        rolling_out.cancel()
+
+
+async def past_run(directory: Path, *, steps: int, killed_after: int) -> MiniRun:
+    """A run that has ended, whose learner was killed once: only its directory is left."""
+    async with (
+        NatsServer(directory / "nats") as server,
+        Bus.connect(BusConfig(url=server.url), "past", name="past") as bus,
+    ):
+        await ensure(bus.js, bus.topology, SHARDS)
+        await bus.create_keys()
+        async with mini_run(bus, directory) as run:
+            await run.train_and_die(killed_after)
+            await run.train(steps=steps)
+            return run

@@ -1,0 +1,142 @@
+"""Steps of a real run trained again from its lineage, checkpoints and replay shards."""
+
+import asyncio
+import shutil
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bus.errors import ConfigError, StorageError
+from learner import service
+from learner.checkpoint import read_extra
+from learner.config import PPOClipLoss
+from learner.timetravel import last_step, replay_steps, summary
+from learner.trainer import Trainer
+from storage import checkpoints
+from storage.replay import ReplayStore
+from tests.learner.mini_run import LEARNER, MiniRun, in_one_process, mini_run, past_run
+from tests.storage.serving import SHARDS
+
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("in_process")]
+
+
+def replayed(run: MiniRun, from_step: int, to_step: int, **options):
+    settings = run.settings()
+    with ExitStack() as stack:
+        stores = [
+            stack.enter_context(closing(ReplayStore.open(run.directory / str(n), writable=False)))
+            for n in range(SHARDS)
+        ]
+        initial = service.prepare(settings, run.demonstrations)
+        return list(replay_steps(settings, initial, stores, from_step=from_step, to_step=to_step, **options))
+
+
+@pytest.fixture(scope="module")
+def past(tmp_path_factory: pytest.TempPathFactory) -> MiniRun:
+    """Six steps; the learner was killed after the third, and had a checkpoint of the second."""
+    with pytest.MonkeyPatch.context() as patch:
+        in_one_process(patch)
+        return asyncio.run(past_run(tmp_path_factory.mktemp("past"), steps=6, killed_after=3))
+
+
+def test_a_run_that_was_killed_and_resumed_is_trained_again_in_one_go_bit_for_bit(past: MiniRun):
+    assert len((past.directory / "lineage.jsonl").read_text().splitlines()) > 6  # step 3 was trained twice
+    again = replayed(past, 0, 6)
+    report = summary(again)
+    assert (report["batches"], report["batches_equal"]) == (6, 6)
+    assert report["loss_max_abs_diff"] == report["grad_norm_max_abs_diff"] == 0.0
+    assert report["first_step_that_differs"] is None
+    assert [step.loss for step in again] == [past.steps()[n].loss for n in range(1, 7)]
+    assert len({step.loss for step in again}) == 6
+
+
+def test_from_a_checkpoint_the_steps_before_the_first_are_trained_silently(past: MiniRun):
+    again = replayed(past, 5, 6)
+    assert [(step.step, step.differs) for step in again] == [(6, False)]
+    assert last_step(past.settings()) == 6
+
+
+def test_checkpoints_hold_the_groups_of_the_steps_since_the_one_before(past: MiniRun):
+    extras = [read_extra(checkpoints.directory(past.directory / "checkpoints", n)) for n in (4, 6)]
+    leases = {str(n): list(step.leases) for n, step in past.steps().items()}
+    assert [extra["groups"] for extra in extras] == [
+        {n: leases[n] for n in ("3", "4")},
+        {n: leases[n] for n in ("5", "6")},
+    ]
+
+
+def test_steps_that_cannot_be_trained_again_are_refused_with_what_is_there(past: MiniRun):
+    with pytest.raises(ConfigError, match=r"no checkpoint up to step 3 .* of steps \[4, 6\]"):
+        replayed(past, 3, 4)
+    with pytest.raises(ConfigError, match="lacks step 7: it holds steps 1 to 6"):
+        replayed(past, 4, 7)
+
+
+def test_another_objective_trains_on_the_same_groups_from_the_runs_own_weights(past: MiniRun):
+    other = LEARNER.model_copy(update={"loss": PPOClipLoss(clip_eps=0.01)})
+    changed = replayed(past, 5, 6, changed=other)
+    assert [step.batch_equal for step in changed] == [True]
+    assert changed[0].loss_diff > 0
+    rewarded = replayed(past, 5, 6, reward=lambda trajectory: float(trajectory.sample))
+    assert [step.batch_equal for step in rewarded] == [False]
+    assert summary(rewarded)["first_step_that_differs"] == 6
+    assert rewarded[0].reward_mean == 1.0
+
+
+def test_a_batch_that_is_another_than_then_is_noticed(past: MiniRun, tmp_path: Path):
+    shutil.copytree(past.directory, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "lineage.jsonl"
+    first, others = path.read_text().split("\n", 1)
+    path.write_text(first.replace('"weights":[1.0,1.0]', '"weights":[1.0,0.5]') + "\n" + others)
+    again = replayed(replace(past, directory=tmp_path), 0, 2)
+    assert [step.batch_equal for step in again] == [False, True]
+    assert again[1].differs  # other weights compute other losses on equal batches
+
+
+async def test_groups_that_were_retired_are_missed_with_the_way_to_bring_them_back(bus, tmp_path):
+    async with mini_run(bus, tmp_path) as run:
+        await run.train(steps=2)
+        for store in run.storage.stores:
+            for piece in store.pieces:
+                store.retire(piece, None)
+        with pytest.raises(StorageError, match=r"step 1 cannot be trained again: .*retired.*launch restore"):
+            await asyncio.to_thread(replayed, run, 0, 2)
+
+
+async def test_a_resumed_learner_trains_with_its_own_number_of_threads(bus, tmp_path, monkeypatch):
+    """Other threads would add up in another order."""
+    threads, train_step = [], Trainer.train_step
+    monkeypatch.setattr(
+        Trainer,
+        "train_step",
+        lambda *a, **k: (threads.append(torch.get_num_threads()), train_step(*a, **k))[1],
+    )
+    async with mini_run(bus, tmp_path) as run:
+        await run.train(steps=2)
+        torch.set_num_threads(2)
+        try:
+            await run.train(steps=4)
+        finally:
+            torch.set_num_threads(1)
+    assert threads == [1] * (2 + 4)
+
+
+@pytest.mark.parametrize("side", ["lineage", "ledger"])
+async def test_a_checkpoint_of_another_history_is_refused_before_storage_hears_of_it(bus, tmp_path, side):
+    async with mini_run(bus, tmp_path) as run:
+        await run.train(steps=2)
+        ledger = run.storage.ledger
+        if side == "lineage":
+            path = tmp_path / "lineage.jsonl"
+            path.write_text(path.read_text().replace('"leases":[2,3]', '"leases":[2,9]'))
+        else:
+            ledger.roll_back(1)
+        incarnation = ledger.facts["incarnation"]
+        said = {"lineage": r"\[2, 3\], but .*jsonl says \[2, 9\]", "ledger": "storage gave it none"}[side]
+        with pytest.raises(ExceptionGroup) as refused:
+            await run.train(steps=3)
+        assert refused.group_contains(StorageError, match=f"trained step 2 on groups .*{said}")
+        assert ledger.facts["incarnation"] == incarnation

@@ -1,0 +1,61 @@
+"""What anybody may ask the dispatcher about the steps of a run, and read of its groups."""
+
+import asyncio
+
+import pytest
+
+from bus.errors import BusError
+from bus.messages import GroupRef
+from storage.reader import RETIRED, ReplayReader
+from tests.storage.serving import LearnerStandIn, Storage, has, send_groups, serving, until
+
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
+
+
+async def start_run(bus, storage: Storage) -> LearnerStandIn:
+    learner = LearnerStandIn(bus)
+    await learner.resume(0)
+    await learner.publish(0)
+    await has(bus, "TASKS", 4)
+    await send_groups(bus, range(4))
+    await until(lambda: len(storage.ledger.stored) == 4)
+    return learner
+
+
+async def test_groups_of_a_step_are_told_once_it_was_given_them_and_asking_changes_nothing(bus, tmp_path):
+    async with serving(bus, tmp_path) as storage:
+        learner, reader = await start_run(bus, storage), ReplayReader(bus, "onlooker")
+        assert (await reader.given(1)).groups == ()
+        await learner.batch(1)
+        before = storage.ledger.account(), dict(storage.ledger.facts)
+        found = await reader.given(1)
+        assert found.groups == tuple(GroupRef(lease_id=n, shard=n, tokens=16) for n in range(2))
+        assert (found.incarnation, found.trained_through, found.stage) == ("a", 0, "rl")
+        bodies = await reader.fetch(found.groups)
+        assert [[t.trajectory_id for t in group] for group in bodies] == [
+            ["g00000000-0", "g00000000-1"],
+            ["g00000001-0", "g00000001-1"],
+        ]
+        assert (storage.ledger.account(), storage.ledger.facts) == before
+
+
+async def test_a_step_that_was_rolled_back_is_no_longer_given_and_the_learner_is_another(bus, tmp_path):
+    async with serving(bus, tmp_path) as storage:
+        learner, reader = await start_run(bus, storage), ReplayReader(bus, "onlooker")
+        await learner.batch(1)
+        await learner.publish(1)
+        await until(lambda: storage.dispatcher.policy.policy_version == 1)
+        assert (await reader.given(1)).trained_through == 1
+        await LearnerStandIn(bus, "b").resume(0)
+        found = await reader.given(1)
+        assert (found.groups, found.incarnation, found.trained_through) == ((), "b", -1)
+
+
+async def test_a_group_that_was_retired_is_refused_at_once(bus, tmp_path):
+    async with serving(bus, tmp_path) as storage:
+        await start_run(bus, storage)
+        for piece in storage.stores[1].pieces:
+            storage.stores[1].retire(piece, None)
+        async with asyncio.timeout(5):
+            with pytest.raises(BusError, match=RETIRED):
+                await ReplayReader(bus, "onlooker").fetch([GroupRef(lease_id=3, shard=1)])
