@@ -33,8 +33,8 @@ async def test_groups_of_a_step_are_told_once_it_was_given_them_and_asking_chang
         assert (found.incarnation, found.trained_through, found.stage) == ("a", 0, "rl")
         bodies = await reader.fetch(found.groups)
         assert [[t.trajectory_id for t in group] for group in bodies] == [
-            ["g00000000-0", "g00000000-1"],
-            ["g00000001-0", "g00000001-1"],
+            ["g00000000.0", "g00000000.1"],
+            ["g00000001.0", "g00000001.1"],
         ]
         assert (storage.ledger.account(), storage.ledger.facts) == before
 
