@@ -84,8 +84,9 @@ def call(monkeypatch: pytest.MonkeyPatch):
         assert ended.value.code in (None, 0), ended.value.code
         return work
 
-    monkeypatch.setattr(cli, "run", record)
-    monkeypatch.setattr(cli, "configure_logging", lambda *_: None)
+    for commands in cli.COMMANDS:
+        monkeypatch.setattr(commands, "run", record)
+        monkeypatch.setattr(commands, "configure_logging", lambda *_: None)
     return call
 
 

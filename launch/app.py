@@ -1,0 +1,97 @@
+"""The `launch` application: what its commands share. Loads no torch: help is quick."""
+
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import docstring_parser
+from cyclopts import App, Group, Parameter
+from pydantic import PlainValidator
+
+from launch.config import (
+    ActorsProcess,
+    LearnerProcess,
+    ProcessConfig,
+    ReplayProcess,
+    RunConfig,
+    config_file,
+    flags,
+    merge,
+    preset,
+    validate,
+)
+
+# For --help, cyclopts parses the source of every class in every config's ancestry, several times over, though
+# pydantic has each field's description already: with the commands' docstrings alone, help is twice as quick.
+_parse_docstring = docstring_parser.parse_from_object
+docstring_parser.parse_from_object = cache(
+    lambda documented: (
+        docstring_parser.parse("") if isinstance(documented, type) else _parse_docstring(documented)
+    )
+)
+
+app = App(
+    name="launch",
+    help="Asynchronous actor-learner reinforcement learning for language models on a message queue.",
+    help_format="plaintext",  # markdown takes 0.1 s to load
+    version=lambda: version("sluice-rl"),
+    print_error=False,
+    exit_on_error=False,
+)
+
+USAGE = "Usage: launch {} [OPTIONS]"
+"""Given, since cyclopts would go through all settings once more for these words."""
+
+SHORT = Group("Short forms", sort_key=0)
+# Flags stay as they were written: only together with the layers below them can they be checked.
+AS_WRITTEN = PlainValidator(dict), Parameter(name="*", group=Group("Settings", sort_key=1))
+Settings = Annotated[RunConfig, *AS_WRITTEN]
+ShardsSettings = Annotated[ProcessConfig, *AS_WRITTEN]
+LearnerSettings = Annotated[LearnerProcess, *AS_WRITTEN]
+ActorsSettings = Annotated[ActorsProcess, *AS_WRITTEN]
+ReplaySettings = Annotated[ReplayProcess, *AS_WRITTEN]
+
+PresetName = Annotated[str | None, Parameter(name="--preset", group=SHORT)]
+ConfigFile = Annotated[Path | None, Parameter(name="--config", group=SHORT)]
+BusUrl = Annotated[str | None, Parameter(name="--bus", group=SHORT)]
+Prompts = Annotated[Path | None, Parameter(name="--prompts", group=SHORT)]
+Processes = Annotated[int | None, Parameter(name="--nproc", group=SHORT)]
+Nodes = Annotated[int | None, Parameter(name="--nodes", group=SHORT)]
+NodeRank = Annotated[int | None, Parameter(name="--node-rank", group=SHORT)]
+Master = Annotated[str | None, Parameter(name="--master", group=SHORT)]
+RewardName = Annotated[str | None, Parameter(name="--reward", group=SHORT)]
+
+
+def layers_of(
+    preset_name: str | None, config: Path | None, short: dict[str, Any], settings: object
+) -> dict[str, Any]:
+    """All that was said about a run, merged."""
+    return merge(
+        preset(preset_name) if preset_name else {},
+        config_file(config) if config else {},
+        short,
+        flags(settings),
+    )
+
+
+def short_forms(
+    bus: str | None = None, prompts: Path | None = None, reward: str | None = None
+) -> dict[str, Any]:
+    """What the short forms stand for."""
+    layer: dict[str, Any] = {}
+    if bus is not None:
+        layer["bus"] = {"url": bus}
+    if prompts is not None:
+        layer["data"] = {"prompts": prompts}
+    if reward is not None:
+        layer["actors"] = {"environment": {"reward": reward}}
+    return layer
+
+
+def joining(short: dict[str, Any], settings: object) -> tuple[RunConfig, dict[str, Any]]:
+    """Which run on which bus, and the settings that this process has of its own."""
+    given = merge(short, flags(settings))
+    where = {key: given.pop(key) for key in ProcessConfig.model_fields if key in given}
+    validate(given)  # a wrong one is refused before the bus is asked for the others
+    return validate(where), given
