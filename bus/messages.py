@@ -432,6 +432,12 @@ class Issued(Message, tag="issued"):
     """Leases below it were issued, none from it on."""
     seen: int
     """Complete groups that the ledger knows in the shard that asked."""
+    run: str = ""
+    """Which run of this name it is; empty if not known yet."""
+    vocabulary: int | None = None
+    """Token ids of the run's model."""
+    newest_version: int | None = None
+    """The newest policy version that was ever published."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

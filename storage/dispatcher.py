@@ -20,7 +20,6 @@ from bus.messages import (
     GivenRequest,
     GroupRef,
     GroupRejected,
-    Issued,
     IssuedRequest,
     LearnerResumed,
     Lease,
@@ -44,7 +43,7 @@ from storage.config import AdmissionConfig, PrioritySampler
 from storage.data_sets import DataSets
 from storage.lease_desk import LeaseDesk
 from storage.ledger import Ledger, Use
-from storage.quarantine import RUN_ID
+from storage.quarantine import LedgerFacts
 from storage.sampling import Candidate
 
 log = structlog.get_logger()
@@ -63,6 +62,7 @@ class Dispatcher:
         self, bus: Bus, ledger: Ledger, data: DataSets, admission: AdmissionConfig, *, shards: int, seed: int
     ) -> None:
         self.ledger = ledger
+        self.facts = LedgerFacts(ledger, self.look_at_policy)
         self._data = data
         self._admission = Admission(ledger, admission, seed=seed, is_quarantined=data.is_quarantined)
         self._desk = LeaseDesk(
@@ -164,7 +164,7 @@ class Dispatcher:
             samples=self._samples,
             policy_version=issued.policy_version,
             republished=again,
-            run=self.ledger.facts.get(RUN_ID, ""),
+            run=self.facts.run,
         )
         subject = self._bus.subject("tasks", "rollout")
         message_id = f"lease-{issued.lease_id}{attempt}"
@@ -386,9 +386,10 @@ class Dispatcher:
         return [Done()]
 
     async def _on_issued(self, request: IssuedRequest) -> list[Message]:
-        """A shard elsewhere stores no group of a lease that was never issued."""
+        """A shard elsewhere stores no group of a lease that was never issued, and has a quarantine too."""
+        await self.look_at_policy()
         await asyncio.to_thread(self.ledger.flush)  # or a crash could issue the same numbers again
-        return [Issued(next_id=self.ledger.next_id, seen=self._admission.seen(request.shard))]
+        return [self.facts.issued(self._admission.seen(request.shard))]
 
     async def _on_unsettled(self, request: UnsettledRequest) -> list[Message]:
         """What a shard must keep: a step may still be given it, or a resumed learner trains on it again."""

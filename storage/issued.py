@@ -17,21 +17,43 @@ SILENCE_LIMIT_S = 120.0
 
 
 class IssuedLeases:
-    """How many leases the run has issued, as one shard heard it last."""
+    """How many leases the run has issued, and its `RunFacts`, as one shard heard them last."""
 
     def __init__(self, bus: Bus, shard: int, stop: asyncio.Event) -> None:
         self._bus = bus
         self._shard = shard
         self._stop = stop
-        self._next_id = 0
+        self._known = Issued(next_id=0, seen=0)
+
+    @property
+    def run(self) -> str:
+        """This run's identity among those of its name; empty if not known yet."""
+        return self._known.run
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Token ids of its model."""
+        return self._known.vocabulary
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest version it ever published."""
+        return self._known.newest_version
+
+    def issue_version(self, lease_id: int) -> None:
+        """Known to the ledger only: every lease has its own, and an answer would have to carry them all."""
+
+    async def look(self) -> None:
+        """Ask the dispatcher, which looks for a new version first. Raises `BusError` as `hear_of` does."""
+        await self._ask()
 
     def was_issued(self, lease_id: int) -> bool:
         """Whether this run ever gave that lease out, as far as was heard: ask `hear_of` first."""
-        return 0 <= lease_id < self._next_id
+        return 0 <= lease_id < self._known.next_id
 
     async def hear_of(self, lease_id: int) -> None:
         """Ask the dispatcher, unless the lease is known. Raises `BusError` when it does not answer."""
-        if lease_id >= self._next_id:
+        if lease_id >= self._known.next_id:
             await self._ask()
 
     async def refuse_other_run(self, store: ReplayStore) -> None:
@@ -64,5 +86,5 @@ class IssuedLeases:
                     waiting = True
                 await asyncio.sleep(RETRY_S)
             else:
-                self._next_id = known.next_id
+                self._known = known
                 return known

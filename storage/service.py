@@ -135,7 +135,7 @@ class _Service:
             bus, ledger, data, settings.admission, shards=settings.replay.shards, seed=settings.seed
         )
         self._retention = Retention.of_shard(settings.replay, settings.run.name)
-        self._quarantine = Quarantine(ledger, self._dispatcher.look_at_policy)
+        self._quarantine = Quarantine(self._dispatcher.facts)
 
     async def run(self, stop: asyncio.Event, *, reissue: bool) -> None:
         finished = asyncio.Event()

@@ -101,7 +101,7 @@ class Shard:
         if self._hear_of is not None and trajectories:
             await self._hear_of(max(trajectory.lease_id for trajectory in trajectories))
         if self._quarantine is not None:
-            self._quarantine.check_identity(trajectories)  # no refund: it may not be the sender's lease
+            await self._quarantine.check_identity(trajectories)  # no refund: it may not be the sender's lease
         try:
             self._refuse_misdirected(trajectories)
             if self._quarantine is not None:

@@ -19,6 +19,7 @@ from bus.roles import guarded, hold_role
 from bus.status import report_status
 from storage.config import ReplayConfig
 from storage.issued import IssuedLeases
+from storage.quarantine import Quarantine
 from storage.replay import ReplayStore
 from storage.retention import Retention, keep_house
 from storage.run import RunDirectory
@@ -121,6 +122,7 @@ async def _remote(bus: Bus, held: HeldShard, replay: ReplayConfig, stop: asyncio
         was_issued=issued.was_issued,
         linger_s=replay.linger_s,
         hear_of=issued.hear_of,
+        quarantine=Quarantine(issued),
     )
 
 

@@ -76,7 +76,7 @@ EXAMPLES = (
     TrajectoryBatch(trajectories=()),
     GroupRejected(lease_id=3, reason="zero_variance", detail="all 1.0", actor="a"),
     IssuedRequest(shard=1),
-    Issued(next_id=12, seen=5),
+    Issued(next_id=12, seen=5, run="f00", vocabulary=151_936, newest_version=7),
     UnsettledRequest(),
     Unsettled(lease_ids=(3, 5)),
     BLOB,

@@ -12,7 +12,7 @@ from bus.messages import GroupRejected, Trajectory
 from storage.admission import Admission
 from storage.config import AdmissionConfig
 from storage.ledger import Ledger
-from storage.quarantine import NEWEST_VERSION, RUN_ID, VOCABULARY, Quarantine
+from storage.quarantine import NEWEST_VERSION, RUN_ID, VOCABULARY, LedgerFacts, Quarantine
 from storage.replay import ReplayStore
 from storage.shard import Shard
 from tests.factories import make_trajectory
@@ -39,7 +39,7 @@ async def shard(bus, ledger: Ledger, tmp_path, look=None):
     async def nothing_new() -> None:
         pass
 
-    quarantine = Quarantine(ledger, look or nothing_new)
+    quarantine = Quarantine(LedgerFacts(ledger, look or nothing_new))
     with closing(ReplayStore.open(tmp_path / "replay")) as store:
         made = Shard(
             bus, store, 0, shards=SHARDS, was_issued=ledger.was_issued, linger_s=0.0, quarantine=quarantine

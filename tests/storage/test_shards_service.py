@@ -3,18 +3,21 @@
 import asyncio
 import sys
 from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bus import roles
 from bus.errors import BusError, ConfigError, FencedError
-from bus.messages import Located, LocateRequest, RoleHolder, Status
+from bus.messages import Located, LocateRequest, RoleHolder, Status, Trajectory
 from storage import issued
 from storage.config import ReplayConfig, shard_numbers
 from storage.data_sets import DataSets
 from storage.dispatcher import Dispatcher
 from storage.ledger import Ledger
+from storage.quarantine import RUN_ID, VOCABULARY
 from storage.reader import ReplayReader
 from storage.replay import ReplayStore
 from storage.run import RunDirectory
@@ -28,6 +31,7 @@ from tests.storage.serving import (
     dead_letters,
     has,
     make_shard,
+    manifest,
     messages,
     running,
     send,
@@ -156,6 +160,76 @@ async def test_lease_is_believed_by_the_ledger_alone(bus, tmp_path):
         await until(lambda: dispatcher.ledger.was_issued(4))
         await send(bus, *(make_trajectory(4, sample) for sample in range(2)))  # the same, issued since
         await until(lambda: 4 in dispatcher.ledger.stored)
+
+
+@asynccontextmanager
+async def shards_that_know(bus, directory: Path):
+    """Shards that heard of leases 0 to 3 of run "ours", of 1000 token ids and newest version 0."""
+    async with dispatching(bus, directory) as dispatcher, keeping(bus, directory, 0, 1):
+        dispatcher.ledger.set_fact(RUN_ID, "ours")
+        dispatcher.ledger.set_fact(VOCABULARY, "1000")
+        await LearnerStandIn(bus).publish(0)
+        await has(bus, "TASKS", 4)
+        await send_groups(bus, [0, 1])
+        await until(lambda: set(dispatcher.ledger.stored) == {0, 1})
+        yield dispatcher
+
+
+def poison(kind: str) -> Trajectory:
+    one = replace(make_trajectory(2), run="ours", actor="actor-7")
+    return {
+        "vocabulary": replace(one, token_ids=np.full_like(one.token_ids, 1000)),
+        "version": replace(make_trajectory(2, policy_version=6), actor="actor-7"),
+        "other run": replace(one, run="theirs"),
+        "other names": replace(one, trajectory_id="g00000003.0"),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("vocabulary", "token id 1000, of a vocabulary of 1000"),
+        ("version", "a token of version 6, of which 0 is the newest published"),
+    ],
+)
+async def test_poison_is_set_aside_away_from_the_ledger_and_its_lease_refunded(bus, tmp_path, kind, reason):
+    async with shards_that_know(bus, tmp_path) as dispatcher:
+        await send(bus, poison(kind), make_trajectory(2, 1))
+        await until(lambda: dispatcher.ledger.reasons == {"set_aside": 1})
+        await has(bus, "DEAD", 1)
+        [letter] = await dead_letters(bus)
+        assert (letter.kind, letter.actor) == (kind, "actor-7")
+        assert reason in letter.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("other run", "it is of run theirs; this one, of the same name, is ours"),
+        ("other names", "are not those of lease 2"),
+    ],
+)
+async def test_impostor_is_set_aside_away_from_the_ledger_and_refunds_nothing(bus, tmp_path, kind, reason):
+    async with shards_that_know(bus, tmp_path) as dispatcher:
+        await send(bus, poison(kind))
+        await has(bus, "DEAD", 1)
+        [letter] = await dead_letters(bus)
+        assert (letter.kind, letter.actor) == ("identity", "actor-7")
+        assert reason in letter.reason
+        await send_groups(bus, [2])
+        await until(lambda: 2 in dispatcher.ledger.stored)
+        assert not dispatcher.ledger.reasons
+
+
+async def test_shard_asks_again_before_it_refuses_by_what_it_heard(bus, tmp_path):
+    async with shards_that_know(bus, tmp_path) as dispatcher:
+        dispatcher.ledger.set_fact(RUN_ID, "newer")
+        dispatcher.ledger.set_fact(VOCABULARY, "1001")
+        await bus.put("policy", manifest(1))  # the notice is lost
+        of_it = (replace(make_trajectory(2, n, policy_version=1), run="newer") for n in range(2))
+        await send(bus, *(replace(t, token_ids=np.full_like(t.token_ids, 1000)) for t in of_it))
+        await until(lambda: 2 in dispatcher.ledger.stored)
+        assert await messages(bus, "DEAD") == 0
 
 
 async def test_shard_waits_for_a_dispatcher_that_restarts(bus, tmp_path):
