@@ -167,14 +167,10 @@ class Shadow:
         return None
 
     async def _first_other_step(self, trained_through: int) -> int | None:
-        """The first of our steps that the learner now has otherwise, or no longer; None when all agree.
-
-        Steps up to our oldest checkpoint are not asked about: nothing could be done.
-        """
-        oldest = min(checkpoints.steps(self._settings.learner.checkpoints), default=0)
+        """The first of our steps that the learner now has otherwise, or no longer; None when all agree."""
         ours = await asyncio.to_thread(lineage.steps, self._settings.learner.lineage)
         for step, line in ours.items():
-            if oldest < step <= self.progress.step:
+            if step <= self.progress.step:
                 now = await self._asked(step)
                 if now is None:
                     return None

@@ -388,8 +388,9 @@ class Dispatcher:
     async def _on_issued(self, request: IssuedRequest) -> list[Message]:
         """A shard elsewhere stores no group of a lease that was never issued, and has a quarantine too."""
         await self.look_at_policy()
+        known = self.facts.issued(self._admission.seen(request.shard))
         await asyncio.to_thread(self.ledger.flush)  # or a crash could issue the same numbers again
-        return [self.facts.issued(self._admission.seen(request.shard))]
+        return [known]
 
     async def _on_unsettled(self, request: UnsettledRequest) -> list[Message]:
         """What a shard must keep: a step may still be given it, or a resumed learner trains on it again."""

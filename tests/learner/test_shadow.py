@@ -99,12 +99,13 @@ async def test_it_may_begin_from_a_checkpoint_of_the_learner(bus, tmp_path):
     assert progress.trajectories_trained == 2 * 6
 
 
-async def test_it_goes_back_with_a_learner_that_resumes_and_gets_other_groups(bus, tmp_path):
+@pytest.mark.parametrize("keep", [1, 1000], ids=["to the beginning", "to a checkpoint"])
+async def test_it_goes_back_with_a_learner_that_resumes_and_gets_other_groups(bus, tmp_path, keep):
     async with mini_run(bus, tmp_path) as run:
         unsaved = LEARNER.checkpoint.model_copy(update={"save_every": 1000})
-        all_kept = LEARNER.checkpoint.model_copy(update={"keep": 1000})  # however far both come
+        kept = LEARNER.checkpoint.model_copy(update={"keep": keep})
         learner = asyncio.create_task(run.train(steps=100, checkpoint=unsaved))
-        following = asyncio.create_task(run.follow(asyncio.Event(), steps=100, checkpoint=all_kept))
+        following = asyncio.create_task(run.follow(asyncio.Event(), steps=100, checkpoint=kept))
         await until(lambda: 5 in run.shadow_steps(), seconds=60)
         learner.cancel()
         await asyncio.wait({learner})
