@@ -70,6 +70,7 @@ async def test_nobody_notices_a_shadow(server, tmp_path: Path):
     assert shadow[4].loss != runs[1][1][3].loss  # its weights are its own by now
 
 
+@pytest.mark.slow
 async def test_with_the_same_objective_it_comes_to_the_same_weights_also_over_a_restart(bus, tmp_path):
     heard: list[Status] = []
     await bus.listen(bus.subject("status", "shadow"), Status, heard.append)
@@ -90,6 +91,7 @@ async def test_with_the_same_objective_it_comes_to_the_same_weights_also_over_a_
     assert {line["source"] for line in numbers} == {"learner-shadow-other"} == {s.source for s in heard}
 
 
+@pytest.mark.slow
 async def test_it_may_begin_from_a_checkpoint_of_the_learner(bus, tmp_path):
     async with mini_run(bus, tmp_path) as run:
         await run.train()
@@ -99,6 +101,7 @@ async def test_it_may_begin_from_a_checkpoint_of_the_learner(bus, tmp_path):
     assert progress.trajectories_trained == 2 * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [1, 1000], ids=["to the beginning", "to a checkpoint"])
 async def test_it_goes_back_with_a_learner_that_resumes_and_gets_other_groups(bus, tmp_path, keep):
     async with mini_run(bus, tmp_path) as run:
@@ -127,6 +130,7 @@ async def test_it_goes_back_with_a_learner_that_resumes_and_gets_other_groups(bu
     assert latest_checkpoint(tmp_path / "shadow/checkpoints").name == "step_00000006"
 
 
+@pytest.mark.slow
 async def test_steps_whose_groups_were_retired_are_passed_over_and_counted(bus, tmp_path):
     async with mini_run(bus, tmp_path) as run:
         await run.train(steps=3)
