@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from math import isfinite
 from pathlib import Path
@@ -12,11 +12,13 @@ import structlog
 
 from bus.codec import Json
 from bus.errors import ConfigError
+from bus.messages import Trajectory
 from launch.config import RunConfig, config_file, resolve
 from launch.services import learner_settings
 from storage.archive import restore
 from storage.replay import ReplayStore
 from storage.run import RunDirectory
+from storage.scores import load_scores, scores_path
 
 log = structlog.get_logger()
 
@@ -36,20 +38,40 @@ def recorded_config(run: RunDirectory, config: Path | None = None) -> RunConfig:
 
 async def replay(
     run: RunDirectory, config: RunConfig, overrides: Mapping[str, Any], steps: tuple[int, int | None],
-    stop: asyncio.Event,
+    stop: asyncio.Event, *, scores: str | None = None,
 ) -> dict[str, Json]:  # fmt: skip
     """Train the steps after the first of `steps` up to the last (None: the newest) again, and compare.
 
-    `overrides` change the objective of these steps. On `stop` the report is of the steps done. Raises what
-    `learner.timetravel.replay_steps` does.
+    `overrides` change the objective of these steps, and `scores`, a table of `launch rescore`, their rewards.
+    On `stop` the report is of the steps done. Raises what `learner.timetravel.replay_steps` does.
     """
     changed = resolve(config.model_dump(), overrides)
-    return await asyncio.to_thread(_replay, run, config, changed, steps, stop)
+    reward = None if scores is None else scored_by(run, scores)
+    report = await asyncio.to_thread(_replay, run, config, changed, steps, stop, reward)
+    changes = report["changed"]
+    if scores is not None and isinstance(changes, dict):
+        changes["scores"] = scores
+    return report
+
+
+def scored_by(run: RunDirectory, name: str) -> Callable[[Trajectory], float]:
+    """The rewards of a score table; `ConfigError` for a table, or a trajectory in it, that is missing."""
+    scores = load_scores(scores_path(run.path, name))
+
+    def reward(trajectory: Trajectory) -> float:
+        found = scores.get((trajectory.lease_id, trajectory.sample))
+        if found is None:
+            raise ConfigError(
+                f"score table {name} lacks {trajectory.trajectory_id}: let `launch rescore` score these steps"
+            )
+        return found
+
+    return reward
 
 
 def _replay(
     run: RunDirectory, config: RunConfig, changed: RunConfig, steps: tuple[int, int | None],
-    stop: asyncio.Event,
+    stop: asyncio.Event, reward: Callable[[Trajectory], float] | None,
 ) -> dict[str, Json]:  # fmt: skip
     from learner.cpu import adapt_megatron_to_cpu
 
@@ -73,7 +95,13 @@ def _replay(
         with ExitStack() as stack:
             stores = [stack.enter_context(closing(_shard(run, n))) for n in range(config.replay.shards)]
             for step in replay_steps(
-                settings, initial, stores, from_step=from_step, to_step=to_step, changed=changed.learner
+                settings,
+                initial,
+                stores,
+                from_step=from_step,
+                to_step=to_step,
+                changed=changed.learner,
+                reward=reward,
             ):
                 done.append(step)
                 log.info("step_replayed", step=step.step, loss=step.loss, recorded=step.recorded_loss)

@@ -27,6 +27,7 @@ def replay(
     from_step: int = 0,
     to_step: int | None = None,
     config: ConfigFile = None,
+    scores: str | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
     settings: ReplaySettings = ReplayProcess(),
 ) -> None:
@@ -42,6 +43,8 @@ def replay(
         The last step to train; without it, the newest.
     config
         The run's settings, TOML or JSON, where its directory does not hold them.
+    scores
+        Rewards to train with instead of those recorded: a table that `launch rescore` made.
     as_json
         Print the report as one JSON object on one line.
     """
@@ -53,7 +56,8 @@ def replay(
     where, changed = joining({}, settings)
     run_directory = RunDirectory(where.directory, where.run)
     recorded = recorded_config(run_directory, config)
-    report = run(partial(replay_run, run_directory, recorded, changed, (from_step, to_step)))
+    work = partial(replay_run, run_directory, recorded, changed, (from_step, to_step), scores=scores)
+    report = run(work)
     print(json.dumps(report, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
     raise SystemExit(replay_status(report))
 

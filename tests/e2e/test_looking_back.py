@@ -91,6 +91,18 @@ def test_another_objective_is_tried_from_a_checkpoint(root: Path):
     assert report["loss_max_abs_diff"] > 0
 
 
+def test_another_reward_is_tried_on_what_was_rolled_out(root: Path):
+    done = launch(root, "rescore", "--reward", "exact", "--name", "right")
+    assert done.returncode == 0, done.stderr
+    done = launch(root, "replay", "--json", "--from-step", "5", "--scores", "right")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["changed"] == {"scores": "right"}
+    recorded = json.loads(launch(root, "replay", "--json", "--from-step", "5").stdout)
+    assert [s["reward_mean"] for s in report["steps"]] != [s["reward_mean"] for s in recorded["steps"]]
+    assert all(0 <= step["reward_mean"] <= 1 for step in report["steps"])
+
+
 def test_the_shadow_trained_on_the_groups_of_every_step(root: Path):
     kept = root / "elsewhere/runs/past/shadows/clipped"
     seen, expected = lineage.steps(kept / "lineage.jsonl"), lineage.steps(root / "runs/past/lineage.jsonl")
@@ -107,6 +119,7 @@ def test_the_shadow_trained_on_the_groups_of_every_step(root: Path):
         (("replay", "--to-step", "99"), "lacks step 13: it holds steps 1 to 12"),
         (("replay", "--from-step", "12"), "from step 12 to 12 there is nothing to train"),
         (("replay", "--directory", "nowhere"), "no run 'past' here"),
+        (("replay", "--scores", "none"), "`launch rescore` makes one"),
         (("replay", "--learner.loss.type", "ppo"), "did you mean 'ppo_clip'?"),
         (("learner", "--from-checkpoint", "x"), "--from-checkpoint is for a --shadow"),
         (("learner", "--shadow", "a b"), "shadow name 'a b'"),
