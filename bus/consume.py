@@ -5,7 +5,7 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic
@@ -224,20 +224,26 @@ async def consume_batches(
     `linger_s` lets one grow when there was nothing to do. Messages keep their order. `stop` ends the taking;
     what was taken is handled.
 
-    The acks follow `handle`, which must be idempotent. It may raise `SchemaError` before it has done
-    anything: then it gets the messages one by one, and what it refuses again is set aside.
+    The acks follow `handle`, which must be idempotent; until then the stream is told that it goes on. It may
+    raise `SchemaError` before it has done anything: then it gets the messages one by one, and what it refuses
+    again is set aside.
     """
+    batch: list[Received[M]] = []
     async with inbox.parts.tended():
         ahead = _Ahead(inbox, bus, expected, limit)
         taking = asyncio.create_task(ahead.take(stop), name="take ahead")
+        beating = asyncio.create_task(
+            _report_progress(lambda: [*batch, *ahead.ready]), name="report progress"
+        )
         try:
             while batch := await ahead.batch(linger_s):
                 for received in await _handled(batch, bus, handle):
                     await received.ack()
             await taking
         finally:
+            beating.cancel()
             taking.cancel()
-            await asyncio.wait([taking])
+            await asyncio.wait([taking, beating])
         await inbox.give_back()
 
 
@@ -249,7 +255,8 @@ class _Ahead(Generic[M]):
         self._bus = bus
         self._expected = expected
         self._limit = limit
-        self._ready: deque[Received[M]] = deque()
+        self.ready: deque[Received[M]] = deque()
+        """What waits."""
         self._size_bytes = 0
         self._changed = asyncio.Event()
         self._ended = False
@@ -258,12 +265,12 @@ class _Ahead(Generic[M]):
         """Keep what arrives, as far as there is room, until `stop`."""
         try:
             while not stop.is_set():
-                if len(self._ready) >= self._limit or self._size_bytes >= AHEAD_BYTES:
+                if len(self.ready) >= self._limit or self._size_bytes >= AHEAD_BYTES:
                     await self._next_change(POLL_S)
                     continue
                 raw = await self._inbox.take(self._limit, POLL_S)
                 arrived = await understood(raw, self._bus, self._expected, self._inbox.parts)
-                self._ready += arrived
+                self.ready += arrived
                 self._size_bytes += sum(len(received.whole.data) for received in arrived)
                 self._changed.set()
         finally:
@@ -272,14 +279,14 @@ class _Ahead(Generic[M]):
 
     async def batch(self, linger_s: float) -> list[Received[M]]:
         """The next messages, at most `limit`; none when taking has ended and all were given out."""
-        while not self._ready and not self._ended:
+        while not self.ready and not self._ended:
             await self._next_change(POLL_S)
         linger_until = time.monotonic() + linger_s
-        while len(self._ready) < self._limit and not self._ended:
+        while len(self.ready) < self._limit and not self._ended:
             if (left := linger_until - time.monotonic()) <= 0:
                 break
             await self._next_change(left)
-        batch = [self._ready.popleft() for _ in range(min(self._limit, len(self._ready)))]
+        batch = [self.ready.popleft() for _ in range(min(self._limit, len(self.ready)))]
         self._size_bytes -= sum(len(received.whole.data) for received in batch)
         self._changed.set()
         return batch
@@ -327,17 +334,23 @@ async def understood(
 async def _while_reporting_progress(
     received: Received[M], handle: Callable[[Received[M]], Awaitable[None]]
 ) -> None:
-    async def heartbeat() -> None:
-        while True:
-            await asyncio.sleep(ACK_WAIT_S / 3)
-            try:
-                for raw in received.whole.raws:
-                    await raw.in_progress()
-            except nats.errors.Error as error:  # the bus is away: try again, the work goes on
-                log.warning("progress_not_reported", subject=received.whole.subject, reason=str(error))
-
-    beating = asyncio.create_task(heartbeat())
+    beating = asyncio.create_task(_report_progress(lambda: [received]))
     try:
         await handle(received)
     finally:
         beating.cancel()
+
+
+async def _report_progress(held: Callable[[], Sequence[Received[M]]]) -> None:
+    """Keep the stream from giving what is held here to others."""
+    while True:
+        await asyncio.sleep(ACK_WAIT_S / 3)
+        for received in held():
+            try:
+                for raw in received.whole.raws:
+                    await raw.in_progress()
+            except nats.errors.MsgAlreadyAckdError:  # between our look and now
+                continue
+            except nats.errors.Error as error:  # the bus is away: try again, the work goes on
+                log.warning("progress_not_reported", subject=received.whole.subject, reason=str(error))
+                break

@@ -67,6 +67,7 @@ class Recorder:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consume_module, "POLL_S", 0.1)
     monkeypatch.setattr(parts_module, "ACK_WAIT_S", 0.4)
+    monkeypatch.setattr(consume_module, "ACK_WAIT_S", 0.3)
     monkeypatch.setattr(parts_module, "LONGEST_DELAY_S", 0.2)
     monkeypatch.setattr(parts_module, "STALLED_S", 0.5)
 
