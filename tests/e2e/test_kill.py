@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -23,8 +24,9 @@ def part(launcher: Command, name: str) -> psutil.Process:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for child in psutil.Process(launcher.process.pid).children():
-            if child.cmdline()[3:4] == [name]:
-                return child
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                if child.cmdline()[3:4] == [name]:
+                    return child
     raise AssertionError(f"{name} does not run:\n{launcher.said()}")
 
 

@@ -23,8 +23,8 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     in_one_process(monkeypatch)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def worlds() -> Iterator[Worlds]:
-    """Worlds of several processes, which tests divide as they like."""
+    """Worlds of several processes, which tests divide as they like; idle ones keep both cores busy."""
     with Worlds() as worlds:
         yield worlds
