@@ -34,6 +34,8 @@ RUN = "bench"
 LOOK_S = 0.003
 """How often the stream is asked whether all is acked."""
 Step = Callable[[], Coroutine[None, None, None]]
+Take = Callable[[], Coroutine[None, None, float]]
+"""Returns the moment when all was taken."""
 
 
 def bench_ingest(directory: Path, size: Size) -> tuple[Figures, Figures]:
@@ -58,11 +60,11 @@ async def _measure(directory: Path, size: Size) -> tuple[Figures, Figures]:
     ):
         await ensure(bus.js, bus.topology, shards=1)
 
-        async def pull() -> None:
-            await _pull_and_ack(bus, count)
+        async def pull() -> float:
+            return await _pull_and_ack(bus, count)
 
-        async def store() -> None:
-            await _store(bus, directory / "store", count)
+        async def store() -> float:
+            return await _store(bus, directory / "store", count)
 
         sides = {
             "publish_pull_ack": (_together, pull),
@@ -84,25 +86,26 @@ async def _measure(directory: Path, size: Size) -> tuple[Figures, Figures]:
     }
 
 
-async def _together(publish: Step, take: Step) -> float:
+async def _together(publish: Step, take: Take) -> float:
     """Seconds until all was published and taken, both at once."""
     began = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(publish())
-        tasks.create_task(take())
-    return time.perf_counter() - began
+        publishing = tasks.create_task(publish())
+        taking = tasks.create_task(take())
+        await publishing
+        published = time.perf_counter()
+    return max(published, taking.result()) - began
 
 
-async def _after(publish: Step, take: Step) -> float:
+async def _after(publish: Step, take: Take) -> float:
     """Seconds of taking what was published before."""
     await publish()
     began = time.perf_counter()
-    await take()
-    return time.perf_counter() - began
+    return await take() - began
 
 
-async def _pull_and_ack(bus: Bus, count: int) -> None:
-    """Take and ack so many messages, and do nothing with them."""
+async def _pull_and_ack(bus: Bus, count: int) -> float:
+    """Take and ack so many messages, and do nothing with them; when that was done."""
     inbox = Inbox(bus, "TRAJECTORIES", "shard-0")
     left = count
     while left:
@@ -110,11 +113,15 @@ async def _pull_and_ack(bus: Bus, count: int) -> None:
             await raw.ack()
             left -= 1
     await _empty(bus)
+    done = time.perf_counter()
     await inbox.give_back()
+    return done
 
 
-async def _store(bus: Bus, path: Path, count: int) -> None:
-    """Have a shard store so many groups. What it wrote is removed, so that the next gets its memory."""
+async def _store(bus: Bus, path: Path, count: int) -> float:
+    """Have a shard store so many groups; when that was done, before it ends.
+
+    What it wrote is removed, so that the next gets its memory."""
     stop = asyncio.Event()
     with closing(ReplayStore.open(path)) as store:
         shard = Shard(bus, store, 0, shards=1, was_issued=lambda lease_id: True, linger_s=0.02)
@@ -124,8 +131,10 @@ async def _store(bus: Bus, path: Path, count: int) -> None:
                 while store.trajectories < GROUP * count:  # noqa: ASYNC110  # a shard has no such event
                     await asyncio.sleep(LOOK_S)
             await _empty(bus)
+            done = time.perf_counter()
             stop.set()
     shutil.rmtree(path)
+    return done
 
 
 async def _empty(bus: Bus) -> None:
