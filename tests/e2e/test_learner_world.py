@@ -41,6 +41,14 @@ def _number(process: psutil.Process) -> int:
     return int(told["SLUICE_NODE_RANK"]) * int(told["LOCAL_WORLD_SIZE"]) + int(told["LOCAL_RANK"])
 
 
+def wait_for_checkpoint(run: Path) -> None:
+    """Return once there is one to resume from: it is written while training goes on."""
+    deadline = time.monotonic() + 60
+    while not any((run / "checkpoints").glob("step_*")):
+        assert time.monotonic() < deadline, "no checkpoint was written"
+        time.sleep(0.05)
+
+
 def test_a_run_ends_whole_though_ranks_of_its_learner_were_killed(tmp_path: Path):
     launcher = Command(tmp_path, "local", *of_steps(SETTINGS, STEPS), "--learner.world.processes", "2")
     run = tmp_path / "runs/sort"
@@ -48,6 +56,7 @@ def test_a_run_ends_whole_though_ranks_of_its_learner_were_killed(tmp_path: Path
         agent = None
         for step, number in ((2, 1), (6, 0)):
             wait_for_step(launcher, run, step, timeout_s=300)
+            wait_for_checkpoint(run)
             agent = agent or part(launcher, "learner")
             rank(agent, number).kill()
         assert launcher.wait(300) == 0, launcher.said()
