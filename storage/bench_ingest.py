@@ -26,7 +26,8 @@ from bus.messages import TrajectoryBatch
 from bus.publish import Publisher
 from bus.server import NatsServer
 from bus.topology import ensure
-from storage.bench_material import GROUP, SWITCH_INTERVAL_S, TOKENS, Figures, Material, Size
+from storage.bench_material import GROUP, TOKENS, Figures, Material, Size
+from storage.pace import paced
 from storage.replay import ReplayStore
 from storage.shard import BATCH, Shard
 
@@ -42,12 +43,8 @@ def bench_ingest(directory: Path, size: Size) -> tuple[Figures, Figures]:
     """`stored_over_pull_ack`: the same messages, published the same way while they are taken, on both sides.
 
     Beside it what each side takes of messages that were all published before."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    try:
+    with paced():
         return uvloop.run(_measure(directory, size))
-    finally:
-        sys.setswitchinterval(before)
 
 
 async def _measure(directory: Path, size: Size) -> tuple[Figures, Figures]:

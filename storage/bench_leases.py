@@ -40,11 +40,12 @@ from bus.messages import (
 from bus.publish import Publisher
 from bus.server import NatsServer
 from bus.topology import ensure, shard_of
-from storage.bench_material import SHORT, SWITCH_INTERVAL_S, Figures, Material, Size
+from storage.bench_material import SHORT, Figures, Material, Size
 from storage.config import AdmissionConfig
 from storage.data_sets import DataSets
 from storage.dispatcher import Dispatcher
 from storage.ledger import Ledger
+from storage.pace import paced
 from storage.replay import ReplayStore
 from storage.shard import Shard
 
@@ -245,6 +246,6 @@ _PARTS: dict[str, Callable[[str, Path], object]] = {
 
 if __name__ == "__main__":
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is a pipe
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     part, url, directory = sys.argv[1:]
-    uvloop.run(_PARTS[part](url, Path(directory)))  # type: ignore[arg-type]
+    with paced():
+        uvloop.run(_PARTS[part](url, Path(directory)))  # type: ignore[arg-type]

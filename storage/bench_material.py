@@ -14,8 +14,6 @@ TOKENS = 1900
 """Median length; lengths are log-normal, as those of rollouts are."""
 SHORT = 16
 """Tokens of a trajectory where the count matters and not the bytes: any fixed cost shows most."""
-SWITCH_INTERVAL_S = 0.0005
-"""As the storage process has it."""
 Figures = dict[str, Json]
 
 

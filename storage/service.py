@@ -33,7 +33,7 @@ from storage.replay import ReplayStore
 from storage.retention import Retention
 from storage.run import RunDirectory
 from storage.shard import Shard
-from storage.shards_service import HeldShard, hold_shards, let_waiting_threads_in, run_shard
+from storage.shards_service import HeldShard, hold_shards, run_shard
 
 log = structlog.get_logger()
 QUEUES_PERIOD_S = 1.0
@@ -85,7 +85,6 @@ def read_prompts(data: DataConfig, run: RunDirectory, seed: int) -> Prompts:
 
 async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) -> None:
     """Serve the run until `stop`."""
-    let_waiting_threads_in()
     prompts = await asyncio.to_thread(read_prompts, settings.data, settings.run, settings.seed)
     await bus.create_keys()
     async with hold_role(bus, "dispatcher", secrets.token_hex(4)) as renewing, AsyncExitStack() as opened:

@@ -5,7 +5,6 @@
 
 import asyncio
 import secrets
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from bus.roles import guarded, hold_role
 from bus.status import report_status
 from storage.config import ReplayConfig
 from storage.issued import IssuedLeases
+from storage.pace import paced
 from storage.quarantine import Quarantine
 from storage.replay import ReplayStore
 from storage.retention import Retention, keep_house
@@ -47,14 +47,6 @@ class HeldShard:
     """Ends with `FencedError` when another process takes the shard over."""
 
 
-def let_waiting_threads_in() -> None:
-    """Have busy threads give the GIL up sooner, in this whole process.
-
-    An append gives it up some ninety times, and beside a busy loop gets it back only after this interval:
-    489 ms an append at Python's default of 5 ms, 65 ms at this one."""
-    sys.setswitchinterval(0.0005)
-
-
 @asynccontextmanager
 async def hold_shards(bus: Bus, run: RunDirectory, numbers: Sequence[int]) -> AsyncIterator[list[HeldShard]]:
     """Be the only writer of these shards while inside, by their roles in the run and by their files' locks.
@@ -63,6 +55,7 @@ async def hold_shards(bus: Bus, run: RunDirectory, numbers: Sequence[int]) -> As
     a store that cannot be opened."""
     incarnation = secrets.token_hex(4)
     async with AsyncExitStack() as stack:
+        stack.enter_context(paced())
 
         async def hold(number: int) -> HeldShard:
             role = hold_role(bus, f"shard-{number}", incarnation)
@@ -92,7 +85,6 @@ async def run_shard(
 async def run_shards(bus: Bus, settings: ShardsSettings, stop: asyncio.Event) -> None:
     """Keep these shards until `stop`. The run's `launch storage` dispatches, and has made the streams."""
     _refuse_missing(settings)
-    let_waiting_threads_in()
     retention = Retention.of_shard(settings.replay, settings.run.name)
     async with hold_shards(bus, settings.run, settings.numbers) as held, asyncio.TaskGroup() as reporting:
         finished = asyncio.Event()

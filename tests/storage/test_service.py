@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,14 +42,6 @@ pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 @pytest.fixture(autouse=True)
 def quick_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roles, "RENEW_S", 0.1)
-
-
-@pytest.fixture(autouse=True)
-def own_switch_interval() -> Iterator[None]:
-    """The storage process sets it for itself; it is this one now."""
-    before = sys.getswitchinterval()
-    yield
-    sys.setswitchinterval(before)
 
 
 @pytest.fixture(scope="module")
@@ -202,10 +192,3 @@ async def test_poison_is_known_at_once_after_a_restart_and_counted_by_kind(bus, 
     assert heard[-1].values["dead_reasons"] == {"vocabulary": 1, "version": 1, "identity": 1}
     assert heard[-1].values["reasons"] == {"set_aside": 2}
     assert heard[-1].values["trajectories_stored"] == 2
-
-
-async def test_storage_lets_waiting_threads_in_quickly(bus, tmp_path):
-    """A segment is written with many releases of the GIL, each of which waits for this interval."""
-    async with storage(bus, make_settings(tmp_path, "2 + 2 =")):
-        await until(lambda: is_known(bus))
-        assert sys.getswitchinterval() == pytest.approx(0.0005)

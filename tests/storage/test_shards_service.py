@@ -1,7 +1,6 @@
 """Shards away from the dispatcher: whose they are, what they believe, and what is refused."""
 
 import asyncio
-import sys
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -45,14 +44,6 @@ pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 @pytest.fixture(autouse=True)
 def quick_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roles, "RENEW_S", 0.1)
-
-
-@pytest.fixture(autouse=True)
-def own_switch_interval():
-    """A process of shards sets it for itself; it is this one now."""
-    before = sys.getswitchinterval()
-    yield
-    sys.setswitchinterval(before)
 
 
 @contextmanager

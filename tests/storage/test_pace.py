@@ -1,0 +1,27 @@
+"""What the storage process sets for itself, and takes back."""
+
+import gc
+import sys
+
+import pytest
+
+from storage.pace import COLLECT_EVERY, SWITCH_INTERVAL_S, paced
+from storage.run import RunDirectory
+from storage.shards_service import hold_shards
+
+
+def test_inside_threads_take_turns_sooner_and_collections_are_rarer():
+    interval, thresholds, frozen = sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()
+    with paced():
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+        assert gc.get_threshold()[0] == COLLECT_EVERY
+        assert gc.get_freeze_count() > frozen
+    assert sys.getswitchinterval() == interval
+    assert gc.get_threshold() == thresholds
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.nats
+async def test_whoever_holds_shards_is_paced(bus, tmp_path):
+    async with hold_shards(bus, RunDirectory(tmp_path, "test"), [0]):
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
