@@ -1,6 +1,8 @@
 """Streams, consumers and subjects of a run, as data, and `ensure` that makes them so."""
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import structlog
@@ -143,3 +145,11 @@ def differences(found: StreamConfig, wanted: StreamConfig) -> dict[str, object]:
 def shard_of(lease_id: int, shards: int) -> int:
     """The shard that keeps this lease's group."""
     return lease_id % shards
+
+
+def by_shard(lease_ids: Iterable[int], shards: int) -> dict[int, list[int]]:
+    """These leases by the shard that keeps each, in the order given."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for lease_id in lease_ids:
+        found[shard_of(lease_id, shards)].append(lease_id)
+    return dict(found)

@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-from collections import defaultdict
 from collections.abc import Sequence
 
 import nats.errors
@@ -36,7 +35,7 @@ from bus.messages import (
     WholeRequest,
 )
 from bus.publish import Publisher
-from bus.topology import shard_of
+from bus.topology import by_shard, shard_of
 from storage.admission import Admission
 from storage.closing import close_short
 from storage.config import AdmissionConfig, PrioritySampler
@@ -240,20 +239,18 @@ class Dispatcher:
     async def _without_whole(self, lease_ids: Sequence[int]) -> list[int]:
         """Those that are rolling out and not wholly stored: what only waits for late rewards is not lost."""
         left = [lease_id for lease_id in lease_ids if lease_id in self.ledger.rolling_out]
-        by_shard: defaultdict[int, list[int]] = defaultdict(list)
-        for lease_id in left:
-            by_shard[shard_of(lease_id, self._shards)].append(lease_id)
+        whole: set[int] = set()
         try:
-            for shard, asked in by_shard.items():
+            for shard, asked in by_shard(left, self._shards).items():
                 answer = await self._bus.request(
                     self._bus.subject("rpc", "whole", shard), WholeRequest(lease_ids=tuple(asked)),
                     WholeGroups, timeout_s=POLL_S,
                 )  # fmt: skip
-                left = [lease_id for lease_id in left if lease_id not in set(answer.lease_ids)]
+                whole.update(answer.lease_ids)
         except BusError as error:
             log.debug("shard_does_not_answer", reason=str(error))
             return []
-        return left
+        return [lease_id for lease_id in left if lease_id not in whole]
 
     async def _catch_up(self, shard: int) -> bool:
         """Hear of the groups that were completed since; whether the shard answered."""
@@ -368,7 +365,7 @@ class Dispatcher:
     async def _close_short(self, lease_ids: list[int]) -> None:
         complete, few = await close_short(self._bus, lease_ids, self._shards)
         self._admission.on_closed(complete, few)
-        for shard in {shard_of(lease_id, self._shards) for lease_id in complete}:
+        for shard in by_shard(complete, self._shards):
             await self._catch_up(shard)
 
     async def _on_committed(self, request: StepCommitted) -> list[Message]:
