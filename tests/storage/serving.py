@@ -32,6 +32,7 @@ from storage.config import AdmissionConfig
 from storage.data_sets import DataSets
 from storage.dispatcher import Dispatcher
 from storage.ledger import Ledger
+from storage.reader import ReplayReader
 from storage.replay import ReplayStore
 from storage.shard import Shard
 from tests.factories import make_trajectory
@@ -196,6 +197,14 @@ class LearnerStandIn:
                     if "nobody serves" not in str(error):
                         raise
                     await asyncio.sleep(0.005)
+
+
+async def read_batch(
+    reader: ReplayReader, step: int, *, on_wait: Callable[[str], None] = lambda reason: None
+) -> list[list[Trajectory]]:
+    """The groups of a step, leased and fetched as a learner does."""
+    lease = await reader.lease(step, step - 1, on_wait=on_wait)
+    return await reader.fetch(lease.groups, on_wait=on_wait)
 
 
 async def send(bus: Bus, *trajectories: Trajectory, shard: int | None = None) -> None:

@@ -32,6 +32,7 @@ from tests.storage.serving import (
     make_shard,
     manifest,
     messages,
+    read_batch,
     running,
     send,
     send_groups,
@@ -84,8 +85,8 @@ async def serves(bus, shard: int) -> bool:
 
 
 async def batch(bus, step: int) -> list[list[str]]:
-    found = await ReplayReader(bus, "a").batch(step, step - 1, on_wait=lambda reason: None)
-    return [[t.trajectory_id for t in group] for group in found.groups]
+    found = await read_batch(ReplayReader(bus, "a"), step)
+    return [[t.trajectory_id for t in group] for group in found]
 
 
 async def test_shards_of_two_hosts_make_one_run(bus, tmp_path, connect):
