@@ -38,11 +38,6 @@ from tests.storage.test_ledger import on_disk
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 
 
-@pytest.fixture
-def learner(bus: Bus) -> LearnerStandIn:
-    return LearnerStandIn(bus)
-
-
 async def stored(storage: Storage, count: int) -> None:
     """Return once the ledger knows of so many groups that wait for a step."""
     await until(lambda: len(storage.ledger.stored) == count)

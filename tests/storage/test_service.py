@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from bus import roles
 from bus.blobs import get_blob, put_blob
 from bus.codec import decode, encode
 from bus.connection import Bus
@@ -36,12 +35,7 @@ from tests.storage.serving import (
     until,
 )
 
-pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-
-
-@pytest.fixture(autouse=True)
-def quick_roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "RENEW_S", 0.1)
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick", "quick_roles")]
 
 
 @pytest.fixture(scope="module")

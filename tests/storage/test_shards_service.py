@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bus import roles
 from bus.errors import BusError, ConfigError, FencedError
 from bus.messages import Located, LocateRequest, RoleHolder, Status, Trajectory
 from storage import issued
@@ -39,12 +38,7 @@ from tests.storage.serving import (
     until,
 )
 
-pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-
-
-@pytest.fixture(autouse=True)
-def quick_roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "RENEW_S", 0.1)
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick", "quick_roles")]
 
 
 @contextmanager
