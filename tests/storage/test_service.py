@@ -83,6 +83,13 @@ async def test_run_without_prompts_is_refused(bus, tmp_path):
         await run_storage(bus, make_settings(tmp_path), asyncio.Event())
 
 
+async def test_archive_that_cannot_be_used_is_refused(bus, tmp_path):
+    replay = ReplayConfig(archive="nonsense://bucket")
+    with pytest.raises(ConfigError, match=r"replay\.archive: nonsense://bucket/test cannot be written"):
+        await run_storage(bus, replace(make_settings(tmp_path, "2 + 2 ="), replay=replay), asyncio.Event())
+    assert await bus.get("run", RunRecord) is None
+
+
 async def test_prompts_are_checked_against_the_model_before_the_first_lease(bus, tmp_path, model_files):
     heldout = write_prompts(tmp_path / "heldout.jsonl", "4 + 4 =")
     async with storage(bus, make_settings(tmp_path, "2 + 2 =", "x" * 20, heldout=heldout)):
