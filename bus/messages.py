@@ -438,6 +438,15 @@ class Issued(Message, tag="issued"):
     """Token ids of the run's model."""
     newest_version: int | None = None
     """The newest policy version that was ever published."""
+    rolling_out: tuple[int, ...] = ()
+    """Every lease that is rolling out for the shard that asked."""
+    versions: tuple[int, ...] = ()
+    """Of each of them, the oldest that may sample it."""
+
+    def check(self) -> None:
+        """Refuse versions that do not fit the leases."""
+        if len(self.rolling_out) != len(self.versions):
+            raise SchemaError(f"{len(self.versions)} versions of {len(self.rolling_out)} leases")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -385,7 +385,7 @@ class Dispatcher:
     async def _on_issued(self, request: IssuedRequest) -> list[Message]:
         """A shard elsewhere stores no group of a lease that was never issued, and has a quarantine too."""
         await self.look_at_policy()
-        known = self.facts.issued(self._admission.seen(request.shard))
+        known = self.facts.issued(request.shard, self._shards, self._admission.seen(request.shard))
         await asyncio.to_thread(self.ledger.flush)  # or a crash could issue the same numbers again
         return [known]
 
