@@ -72,7 +72,7 @@ class Topology:
     def consumers(self, shards: int) -> tuple[tuple[str, ConsumerConfig], ...]:
         """Every durable consumer, with the stream it reads."""
         return (
-            ("TASKS", self._consumer("rollout", "tasks", "rollout")),
+            ("TASKS", self._rollouts()),
             ("TASKS", self._consumer("evaluation", "tasks", "evaluation")),
             ("EVENTS", self._consumer("dispatcher", "events", "rejected")),
             *(("EVENTS", self._consumer(f"rewards-{n}", "events", "rewards", n)) for n in range(shards)),
@@ -87,6 +87,11 @@ class Topology:
             num_replicas=self.replicas,
             **options,
         )
+
+    def _rollouts(self) -> ConsumerConfig:
+        """Each lease has a subject of its own, so that one request tells which there are; once it had not."""
+        either = [self.subject("tasks", "rollout"), self.subject("tasks", "rollout", "*")]
+        return self._consumer("rollout").evolve(filter_subject=None, filter_subjects=either)
 
     def _consumer(self, durable: str, *tokens: object) -> ConsumerConfig:
         return ConsumerConfig(

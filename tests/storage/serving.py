@@ -3,10 +3,12 @@
 import asyncio
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
+
+from nats.js.errors import NotFoundError
 
 from bus.codec import Message, decode, encode
 from bus.connection import Bus
@@ -255,8 +257,11 @@ async def dead_letters(bus: Bus) -> list[DeadLetter]:
 async def _contents(bus: Bus, stream: str) -> list[bytes]:
     name = bus.topology.stream(stream)
     state = (await bus.js.stream_info(name)).state
-    found = [await bus.js.get_msg(name, seq) for seq in range(state.first_seq, state.last_seq + 1)]
-    return [raw.data or b"" for raw in found]
+    found = []
+    for sequence in range(state.first_seq, state.last_seq + 1):
+        with suppress(NotFoundError):  # acked, or deleted
+            found.append((await bus.js.get_msg(name, sequence)).data or b"")
+    return found
 
 
 async def expect_redelivery_after(bus: Bus, seconds: float, durable: str = "shard-0") -> None:
