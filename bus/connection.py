@@ -40,6 +40,8 @@ class Bus:
         self.client = client
         self.topology = Topology(run)
         self.js: JetStreamContext = client.jetstream(timeout=10)
+        self.not_storing: set[str] = set()
+        """Streams that store nothing of what this process publishes, though the server answers."""
         self._keys: KeyValue | None = None
 
     @classmethod
