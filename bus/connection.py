@@ -19,7 +19,7 @@ from nats.js.kv import KeyValue
 from bus.codec import M, Message, decode, encode
 from bus.config import BusConfig
 from bus.errors import BusError, ConfigError, SchemaError, SluiceError
-from bus.messages import Done, Refused
+from bus.requests import Done, Refused
 from bus.topology import Topology
 
 log = structlog.get_logger()

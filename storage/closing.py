@@ -10,7 +10,7 @@ from nats.aio.subscription import Subscription
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError, StorageError
-from bus.messages import Closed, CloseRequest
+from bus.requests import Closed, CloseRequest
 from bus.topology import by_shard
 from storage.replay import ReplayStore
 

@@ -10,20 +10,18 @@ from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
 from bus.errors import BusError, ConfigError, StorageError
-from bus.messages import (
+from bus.messages import GroupRejected, Lease, PolicyManifest, RoleHolder
+from bus.publish import Publisher
+from bus.requests import (
     BatchLease,
     BatchRequest,
     Done,
     Given,
     GivenRequest,
     GroupRef,
-    GroupRejected,
     IssuedRequest,
     LearnerResumed,
-    Lease,
     LeaseRequest,
-    PolicyManifest,
-    RoleHolder,
     StepCommitted,
     StoredGroups,
     StoredRequest,
@@ -31,7 +29,6 @@ from bus.messages import (
     UnsettledRequest,
     Waiting,
 )
-from bus.publish import Publisher
 from bus.topology import by_shard, shard_of
 from storage.admission import Admission
 from storage.closing import close_short

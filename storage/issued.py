@@ -7,7 +7,7 @@ import structlog
 
 from bus.connection import RETRY_S, Bus
 from bus.errors import BusError, ConfigError
-from bus.messages import Issued, IssuedRequest
+from bus.requests import Issued, IssuedRequest
 from storage.replay import ReplayStore
 
 log = structlog.get_logger()

@@ -7,7 +7,7 @@ import structlog
 
 from bus.connection import Bus
 from bus.errors import BusError
-from bus.messages import WholeGroups, WholeRequest
+from bus.requests import WholeGroups, WholeRequest
 from bus.topology import by_shard
 
 log = structlog.get_logger()

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bus.errors import SchemaError
-from bus.messages import Issued, Trajectory, group_name, trajectory_name
+from bus.messages import Trajectory, group_name, trajectory_name
+from bus.requests import Issued
 from bus.topology import shard_of
 from storage.ledger import Ledger
 

@@ -14,7 +14,8 @@ import structlog
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError, FencedError
-from bus.messages import (
+from bus.messages import Trajectory, TrajectoryBatch
+from bus.requests import (
     BatchLease,
     BatchRequest,
     Done,
@@ -24,8 +25,6 @@ from bus.messages import (
     LearnerResumed,
     ReadRequest,
     StepCommitted,
-    Trajectory,
-    TrajectoryBatch,
     Waiting,
 )
 from storage.local_reader import LocalReader

@@ -11,7 +11,7 @@ import structlog
 
 from bus.connection import Bus
 from bus.errors import BusError, StorageError
-from bus.messages import Unsettled, UnsettledRequest
+from bus.requests import Unsettled, UnsettledRequest
 from storage.archive import check_archive
 from storage.config import ReplayConfig
 from storage.pieces import Piece

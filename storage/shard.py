@@ -11,21 +11,18 @@ from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
 from bus.errors import BusError, SchemaError, StorageError
-from bus.messages import (
+from bus.messages import GroupRejected, RewardGiven, Trajectory, TrajectoryBatch
+from bus.publish import Publisher, together
+from bus.requests import (
     Done,
-    GroupRejected,
     Located,
     LocateRequest,
     ReadRequest,
-    RewardGiven,
     StoredGroups,
     StoredRequest,
-    Trajectory,
-    TrajectoryBatch,
     WholeGroups,
     WholeRequest,
 )
-from bus.publish import Publisher, together
 from bus.topology import shard_of
 from storage.addresses import host_identity, locate
 from storage.closing import serve_closing

@@ -14,21 +14,16 @@ from bus.codec import Message, decode, encode
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import (
-    BatchLease,
-    BatchRequest,
     BlobRef,
     DeadLetter,
-    Done,
     GroupRejected,
-    LearnerResumed,
     Lease,
     PolicyManifest,
     Prompt,
-    StepCommitted,
     Trajectory,
     TrajectoryBatch,
-    Waiting,
 )
+from bus.requests import BatchLease, BatchRequest, Done, LearnerResumed, StepCommitted, Waiting
 from bus.topology import shard_of
 from storage.config import AdmissionConfig
 from storage.data_sets import DataSets

@@ -9,7 +9,7 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.errors import BusError, StorageError
-from bus.messages import BatchLease, Waiting
+from bus.requests import BatchLease, Waiting
 from bus.roles import hold_role
 from bus.topology import ensure
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from bus.errors import BusError, ConfigError, FencedError
-from bus.messages import Located, LocateRequest, RoleHolder, Status, Trajectory
+from bus.messages import RoleHolder, Status, Trajectory
+from bus.requests import Located, LocateRequest
 from storage import issued
 from storage.config import ReplayConfig, shard_numbers
 from storage.data_sets import DataSets
