@@ -125,13 +125,13 @@ class Publisher:
 
     async def _warn(self, subject: str) -> None:
         """Say once that a stream stores nothing, unless it is the whole server that does not answer."""
-        if (stream := _stream(subject)) in self._bus.not_storing:
-            return
+        stream = _stream(subject)
         try:
             await self._bus.client.flush(timeout=ACK_TIMEOUT_S)
         except nats.errors.Error as error:
             log.debug("server_does_not_answer", reason=str(error) or type(error).__name__)
-        else:
+            return
+        if stream not in self._bus.not_storing:
             self._bus.not_storing.add(stream)
             log.warning("bus_does_not_store", stream=stream, remedy=REMEDY)
 

@@ -123,5 +123,5 @@ def _restore(directory: Path, retired: Piece, archive: str) -> str:
 def _translating(what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # each of fsspec's drivers has errors of its own
         raise StorageError(f"{what} cannot be written or read: {error or type(error).__name__}") from error
