@@ -4,7 +4,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 from actors.environments.base import AgentTrajectory, Episode
-from bus.messages import Lease, Siblings, Trajectory, TrajectoryBatch
+from bus.messages import Lease, Trajectory, TrajectoryBatch
+from bus.requests import Siblings
 
 NOTHING = Siblings(group_size=0)
 

@@ -14,8 +14,9 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox, Received, consume_received
 from bus.errors import HandBackError, SchemaError, SluiceError
-from bus.messages import GroupRejected, Lease, LeaseRequest, LeaseState, Siblings, SiblingsRequest
+from bus.messages import GroupRejected, Lease
 from bus.publish import Publisher, together
+from bus.requests import LeaseRequest, LeaseState, Siblings, SiblingsRequest
 from bus.topology import shard_of
 from storage.lease_desk import FREE_DELIVERIES
 

@@ -92,7 +92,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes, *expected: type[M]) -> M:
-    """The message in `data`, which must be one of `expected`.
+    """The message in `data`, which must be one of `expected`: there is no registry that may lack one.
 
     Raises `SchemaError` for bytes that are not such a message: the reason names the field.
     """

@@ -19,7 +19,7 @@ from nats.js.kv import KeyValue
 from bus.codec import M, Message, decode, encode
 from bus.config import BusConfig
 from bus.errors import BusError, ConfigError, SchemaError, SluiceError
-from bus.messages import Done, Refused
+from bus.requests import Done, Refused
 from bus.topology import Topology
 
 log = structlog.get_logger()
@@ -40,6 +40,8 @@ class Bus:
         self.client = client
         self.topology = Topology(run)
         self.js: JetStreamContext = client.jetstream(timeout=10)
+        self.not_storing: set[str] = set()
+        """Streams that store nothing of what this process publishes, though the server answers."""
         self._keys: KeyValue | None = None
 
     @classmethod

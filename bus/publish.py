@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import nats.errors
 import structlog
@@ -20,9 +20,13 @@ from nats.aio.msg import Msg
 from bus.connection import HEADER_BYTES, Bus
 from bus.errors import BusError
 from bus.parts import PART_BYTES, split
+from bus.status import REMEDY
 
 log = structlog.get_logger()
 ACK_TIMEOUT_S = 2.0
+UNANSWERED = 5
+"""In a row, before a stream is said to store nothing: twelve seconds, longer than one is without a leader."""
+NO_ANSWER = 408
 LONGEST_PAUSE_S = 0.5
 STREAM_FULL = frozenset({10077, 10047, 10023})
 """err_codes with which `discard: new` and resource limits answer: wait, space returns as others ack."""
@@ -33,6 +37,8 @@ PARTS_IN_FLIGHT = 16
 """Few enough that a slow connection has acked them within `ACK_TIMEOUT_S`."""
 T = TypeVar("T")
 Answer = dict[str, object]
+Outcome = Literal["stored", "refused", "unanswered"]
+"""Of sending a message once; `refused` for now: it is sent again, as one that is unanswered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +108,35 @@ class Publisher:
             raise BusError(
                 f"{subject}: {len(data)} bytes exceed the server's max_payload of {limit}: raise it"
             )
-        pause = 0.02
+        pause, unanswered = 0.02, 0
         async with self._slots:
-            while not await self._stored(subject, data, headers):
+            while (outcome := await self._send(subject, data, headers)) != "stored":
                 if time.monotonic() > deadline:
                     raise TimeoutError
+                silent = outcome == "unanswered" and self._bus.client.is_connected
+                unanswered = unanswered + 1 if silent else 0
+                if unanswered >= UNANSWERED:
+                    await self._warn(subject)
                 self.counts.retries += 1
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
+        if self._bus.not_storing:
+            self._bus.not_storing.discard(_stream(subject))
 
-    async def _stored(self, subject: str, data: bytes, headers: dict[str, str]) -> bool:
-        """Send once; True when the server says it has it."""
+    async def _warn(self, subject: str) -> None:
+        """Say once that a stream stores nothing, unless it is the whole server that does not answer."""
+        stream = _stream(subject)
+        try:
+            await self._bus.client.flush(timeout=ACK_TIMEOUT_S)
+        except nats.errors.Error as error:
+            log.debug("server_does_not_answer", reason=str(error) or type(error).__name__)
+            return
+        if stream not in self._bus.not_storing:
+            self._bus.not_storing.add(stream)
+            log.warning("bus_does_not_store", stream=stream, remedy=REMEDY)
+
+    async def _send(self, subject: str, data: bytes, headers: dict[str, str]) -> Outcome:
+        """Send once; what came of it."""
         if not self._subscribed:
             self._subscribed = True
             await self._bus.client.subscribe(f"{self._inbox}.*", cb=self._on_ack)
@@ -125,10 +149,10 @@ class Publisher:
             answer = await ack
         except nats.errors.Error as error:
             log.debug("publish_retry", subject=subject, reason=str(error))
-            return False
+            return "refused"
         finally:
             self._awaited.pop(token, None)
-        return self._accepted(subject, answer)
+        return self._outcome(subject, answer)
 
     def _sweep_later(self) -> None:
         """One timer for all that wait: a timer for each costs more than the rest of a small publish."""
@@ -143,21 +167,23 @@ class Publisher:
             if awaited.until > now:
                 break
             if not awaited.ack.done():
-                awaited.ack.set_result({"error": {"code": 503}})
+                awaited.ack.set_result({"error": {"code": NO_ANSWER}})
         self._sweep = None
         self._sweep_later()
 
-    def _accepted(self, subject: str, answer: Answer) -> bool:
+    def _outcome(self, subject: str, answer: Answer) -> Outcome:
         error = answer.get("error")
         if not isinstance(error, dict):
             self.counts.duplicates += bool(answer.get("duplicate"))
             self.counts.stored += not answer.get("duplicate")
-            return True
+            return "stored"
+        if error.get("code") == NO_ANSWER:
+            return "unanswered"
         if error.get("err_code") in STREAM_FULL:
             self.counts.refused_full += 1
-        elif error.get("code") != 503:  # 503: no leader, no stream yet, or no answer
+        elif error.get("code") != 503:  # 503: no leader, or no stream yet
             raise BusError(f"{subject}: the stream refuses: {error.get('description')}")
-        return False
+        return "refused"
 
     async def _on_ack(self, raw: Msg) -> None:
         awaited = self._awaited.get(raw.subject.rsplit(".", 1)[1])
@@ -168,6 +194,11 @@ class Publisher:
             ack.set_result({"error": {"code": 503}})
         else:
             ack.set_result(json.loads(raw.data))
+
+
+def _stream(subject: str) -> str:
+    """The stream of a run's subject, such as TASKS of sluice.<run>.tasks.rollout.7."""
+    return subject.split(".")[2].upper()
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -13,6 +13,8 @@ from bus.connection import Bus
 from bus.messages import Status
 
 PERIOD_S = 0.5
+REMEDY = "restart nats-server"
+"""It leaves a stream alone once a write has failed, as on a full disk; `launch bus` does this by itself."""
 
 
 async def report_status(
@@ -22,6 +24,8 @@ async def report_status(
     while True:
         stopping = stop.is_set()
         doing, values = look()
+        if bus.not_storing:
+            doing = f"the bus stores nothing on {', '.join(sorted(bus.not_storing))}: {REMEDY}; {doing}"
         status = Status(
             source=source,
             role=role,

@@ -1,6 +1,8 @@
 """Streams, consumers and subjects of a run, as data, and `ensure` that makes them so."""
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import structlog
@@ -70,7 +72,7 @@ class Topology:
     def consumers(self, shards: int) -> tuple[tuple[str, ConsumerConfig], ...]:
         """Every durable consumer, with the stream it reads."""
         return (
-            ("TASKS", self._consumer("rollout", "tasks", "rollout")),
+            ("TASKS", self._rollouts()),
             ("TASKS", self._consumer("evaluation", "tasks", "evaluation")),
             ("EVENTS", self._consumer("dispatcher", "events", "rejected")),
             *(("EVENTS", self._consumer(f"rewards-{n}", "events", "rewards", n)) for n in range(shards)),
@@ -85,6 +87,11 @@ class Topology:
             num_replicas=self.replicas,
             **options,
         )
+
+    def _rollouts(self) -> ConsumerConfig:
+        """Each lease has a subject of its own, so that one request tells which there are; once it had not."""
+        either = [self.subject("tasks", "rollout"), self.subject("tasks", "rollout", "*")]
+        return self._consumer("rollout").evolve(filter_subject=None, filter_subjects=either)
 
     def _consumer(self, durable: str, *tokens: object) -> ConsumerConfig:
         return ConsumerConfig(
@@ -143,3 +150,11 @@ def differences(found: StreamConfig, wanted: StreamConfig) -> dict[str, object]:
 def shard_of(lease_id: int, shards: int) -> int:
     """The shard that keeps this lease's group."""
     return lease_id % shards
+
+
+def by_shard(lease_ids: Iterable[int], shards: int) -> dict[int, list[int]]:
+    """These leases by the shard that keeps each, in the order given."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for lease_id in lease_ids:
+        found[shard_of(lease_id, shards)].append(lease_id)
+    return dict(found)

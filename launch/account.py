@@ -1,15 +1,14 @@
 """What became of every trajectory of a run that has ended, by what its parts left on the disk."""
 
 import json
-import sqlite3
 from collections import Counter
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bus.codec import Json
+from launch.past_ledger import states_of
 from learner import lineage
 from storage.replay import ReplayStore
 from storage.run import RunDirectory
@@ -22,7 +21,7 @@ USED = ("stored", "leased", "committed")
 def account(run: RunDirectory, *, shards: int, samples: int, max_staleness: int) -> dict[str, Json]:
     """Compare ledger, replay, checkpoint and lineage; counts are of trajectories, `samples` a group."""
     progress = json.loads((run.path / "progress.json").read_text())
-    groups = _ledger(run.ledger)
+    groups = states_of(run.ledger)
     lengths = _stored_lengths(run, shards)
     trained = lineage.read(run.path / "lineage.jsonl", until_step=progress["step"])
     uses = Counter(lease for leases in trained.values() for lease in leases)
@@ -72,13 +71,6 @@ def ks_p(one: NDArray[np.int64], other: NDArray[np.int64]) -> float:
         return 1.0
     terms = [(-1) ** (k - 1) * np.exp(-2 * (k * statistic) ** 2) for k in range(1, 101)]
     return float(np.clip(2 * np.sum(terms), 0, 1))
-
-
-def _ledger(path: Path) -> dict[int, tuple[str, int]]:
-    """Lease -> (state, version at issue)."""
-    with closing(sqlite3.connect(path)) as ledger:
-        rows = ledger.execute("SELECT lease_id, state, policy_version FROM leases")
-        return {lease: (state, version) for lease, state, version in rows}
 
 
 def _stored_lengths(run: RunDirectory, shards: int) -> dict[int, NDArray[np.int64]]:

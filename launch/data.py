@@ -7,8 +7,9 @@ from bus.blobs import delete_blob, put_blob
 from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
-from bus.messages import DataAccepted, NewData, PromptSet
+from bus.messages import PromptSet
 from bus.publish import Publisher
+from bus.requests import DataAccepted, NewData
 from launch.config import RunConfig
 from launch.services import joined
 from storage.prompts import load_prompts

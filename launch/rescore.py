@@ -1,18 +1,18 @@
 """`launch rescore`: the trajectories of an interval of a run, scored by another reward, without a bus."""
 
 import asyncio
-import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.messages import Trajectory
 from bus.topology import shard_of
 from launch.config import RunConfig, config_file, resolve
+from launch.past_ledger import facts_of, leases_of_steps
 from storage.data_sets import PastPrompts
 from storage.replay import ReplayStore
 from storage.run import RunDirectory
@@ -165,29 +165,6 @@ def _leases(run: RunDirectory, stores: Sequence[ReplayStore], interval: Interval
         there = f"steps {first} to {last}" if steps else "no step yet"
         raise ConfigError(f"run {run.name!r} has no groups of steps {begin} to {end}: it trained {there}")
     return sorted(trained), 0
-
-
-def leases_of_steps(ledger: Path) -> dict[int, list[int]]:
-    """Step -> leases it trained on, from the ledger of a run, which may be in use. Raises `ConfigError`."""
-    steps: dict[int, list[int]] = {}
-    for step, lease_id in _rows(ledger, "SELECT step, lease_id FROM uses ORDER BY step, place"):
-        steps.setdefault(step, []).append(lease_id)
-    return steps
-
-
-def facts_of(ledger: Path) -> dict[str, str]:
-    """The named values of a ledger, which may be in use. Raises `ConfigError`."""
-    return dict(_rows(ledger, "SELECT name, value FROM facts"))
-
-
-def _rows(ledger: Path, query: str) -> list[tuple[Any, Any]]:
-    if not ledger.exists():
-        raise ConfigError(f"{ledger} is missing: rescore where the run's storage was")
-    try:
-        with closing(sqlite3.connect(f"{ledger.absolute().as_uri()}?mode=ro", uri=True)) as sql:
-            return sql.execute(query).fetchall()
-    except sqlite3.Error as error:
-        raise ConfigError(f"{ledger} cannot be read ({error}): restore it") from error
 
 
 def _chat(model: Path) -> "ChatFormat":

@@ -11,18 +11,18 @@ from typing import BinaryIO
 from bus.connection import Bus
 from bus.errors import ConfigError
 from launch.config import RunConfig
-from storage.rewards import Given, RewardSender, give_lines
+from storage.rewards import RewardSender, Tally, give_lines
 
 STDIN = Path("-")
 CHUNK = 1024
 """Lines that are read ahead, and whose rewards are on their way together."""
 
 
-async def give_rewards(where: RunConfig, file: Path, stop: asyncio.Event) -> Given:
+async def give_rewards(where: RunConfig, file: Path, stop: asyncio.Event) -> Tally:
     """Give the reward of each line of `file`, or of standard input as they come, until its end or `stop`.
 
     Raises `ConfigError` for a file that cannot be read, or a run that is not on the bus."""
-    given = Given()
+    tally = Tally()
     with ExitStack() as opened:
         try:
             source = sys.stdin.buffer if file == STDIN else opened.enter_context(file.open("rb"))
@@ -30,8 +30,8 @@ async def give_rewards(where: RunConfig, file: Path, stop: asyncio.Event) -> Giv
             raise ConfigError(f"cannot read the rewards in {file}: {error.strerror}") from error
         async with Bus.connect(where.bus, where.run, name="rewards") as bus:
             sender = await RewardSender.to_run(bus, source=f"launch reward {file}")
-            await give_lines(sender, _arriving(source, stop), given)
-    return given
+            await give_lines(sender, _arriving(source, stop), tally)
+    return tally
 
 
 async def _arriving(source: BinaryIO, stop: asyncio.Event) -> AsyncIterator[list[bytes]]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bus.codec import Message
-from bus.messages import GroupRef
+from bus.requests import GroupRef
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

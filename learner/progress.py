@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from bus.errors import StorageError
-from bus.messages import Given
+from bus.requests import Given
 from learner import lineage
 from learner.settings import LearnerSettings
 from storage import checkpoints

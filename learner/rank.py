@@ -11,7 +11,8 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from bus.errors import WorldError
-from bus.messages import GroupRef, Trajectory
+from bus.messages import Trajectory
+from bus.requests import GroupRef
 from learner.batches import StepBatch
 from learner.checkpoint import PendingCheckpoint, start_checkpoint
 from learner.commands import Begin, Fetch, Train, WarmUp

@@ -22,7 +22,8 @@ import structlog
 from bus.codec import Json
 from bus.connection import Bus
 from bus.errors import BusError
-from bus.messages import Given, Metrics, Trajectory
+from bus.messages import Metrics, Trajectory
+from bus.requests import Given
 from bus.roles import guarded, hold_role
 from bus.status import report_status
 from learner import lineage

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from bus.messages import GroupRef, Trajectory
+from bus.messages import Trajectory
+from bus.requests import GroupRef
 from learner.batches import StepBatch, make_step_batch
 from learner.config import LearnerConfig
 from learner.data_parallel import of_all_ranks

@@ -11,8 +11,9 @@ import torch
 from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.messages import BatchLease, EvaluationResult, Metrics
+from bus.messages import EvaluationResult, Metrics
 from bus.publish import Publisher
+from bus.requests import BatchLease
 from bus.status import report_status
 from learner import lineage
 from learner.batches import StepBatch

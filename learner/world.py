@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from bus.codec import Message, decode, encode
-from bus.messages import BatchLease, GroupRef
+from bus.requests import BatchLease, GroupRef
 from learner.balancing import balanced, group_flops
 from learner.batches import StepBatch
 from learner.channel import Channel

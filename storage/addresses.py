@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from bus.errors import StorageError
-from bus.messages import Located
+from bus.requests import Located
 from storage.replay import ReplayStore
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from bus.errors import BusError
-from bus.messages import GroupRejected, LeaseState, PolicyManifest, StoredGroups
+from bus.messages import GroupRejected, PolicyManifest
+from bus.requests import LeaseState, StoredGroups
 from storage.config import AdmissionConfig
 from storage.ledger import Ledger, Use
 from storage.quarantine import NEWEST_VERSION

@@ -1,5 +1,6 @@
 """Segments outside the store: one zstd-compressed tar file each, in a directory or behind any fsspec URL."""
 
+import secrets
 import shutil
 import tarfile
 import tempfile
@@ -8,15 +9,47 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
+import structlog
 import zstandard
 from fsspec.implementations.local import LocalFileSystem
 
-from bus.errors import StorageError
+from bus.errors import ConfigError, StorageError
 from storage.files import fsync_path, lock_directory, publish
 from storage.pieces import Piece, find_pieces
 
+log = structlog.get_logger()
 LEVEL = 3
 SUFFIX = ".tar.zst"
+BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci"))
+"""File systems without folders: to make one there would make a bucket, of a name that is only mistyped."""
+
+
+def check_archive(archive: str) -> None:
+    """Write a file there and remove it: what is wrong is to be known before the first segment must go.
+
+    Raises `ConfigError` for a driver, credentials or a bucket that are missing, and for a directory that
+    refuses. One that does not answer is warned of only: it may be back by then, and is tried again."""
+    try:
+        with _translating(archive):
+            files, root = fsspec.core.url_to_fs(archive)
+            _make_folder(files, root)
+            probe = f"{root}/.probe-{secrets.token_hex(4)}"
+            files.pipe_file(probe, b"")
+            files.rm_file(probe)
+    except StorageError as error:
+        if _may_pass(error.__cause__):
+            log.warning("archive_does_not_answer", archive=archive, reason=str(error))
+            return
+        raise ConfigError(
+            f"replay.archive: {error}; name a directory, or the URL of a bucket that is there (s3://bucket/"
+            "replay needs s3fs, the extra `s3`, and credentials in the AWS environment)"
+        ) from error
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether trying again may help. Known by name: each driver has errors of its own, of no common base."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    return any(word in name for name in names for word in ("Connect", "Timeout"))
 
 
 def archive_segment(segment: Path, archive: str) -> None:
@@ -28,7 +61,7 @@ def archive_segment(segment: Path, archive: str) -> None:
     with _translating(f"{archive}/{name}"):
         files, root = fsspec.core.url_to_fs(archive)
         final, unfinished = f"{root}/{name}", f"{root}/{name}.part"
-        files.makedirs(f"{root}/{segment.parent.name}", exist_ok=True)
+        _make_folder(files, f"{root}/{segment.parent.name}")
         with (
             files.open(unfinished, "wb") as file,
             zstandard.ZstdCompressor(LEVEL, write_checksum=True).stream_writer(file, closefd=False) as packed,
@@ -36,6 +69,12 @@ def archive_segment(segment: Path, archive: str) -> None:
         ):
             tar.add(segment, arcname=segment.name)
         _put_in_place(files, unfinished, final)
+
+
+def _make_folder(files: fsspec.AbstractFileSystem, folder: str) -> None:
+    protocols = {files.protocol} if isinstance(files.protocol, str) else {*files.protocol}
+    if not protocols & BUCKETS:
+        files.makedirs(folder, exist_ok=True)
 
 
 def _put_in_place(files: fsspec.AbstractFileSystem, unfinished: str, final: str) -> None:
@@ -84,5 +123,5 @@ def _restore(directory: Path, retired: Piece, archive: str) -> str:
 def _translating(what: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, tarfile.TarError, zstandard.ZstdError, ImportError, ValueError) as error:
-        raise StorageError(f"{what} cannot be written or read: {error}") from error
+    except Exception as error:  # each of fsspec's drivers has errors of its own
+        raise StorageError(f"{what} cannot be written or read: {error or type(error).__name__}") from error

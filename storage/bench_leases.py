@@ -25,19 +25,9 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.consume import Inbox, consume
 from bus.errors import BusError
-from bus.messages import (
-    BatchLease,
-    BatchRequest,
-    BlobRef,
-    Done,
-    Lease,
-    PolicyManifest,
-    Prompt,
-    StepCommitted,
-    TrajectoryBatch,
-    Waiting,
-)
+from bus.messages import BlobRef, Lease, PolicyManifest, Prompt, TrajectoryBatch
 from bus.publish import Publisher
+from bus.requests import BatchLease, BatchRequest, Done, StepCommitted, Waiting
 from bus.server import NatsServer
 from bus.topology import ensure, shard_of
 from storage.bench_material import SHORT, Figures, Material, Size

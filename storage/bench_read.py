@@ -25,8 +25,9 @@ from bus.codec import Json
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError
-from bus.messages import GroupRef, Located, LocateRequest, Trajectory, group_name
+from bus.messages import Trajectory, group_name
 from bus.process import die_with_parent
+from bus.requests import GroupRef, Located, LocateRequest
 from bus.server import NatsServer
 from bus.topology import ensure, shard_of
 from storage.reader import ReplayReader

@@ -1,7 +1,6 @@
 """Closes groups short: the dispatcher asks each shard to give out what it has of those that keep a step."""
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 
@@ -11,8 +10,8 @@ from nats.aio.subscription import Subscription
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError, StorageError
-from bus.messages import Closed, CloseRequest
-from bus.topology import shard_of
+from bus.requests import Closed, CloseRequest
+from bus.topology import by_shard
 from storage.replay import ReplayStore
 
 log = structlog.get_logger()
@@ -26,12 +25,9 @@ async def close_short(bus: Bus, lease_ids: Iterable[int], shards: int) -> tuple[
 
     A shard that does not answer is left out of both: it is asked again.
     """
-    by_shard: defaultdict[int, list[int]] = defaultdict(list)
-    for lease_id in lease_ids:
-        by_shard[shard_of(lease_id, shards)].append(lease_id)
     complete: list[int] = []
     few: list[int] = []
-    for shard, asked in by_shard.items():
+    for shard, asked in by_shard(lease_ids, shards).items():
         request = CloseRequest(lease_ids=tuple(asked))
         try:
             answer = await bus.request(

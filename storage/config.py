@@ -191,7 +191,8 @@ class ReplayConfig(Config):
 
     archive: str | None = None
     """Where segments go before they are removed: a directory, or any fsspec URL such as s3://bucket/replay
-    (needs s3fs and the AWS environment). None removes them for good."""
+    (needs the extra `s3` and credentials in the AWS environment). It is tried at the start. None removes
+    them for good."""
 
     @model_validator(mode="after")
     def _those_here_exist(self) -> Self:

@@ -6,7 +6,8 @@ from bus.blobs import get_blob
 from bus.codec import Message, decode
 from bus.connection import Bus
 from bus.errors import ConfigError
-from bus.messages import DataAccepted, NewData, PolicyManifest, PromptSet
+from bus.messages import PolicyManifest, PromptSet
+from bus.requests import DataAccepted, NewData
 from storage.data_sets import DataSets
 from storage.ledger import Ledger
 from storage.lengths import check_lengths

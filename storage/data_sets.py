@@ -79,7 +79,7 @@ class DataSets:
             self._ledger.set_fact(_CONFIGURED, configured)
         for known in {self.latest, *(self._order.find(n)[0] for n in self._ledger.rolling_out)}:
             if known.digest not in self._prompts:
-                self._prompts[known.digest] = self._read(known)
+                self._prompts[known.digest] = _read_copy(self._directory, known)
 
     async def add(self, prompts: Sequence[Prompt], *, keep_old: bool, source: str) -> DataSet:
         """Let `prompts` take over with the next lease, after those of the latest data set if `keep_old`.
@@ -142,7 +142,7 @@ class DataSets:
         self._ledger.set_fact(f"{_DATA_SET}{data_set.first_lease:012d}", json.dumps(asdict(data_set)))
 
     def _copy(self, digest: str, prompts: Sequence[Prompt]) -> None:
-        path = self._path(digest)
+        path = _copy_path(self._directory, digest)
         try:
             if not path.exists():
                 save_prompts(path, prompts)
@@ -153,12 +153,6 @@ class DataSets:
     def _quarantine(self, digest: str, index: int, why: str) -> None:
         self._quarantined.add((digest, index))
         self._ledger.set_fact(f"{_QUARANTINED}{digest}.{index}", why)
-
-    def _read(self, known: DataSet) -> Sequence[Prompt]:
-        return _read_copy(self._directory, known)
-
-    def _path(self, digest: str) -> Path:
-        return _copy_path(self._directory, digest)
 
 
 class PastPrompts:

@@ -2,47 +2,41 @@
 
 import asyncio
 import secrets
-from collections import defaultdict
 from collections.abc import Sequence
 
-import nats.errors
 import structlog
 
 from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
 from bus.errors import BusError, ConfigError, StorageError
-from bus.messages import (
+from bus.messages import GroupRejected, Lease, PolicyManifest, RoleHolder
+from bus.publish import Publisher
+from bus.requests import (
     BatchLease,
     BatchRequest,
     Done,
     Given,
     GivenRequest,
     GroupRef,
-    GroupRejected,
     IssuedRequest,
     LearnerResumed,
-    Lease,
     LeaseRequest,
-    PolicyManifest,
-    RoleHolder,
     StepCommitted,
     StoredGroups,
     StoredRequest,
     Unsettled,
     UnsettledRequest,
     Waiting,
-    WholeGroups,
-    WholeRequest,
 )
-from bus.publish import Publisher
-from bus.topology import shard_of
+from bus.topology import by_shard, shard_of
 from storage.admission import Admission
 from storage.closing import close_short
 from storage.config import AdmissionConfig, PrioritySampler
 from storage.data_sets import DataSets
 from storage.lease_desk import LeaseDesk
 from storage.ledger import Ledger, Use
+from storage.lost import LostLeases
 from storage.quarantine import LedgerFacts
 from storage.sampling import Candidate
 
@@ -73,6 +67,7 @@ class Dispatcher:
         self._bus = bus
         self._publisher = Publisher(bus, part_bytes=None)  # parts would scatter over the actors
         self._shards = shards
+        self._lost = LostLeases(bus, shards)
         self._heard: set[int] = set()
         """Shards all of whose groups the ledger has seen."""
         self.silent_shards: set[int] = set()
@@ -166,7 +161,7 @@ class Dispatcher:
             republished=again,
             run=self.facts.run,
         )
-        subject = self._bus.subject("tasks", "rollout")
+        subject = self._bus.subject("tasks", "rollout", issued.lease_id)
         message_id = f"lease-{issued.lease_id}{attempt}"
         await self._publisher.publish(subject, encode(lease), message_id=message_id)
 
@@ -184,9 +179,10 @@ class Dispatcher:
         """Notices can be lost; the keys and the shards' own lists cannot. A full disk is noticed here."""
         while not stop.is_set():
             await self.look_at_policy()
-            unheld = await self._held_by_nobody()
+            through = self._published_through()
+            gone = await self._lost.look([n for n in self.ledger.rolling_out if n <= through])
             if all(await asyncio.gather(*map(self._catch_up, range(self._shards)))):
-                await self._publish_lost(unheld)
+                await self._publish_lost(gone)
             await asyncio.to_thread(self.ledger.flush)
             try:
                 async with asyncio.timeout(POLL_S / 4 if self.awaited_shards else POLL_S):
@@ -205,30 +201,11 @@ class Dispatcher:
         if found is not None and self.policy is before:  # else a notice overtook the answer
             self._on_policy(found[0])
 
-    async def _held_by_nobody(self) -> list[int]:
-        """Published leases that were not on the bus at this moment, in any form: stored since, or lost.
-
-        A lease becomes trajectories or a rejection, and these an entry in a shard or in the ledger, each
-        gone only after the next is there. So, looked for in this order, none can slip past.
-        """
-        through = self._published_through()
-        published = [lease_id for lease_id in self.ledger.rolling_out if lease_id <= through]
-        js, topology, tasks = self._bus.js, self._bus.topology, self._bus.subject("tasks", "rollout")
-        try:
-            if not published or (await js.stream_info(topology.stream("TASKS"), tasks)).state.subjects:
-                return []
-            if (await js.stream_info(topology.stream("TRAJECTORIES"))).state.messages:
-                return []
-            events = await js.consumer_info(topology.stream("EVENTS"), "dispatcher")
-        except nats.errors.Error as error:
-            log.warning("bus_not_searched_for_leases", reason=str(error))
-            return []
-        return [] if events.num_pending or events.num_ack_pending else published
-
     async def _publish_lost(self, lease_ids: Sequence[int]) -> None:
         """Publish anew what a crash of the bus, or a message that nobody understood, has swallowed."""
         rolling_out = self.ledger.rolling_out
-        lost = [rolling_out[n] for n in await self._without_whole(lease_ids) if n in rolling_out]
+        left = [lease_id for lease_id in lease_ids if lease_id in rolling_out]
+        lost = [rolling_out[n] for n in await self._lost.not_whole(left) if n in rolling_out]
         if not lost:
             return
         log.warning("leases_lost", count=len(lost), first=lost[0].lease_id)
@@ -236,24 +213,6 @@ class Dispatcher:
         async with asyncio.TaskGroup() as tasks:
             for lease in lost:
                 tasks.create_task(self._publish_lease(lease, f"-{attempt}", again=True))
-
-    async def _without_whole(self, lease_ids: Sequence[int]) -> list[int]:
-        """Those that are rolling out and not wholly stored: what only waits for late rewards is not lost."""
-        left = [lease_id for lease_id in lease_ids if lease_id in self.ledger.rolling_out]
-        by_shard: defaultdict[int, list[int]] = defaultdict(list)
-        for lease_id in left:
-            by_shard[shard_of(lease_id, self._shards)].append(lease_id)
-        try:
-            for shard, asked in by_shard.items():
-                answer = await self._bus.request(
-                    self._bus.subject("rpc", "whole", shard), WholeRequest(lease_ids=tuple(asked)),
-                    WholeGroups, timeout_s=POLL_S,
-                )  # fmt: skip
-                left = [lease_id for lease_id in left if lease_id not in set(answer.lease_ids)]
-        except BusError as error:
-            log.debug("shard_does_not_answer", reason=str(error))
-            return []
-        return left
 
     async def _catch_up(self, shard: int) -> bool:
         """Hear of the groups that were completed since; whether the shard answered."""
@@ -368,7 +327,7 @@ class Dispatcher:
     async def _close_short(self, lease_ids: list[int]) -> None:
         complete, few = await close_short(self._bus, lease_ids, self._shards)
         self._admission.on_closed(complete, few)
-        for shard in {shard_of(lease_id, self._shards) for lease_id in complete}:
+        for shard in by_shard(complete, self._shards):
             await self._catch_up(shard)
 
     async def _on_committed(self, request: StepCommitted) -> list[Message]:
@@ -388,7 +347,7 @@ class Dispatcher:
     async def _on_issued(self, request: IssuedRequest) -> list[Message]:
         """A shard elsewhere stores no group of a lease that was never issued, and has a quarantine too."""
         await self.look_at_policy()
-        known = self.facts.issued(self._admission.seen(request.shard))
+        known = self.facts.issued(request.shard, self._shards, self._admission.seen(request.shard))
         await asyncio.to_thread(self.ledger.flush)  # or a crash could issue the same numbers again
         return [known]
 

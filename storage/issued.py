@@ -7,7 +7,7 @@ import structlog
 
 from bus.connection import RETRY_S, Bus
 from bus.errors import BusError, ConfigError
-from bus.messages import Issued, IssuedRequest
+from bus.requests import Issued, IssuedRequest
 from storage.replay import ReplayStore
 
 log = structlog.get_logger()
@@ -24,6 +24,8 @@ class IssuedLeases:
         self._shard = shard
         self._stop = stop
         self._known = Issued(next_id=0, seen=0)
+        self._versions: dict[int, int] = {}
+        """By lease, of those that were rolling out for this shard."""
 
     @property
     def run(self) -> str:
@@ -40,8 +42,9 @@ class IssuedLeases:
         """The newest version it ever published."""
         return self._known.newest_version
 
-    def issue_version(self, lease_id: int) -> None:
-        """Known to the ledger only: every lease has its own, and an answer would have to carry them all."""
+    def issue_version(self, lease_id: int) -> int | None:
+        """Of a lease that was rolling out then: an answer tells them all, and `hear_of` asks for new ones."""
+        return self._versions.get(lease_id)
 
     async def look(self) -> None:
         """Ask the dispatcher, which looks for a new version first. Raises `BusError` as `hear_of` does."""
@@ -87,4 +90,5 @@ class IssuedLeases:
                 await asyncio.sleep(RETRY_S)
             else:
                 self._known = known
+                self._versions = dict(zip(known.rolling_out, known.versions, strict=True))
                 return known

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from bus.codec import Message
-from bus.messages import LeaseRequest
+from bus.requests import LeaseRequest
 from storage.admission import Admission
 from storage.data_sets import DataSets
 from storage.ledger import Ledger

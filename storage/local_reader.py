@@ -11,7 +11,8 @@ import structlog
 
 from bus.connection import Bus
 from bus.errors import BusError, StorageError
-from bus.messages import Located, LocateRequest, Trajectory
+from bus.messages import Trajectory
+from bus.requests import Located, LocateRequest
 from storage.addresses import directory_identity, host_identity
 from storage.pieces import Piece
 from storage.segments import Segment, check_segment

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bus.errors import SchemaError
-from bus.messages import Issued, Trajectory, group_name, trajectory_name
+from bus.messages import Trajectory, group_name, trajectory_name
+from bus.requests import Issued
+from bus.topology import shard_of
 from storage.ledger import Ledger
 
 RUN_ID, VOCABULARY, NEWEST_VERSION = "run_id", "vocabulary", "newest_version"
@@ -66,14 +68,17 @@ class LedgerFacts:
         """Look at the policy; the rest is new already."""
         await self.look_at_policy()
 
-    def issued(self, seen: int) -> Issued:
-        """For a shard elsewhere, of which the ledger has seen so many complete groups."""
+    def issued(self, shard: int, shards: int, seen: int) -> Issued:
+        """For a shard elsewhere, of so many, of which the ledger has seen so many complete groups."""
+        leases = [c for c in self.ledger.rolling_out.values() if shard_of(c.lease_id, shards) == shard]
         return Issued(
             next_id=self.ledger.next_id,
             seen=seen,
             run=self.run,
             vocabulary=self.vocabulary,
             newest_version=self.newest_version,
+            rolling_out=tuple(lease.lease_id for lease in leases),
+            versions=tuple(lease.policy_version for lease in leases),
         )
 
     def _number(self, fact: str) -> int | None:

@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import structlog
@@ -15,7 +14,8 @@ import structlog
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError, FencedError
-from bus.messages import (
+from bus.messages import Trajectory, TrajectoryBatch
+from bus.requests import (
     BatchLease,
     BatchRequest,
     Done,
@@ -25,8 +25,6 @@ from bus.messages import (
     LearnerResumed,
     ReadRequest,
     StepCommitted,
-    Trajectory,
-    TrajectoryBatch,
     Waiting,
 )
 from storage.local_reader import LocalReader
@@ -39,16 +37,6 @@ SILENCE_LIMIT_S = 120.0
 """Storage may restart; it is given so long to come back."""
 RETIRED = "was retired"
 """What a shard says of a group that it has archived or removed: asking again is useless."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The groups of one step."""
-
-    groups: list[list[Trajectory]]
-    """Each a list of siblings."""
-    weights: list[float]
-    """Importance weight of each group, at most 1."""
 
 
 def _unheard(reason: str) -> None:
@@ -69,15 +57,6 @@ class ReplayReader:
         """Let go of files; it can be used on."""
         if self._local is not None:
             self._local.close()
-
-    async def batch(self, step: int, policy_version: int, *, on_wait: Callable[[str], None]) -> Batch:
-        """The groups of `step`, leased and fetched; `on_wait` hears what it is waiting for.
-
-        Raises as `lease` and `fetch` do.
-        """
-        lease = await self.lease(step, policy_version, on_wait=on_wait)
-        groups = await self.fetch(lease.groups, on_wait=on_wait)
-        return Batch(groups, [group.weight for group in lease.groups])
 
     async def lease(self, step: int, policy_version: int, *, on_wait: Callable[[str], None]) -> BatchLease:
         """Which groups `step` trains on, the same whenever it is asked for; nothing of them is fetched.

@@ -11,7 +11,8 @@ import structlog
 
 from bus.connection import Bus
 from bus.errors import BusError, StorageError
-from bus.messages import Unsettled, UnsettledRequest
+from bus.requests import Unsettled, UnsettledRequest
+from storage.archive import check_archive
 from storage.config import ReplayConfig
 from storage.pieces import Piece
 from storage.replay import ReplayStore
@@ -40,6 +41,11 @@ class Retention:
             retain_age_s=replay.retain_age_s,
             archive=None if replay.archive is None else f"{replay.archive.rstrip('/')}/{run}",
         )
+
+    async def check(self) -> None:
+        """Raise `ConfigError` for an archive that cannot be used."""
+        if self.archive is not None:
+            await asyncio.to_thread(check_archive, self.archive)
 
 
 async def keep_house(bus: Bus, store: ReplayStore, retention: Retention, stop: asyncio.Event) -> None:

@@ -57,8 +57,8 @@ async def give_reward(bus: Bus, trajectory_id: str, reward: float, *, source: st
 
 
 @dataclass
-class Given:
-    """What became of lines."""
+class Tally:
+    """What became of the lines of a file of rewards."""
 
     taken: int = 0
     """Rewards that the bus has: the shards join them when they come to them."""
@@ -67,9 +67,9 @@ class Given:
 
 
 async def give_lines(
-    sender: RewardSender, chunks: AsyncIterable[Sequence[str | bytes]], given: Given
+    sender: RewardSender, chunks: AsyncIterable[Sequence[str | bytes]], tally: Tally
 ) -> None:
-    """Give the reward of each line like {"trajectory_id": "g00000012.3", "reward": 0.5}, counting in `given`.
+    """Give the reward of each line like {"trajectory_id": "g00000012.3", "reward": 0.5}, counting in `tally`.
 
     A line that cannot be used stops none of the others; those of a chunk travel together. Raises `BusError`
     when the bus fails; giving the same lines again is harmless then."""
@@ -79,9 +79,9 @@ async def give_lines(
         work = (_give_line(sender, number, line) for number, line in numbered if line.strip())
         for refusal in await together(work):
             if refusal is None:
-                given.taken += 1
+                tally.taken += 1
             else:
-                given.refused.append(refusal)
+                tally.refused.append(refusal)
 
 
 async def _give_line(sender: RewardSender, number: int, line: str | bytes) -> str | None:

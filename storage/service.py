@@ -86,6 +86,8 @@ def read_prompts(data: DataConfig, run: RunDirectory, seed: int) -> Prompts:
 async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) -> None:
     """Serve the run until `stop`."""
     prompts = await asyncio.to_thread(read_prompts, settings.data, settings.run, settings.seed)
+    if settings.replay.numbers_here:
+        await Retention.of_shard(settings.replay, settings.run.name).check()
     await bus.create_keys()
     async with hold_role(bus, "dispatcher", secrets.token_hex(4)) as renewing, AsyncExitStack() as opened:
         ledger = opened.enter_context(closing(Ledger.open(settings.run.ledger)))

@@ -11,21 +11,18 @@ from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
 from bus.errors import BusError, SchemaError, StorageError
-from bus.messages import (
+from bus.messages import GroupRejected, RewardGiven, Trajectory, TrajectoryBatch
+from bus.publish import Publisher, together
+from bus.requests import (
     Done,
-    GroupRejected,
     Located,
     LocateRequest,
     ReadRequest,
-    RewardGiven,
     StoredGroups,
     StoredRequest,
-    Trajectory,
-    TrajectoryBatch,
     WholeGroups,
     WholeRequest,
 )
-from bus.publish import Publisher, together
 from bus.topology import shard_of
 from storage.addresses import host_identity, locate
 from storage.closing import serve_closing
@@ -103,7 +100,8 @@ class Shard:
         if self._quarantine is not None:
             await self._quarantine.check_identity(trajectories)  # no refund: it may not be the sender's lease
         try:
-            self._refuse_misdirected(trajectories)
+            for trajectory in trajectories:
+                self._refuse_stranger(trajectory, actor=trajectory.actor)
             if self._quarantine is not None:
                 await self._quarantine.check_content(trajectories)
             completed = await asyncio.to_thread(self.store.append, trajectories)
@@ -118,29 +116,22 @@ class Shard:
         """The rewards are durable when this returns; only then are the messages acked."""
         before = len(self.store.completed)
         for given in rewards:
-            self._refuse_strangers_reward(given)
+            self._refuse_stranger(given, kind="reward")
         if await asyncio.to_thread(self.store.give, rewards):
             await self._bus.notify(self._bus.subject("notice", "stored"), self._news(before))
 
-    def _refuse_strangers_reward(self, given: RewardGiven) -> None:
-        home = shard_of(given.lease_id, self._shards)
-        if home != self._number:
-            raise SchemaError(
-                f"{given.trajectory_id} belongs to shard {home}, not {self._number}", kind="reward"
-            )
-        if not self._was_issued(given.lease_id):
-            raise SchemaError(f"{given.trajectory_id}: its lease was never issued in this run", kind="reward")
+    def _refuse_stranger(self, one: Trajectory | RewardGiven, *, kind: str = "", actor: str = "") -> None:
+        """What is stored stays: a lease that is issued later would find its samples taken.
 
-    def _refuse_misdirected(self, trajectories: Sequence[Trajectory]) -> None:
-        """What is stored stays: a lease that is issued later would find its samples taken."""
-        for t in trajectories:
-            home = shard_of(t.lease_id, self._shards)
-            if home != self._number:
-                reason = f"{t.trajectory_id}: lease {t.lease_id} belongs to shard {home}, not {self._number}"
-                raise SchemaError(reason, kind="misdirected", actor=t.actor)
-            if not self._was_issued(t.lease_id):
-                reason = f"{t.trajectory_id}: lease {t.lease_id} was never issued in this run"
-                raise SchemaError(reason, kind="not_issued", actor=t.actor)
+        Raises `SchemaError` for what is of another shard or of no lease of this run."""
+        name, lease_id = one.trajectory_id, one.lease_id
+        home = shard_of(lease_id, self._shards)
+        if home != self._number:
+            reason = f"{name}: lease {lease_id} belongs to shard {home}, not {self._number}"
+            raise SchemaError(reason, kind=kind or "misdirected", actor=actor)
+        if not self._was_issued(lease_id):
+            reason = f"{name}: lease {lease_id} was never issued in this run"
+            raise SchemaError(reason, kind=kind or "not_issued", actor=actor)
 
     async def _refund(self, trajectories: Sequence[Trajectory], detail: str) -> None:
         """Nobody will send these groups again: without a refund the learner would wait for them for ever."""

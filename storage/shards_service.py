@@ -86,6 +86,7 @@ async def run_shards(bus: Bus, settings: ShardsSettings, stop: asyncio.Event) ->
     """Keep these shards until `stop`. The run's `launch storage` dispatches, and has made the streams."""
     _refuse_missing(settings)
     retention = Retention.of_shard(settings.replay, settings.run.name)
+    await retention.check()
     async with hold_shards(bus, settings.run, settings.numbers) as held, asyncio.TaskGroup() as reporting:
         finished = asyncio.Event()
         source = f"shards-{'-'.join(map(str, settings.numbers))}"

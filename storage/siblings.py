@@ -8,7 +8,7 @@ from nats.aio.subscription import Subscription
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError, StorageError
-from bus.messages import Siblings, SiblingsRequest
+from bus.requests import Siblings, SiblingsRequest
 from storage.replay import ReplayStore
 
 

@@ -1,6 +1,6 @@
-"""Fixtures that own the real nats-server and the connection of a test."""
+"""Fixtures that own the real servers and the connection of a test."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from bus.connection import Bus
 from bus.errors import BusError
 from bus.server import NatsServer
 from bus.topology import ensure
+from tests.object_store import ObjectStore
 
 RUN = "test"
 Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
@@ -39,3 +40,28 @@ async def bus(connect: Connect) -> AsyncIterator[Bus]:
         await ensure(connected.js, connected.topology, shards=2)
         await connected.create_keys()
         yield connected
+
+
+@pytest.fixture
+def object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """An S3 server with one bucket, "bucket", which s3:// leads to in this test and its processes."""
+    from s3fs import S3FileSystem
+
+    environment = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"),
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "1",
+    }
+    store = ObjectStore()
+    for name, value in {**environment, "AWS_ENDPOINT_URL": store.url}.items():
+        monkeypatch.setenv(name, value)
+    S3FileSystem.clear_instance_cache()
+    store.start()
+    store.create_bucket("bucket")
+    yield store
+    store.kill()
+    S3FileSystem.clear_instance_cache()

@@ -12,8 +12,8 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.errors import BusError
-from bus.messages import Waiting
 from bus.publish import Publisher
+from bus.requests import Waiting
 from bus.server import NatsServer, free_port
 from bus.topology import Topology, ensure
 

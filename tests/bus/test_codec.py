@@ -1,6 +1,8 @@
 """What `decode` lets in and what it refuses."""
 
 import dataclasses
+import importlib
+import pkgutil
 import random
 import time
 
@@ -10,24 +12,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import bus.messages
+import bus
 from bus.codec import MAX_DEPTH, Message, decode, encode
 from bus.errors import SchemaError
 from bus.messages import (
+    BlobRef,
+    DeadLetter,
+    EvaluationResult,
+    EvaluationTask,
+    GroupRejected,
+    Metrics,
+    ModelFiles,
+    PolicyManifest,
+    Prompt,
+    PromptSet,
+    RewardGiven,
+    RoleHolder,
+    RunRecord,
+    Status,
+    Trajectory,
+    TrajectoryBatch,
+)
+from bus.requests import (
     BatchLease,
     BatchRequest,
-    BlobRef,
     Closed,
     CloseRequest,
     DataAccepted,
-    DeadLetter,
     Done,
-    EvaluationResult,
-    EvaluationTask,
     Given,
     GivenRequest,
     GroupRef,
-    GroupRejected,
     Issued,
     IssuedRequest,
     LearnerResumed,
@@ -35,25 +50,14 @@ from bus.messages import (
     LeaseState,
     Located,
     LocateRequest,
-    Metrics,
-    ModelFiles,
     NewData,
-    PolicyManifest,
-    Prompt,
-    PromptSet,
     ReadRequest,
     Refused,
-    RewardGiven,
-    RoleHolder,
-    RunRecord,
     Siblings,
     SiblingsRequest,
-    Status,
     StepCommitted,
     StoredGroups,
     StoredRequest,
-    Trajectory,
-    TrajectoryBatch,
     Unsettled,
     UnsettledRequest,
     Waiting,
@@ -62,7 +66,14 @@ from bus.messages import (
 )
 from tests.factories import make_lease, make_trajectory
 
-CLASSES = [c for c in vars(bus.messages).values() if isinstance(c, type) and issubclass(c, Message) and c.tag]
+MODULES = [importlib.import_module(f"bus.{module.name}") for module in pkgutil.iter_modules(bus.__path__)]
+CLASSES = [
+    c
+    for module in MODULES
+    for c in vars(module).values()
+    if isinstance(c, type) and issubclass(c, Message) and c.tag and c.__module__ == module.__name__
+]
+"""Every message of the bus, whichever file declares it."""
 BLOB = BlobRef(subject="sluice.test.weights.7", chunks=2, size_bytes=700_000, digest="ab" * 16)
 POLICY = PolicyManifest(
     policy_version=7, incarnation="a1", snapshot=BLOB, model=BLOB, stage="rl", trains_from=2
@@ -87,7 +98,15 @@ EXAMPLES = (
         trains_from=1,
         stage="rl",
     ),
-    Issued(next_id=12, seen=5, run="f00", vocabulary=151_936, newest_version=7),
+    Issued(
+        next_id=12,
+        seen=5,
+        run="f00",
+        vocabulary=151_936,
+        newest_version=7,
+        rolling_out=(8, 10),
+        versions=(6, 7),
+    ),
     UnsettledRequest(),
     Unsettled(lease_ids=(3, 5)),
     BLOB,

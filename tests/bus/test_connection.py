@@ -13,16 +13,8 @@ from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import PART, Bus
 from bus.errors import BusError, ConfigError, SchemaError, StorageError
-from bus.messages import (
-    Done,
-    GroupRef,
-    Refused,
-    RunRecord,
-    StoredRequest,
-    Trajectory,
-    TrajectoryBatch,
-    Waiting,
-)
+from bus.messages import RunRecord, Trajectory, TrajectoryBatch
+from bus.requests import Done, GroupRef, Refused, StoredRequest, Waiting
 from bus.server import NatsServer, free_port
 from tests.conftest import Connect
 from tests.factories import make_trajectory

@@ -12,8 +12,9 @@ from bus.codec import Message, decode, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume, consume_batches
 from bus.errors import BusError
-from bus.messages import DeadLetter, Done, Lease, Trajectory
+from bus.messages import DeadLetter, Lease, Trajectory
 from bus.publish import Publisher
+from bus.requests import Done
 from bus.server import MAX_PAYLOAD, NatsServer
 from tests.conftest import Connect
 from tests.factories import make_lease, make_trajectory

@@ -1,6 +1,7 @@
 """Every message is stored exactly once, whatever happens to the server meanwhile."""
 
 import asyncio
+import resource
 import time
 
 import pytest
@@ -10,8 +11,10 @@ import bus.publish
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.errors import BusError
+from bus.messages import Status
 from bus.publish import Publisher
 from bus.server import MAX_PAYLOAD, NatsServer
+from bus.status import report_status
 from tests.conftest import Connect
 
 
@@ -54,6 +57,54 @@ async def test_pipelined_messages_are_stored_once_through_two_kills_of_the_serve
     counts = publisher.counts
     assert counts.stored + counts.duplicates == 500
     assert counts.retries > 0  # the kills did hit messages in flight
+
+
+@pytest.mark.nats
+async def test_stream_that_stores_nothing_is_complained_of_until_the_server_is_restarted(
+    server: NatsServer, bus: Bus, connect: Connect, monkeypatch: pytest.MonkeyPatch
+):
+    """Once a write has failed, nats-server answers whatever is asked, and stores nothing on that stream."""
+    monkeypatch.setattr("bus.publish.ACK_TIMEOUT_S", 0.1)
+    heard: asyncio.Queue[Status] = asyncio.Queue()
+    await bus.listen(bus.subject("status", "actor"), Status, heard.put_nowait)
+
+    async def said(text: str) -> None:
+        async with asyncio.timeout(20):
+            while text not in (await heard.get()).doing:
+                pass
+
+    async with connect("actor") as actor, asyncio.TaskGroup() as tasks:
+        stop, publisher = asyncio.Event(), Publisher(actor)
+        look = lambda: ("rolling out", {})  # noqa: E731
+        tasks.create_task(report_status(actor, source="me", role="actor", look=look, stop=stop))
+        soft, hard = resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        tasks.create_task(publisher.publish(bus.subject("trajectories", 0), b"x", message_id="a"))
+        await said("the bus stores nothing on TRAJECTORIES: restart nats-server; rolling out")
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (soft, hard))
+        await publisher.publish(bus.subject("events", "metrics"), b"x", message_id="b")  # that is another
+        assert actor.not_storing == {"TRAJECTORIES"}
+        await server.kill()
+        await server.start()
+        while actor.not_storing:
+            await said("rolling out")
+        stop.set()
+    assert await stored(bus, "TRAJECTORIES") == 1
+
+
+@pytest.mark.nats
+async def test_server_that_is_away_is_no_stream_that_stores_nothing(
+    server: NatsServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("bus.publish.ACK_TIMEOUT_S", 0.05)
+    publisher = Publisher(bus)
+    await server.kill()
+    publishing = asyncio.create_task(publisher.publish(bus.subject("events", "x"), b"x", message_id="a"))
+    async with asyncio.timeout(20):
+        while publisher.counts.retries < 8:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        assert not bus.not_storing
+        await server.start()
+        await publishing
 
 
 @pytest.mark.nats

@@ -8,7 +8,7 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.server import NatsServer
-from bus.topology import ensure, shard_of
+from bus.topology import by_shard, ensure, shard_of
 
 STREAMS = {"TASKS", "TRAJECTORIES", "WEIGHTS", "EVENTS", "DEAD"}
 
@@ -69,3 +69,4 @@ async def test_a_thousand_actors_may_wait_on_one_queue(bus: Bus):
 
 def test_every_lease_has_one_shard():
     assert [shard_of(lease, 3) for lease in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert by_shard([5, 0, 3, 1, 4], 3) == {2: [5], 0: [0, 3], 1: [1, 4]}

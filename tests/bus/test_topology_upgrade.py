@@ -2,6 +2,7 @@
 
 import pytest
 
+from bus.consume import Inbox
 from bus.errors import BusError
 from bus.topology import differences, ensure
 from tests.conftest import Connect
@@ -23,7 +24,13 @@ async def test_streams_and_consumers_of_an_older_build_get_the_settings_of_this_
         await bus.js.publish(bus.subject("tasks", "rollout"), b"kept")
         stream, consumer = bus.topology.consumers(1)[0]
         await bus.js.add_consumer(
-            bus.topology.stream(stream), consumer.evolve(ack_wait=5.0, max_ack_pending=7)
+            bus.topology.stream(stream),
+            consumer.evolve(
+                ack_wait=5.0,
+                max_ack_pending=7,
+                filter_subjects=None,
+                filter_subject=bus.subject("tasks", "rollout"),
+            ),
         )
         assert "TASKS" not in await ensure(bus.js, bus.topology, shards=1)
         found = await info(bus, "TASKS")
@@ -33,6 +40,8 @@ async def test_streams_and_consumers_of_an_older_build_get_the_settings_of_this_
         known = await bus.js.consumer_info(tasks.name, "rollout")
         assert (known.config.ack_wait, known.config.max_ack_pending) == (30.0, 65536)
         assert known.num_pending == 1
+        await bus.js.publish(bus.subject("tasks", "rollout", 7), b"as of this build")
+        assert len(await Inbox(bus, "TASKS", "rollout").take(2)) == 2
 
 
 async def test_streams_that_are_as_they_should_be_are_left_alone(bus, monkeypatch):

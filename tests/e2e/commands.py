@@ -1,10 +1,15 @@
 """Starts `launch` commands as a user on several hosts would: own working directories, own processes."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 SMALL = (
     "--preset", "sort", "--warmup.steps", "4", "--warmup.threads", "1", "--learner.steps", "4",
@@ -13,6 +18,15 @@ SMALL = (
     "--learner.target-accuracy", "1.0",
 )  # fmt: skip
 """The sort preset, small enough for a test."""
+
+STEPS, GROUPS, SAMPLES = 24, 4, 4
+LONG = (
+    "--preset", "sort", "--warmup.steps", "2", "--learner.steps", str(STEPS),
+    "--admission.groups-per-step", str(GROUPS), "--admission.samples-per-prompt", str(SAMPLES),
+    "--learner.checkpoint.save-every", "4", "--evaluation.every-versions", "0",
+    "--learner.target-accuracy", "1.0",
+)  # fmt: skip
+"""The sort preset, long enough for parts of it to be killed on the way."""
 
 
 class Command:
@@ -53,3 +67,37 @@ class Command:
     def said(self) -> str:
         """Everything it printed so far."""
         return self.output.read_text(errors="replace")
+
+
+def part(launcher: Command, name: str) -> psutil.Process:
+    """The running process of one part, once it is there."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for child in psutil.Process(launcher.process.pid).children():
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                if child.cmdline()[3:4] == [name]:
+                    return child
+    raise AssertionError(f"{name} does not run:\n{launcher.said()}")
+
+
+def wait_for_step(launcher: Command, run: Path, step: int, *, timeout_s: float = 120.0) -> None:
+    """Return once a step was trained."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert launcher.process.poll() is None, launcher.said()
+        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+        records = [json.loads(line) for line in lines]
+        if any(r.get("train/stage") == "rl" and r["step"] >= step for r in records):
+            return
+        psutil.Process(launcher.process.pid).cpu_percent(interval=0.1)
+    raise AssertionError(f"step {step} was not reached:\n{launcher.said()}")
+
+
+def assert_whole(run: Path, steps: int, groups: int, samples: int) -> None:
+    """What the summary of a finished run says: each step had its groups, each group its samples, in time."""
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == steps
+    assert summary["trajectories_trained"] == steps * groups * samples
+    assert summary["groups"]["trained"] == steps * groups
+    assert summary["accounted"]
+    assert summary["max_staleness_seen"] <= summary["max_staleness_allowed"]

@@ -19,9 +19,9 @@ from storage.run import RunDirectory
 from storage.service import StorageSettings, run_storage
 from tests.storage.conftest import quick  # noqa: F401 - a fixture
 from tests.storage.serving import SMALL, has, leases, running, send_rejections
-from tests.storage.test_service import model_files, own_switch_interval, publish_policy  # noqa: F401
+from tests.storage.test_service import model_files, publish_policy  # noqa: F401
 
-pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick", "own_switch_interval")]
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 
 
 def prompts(path: Path, *contents: str) -> Path:

@@ -14,6 +14,7 @@ from bus.errors import ConfigError, StorageError
 from bus.messages import Trajectory
 from launch.cli import main
 from launch.config import resolve
+from launch.replay import restore_run
 from launch.rescore import Interval, Rescoring, parse_leases, run_rescore
 from learner.config import ScratchModel
 from learner.scratch import build_model_directory, character_tokenizer
@@ -155,6 +156,16 @@ def test_retired_groups_are_named(run):
         store.retire(store.pieces[0], None)
     with pytest.raises(StorageError, match="was retired to save space: restore its segment from the archive"):
         rescored(run)
+
+
+def test_groups_that_went_to_s3_are_scored_again_once_they_are_restored(run, object_store):
+    before = rescored(run)
+    with closing(ReplayStore.open(run.replay(0))) as store:
+        store.retire(store.pieces[0], "s3://bucket/replay/mine")
+    with pytest.raises(StorageError, match="restore its segment from the archive"):
+        rescored(run)
+    assert [Path(path).name for path in restore_run(run, "s3://bucket/replay")] == ["segment_00000000"]
+    assert rescored(run) == before
 
 
 def test_command_prints_one_json_object(run, capsys):

@@ -157,7 +157,7 @@ async def mini_run(bus: Bus, directory: Path) -> AsyncIterator[MiniRun]:
     rows = [{"prompt": f"sort {n}", "response": str(n)} for n in range(7)]
     demonstrations.write_text("".join(json.dumps(row) + "\n" for row in rows))
     leases: asyncio.Queue[Lease] = asyncio.Queue()
-    await bus.listen(bus.subject("tasks", "rollout"), Lease, leases.put_nowait)
+    await bus.listen(bus.subject("tasks", "rollout", "*"), Lease, leases.put_nowait)
     async with serving(bus, directory, ADMISSION) as storage, asyncio.TaskGroup() as tasks:
         rolling_out = tasks.create_task(_roll_out(bus, leases))
         yield MiniRun(bus, directory, storage, demonstrations)

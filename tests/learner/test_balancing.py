@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from bus.messages import GroupRef
+from bus.requests import GroupRef
 from learner.balancing import balanced, forward_flops, group_flops
 from learner.world import divided
 from tests.learner.tiny import VOCAB, tiny_model

@@ -2,8 +2,10 @@
 
 import pytest
 
-from bus import consume
+from bus import consume, roles
+from bus.connection import Bus
 from storage import dispatcher, reader
+from tests.storage.serving import LearnerStandIn
 
 
 @pytest.fixture
@@ -13,3 +15,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "POLL_S", 0.05)
     monkeypatch.setattr(dispatcher, "LONG_POLL_S", 0.3)
     monkeypatch.setattr(reader, "RETRY_S", 0.02)
+
+
+@pytest.fixture
+def quick_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder of a role that is gone is noticed at once."""
+    monkeypatch.setattr(roles, "RENEW_S", 0.1)
+
+
+@pytest.fixture
+def learner(bus: Bus) -> LearnerStandIn:
+    return LearnerStandIn(bus)

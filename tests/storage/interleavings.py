@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from bus.messages import GroupRejected, StoredGroups
+from bus.messages import GroupRejected
+from bus.requests import StoredGroups
 from storage.admission import Admission
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler, UniformSampler
 from storage.ledger import Ledger

@@ -3,35 +3,33 @@
 import asyncio
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
+
+from nats.js.errors import NotFoundError
 
 from bus.codec import Message, decode, encode
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import (
-    BatchLease,
-    BatchRequest,
     BlobRef,
     DeadLetter,
-    Done,
     GroupRejected,
-    LearnerResumed,
     Lease,
     PolicyManifest,
     Prompt,
-    StepCommitted,
     Trajectory,
     TrajectoryBatch,
-    Waiting,
 )
+from bus.requests import BatchLease, BatchRequest, Done, LearnerResumed, StepCommitted, Waiting
 from bus.topology import shard_of
 from storage.config import AdmissionConfig
 from storage.data_sets import DataSets
 from storage.dispatcher import Dispatcher
 from storage.ledger import Ledger
+from storage.reader import ReplayReader
 from storage.replay import ReplayStore
 from storage.shard import Shard
 from tests.factories import make_trajectory
@@ -198,6 +196,14 @@ class LearnerStandIn:
                     await asyncio.sleep(0.005)
 
 
+async def read_batch(
+    reader: ReplayReader, step: int, *, on_wait: Callable[[str], None] = lambda reason: None
+) -> list[list[Trajectory]]:
+    """The groups of a step, leased and fetched as a learner does."""
+    lease = await reader.lease(step, step - 1, on_wait=on_wait)
+    return await reader.fetch(lease.groups, on_wait=on_wait)
+
+
 async def send(bus: Bus, *trajectories: Trajectory, shard: int | None = None) -> None:
     """Publish trajectories in one message, as an actor does."""
     home = shard_of(trajectories[0].lease_id, SHARDS) if shard is None else shard
@@ -246,8 +252,11 @@ async def dead_letters(bus: Bus) -> list[DeadLetter]:
 async def _contents(bus: Bus, stream: str) -> list[bytes]:
     name = bus.topology.stream(stream)
     state = (await bus.js.stream_info(name)).state
-    found = [await bus.js.get_msg(name, seq) for seq in range(state.first_seq, state.last_seq + 1)]
-    return [raw.data or b"" for raw in found]
+    found = []
+    for sequence in range(state.first_seq, state.last_seq + 1):
+        with suppress(NotFoundError):  # acked, or deleted
+            found.append((await bus.js.get_msg(name, sequence)).data or b"")
+    return found
 
 
 async def expect_redelivery_after(bus: Bus, seconds: float, durable: str = "shard-0") -> None:

@@ -11,7 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from bus.errors import BusError
-from bus.messages import GroupRejected, StoredGroups
+from bus.messages import GroupRejected
+from bus.requests import StoredGroups
 from storage.admission import Admission
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, UniformSampler
 from storage.ledger import Ledger

@@ -5,16 +5,17 @@ from contextlib import closing
 
 import pytest
 
+from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.errors import BusError, StorageError
-from bus.messages import BatchLease, Waiting
+from bus.requests import BatchLease, Waiting
 from bus.roles import hold_role
 from bus.topology import ensure
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler
 from storage.ledger import Ledger
 from storage.prompts import PromptOrder
-from tests.factories import make_trajectory
+from tests.factories import make_lease, make_trajectory
 from tests.storage.serving import (
     PROMPTS,
     SHARDS,
@@ -36,11 +37,6 @@ from tests.storage.serving import (
 from tests.storage.test_ledger import on_disk
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-
-
-@pytest.fixture
-def learner(bus: Bus) -> LearnerStandIn:
-    return LearnerStandIn(bus)
 
 
 async def stored(storage: Storage, count: int) -> None:
@@ -469,11 +465,12 @@ async def test_leases_that_a_crash_left_unpublished_are_published(bus, learner, 
     with opened(bus, tmp_path) as storage:
         storage.ledger.issue(3, policy_version=0)
         storage.ledger.set_fact("published_through", "0")
+    await bus.js.publish(bus.subject("tasks", "rollout", 0), encode(make_lease(0)))  # somebody rolls it out
     async with serving(bus, tmp_path):
-        await has(bus, "TASKS", 2)  # the first had been published, and somebody rolls it out
-        await learner.publish(0)
         await has(bus, "TASKS", 3)
-    assert sorted(lease.lease_id for lease in await leases(bus)) == [1, 2, 3]
+        await learner.publish(0)
+        await has(bus, "TASKS", 4)
+    assert sorted(lease.lease_id for lease in await leases(bus)) == [0, 1, 2, 3]
 
 
 async def test_bus_that_lost_its_disk_gets_all_that_is_rolling_out_again(bus, learner, tmp_path):
@@ -491,25 +488,27 @@ async def test_bus_that_lost_its_disk_gets_all_that_is_rolling_out_again(bus, le
     assert [lease.lease_id for lease in await leases(bus)] == [3, 4]
 
 
-async def test_leases_that_vanished_from_the_bus_are_published_again_once_nothing_else_is_under_way(
+async def test_leases_that_vanished_from_the_bus_are_published_again_while_others_roll_out(
     bus, learner, tmp_path
 ):
     """A server may lose what it acknowledged, and an actor's message may be one that nobody understands."""
     async with serving(bus, tmp_path) as storage:
         await learner.publish(0)
         await has(bus, "TASKS", 4)
-        tasks = bus.topology.stream("TASKS")
+        tasks, inbox = bus.topology.stream("TASKS"), Inbox(bus, "TASKS", "rollout")
+        held = await inbox.take(1)  # somebody works on it
         for sequence in (2, 3):
             await bus.js.delete_msg(tasks, sequence)
-        assert isinstance(await learner.ask(1), Waiting)  # several polls later
-        assert await messages(bus, "TASKS") == 2  # somebody still works on leases 0 and 3
+        await has(bus, "TASKS", 4)
+        assert sorted([lease.lease_id for lease in await leases(bus)]) == [0, 1, 2, 3]
         await send_groups(bus, [0])
+        await held[0].ack()
         await stored(storage, 1)
-        for sequence in (1, 4):
-            await bus.js.delete_msg(tasks, sequence)
+        await bus.js.purge_stream(tasks)
         await has(bus, "TASKS", 3)
         assert sorted([lease.lease_id for lease in await leases(bus)]) == [1, 2, 3]
-        assert isinstance(await learner.ask(1), Waiting)
+        assert all(lease.republished for lease in await leases(bus))
+        assert isinstance(await learner.ask(1), Waiting)  # several polls later
         assert await messages(bus, "TASKS") == 3
         await rolled_out(bus, storage)
         assert await learner.batch(1) == [0, 1]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from bus.errors import BusError
-from bus.messages import GroupRef
+from bus.requests import GroupRef
 from storage.reader import RETIRED, ReplayReader
 from tests.storage.serving import LearnerStandIn, Storage, has, send_groups, serving, until
 

@@ -12,7 +12,8 @@ from structlog.testing import capture_logs
 from bus import connection
 from bus.codec import decode, encode
 from bus.errors import BusError
-from bus.messages import GroupRef, Located, LocateRequest, Trajectory
+from bus.messages import Trajectory
+from bus.requests import GroupRef, Located, LocateRequest
 from storage import addresses, local_reader, pieces
 from storage import reader as reader_module
 from storage.local_reader import LocalReader

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from bus.messages import Unsettled, UnsettledRequest
+from bus.requests import Unsettled, UnsettledRequest
 from storage import pieces, retention
 from storage.archive import restore
 from storage.retention import Retention, keep_house

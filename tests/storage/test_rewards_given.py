@@ -14,11 +14,10 @@ from bus.messages import RewardGiven, RunRecord, Trajectory, trajectory_name
 from bus.server import NatsServer
 from storage.config import AdmissionConfig, PrioritySampler
 from storage.replay import ReplayStore
-from storage.rewards import Given, RewardSender, give_lines, give_reward
+from storage.rewards import RewardSender, Tally, give_lines, give_reward
 from tests.factories import make_trajectory
 from tests.storage.serving import (
     SHARDS,
-    LearnerStandIn,
     dead_letters,
     has,
     leases,
@@ -32,11 +31,6 @@ from tests.storage.serving import (
 )
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-
-
-@pytest.fixture
-def learner(bus: Bus) -> LearnerStandIn:
-    return LearnerStandIn(bus)
 
 
 @pytest.fixture
@@ -252,12 +246,12 @@ async def test_bad_lines_are_named_and_stop_none_of_the_others(bus, sender):
         '{"trajectory_id": "g00000000.1", "reward": NaN}',
         b'{"trajectory_id": "g00000001.1", "reward": 1, "by": "me"}\n',
     ]
-    given = Given()
-    await give_lines(sender, chunks(lines), given)
-    assert given.taken == 2
-    assert [refusal.split(":")[0] for refusal in given.refused] == [f"line {n}" for n in range(3, 10)]
+    tally = Tally()
+    await give_lines(sender, chunks(lines), tally)
+    assert tally.taken == 2
+    assert [refusal.split(":")[0] for refusal in tally.refused] == [f"line {n}" for n in range(3, 10)]
     for refusal, reason in zip(
-        given.refused,
+        tally.refused,
         [
             "not JSON",
             "no trajectory_id",
@@ -271,6 +265,6 @@ async def test_bad_lines_are_named_and_stop_none_of_the_others(bus, sender):
     ):
         assert reason in refusal
     assert await messages(bus, "EVENTS") == 2
-    again = Given()
+    again = Tally()
     await give_lines(sender, chunks(lines), again)
     assert (again.taken, await messages(bus, "EVENTS")) == (2, 2)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from transformers import Qwen3Config
 
-from bus import roles
 from bus.blobs import get_blob, put_blob
 from bus.codec import decode, encode
 from bus.connection import Bus
@@ -36,12 +35,7 @@ from tests.storage.serving import (
     until,
 )
 
-pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-
-
-@pytest.fixture(autouse=True)
-def quick_roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "RENEW_S", 0.1)
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick", "quick_roles")]
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +81,13 @@ def storage(bus: Bus, settings: StorageSettings):
 async def test_run_without_prompts_is_refused(bus, tmp_path):
     with pytest.raises(ConfigError, match="no prompts: give --prompts FILE"):
         await run_storage(bus, make_settings(tmp_path), asyncio.Event())
+
+
+async def test_archive_that_cannot_be_used_is_refused(bus, tmp_path):
+    replay = ReplayConfig(archive="nonsense://bucket")
+    with pytest.raises(ConfigError, match=r"replay\.archive: nonsense://bucket/test cannot be written"):
+        await run_storage(bus, replace(make_settings(tmp_path, "2 + 2 ="), replay=replay), asyncio.Event())
+    assert await bus.get("run", RunRecord) is None
 
 
 async def test_prompts_are_checked_against_the_model_before_the_first_lease(bus, tmp_path, model_files):

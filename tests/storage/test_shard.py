@@ -8,7 +8,8 @@ import pytest
 
 from bus.codec import decode, encode
 from bus.errors import BusError, StorageError
-from bus.messages import GroupRejected, ReadRequest, StoredGroups, StoredRequest, Trajectory, TrajectoryBatch
+from bus.messages import GroupRejected, Trajectory, TrajectoryBatch
+from bus.requests import ReadRequest, StoredGroups, StoredRequest
 from bus.server import MAX_PAYLOAD
 from storage.replay import ReplayStore
 from tests.factories import make_trajectory

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bus import roles
 from bus.errors import BusError, ConfigError, FencedError
-from bus.messages import Located, LocateRequest, RoleHolder, Status, Trajectory
+from bus.messages import RoleHolder, Status, Trajectory
+from bus.requests import Located, LocateRequest
 from storage import issued
 from storage.config import ReplayConfig, shard_numbers
 from storage.data_sets import DataSets
@@ -32,18 +32,14 @@ from tests.storage.serving import (
     make_shard,
     manifest,
     messages,
+    read_batch,
     running,
     send,
     send_groups,
     until,
 )
 
-pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-
-
-@pytest.fixture(autouse=True)
-def quick_roles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "RENEW_S", 0.1)
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick", "quick_roles")]
 
 
 @contextmanager
@@ -84,8 +80,8 @@ async def serves(bus, shard: int) -> bool:
 
 
 async def batch(bus, step: int) -> list[list[str]]:
-    found = await ReplayReader(bus, "a").batch(step, step - 1, on_wait=lambda reason: None)
-    return [[t.trajectory_id for t in group] for group in found.groups]
+    found = await read_batch(ReplayReader(bus, "a"), step)
+    return [[t.trajectory_id for t in group] for group in found]
 
 
 async def test_shards_of_two_hosts_make_one_run(bus, tmp_path, connect):
@@ -149,7 +145,8 @@ async def test_lease_is_believed_by_the_ledger_alone(bus, tmp_path):
         await batch(bus, 1)
         await LearnerStandIn(bus).publish(1)
         await until(lambda: dispatcher.ledger.was_issued(4))
-        await send(bus, *(make_trajectory(4, sample) for sample in range(2)))  # the same, issued since
+        issued_since = (make_trajectory(4, sample, policy_version=1) for sample in range(2))
+        await send(bus, *issued_since)
         await until(lambda: 4 in dispatcher.ledger.stored)
 
 
@@ -221,6 +218,28 @@ async def test_shard_asks_again_before_it_refuses_by_what_it_heard(bus, tmp_path
         await send(bus, *(replace(t, token_ids=np.full_like(t.token_ids, 1000)) for t in of_it))
         await until(lambda: 2 in dispatcher.ledger.stored)
         assert await messages(bus, "DEAD") == 0
+
+
+async def test_version_older_than_its_lease_is_noticed_away_from_the_ledger(bus, tmp_path):
+    learner = LearnerStandIn(bus)
+    async with dispatching(bus, tmp_path) as dispatcher, keeping(bus, tmp_path, 0, 1):
+        await learner.publish(0)
+        await has(bus, "TASKS", 4)
+        await send_groups(bus, [0, 1])
+        await learner.batch(1)
+        await learner.publish(1)
+        await until(lambda: set(dispatcher.ledger.rolling_out) == {2, 3, 4, 5})
+        forged = (replace(make_trajectory(4, n, policy_version=0), actor="actor-7") for n in range(2))
+        await send(bus, *forged)
+        await until(lambda: dispatcher.ledger.reasons == {"set_aside": 1})
+        await has(bus, "DEAD", 1)
+        [letter] = await dead_letters(bus)
+        assert (letter.kind, letter.actor) == ("version", "actor-7")
+        assert "a token of version 0, of a lease issued at version 1" in letter.reason
+        dispatcher.ledger.lower([5], 0)  # as for a learner that resumed from further back
+        await send(bus, *(make_trajectory(5, n, policy_version=0) for n in range(2)))
+        await send(bus, *(make_trajectory(2, n, policy_version=0) for n in range(2)))
+        await until(lambda: {2, 5} <= set(dispatcher.ledger.stored))
 
 
 async def test_shard_waits_for_a_dispatcher_that_restarts(bus, tmp_path):

@@ -1,0 +1,327 @@
+"""What processes ask each other, and the answers: over core NATS, never stored. Else as `messages.py`."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from bus.codec import Int32Array, Message
+from bus.errors import SchemaError
+from bus.messages import BlobRef
+
+# --- to any request ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused(Message, tag="refused"):
+    """The request cannot be served, now or later."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done(Message, tag="done"):
+    """The request was carried out."""
+
+
+# --- actors ask about leases ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseRequest(Message, tag="lease_request"):
+    """An actor asks what has become of a lease since it was issued."""
+
+    lease_id: int
+    attempt: bool = False
+    """It came back more than once and is about to be rolled out: such attempts are counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaseState(Message, tag="lease_state"):
+    """Whether a lease is still to be rolled out, and by which weights."""
+
+    state: Literal["open", "settled", "quarantined"]
+    """`settled`: its group is complete or was given up. `quarantined`: its rollouts ended too many actors."""
+    policy_version: int
+    """The oldest that may sample it: lower than at its issue where a learner resumed from further back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SiblingsRequest(Message, tag="siblings_request"):
+    """Asks a shard what it has of a group."""
+
+    lease_id: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Siblings(Message, tag="siblings"):
+    """The trajectories that are stored of a group."""
+
+    group_size: int
+    """0 when nothing of it is stored."""
+    samples: tuple[int, ...] = ()
+    rewards: tuple[float, ...] = ()
+    rewards_due: bool = False
+    """Whether one of these rewards is still to come."""
+
+    def check(self) -> None:
+        """Refuse rewards that do not fit the samples."""
+        if len(self.samples) != len(self.rewards):
+            raise SchemaError(f"{len(self.rewards)} rewards for {len(self.samples)} samples")
+
+
+# --- the learner asks the dispatcher ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchRequest(Message, tag="batch_request"):
+    """The learner asks for the groups of one optimizer step. Asking again gives the same groups."""
+
+    step: int
+    policy_version: int
+    """The version the batch will be trained at."""
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRef(Message, tag="group_ref"):
+    """A stored, complete group and the shard that holds it."""
+
+    lease_id: int
+    shard: int
+    weight: float = 1.0
+    """Importance weight of its advantages in this step, at most 1."""
+    tokens: int = 0
+    """Of all its trajectories together, to balance groups before they are fetched; 0 if nobody counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchLease(Message, tag="batch_lease"):
+    """The groups of one step: they are counted as trained on unless this step is rolled back."""
+
+    step: int
+    groups: tuple[GroupRef, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Waiting(Message, tag="waiting"):
+    """Not yet, and why: a human reads `reason` in the terminal view."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenRequest(Message, tag="given_request"):
+    """Asks which groups a step was given. Anybody may ask: it changes nothing."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given(Message, tag="given"):
+    """The groups of a step, and where the learner stands."""
+
+    step: int
+    groups: tuple[GroupRef, ...]
+    """In the order of the batch; none when the step has not been given any."""
+    incarnation: str
+    """The learner that resumed last: when it is another, later steps may have been given other groups."""
+    trained_through: int
+    """The newest step whose version the learner published; -1 as long as nobody knows."""
+    trains_from: int
+    """Version at which reinforcement learning began."""
+    stage: str
+    """The learner's; empty as long as nobody knows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCommitted(Message, tag="step_committed"):
+    """A checkpoint that includes every step up to `step` is durable."""
+
+    step: int
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerResumed(Message, tag="learner_resumed"):
+    """A learner starts from `step`: leases of later steps are rolled back, older incarnations are fenced."""
+
+    step: int
+    incarnation: str
+
+
+# --- the learner asks a shard ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadRequest(Message, tag="read_request"):
+    """Asks a shard for the trajectories of these groups."""
+
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocateRequest(Message, tag="locate_request"):
+    """Asks a shard where the trajectories of these groups lie."""
+
+    lease_ids: tuple[int, ...]
+    host: str
+    """The asker's: no other needs the addresses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Located(Message, tag="located"):
+    """On which host a shard is, and, for a reader there, where each trajectory lies in which file."""
+
+    host: str
+    """The machine since its last start; empty where that cannot be told."""
+    directory: str = ""
+    device: int = 0
+    inode: int = 0
+    """With `device` what the directory is to the operating system."""
+    pieces: tuple[str, ...] = ()
+    """Names of the segments in the directory."""
+    piece_of: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    """Of each trajectory, the index of its segment in `pieces`; groups as asked for, by sample."""
+    rows: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    """Of each trajectory, its row in that segment."""
+
+    def check(self) -> None:
+        """Refuse addresses that lead nowhere."""
+        if len(self.piece_of) != len(self.rows):
+            raise SchemaError(f"{len(self.rows)} rows in {len(self.piece_of)} pieces")
+        if len(self.rows) and not (
+            0 <= self.piece_of.min() <= self.piece_of.max() < len(self.pieces) and self.rows.min() >= 0
+        ):
+            raise SchemaError(f"an address outside the {len(self.pieces)} pieces")
+
+
+# --- the dispatcher and its shards ask each other ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredRequest(Message, tag="stored_request"):
+    """Asks a shard which groups it completed, from the `after`-th on."""
+
+    after: int
+    spreads: bool = False
+    """Whether the answer is to tell how far apart the rewards of each group are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredGroups(Message, tag="stored_groups"):
+    """Leases whose groups are complete in a shard, in the order of completion."""
+
+    shard: int
+    after: int
+    lease_ids: tuple[int, ...]
+    total: int
+    """Groups complete in the shard altogether."""
+    spreads: tuple[float, ...] = ()
+    """Mean |reward - mean reward| of each group's siblings, if asked for."""
+    tokens: tuple[int, ...] = ()
+    """Of each group, all its trajectories together."""
+
+    def check(self) -> None:
+        """Refuse spreads or tokens that do not fit the groups."""
+        if self.spreads and len(self.spreads) != len(self.lease_ids):
+            raise SchemaError(f"{len(self.spreads)} spreads for {len(self.lease_ids)} groups")
+        if self.tokens and len(self.tokens) != len(self.lease_ids):
+            raise SchemaError(f"tokens of {len(self.tokens)} groups for {len(self.lease_ids)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IssuedRequest(Message, tag="issued_request"):
+    """A shard asks the dispatcher what the ledger knows."""
+
+    shard: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Issued(Message, tag="issued"):
+    """How far the ledger is: durable before it is told."""
+
+    next_id: int
+    """Leases below it were issued, none from it on."""
+    seen: int
+    """Complete groups that the ledger knows in the shard that asked."""
+    run: str = ""
+    """Which run of this name it is; empty if not known yet."""
+    vocabulary: int | None = None
+    """Token ids of the run's model."""
+    newest_version: int | None = None
+    """The newest policy version that was ever published."""
+    rolling_out: tuple[int, ...] = ()
+    """Every lease that is rolling out for the shard that asked."""
+    versions: tuple[int, ...] = ()
+    """Of each of them, the oldest that may sample it."""
+
+    def check(self) -> None:
+        """Refuse versions that do not fit the leases."""
+        if len(self.rolling_out) != len(self.versions):
+            raise SchemaError(f"{len(self.versions)} versions of {len(self.rolling_out)} leases")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeRequest(Message, tag="whole_request"):
+    """Asks a shard which of these groups it has whole, though their rewards may still be due."""
+
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeGroups(Message, tag="whole_groups"):
+    """Those of which every trajectory is stored: rolling them out again would be in vain."""
+
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnsettledRequest(Message, tag="unsettled_request"):
+    """A shard asks the dispatcher which groups must not be removed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unsettled(Message, tag="unsettled"):
+    """Every lease that is neither rejected nor in a committed step: its trajectories are still needed."""
+
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CloseRequest(Message, tag="close_request"):
+    """Asks a shard to call these groups complete, though siblings are missing."""
+
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Closed(Message, tag="closed"):
+    """Those that are complete now, closed or whole; of the others too little is stored."""
+
+    lease_ids: tuple[int, ...]
+
+
+# --- others ask the dispatcher ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewData(Message, tag="new_data"):
+    """Asks the dispatcher to issue leases for other prompts from the next one on."""
+
+    prompts: BlobRef
+    """A `PromptSet`."""
+    keep_old: bool
+    """Whether they come after those there are, instead of in their place."""
+    source: str
+    """Where they come from, for a human."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataAccepted(Message, tag="data_accepted"):
+    """The data set is in force, durably."""
+
+    first_lease: int
+    """The first that is for it."""
+    prompts: int
+    """How many there are now."""

@@ -1,0 +1,37 @@
+"""What the ledger of a run says, for looking back: it is only read, and may be in use."""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from bus.errors import ConfigError
+
+
+def states_of(ledger: Path) -> dict[int, tuple[str, int]]:
+    """Lease -> its state, and the learner's version when it was issued. Raises `ConfigError`."""
+    rows = _rows(ledger, "SELECT lease_id, state, policy_version FROM leases")
+    return {lease_id: (state, version) for lease_id, state, version in rows}
+
+
+def leases_of_steps(ledger: Path) -> dict[int, list[int]]:
+    """Step -> leases it trained on. Raises `ConfigError`."""
+    steps: dict[int, list[int]] = {}
+    for step, lease_id in _rows(ledger, "SELECT step, lease_id FROM uses ORDER BY step, place"):
+        steps.setdefault(step, []).append(lease_id)
+    return steps
+
+
+def facts_of(ledger: Path) -> dict[str, str]:
+    """The named values of a ledger. Raises `ConfigError`."""
+    return dict(_rows(ledger, "SELECT name, value FROM facts"))
+
+
+def _rows(ledger: Path, query: str) -> list[tuple[Any, ...]]:
+    if not ledger.exists():
+        raise ConfigError(f"{ledger} is missing: look back where the run's storage was")
+    try:
+        with closing(sqlite3.connect(f"{ledger.absolute().as_uri()}?mode=ro", uri=True)) as sql:
+            return sql.execute(query).fetchall()
+    except sqlite3.Error as error:
+        raise ConfigError(f"{ledger} cannot be read ({error}): restore it") from error

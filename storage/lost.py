@@ -1,0 +1,86 @@
+"""Finds leases that the bus has lost: they roll out by the ledger, and are on the bus in no form."""
+
+from collections.abc import Collection, Sequence
+
+import nats.errors
+import structlog
+
+from bus.connection import Bus
+from bus.errors import BusError
+from bus.requests import WholeGroups, WholeRequest
+from bus.topology import by_shard
+
+log = structlog.get_logger()
+ANSWER_TIMEOUT_S = 1.0
+SUBJECTS_TOLD = 100_000
+"""A server tells no more subjects at a time (JSMaxSubjectDetails)."""
+
+
+class LostLeases:
+    """Looks for leases that are gone, while others are under way.
+
+    A lease becomes trajectories or a rejection, and these an entry in a shard or in the ledger, each gone
+    only after the next is there. So what is not on TASKS is among what TRAJECTORIES and EVENTS hold then;
+    once they were read so far, it is stored, settled or lost.
+    """
+
+    def __init__(self, bus: Bus, shards: int) -> None:
+        self._bus = bus
+        self._shards = shards
+        self._suspects: set[int] = set()
+        """Not on TASKS when that was looked at last."""
+        self._trajectories = self._events = 0
+        """Numbers on their streams of the last messages that may be of a suspect."""
+
+    async def look(self, published: Collection[int]) -> list[int]:
+        """Those of `published`, leases that roll out, which are on the bus no more: stored since, or lost.
+
+        None as long as that cannot be told: ask again."""
+        try:
+            self._suspects &= set(published)
+            if not self._suspects:
+                await self._suspect(published)
+            if not self._suspects or not await self._all_read():
+                return []
+        except nats.errors.Error as error:
+            log.warning("bus_not_searched_for_leases", reason=str(error))
+            return []
+        found, self._suspects = sorted(self._suspects), set()
+        return found
+
+    async def not_whole(self, lease_ids: Sequence[int]) -> list[int]:
+        """Those that are not wholly stored: what only waits for late rewards is not lost."""
+        whole: set[int] = set()
+        try:
+            for shard, asked in by_shard(lease_ids, self._shards).items():
+                subject, request = (
+                    self._bus.subject("rpc", "whole", shard),
+                    WholeRequest(lease_ids=tuple(asked)),
+                )
+                answer = await self._bus.request(subject, request, WholeGroups, timeout_s=ANSWER_TIMEOUT_S)
+                whole.update(answer.lease_ids)
+        except BusError as error:
+            log.debug("shard_does_not_answer", reason=str(error))
+            return []
+        return [lease_id for lease_id in lease_ids if lease_id not in whole]
+
+    async def _suspect(self, published: Collection[int]) -> None:
+        js, topology = self._bus.js, self._bus.topology
+        subject = self._bus.subject("tasks", "rollout", "*")
+        subjects = (await js.stream_info(topology.stream("TASKS"), subject)).state.subjects or {}
+        if len(subjects) < SUBJECTS_TOLD:
+            self._suspects = set(published) - {int(name.rpartition(".")[2]) for name in subjects}
+        if self._suspects:
+            self._trajectories = (await js.stream_info(topology.stream("TRAJECTORIES"))).state.last_seq
+            self._events = (await js.stream_info(topology.stream("EVENTS"))).state.last_seq
+
+    async def _all_read(self) -> bool:
+        """Whether no message that may be of a suspect waits to be read. A stream that is new has none."""
+        js, topology = self._bus.js, self._bus.topology
+        there = (await js.stream_info(topology.stream("TRAJECTORIES"))).state
+        if there.messages and there.first_seq <= self._trajectories <= there.last_seq:
+            return False
+        events = await js.consumer_info(topology.stream("EVENTS"), "dispatcher")
+        if not events.num_pending and not events.num_ack_pending:
+            return True
+        return events.ack_floor is not None and events.ack_floor.stream_seq >= self._events

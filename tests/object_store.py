@@ -1,0 +1,53 @@
+"""A real S3 server on loopback, which a test may end and start again. It keeps its buckets in memory."""
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+from bus.server import free_port
+
+HOST = "127.0.0.1"
+
+
+class ObjectStore:
+    """moto's server, as a process of its own."""
+
+    def __init__(self) -> None:
+        self.port = free_port(HOST)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def start(self, *, timeout_s: float = 30.0) -> None:
+        """Return once it takes connections."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "--host", HOST, "--port", str(self.port)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                socket.create_connection((HOST, self.port), timeout=1.0).close()
+            except OSError:
+                assert self._process.poll() is None, "the S3 server ended"
+                assert time.monotonic() < deadline, "the S3 server did not start"
+                time.sleep(0.02)
+            else:
+                return
+
+    def create_bucket(self, name: str) -> None:
+        """Also one that is there already."""
+        request = urllib.request.Request(f"{self.url}/{name}", method="PUT")
+        urllib.request.urlopen(request, timeout=10).close()
+
+    def kill(self) -> None:
+        """End it at once, with all that it keeps."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10)
+            self._process = None
