@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.attention import PackedAttention, pack_layout, rotary_frequencies
+from learner.attention import PackedAttention, PackedSelfAttention, pack_layout, rotary_frequencies
 from learner.config import UNDIVIDED, ParallelConfig
 from learner.conversion.base import Experts, Requirement
 from learner.conversion.families import FAMILIES, shape_of
@@ -237,6 +237,7 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None = None) -> An
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if num_experts is None:
         layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
+    layer.submodules.self_attention.module = PackedSelfAttention
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
