@@ -36,7 +36,7 @@ with megatron_import_warnings_silenced():
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.attention import SelfAttention
-    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.module import MegatronModule, param_is_not_shared
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_block import (
@@ -119,6 +119,7 @@ __all__ = [
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
     "parallel_state",
+    "param_is_not_shared",
     "save_config",
     "tensor_parallel",
     "torch_dist_strategy",

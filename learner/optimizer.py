@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bus.errors import ConfigError
 from learner import foreach
 from learner.bf16_adamw import BFloat16StateAdamW
 from learner.config import OptimizerConfig
@@ -29,6 +30,7 @@ from learner.megatron import (
     MegatronOptimizerConfig,
     get_megatron_optimizer,
 )
+from learner.offload import offload
 from learner.parallel import device
 
 
@@ -54,6 +56,12 @@ def build_optimizer(
         if isinstance(part, DistributedOptimizer):
             _keep_step_on_load(part)
             _keep_gaps_on_save(part)
+        if config.offload:
+            if not isinstance(part, DistributedOptimizer):
+                raise ConfigError(
+                    f"optimizer.offload={config.offload} needs parallel.distributed_optimizer=true"
+                )
+            offload(part, config.offload)
         if config.state_dtype == "bfloat16":
             part.optimizer.__class__ = BFloat16StateAdamW
         _prime(part.optimizer)
