@@ -133,7 +133,7 @@ def _softmax_sums(logits: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]
     largest = scaled.amax(-1)
     shifted = scaled - largest[:, None]
     exponentials = shifted.exp()
-    return largest, exponentials.sum(-1), (exponentials * shifted).sum(-1)
+    return largest, exponentials.sum(-1), torch.linalg.vecdot(exponentials, shifted)
 
 
 def _logits_gradient(

@@ -29,8 +29,10 @@ from learner.norm import RMSNorm
 from learner.packing import MicroBatch
 from learner.parallel import device
 
-LOGITS_BYTES = 2 * 2**30 if torch.cuda.is_available() else 512 * 2**20
-"""Float32 logits alive at a time; more are recomputed in the backward pass."""
+LOGITS_BYTES = 2 * 2**30 if torch.cuda.is_available() else 4 * 2**20
+"""Float32 logits alive at a time: on CPU what its caches hold, so that passes over them are quick."""
+LEAST_ROWS = 256
+"""Of logits at a time, for the sake of the matrix products."""
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
@@ -75,7 +77,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             self._of_all_tokens(hidden).index_select(0, batch.trained),
             batch.labels.index_select(0, batch.trained),
         )
-        chunk_size = max(1, LOGITS_BYTES // (4 * self.output_layer.output_size_per_partition))
+        chunk_size = max(LEAST_ROWS, LOGITS_BYTES // (4 * self.output_layer.output_size_per_partition))
         group = self.pg_collection.tp
         if token_loss is not None:
             return head_loss(
