@@ -117,7 +117,11 @@ class OffloadedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatro
 
     def _copy_main_params_to_model_params(self) -> None:
         for shard in _shards(self):
-            shard.model.copy_(shard.main, non_blocking=True)
+            weights = shard.main
+            gradient = self.optimizer.received.get(shard.main)
+            if gradient is not None and shard.model.dtype != weights.dtype:  # it is done with, and pinned
+                weights = gradient.view(shard.model.dtype)[: len(weights)].copy_(weights)
+            shard.model.copy_(weights, non_blocking=True)
 
 
 @torch.no_grad()
