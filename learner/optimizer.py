@@ -120,7 +120,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
     optimizer.load_state_dict(state)
     for part in optimizer.chained_optimizers:
         for values in part.optimizer.state.values():
-            values["step"] = values["step"].clone()
+            values["step"] = values["step"].to(values["exp_avg"].device, copy=True)
         _keep_state_dtype(part.optimizer)
 
 

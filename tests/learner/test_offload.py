@@ -5,6 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from bus.errors import ConfigError
+from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from learner.config import LearnerConfig, OptimizerConfig, ParallelConfig, TISLoss
 from learner.offload import OffloadedAdamW
 from learner.packing import pack
@@ -27,7 +28,7 @@ def train(trainer, steps):
         trainer.train_step(
             pack(random_samples(LENGTHS, seed=step), 40), TISLoss(), temperature=1.0, policy_version=3
         )
-        for step in range(steps)
+        for step in steps
     ]
 
 
@@ -40,7 +41,7 @@ def on_the_host(trainer):
 def test_four_steps_follow_plain_torch_adamw(fraction):
     reference, trainer = tiny_model(), trainer_of(fraction)
     optimizer = reference_optimizer(reference, OPTIMIZER)
-    for step, result in enumerate(train(trainer, 4)):
+    for step, result in enumerate(train(trainer, range(4))):
         samples = random_samples(LENGTHS, seed=step)
         expected = reference_step(reference, optimizer, samples, loss="tis", lr=1e-3, temperature=1.0)
         assert (result.loss, result.grad_norm) == pytest.approx(expected, abs=2e-5)
@@ -53,7 +54,7 @@ def test_four_steps_follow_plain_torch_adamw(fraction):
 def test_where_the_state_lies_changes_no_bit_of_the_weights(fraction, dtype):
     # the norm adds up what is on the host last, so that clipping by it could differ in the last bit
     offloaded, resident = (trainer_of(f, clip_grad=math.inf, dtype=dtype) for f in (fraction, 0.0))
-    assert [r.loss for r in train(offloaded, 3)] == [r.loss for r in train(resident, 3)]
+    assert [r.loss for r in train(offloaded, range(3))] == [r.loss for r in train(resident, range(3))]
     for ours, theirs in zip(offloaded.export().values(), resident.export().values(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -73,7 +74,7 @@ def test_the_fraction_is_what_lies_apart_from_the_model(fraction):
 
 def test_a_skipped_step_changes_nothing_on_the_host():
     trainer = trainer_of(1.0)
-    train(trainer, 1)
+    train(trainer, range(1))
     [part] = trainer.optimizer.chained_optimizers
     before = {p: {k: v.clone() for k, v in part.optimizer.state[p].items()} for p in part.get_parameters()}
     samples = random_samples(LENGTHS)
@@ -83,6 +84,20 @@ def test_a_skipped_step_changes_nothing_on_the_host():
     assert result.skipped
     for parameter, values in before.items():
         assert all(torch.equal(value, part.optimizer.state[parameter][k]) for k, value in values.items())
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.6, 0.0), (0.0, 0.6), (0.3, 1.0)])
+def test_a_checkpoint_goes_on_with_another_fraction(tmp_path, before, after):
+    uninterrupted = train(trainer_of(before), range(4))
+    first = trainer_of(before)
+    train(first, range(2))
+    save_checkpoint(first, tmp_path, 2, {}, keep=1)
+    second = trainer_of(after)
+    load_checkpoint(second, latest_checkpoint(tmp_path))
+    for resumed, expected in zip(train(second, range(2, 4)), uninterrupted[2:], strict=True):
+        assert resumed.loss == pytest.approx(expected.loss, abs=1e-5)
+        assert resumed.grad_norm == pytest.approx(expected.grad_norm, abs=1e-5)
+    assert second.steps_done == 4
 
 
 def test_what_does_not_combine_is_refused():
