@@ -180,8 +180,8 @@ def join_heads(
     )
     if query_weight is None:
         return joined, None, None
-    of_slots = partial.sum((0, 1)).to(heads.dtype)
-    return joined, of_slots[:-2].sum(0), of_slots[-2]
+    slopes = partial.sum((0, 1))
+    return joined, slopes[:-2].sum(0).to(query_weight.dtype), slopes[-2].to(query_weight.dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
