@@ -109,3 +109,14 @@ def test_what_does_not_combine_is_refused():
         LearnerConfig(optimizer=OptimizerConfig(offload=0.5), parallel=apart)
     with pytest.raises(ConfigError, match=needs):
         trainer_of(0.5, parallel=apart)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beside_a_device_the_state_lies_in_pinned_memory_and_trains_alike(dtype):
+    offloaded, resident = trainer_of(1.0, dtype=dtype), trainer_of(0.0, dtype=dtype)
+    for ours, theirs in zip(train(offloaded, range(4)), train(resident, range(4)), strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5 if dtype == torch.float32 else 0.03)
+    assert all(main.is_pinned() for main in on_the_host(offloaded))
+    [part] = offloaded.optimizer.chained_optimizers
+    assert not any(values["exp_avg"].is_cuda for values in part.optimizer.state.values())
