@@ -19,10 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from learner.context import ContextLayout, attend_across_ranks, causal_varlen_attention, context_layout
-from learner.megatron import MegatronModule, PackedSeqParams, ProcessGroupCollection, TransformerConfig
-
-if torch.cuda.is_available():  # triton comes with torch for CUDA only
-    from learner import kernels
+from learner.heads import HeadSettings, split_heads
+from learner.megatron import (
+    MegatronModule,
+    PackedSeqParams,
+    ProcessGroupCollection,
+    SelfAttention,
+    TransformerConfig,
+)
+from learner.transfer import to_device
 
 LONGEST_TO_SHORTEST = 2
 """Sequences attended to in one call differ in length by at most this factor, which bounds the padding."""
@@ -40,10 +45,8 @@ class Bucket(NamedTuple):
 class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is untyped
     """The lengths of the sequences in a pack, with what every layer needs to know about them."""
 
-    cos: Tensor | None = None
-    """[T, 1, d], cosine of the rotary angle of each token."""
-    sin: Tensor | None = None
-    """[T, 1, d], its sine, negated in the first half of d."""
+    rotation: tuple[Tensor, ...] = ()
+    """Twice [T, 1, d], cosine and sine of the rotary angle of each token, as `split_heads` takes them."""
     buckets: tuple[Bucket, ...] = ()
     """Sequences by length, longest first; empty where attention takes the lengths as they are."""
     slots: Tensor | None = None
@@ -87,8 +90,7 @@ def pack_layout(
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
-        cos=torch.cat((cos, cos), dim=-1).to(dtype),
-        sin=torch.cat((-sin, sin), dim=-1).to(dtype),
+        rotation=(torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)),
     )
     by_length = not _has_varlen_kernel(cu_seqlens.device, dtype)
     if context_ranks > 1:
@@ -99,7 +101,7 @@ def pack_layout(
         layout.buckets = (Bucket(len(lengths), lengths[0]),)
     elif by_length:
         layout.buckets, slots = bucket_by_length(lengths)
-        layout.slots = slots.to(cu_seqlens.device)
+        layout.slots = to_device(slots, cu_seqlens.device)
     return layout
 
 
@@ -125,33 +127,34 @@ def bucket_by_length(lengths: Sequence[int]) -> tuple[tuple[Bucket, ...], Tensor
     return tuple(buckets), slots
 
 
-class _Rotate(torch.autograd.Function):
-    """Turn [T, heads, d] by each token's angles, the halves of d paired as in Llama; keeps no input."""
+class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core is untyped
+    """Megatron-core's layer with queries, keys and values in one pass, not in a dozen."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate."""
-        ctx.save_for_backward(cos, sin)
-        if x.is_cuda:
-            return kernels.rotated(x, cos, sin)
-        return torch.addcmul(x * cos, _swap_halves(x), sin)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Rotate back: the inverse of a rotation is its transpose."""
-        cos, sin = ctx.saved_tensors
-        if grad.is_cuda:
-            return kernels.rotated(grad, cos, sin, back=True), None, None
-        return torch.addcmul(grad * cos, _swap_halves(grad), sin, value=-1), None, None
-
-
-def _swap_halves(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((second, first), dim=-1)
+    def forward(
+        self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedLayout, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend within each sequence: [T, 1, H] to the same and a bias, of which there is none."""
+        mixed, _bias = self.linear_qkv(hidden_states)
+        normed = self.config.qk_layernorm
+        query, key, value = split_heads(
+            mixed,
+            self.q_layernorm.weight if normed else None,
+            self.k_layernorm.weight if normed else None,
+            packed_seq_params.rotation,
+            HeadSettings(
+                groups=self.num_query_groups_per_partition,
+                width=self.hidden_size_per_attention_head,
+                eps=self.config.layernorm_epsilon,
+            ),
+        )
+        recomputed = self.checkpoint_core_attention and self.training
+        attend = self._checkpointed_attention_forward if recomputed else self.core_attention
+        attended = attend(query, key, value, None, packed_seq_params=packed_seq_params)
+        return self.linear_proj(attended.flatten(1)[:, None])  # type: ignore[no-any-return]
 
 
 class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
-    """Core attention for megatron-core's `SelfAttention`; applies the rotary embedding itself."""
+    """Core attention of `PackedSelfAttention`."""
 
     def __init__(
         self,
@@ -177,7 +180,6 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
     ) -> Tensor:
         """Attend within each sequence: [T, heads, d] and twice [T, groups, d] to [T, heads, d]."""
         layout = packed_seq_params
-        query, key = (_Rotate.apply(x, layout.cos, layout.sin) for x in (query, key))  # type: ignore[no-untyped-call]
         if layout.context is not None:
             return attend_across_ranks(
                 query, key, value, layout.context, group=self.context_group, scale=self.scale
@@ -210,7 +212,8 @@ def _pad(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
     sizes = [bucket.sequences * bucket.length for bucket in layout.buckets]
     if layout.slots is not None:
         packed = packed.new_zeros(sum(sizes), *packed.shape[1:]).index_copy(0, layout.slots, packed)
+    parts = torch.split(packed, sizes) if len(sizes) > 1 else (packed,)  # its gradient is a copy
     return [
         part.view(*bucket, *part.shape[1:]).transpose(1, 2)
-        for part, bucket in zip(torch.split(packed, sizes), layout.buckets, strict=True)
+        for part, bucket in zip(parts, layout.buckets, strict=True)
     ]

@@ -1,7 +1,6 @@
 """The loop that megatron-core's own parts make, for comparison: no packing of ours, no loss of ours."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 
 from learner.megatron import (
-    STOCK_NORM_AND_SCALE,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     GPTModel,
@@ -20,7 +18,6 @@ from learner.megatron import (
     MegatronOptimizerConfig,
     PackedSeqParams,
     TransformerConfig,
-    clip_grads,
     finalize_model_grads,
     get_forward_backward_func,
     get_gpt_layer_local_spec,
@@ -110,18 +107,7 @@ class BareLoop:
             seq_length=len(batches[0].tokens),
             micro_batch_size=1,
         )
-        with _stock_norms():
-            self._optimizer.step()
-
-
-@contextmanager
-def _stock_norms() -> Iterator[None]:
-    ours = clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl
-    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = STOCK_NORM_AND_SCALE
-    try:
-        yield
-    finally:
-        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = ours
+        self._optimizer.step()
 
 
 def _config(hf_config: Qwen3Config, dtype: torch.dtype) -> TransformerConfig:

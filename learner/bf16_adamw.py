@@ -11,6 +11,8 @@ from torch.optim.adamw import AdamW, adamw
 class BFloat16StateAdamW(AdamW):
     """Torch's AdamW, but for the rounding of its moments after each update.
 
+    As there, `grad_scale` and `found_inf` are attributes that the next update reads.
+
     The update itself is computed in float32, one parameter after another, so that the float32 moments of
     only one are alive.
     """
@@ -50,6 +52,8 @@ class BFloat16StateAdamW(AdamW):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
         )
         state["exp_avg"].copy_(moments[0])
         state["exp_avg_sq"].copy_(moments[1])

@@ -133,6 +133,10 @@ class OptimizerConfig(Config):
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the two moments between updates; bfloat16 takes half the memory, the update itself is float32."""
 
+    offload: float = Field(0.0, ge=0, le=1)
+    """Part of the main weights and moments that lies in the host's memory and is updated there, by
+    `learner.threads` threads."""
+
     clip_grad: float = Field(1.0, gt=0)
     """Upper bound on the global gradient norm; `inf` turns clipping off."""
 
@@ -145,6 +149,15 @@ class OptimizerConfig(Config):
             raise ValueError(
                 f"state_dtype=bfloat16 needs beta2 <= 0.99 (it is {self.beta2}): bfloat16 has 8 bits, so "
                 "rounding swallows the small changes of a slower mean"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offloaded_moments_are_float32(self) -> Self:
+        if self.offload and self.state_dtype != "float32":
+            raise ValueError(
+                f"offload={self.offload} needs state_dtype=float32: it is {self.state_dtype}, which saves "
+                "memory of the device"
             )
         return self
 
@@ -366,3 +379,11 @@ class LearnerConfig(Config):
 
     keep_versions: int = Field(8, ge=2)
     """Published versions that stay on the bus; those still to be evaluated stay besides."""
+
+    @model_validator(mode="after")
+    def _offload_needs_the_distributed_optimizer(self) -> Self:
+        if self.optimizer.offload and not self.parallel.distributed_optimizer:
+            raise ValueError(
+                f"optimizer.offload={self.optimizer.offload} needs parallel.distributed_optimizer=true"
+            )
+        return self

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from learner.megatron import tensor_parallel
+from learner.transfer import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,9 @@ class ContextLayout:
 
     def to(self, device: torch.device) -> "ContextLayout":
         """Copy to `device`; a no-op when already there."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved = {
+            name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return ContextLayout(**{**vars(self), **moved})
 
 

@@ -1,22 +1,20 @@
-"""megatron-core's loops over tensors, each in one call: its own copy every norm to the host one by one."""
-
-from collections.abc import Sequence
+"""Arithmetic on many tensors, or two of different dtypes, in one call."""
 
 import torch
 from torch import Tensor
 
 
-def l2_norm(
-    _chunk_size: int, _no_op: Tensor, tensors: Sequence[Sequence[Tensor]], _per_tensor: bool
-) -> tuple[Tensor, None]:
-    """The norm [1] of all tensors together, with the signature of apex's `multi_tensor_l2norm`."""
-    norms = torch._foreach_norm([tensor for group in tensors for tensor in group])
-    return torch.linalg.vector_norm(torch.stack(norms))[None], None
+def norm(tensors: list[Tensor]) -> Tensor:
+    """The norm [] of all tensors together."""
+    total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+    return total
 
 
-def scale(_chunk_size: int, _no_op: Tensor, tensors: Sequence[list[Tensor]], factor: float) -> None:
-    """Write the first tensors times `factor` to the second; the signature of apex's `multi_tensor_scale`."""
-    source, target = tensors
-    if source is not target:
-        torch._foreach_copy_(target, source)
-    torch._foreach_mul_(target, factor)
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b in float32, whatever the dtype of `a` and `b`."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(a @ b)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from learner.foreach import add_product
+
 if torch.cuda.is_available():  # triton comes with torch for CUDA only
     from learner import kernels
 
@@ -82,7 +84,7 @@ class _HeadLoss(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), hidden[rows])
+                add_product(grad_weight, grad.t(), hidden[rows])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(logprobs, entropy)
@@ -131,7 +133,7 @@ def _softmax_sums(logits: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]
     largest = scaled.amax(-1)
     shifted = scaled - largest[:, None]
     exponentials = shifted.exp()
-    return largest, exponentials.sum(-1), (exponentials * shifted).sum(-1)
+    return largest, exponentials.sum(-1), torch.linalg.vecdot(exponentials, shifted)
 
 
 def _logits_gradient(
@@ -146,13 +148,3 @@ def _logits_gradient(
     softmax = (logits.float() * scale - log_total[:, None]).exp()
     is_label = here & (torch.arange(logits.shape[-1], device=logits.device) == column)
     return (torch.where(is_label, slope, 0.0) - softmax * slope).to(logits.dtype)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b in float32, whatever the dtype of `a` and `b`."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total.add_(a @ b)

@@ -29,14 +29,14 @@ with megatron_import_warnings_silenced():
     from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer import MegatronOptimizer, clip_grads, get_megatron_optimizer
+    from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.module import MegatronModule, param_is_not_shared
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_block import (
@@ -56,8 +56,15 @@ def _tensor_parallel_group(group: dist.ProcessGroup | None, **_: object) -> dist
     return group or parallel_state.get_tensor_model_parallel_group()
 
 
-STOCK_NORM_AND_SCALE = clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl
-clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = foreach.l2_norm, foreach.scale
+class _WeightGradients:
+    """In the place of Apex's extension of that name."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: torch.Tensor, grad: torch.Tensor, total: torch.Tensor) -> None:
+        foreach.add_product(total, grad.t(), inputs)
+
+
+tensor_parallel.layers.fused_weight_gradient_mlp_cuda = _WeightGradients
 
 if torch.cuda.is_available():
     from learner import kernels
@@ -87,7 +94,6 @@ if not torch.cuda.is_available():
     allow_uneven_slices(tensor_parallel.mappings)
 
 __all__ = [
-    "STOCK_NORM_AND_SCALE",
     "CheckpointingConfig",
     "CheckpointingException",
     "DistributedDataParallel",
@@ -100,11 +106,10 @@ __all__ = [
     "MegatronOptimizerConfig",
     "PackedSeqParams",
     "ProcessGroupCollection",
+    "SelfAttention",
     "ShardedObject",
     "TransformerBlockSubmodules",
     "TransformerConfig",
-    "clip_grad_by_total_norm_fp32",
-    "clip_grads",
     "dist_checkpointing",
     "filesystem_async",
     "finalize_model_grads",
@@ -114,6 +119,7 @@ __all__ = [
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
     "parallel_state",
+    "param_is_not_shared",
     "save_config",
     "tensor_parallel",
     "torch_dist_strategy",

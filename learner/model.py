@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.attention import PackedAttention, pack_layout, rotary_frequencies
+from learner.attention import PackedAttention, PackedSelfAttention, pack_layout, rotary_frequencies
 from learner.config import UNDIVIDED, ParallelConfig
 from learner.conversion.base import Experts, Requirement
 from learner.conversion.families import FAMILIES, shape_of
@@ -29,8 +29,10 @@ from learner.norm import RMSNorm
 from learner.packing import MicroBatch
 from learner.parallel import device
 
-LOGITS_BYTES = 2 * 2**30 if torch.cuda.is_available() else 512 * 2**20
-"""Float32 logits alive at a time; more are recomputed in the backward pass."""
+LOGITS_BYTES = 2 * 2**30 if torch.cuda.is_available() else 4 * 2**20
+"""Float32 logits alive at a time: on CPU what its caches hold, so that passes over them are quick."""
+LEAST_ROWS = 256
+"""Of logits at a time, for the sake of the matrix products."""
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
@@ -75,7 +77,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             self._of_all_tokens(hidden).index_select(0, batch.trained),
             batch.labels.index_select(0, batch.trained),
         )
-        chunk_size = max(1, LOGITS_BYTES // (4 * self.output_layer.output_size_per_partition))
+        chunk_size = max(LEAST_ROWS, LOGITS_BYTES // (4 * self.output_layer.output_size_per_partition))
         group = self.pg_collection.tp
         if token_loss is not None:
             return head_loss(
@@ -237,6 +239,7 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None = None) -> An
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if num_experts is None:
         layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
+    layer.submodules.self_attention.module = PackedSelfAttention
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:

@@ -16,8 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from bus.errors import ConfigError
+from learner import foreach
 from learner.bf16_adamw import BFloat16StateAdamW
 from learner.config import OptimizerConfig
 from learner.megatron import (
@@ -25,9 +28,10 @@ from learner.megatron import (
     DistributedOptimizer,
     MegatronOptimizer,
     MegatronOptimizerConfig,
-    clip_grad_by_total_norm_fp32,
     get_megatron_optimizer,
 )
+from learner.offload import offload
+from learner.parallel import device
 
 
 @torch.no_grad()  # its shards are views of the parameters that must stay leaves
@@ -52,6 +56,12 @@ def build_optimizer(
         if isinstance(part, DistributedOptimizer):
             _keep_step_on_load(part)
             _keep_gaps_on_save(part)
+        if config.offload:
+            if not isinstance(part, DistributedOptimizer):
+                raise ConfigError(
+                    f"optimizer.offload={config.offload} needs parallel.distributed_optimizer=true"
+                )
+            offload(part, config.offload)
         if config.state_dtype == "bfloat16":
             part.optimizer.__class__ = BFloat16StateAdamW
         _prime(part.optimizer)
@@ -70,18 +80,37 @@ def configure_optimizer(optimizer: MegatronOptimizer, config: OptimizerConfig, l
 
 
 @torch.no_grad()
-def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Global norm of the gradient, which is ready for the update then."""
+def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
+    """Global norm, float32 [] on the device, of the gradient as it was added up, ready for `update` then.
+
+    Megatron-core's own gives a number, for which the host waits until the device has done everything.
+    """
     optimizer.prepare_grads()
-    return float(optimizer.get_grad_norm())
+    gradients: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for part in optimizer.chained_optimizers:
+        group = part.get_grad_stats_parallel_group()
+        gradients.setdefault(group, []).extend(part.get_main_grads_for_grad_norm())
+    total = torch.zeros((), dtype=torch.float32, device=device())
+    for group, tensors in gradients.items():
+        square = foreach.norm(tensors).square() if tensors else torch.zeros_like(total)
+        dist.all_reduce(square, group=group)
+        total += square
+    return total.sqrt()
 
 
 @torch.no_grad()
-def update(optimizer: MegatronOptimizer, clip_grad: float, norm: float) -> None:
-    """Clip the gradient, of that norm, and update the parameters."""
-    if norm > clip_grad:
-        for part in optimizer.chained_optimizers:
-            clip_grad_by_total_norm_fp32(part.get_parameters(), clip_grad, norm)
+def update(optimizer: MegatronOptimizer, *, divisor: Tensor, skip: Tensor) -> None:
+    """Update the parameters with the gradient over `divisor`, or leave all as it is.
+
+    Nothing here waits for the device.
+
+    Args:
+        optimizer: after `gradient_norm`.
+        divisor: float32 [], on the device; the gradient itself is divided as well.
+        skip: float32 [], 1 to leave weights, moments and step counts as they are, else 0.
+    """
+    for part in optimizer.chained_optimizers:  # read by torch, as from its GradScaler
+        part.optimizer.grad_scale, part.optimizer.found_inf = divisor, skip
     optimizer.step_with_ready_grads()
 
 
@@ -91,7 +120,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
     optimizer.load_state_dict(state)
     for part in optimizer.chained_optimizers:
         for values in part.optimizer.state.values():
-            values["step"] = values["step"].clone()
+            values["step"] = values["step"].to(values["exp_avg"].device, copy=True)
         _keep_state_dtype(part.optimizer)
 
 

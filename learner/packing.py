@@ -10,6 +10,7 @@ import xxhash
 from torch import Tensor
 
 from bus.errors import ConfigError
+from learner.transfer import to_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +69,7 @@ class MicroBatch:
     def to(self, device: torch.device) -> Self:
         """Copy to `device`; a no-op when already there."""
         moved = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved |= {k: v.to(device, non_blocking=True) for k, v in moved.items() if isinstance(v, Tensor)}
+        moved |= {k: to_device(v, device) for k, v in moved.items() if isinstance(v, Tensor)}
         return type(self)(**moved)
 
 

@@ -92,6 +92,14 @@ def from_last_stage(value: T) -> T:
     return box[0]
 
 
+def tensor_from_last_stage(values: torch.Tensor) -> torch.Tensor:
+    """Make `values` those of the last stage of this rank's pipeline, in place, without asking the device."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return values
+
+
 def most_over_ranks(count: int) -> int:
     """Return the largest `count` of any rank."""
     counts = torch.tensor(count, device=device())

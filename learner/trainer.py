@@ -21,17 +21,27 @@ from learner.megatron import (
     finalize_model_grads,
     get_forward_backward_func,
     parallel_state,
+    tensor_parallel,
 )
 from learner.model import PolicyModel, build_chunks
 from learner.optimizer import build_optimizer, configure_optimizer, gradient_norm, update
 from learner.packing import MicroBatch, TrainedTokens
-from learner.parallel import data_parallel_sum, device, from_last_stage, most_over_ranks
+from learner.parallel import (
+    data_parallel_sum,
+    device,
+    from_last_stage,
+    most_over_ranks,
+    tensor_from_last_stage,
+)
 from learner.schedule import learning_rate
 from learner.sharding import idle_micro_batch, share_of_rank
 from learner.trainable import EVERYTHING, TrainableWeights
 
 Loss = TISLoss | PPOClipLoss | SFTLoss
 Sums = dict[str, Tensor]
+LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
+CLIP_EPS = 1e-6
+"""Added to the gradient norm before clipping, as in torch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,13 +111,10 @@ class Trainer:
         lr = learning_rate(self.optimizer_config, self.updates_done + 1)
         configure_optimizer(self.optimizer, self.optimizer_config, lr)
         names, totals = self._accumulate_gradients(micro_batches, loss, temperature, policy_version)
-        norm = gradient_norm(self.optimizer)  # put to work before anything waits for the device
-        sums = dict(zip(names, totals.tolist(), strict=True))
+        sums, norm = self._update(names, totals)
         tokens = int(sums["trained_tokens"])
-        mean_loss = sums["loss"] / tokens if tokens else 0.0
+        mean_loss = sums["loss"] / max(tokens, 1)
         updated = tokens > 0 and math.isfinite(mean_loss) and math.isfinite(norm)
-        if updated:
-            update(self.optimizer, self.optimizer_config.clip_grad, norm)
         self.steps_done += 1
         self.updates_done += updated
         self._refuse_endless_skipping(mean_loss, norm)
@@ -119,6 +126,29 @@ class Trainer:
             skipped=not updated,
             diagnostics=_diagnostics(sums, tokens),
         )
+
+    def _update(self, names: list[str], totals: Tensor) -> tuple[dict[str, float], float]:
+        """Update where the loss and the gradient allow it: the sums and the gradient's norm, as numbers.
+
+        The device decides by itself, so that the host waits once, when everything has been put to work.
+        """
+        loss, tokens = self._loss_and_tokens(names, totals)
+        divisor = tokens.clamp(min=1)
+        norm = gradient_norm(self.optimizer) / divisor
+        clipped = ((norm + CLIP_EPS) / self.optimizer_config.clip_grad).clamp(min=1)
+        updated = (tokens > 0) & torch.isfinite(loss) & torch.isfinite(norm)
+        update(self.optimizer, divisor=(divisor * clipped).float(), skip=1.0 - updated.float())
+        if self.parallel.pipeline > 1:
+            names, totals = from_last_stage((names, totals.cpu()))
+        *values, norm_value = torch.cat((totals, norm[None].to(totals.device))).tolist()
+        return dict(zip(names, values, strict=True)), norm_value
+
+    def _loss_and_tokens(self, names: list[str], totals: Tensor) -> Tensor:
+        """Loss and trained tokens of all ranks, float64 [2] on the device, until now the last stage's."""
+        values = torch.zeros(2, dtype=torch.float64, device=device())
+        if names:
+            torch.stack([totals[names.index(name)] for name in ("loss", "trained_tokens")], out=values)
+        return tensor_from_last_stage(values)
 
     def _refuse_endless_skipping(self, loss: float, norm: float) -> None:
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -165,10 +195,7 @@ class Trainer:
             seq_length=len(shares[0].tokens),
             micro_batch_size=1,
         )
-        names, totals = _sum_over_ranks(per_micro_batch) if per_micro_batch else ([], torch.empty(0))
-        if self.parallel.pipeline > 1:
-            names, totals = from_last_stage((names, totals.cpu()))
-        return names, totals
+        return _sum_over_ranks(per_micro_batch) if per_micro_batch else ([], torch.empty(0))
 
     def _shares(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This rank's share of each micro-batch, after as many idle ones as the schedule needs."""
@@ -185,7 +212,7 @@ class Trainer:
                 ranks=parallel.context,
                 rank=parallel_state.get_context_parallel_rank(),
                 multiple=parallel.tensor if parallel.sequence else 1,
-            ).to(device())  # all of them now: copying waits for kernels
+            ).to(device())
             for batch in (*micro_batches, *idle)
         ]
 
@@ -202,11 +229,21 @@ def _data_parallel(chunks: Sequence[PolicyModel], parallel: ParallelConfig) -> l
         DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(chunks)
     ]
-    config.finalize_model_grads_func = finalize_model_grads
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, LINEAR):
+            module.gradient_accumulation_fusion = True  # now that their weights have a place for the sum
+    config.finalize_model_grads_func = _finalize_gradients
     if parallel.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
     return wrapped
+
+
+def _finalize_gradients(
+    chunks: list[DistributedDataParallel], _tokens: Tensor | None, **settings: object
+) -> None:
+    """Megatron-core's, but for dividing by the tokens, which the update does in passing."""
+    finalize_model_grads(chunks, None, **settings)
 
 
 def _forward_step(

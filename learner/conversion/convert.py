@@ -136,6 +136,9 @@ class _Digesting(LazyWeights):
         self.digests[name] = tensor_digest(tensor)
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
 

@@ -53,11 +53,20 @@ class HFWeights(LazyWeights):
             tensor: Tensor = opened.get_tensor(name)
             return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
 
     def __len__(self) -> int:
         return len(self._file_of)
+
+    def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
+        """Return the elements from `start` to `stop` along a dimension; the others stay on disk."""
+        with _opened(self._file_of[name]) as opened:
+            part: Tensor = opened.get_slice(name)[(*[slice(None)] * dimension, slice(start, stop))]
+            return part
 
     def spec(self, name: str) -> Spec:
         """Return shape and dtype; raises `ConfigError` for a dtype that weights do not have."""

@@ -27,8 +27,16 @@ class LazyWeights(Mapping[str, Tensor]):
     """Weights by Hugging Face name; each look-up reads from disk."""
 
     @abstractmethod
+    def __contains__(self, name: object) -> bool:
+        """Tell without reading, as the look-up that `Mapping` would try does not."""
+
+    @abstractmethod
     def spec(self, name: str) -> Spec:
         """Return shape and dtype without reading the tensor."""
+
+    def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
+        """Return the elements from `start` to `stop` along a dimension; reads no others where it can."""
+        return self[name].narrow(dimension, start, stop - start)
 
 
 def spec_of(state: State, name: str) -> Spec:
@@ -36,6 +44,13 @@ def spec_of(state: State, name: str) -> Spec:
     if isinstance(state, LazyWeights):
         return state.spec(name)
     return Spec(tuple(state[name].shape), state[name].dtype)
+
+
+def part_of(state: State, name: str, dimension: int, start: int, stop: int) -> Tensor:
+    """Return the elements from `start` to `stop` along a dimension, the others unread where possible."""
+    if isinstance(state, LazyWeights):
+        return state.part(name, dimension, start, stop)
+    return state[name].narrow(dimension, start, stop - start)
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:

@@ -77,6 +77,9 @@ class MegatronWeights(LazyWeights):
             self._last = rule, rule.layout.split(self._read(rule), self._shape)
         return self._last[1][part]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._rule_of
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._rule_of)
 

@@ -1,7 +1,8 @@
 """Weights into a model and out of it, under their Hugging Face names, however its ranks share them.
 
-Each rank loads its slice of each tensor. On export, rank 0 receives the slices of one tensor at a time from
-the first ranks that hold them, so that it never has more of the model than the caller keeps.
+Each rank reads its slice of each tensor, and of safetensors files nothing else. On export, rank 0 receives
+the slices of one tensor at a time from the first ranks that hold them, so that it never has more of the model
+than the caller keeps.
 """
 
 import re
@@ -17,6 +18,7 @@ from transformers import PretrainedConfig
 from bus.errors import ConfigError
 from learner.conversion.base import EMBEDDING, OUTPUT, SAME, Rule, Shape, State
 from learner.conversion.families import FAMILIES, shape_of
+from learner.conversion.lazy import part_of, spec_of
 from learner.megatron import parallel_state
 from learner.parallel import device
 
@@ -41,7 +43,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConf
     with torch.no_grad():
         for rule in rules:
             if mine := slices.get(rule.megatron):
-                parts = [mine.cut(state[name]) for name in rule.parts]
+                parts = [mine.read(state, name) for name in rule.parts]
                 mine.parameter.copy_(rule.layout.merge(parts, mine.shape(shape)))
 
 
@@ -99,21 +101,22 @@ class Cut:
             return shape
         return replace(shape, heads=shape.heads // self.ranks, groups=shape.groups // self.ranks)
 
-    def cut(self, part: Tensor) -> Tensor:
+    def read(self, state: State, name: str) -> Tensor:
         """Return this rank's slice of a Hugging Face tensor; what it lacks to divide evenly is zero."""
         if self.dimension is None or self.ranks == 1:
-            return part
-        size = -(-part.shape[self.dimension] // self.ranks)
-        start = min(self.rank * size, part.shape[self.dimension])
-        piece = part.narrow(self.dimension, start, min(size, part.shape[self.dimension] - start))
-        lacking = size - piece.shape[self.dimension]
+            return state[name]
+        whole = spec_of(state, name).shape[self.dimension]
+        size = -(-whole // self.ranks)
+        start, stop = (min(i * size, whole) for i in (self.rank, self.rank + 1))
+        piece = part_of(state, name, self.dimension, start, stop)
+        lacking = size - (stop - start)
         if lacking:
             shape = [lacking if i == self.dimension else n for i, n in enumerate(piece.shape)]
             piece = torch.cat((piece, piece.new_zeros(shape)), self.dimension)
         return piece
 
     def join(self, pieces: Sequence[Tensor], size: int | None) -> Tensor:
-        """Undo `cut`, leaving `size` rows if given."""
+        """Undo `read`, leaving `size` rows if given."""
         whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), self.dimension or 0)
         return whole if size is None else whole[:size]
 
@@ -228,12 +231,22 @@ def _problems(
         if rule in (EMBEDDING, OUTPUT):
             whole = (shape.vocab, *whole[1:])
         for name, expected in zip(rule.parts, rule.layout.part_shapes(whole, shape), strict=True):
-            if name not in state:
-                yield f"missing {name} {list(expected)}"
-            elif tuple(state[name].shape) != expected:
-                yield f"{name} is {list(state[name].shape)}, not {list(expected)}"
+            yield from _misfit(state, name, expected)
     known = {name for rule in rules for name in rule.parts}
     yield from (f"unexpected {name}" for name in sorted(state.keys() - known) if not _ignored(name, shape))
+
+
+def _misfit(state: State, name: str, expected: tuple[int, ...]) -> Iterator[str]:
+    if name not in state:
+        yield f"missing {name} {list(expected)}"
+        return
+    try:
+        found = spec_of(state, name).shape
+    except ConfigError as error:  # for all ranks to raise together
+        yield str(error)
+        return
+    if found != expected:
+        yield f"{name} is {list(found)}, not {list(expected)}"
 
 
 def _ignored(name: str, shape: Shape) -> bool:

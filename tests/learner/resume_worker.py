@@ -20,6 +20,8 @@ KINDS = {
     "float32": (ADAM, torch.float32),
     "float32 main weights": (ADAM, torch.bfloat16),
     "bfloat16 moments": (ADAM.model_copy(update={"state_dtype": "bfloat16"}), torch.float32),
+    "on the host": (ADAM.model_copy(update={"offload": 0.6}), torch.float32),
+    "main weights on the host": (ADAM.model_copy(update={"offload": 0.6}), torch.bfloat16),
     "both": (ADAM.model_copy(update={"state_dtype": "bfloat16"}), torch.bfloat16),
 }
 Steps = list[tuple[float, float, float]]

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from learner.attention import _Rotate
 from learner.head import _logits_gradient, _softmax_sums
+from learner.heads import _join, _split
 
 pytestmark = pytest.mark.gpu
 ROWS, VOCAB = 37, 20_011
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Without CUDA, triton's interpreter runs the kernels: TRITON_INTERPRET=1 pytest -m gpu."""
 
 
 @pytest.fixture
@@ -16,16 +18,16 @@ def kernels():
 
 
 def test_sums_of_a_softmax(kernels):
-    logits = 5 * torch.randn(ROWS, VOCAB, device="cuda")
+    logits = 5 * torch.randn(ROWS, VOCAB, device=DEVICE)
     for ours, plain in zip(kernels.softmax_sums(logits, 0.7), _softmax_sums(logits.cpu(), 0.7), strict=True):
         assert torch.allclose(ours.cpu(), plain, rtol=1e-5, atol=1e-5)
 
 
 def test_gradient_of_the_logits(kernels):
-    logits = 5 * torch.randn(ROWS, VOCAB, device="cuda")
-    column = torch.randint(VOCAB, (ROWS, 1), device="cuda")
-    here = torch.rand(ROWS, 1, device="cuda") < 0.8
-    log_total, slope = (0.7 * logits).logsumexp(-1), torch.randn(ROWS, device="cuda")
+    logits = 5 * torch.randn(ROWS, VOCAB, device=DEVICE)
+    column = torch.randint(VOCAB, (ROWS, 1), device=DEVICE)
+    here = torch.rand(ROWS, 1, device=DEVICE) < 0.8
+    log_total, slope = (0.7 * logits).logsumexp(-1), torch.randn(ROWS, device=DEVICE)
     arguments = [x.cpu() for x in (logits, column, here, log_total, slope)]
     assert torch.allclose(
         _logits_gradient(logits, column, here, log_total, slope, 0.7).cpu(),
@@ -34,24 +36,33 @@ def test_gradient_of_the_logits(kernels):
     )
 
 
-@pytest.mark.parametrize(("heads", "width"), [(16, 128), (3, 24)])
-def test_rotation_and_its_gradient(kernels, heads, width):
-    packed = torch.randn(50, heads, 2 * width, device="cuda")
-    x = packed[..., width:].requires_grad_()  # not contiguous, as Megatron-core's keys are
-    angles = torch.rand(50, 1, width // 2, device="cuda")
+@pytest.mark.parametrize(
+    ("groups", "each", "width", "normed"),
+    [(8, 2, 128, True), (2, 3, 24, True), (8, 5, 64, True), (4, 1, 128, False)],
+)
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_heads_are_split_and_joined(kernels, monkeypatch, tokens, groups, each, width, normed):
+    monkeypatch.setattr(kernels, "PROGRAMS", 8)  # each takes several tokens
+    mixed = torch.randn(tokens, 1, groups * (each + 2) * width)
+    weights = [torch.rand(width) + 0.5 if normed else None for _ in range(2)]
+    angles = torch.rand(tokens, 1, width // 2)
     cos, sin = (torch.cat(parts, -1) for parts in ([angles.cos()] * 2, [-angles.sin(), angles.sin()]))
-    weights = torch.randn(50, heads, width, device="cuda")
-    rotated = _Rotate.apply(x, cos, sin)
-    [gradient] = torch.autograd.grad((rotated * weights).sum(), x)
-    plain = x.detach().cpu().requires_grad_()
-    expected = _Rotate.apply(plain, cos.cpu(), sin.cpu())
-    [expected_gradient] = torch.autograd.grad((expected * weights.cpu()).sum(), plain)
-    assert torch.allclose(rotated.cpu(), expected, atol=1e-6)
-    assert torch.allclose(gradient.cpu(), expected_gradient, atol=1e-6)
+    # gradients need not be contiguous: attention gives them as it likes
+    grads = [torch.randn(heads, tokens, width).transpose(0, 1) for heads in (groups * each, groups, groups)]
+    arguments = [mixed.view(tokens, groups, each + 2, width), *weights, cos, sin, 1e-6]
+    on_device = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments]
+    found = [
+        *kernels.split_heads(*on_device),
+        *kernels.join_heads(*on_device, *(x.to(DEVICE) for x in grads)),
+    ]
+    expected = [*_split(*arguments), *_join(*arguments, *grads)]
+    for ours, plain in zip(found, expected, strict=True):
+        assert (ours is None) == (plain is None)
+        assert plain is None or torch.allclose(ours.cpu(), plain, atol=2e-5)
 
 
 def test_gradient_of_swiglu(kernels):
-    both = torch.randn(ROWS, 1, 2 * 1500, device="cuda").requires_grad_()
+    both = torch.randn(ROWS, 1, 2 * 1500, device=DEVICE).requires_grad_()
     gate, up = both.chunk(2, -1)
     result = torch.nn.functional.silu(gate) * up
     grad = torch.randn_like(result)

@@ -1,0 +1,122 @@
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from bus.errors import ConfigError
+from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from learner.config import LearnerConfig, OptimizerConfig, ParallelConfig, TISLoss
+from learner.offload import OffloadedAdamW
+from learner.packing import pack
+from learner.trainer import Trainer
+from tests.learner.reference import reference_optimizer, reference_step
+from tests.learner.tiny import hf_state, random_samples, tiny_model
+
+LENGTHS = [5, 17, 2, 32, 9]
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
+
+
+def trainer_of(offload, *, clip_grad=1.0, **settings):
+    model = tiny_model()
+    optimizer = OPTIMIZER.model_copy(update={"offload": offload, "clip_grad": clip_grad})
+    return Trainer(model.config, hf_state(model), optimizer, **settings)
+
+
+def train(trainer, steps):
+    return [
+        trainer.train_step(
+            pack(random_samples(LENGTHS, seed=step), 40), TISLoss(), temperature=1.0, policy_version=3
+        )
+        for step in steps
+    ]
+
+
+def on_the_host(trainer):
+    [part] = trainer.optimizer.chained_optimizers
+    return part.optimizer.received
+
+
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+def test_four_steps_follow_plain_torch_adamw(fraction):
+    reference, trainer = tiny_model(), trainer_of(fraction)
+    optimizer = reference_optimizer(reference, OPTIMIZER)
+    for step, result in enumerate(train(trainer, range(4))):
+        samples = random_samples(LENGTHS, seed=step)
+        expected = reference_step(reference, optimizer, samples, loss="tis", lr=1e-3, temperature=1.0)
+        assert (result.loss, result.grad_norm) == pytest.approx(expected, abs=2e-5)
+    exported = trainer.export()
+    assert all((exported[k] - tensor).abs().max() < 1e-5 for k, tensor in hf_state(reference).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+def test_where_the_state_lies_changes_no_bit_of_the_weights(fraction, dtype):
+    # the norm adds up what is on the host last, so that clipping by it could differ in the last bit
+    offloaded, resident = (trainer_of(f, clip_grad=math.inf, dtype=dtype) for f in (fraction, 0.0))
+    assert [r.loss for r in train(offloaded, range(3))] == [r.loss for r in train(resident, range(3))]
+    for ours, theirs in zip(offloaded.export().values(), resident.export().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+def test_the_fraction_is_what_lies_apart_from_the_model(fraction):
+    trainer = trainer_of(fraction)
+    [part] = trainer.optimizer.chained_optimizers
+    assert type(part.optimizer) is OffloadedAdamW
+    mains = part.get_parameters()
+    apart = [main for main in mains if main in on_the_host(trainer)]
+    found = sum(main.numel() for main in apart) / sum(main.numel() for main in mains)
+    assert fraction <= found <= fraction + max(main.numel() for main in mains) / sum(m.numel() for m in mains)
+    weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in part.buffers}
+    assert not any(main.untyped_storage().data_ptr() in weights for main in apart)
+
+
+def test_a_skipped_step_changes_nothing_on_the_host():
+    trainer = trainer_of(1.0)
+    train(trainer, range(1))
+    [part] = trainer.optimizer.chained_optimizers
+    before = {p: {k: v.clone() for k, v in part.optimizer.state[p].items()} for p in part.get_parameters()}
+    samples = random_samples(LENGTHS)
+    samples[0].loss_mask[1:] = True
+    samples[0].behaviour_logprobs[:] = float("nan")
+    result = trainer.train_step(pack(samples, 100), TISLoss(), temperature=1.0, policy_version=3)
+    assert result.skipped
+    for parameter, values in before.items():
+        assert all(torch.equal(value, part.optimizer.state[parameter][k]) for k, value in values.items())
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.6, 0.0), (0.0, 0.6), (0.3, 1.0)])
+def test_a_checkpoint_goes_on_with_another_fraction(tmp_path, before, after):
+    uninterrupted = train(trainer_of(before), range(4))
+    first = trainer_of(before)
+    train(first, range(2))
+    save_checkpoint(first, tmp_path, 2, {}, keep=1)
+    second = trainer_of(after)
+    load_checkpoint(second, latest_checkpoint(tmp_path))
+    for resumed, expected in zip(train(second, range(2, 4)), uninterrupted[2:], strict=True):
+        assert resumed.loss == pytest.approx(expected.loss, abs=1e-5)
+        assert resumed.grad_norm == pytest.approx(expected.grad_norm, abs=1e-5)
+    assert second.steps_done == 4
+
+
+def test_what_does_not_combine_is_refused():
+    with pytest.raises(ValidationError, match=r"offload=0\.5 needs state_dtype=float32: it is bfloat16"):
+        OptimizerConfig(offload=0.5, state_dtype="bfloat16")
+    apart = ParallelConfig(distributed_optimizer=False)
+    needs = r"offload=0\.5 needs parallel\.distributed_optimizer=true"
+    with pytest.raises(ValidationError, match=needs):
+        LearnerConfig(optimizer=OptimizerConfig(offload=0.5), parallel=apart)
+    with pytest.raises(ConfigError, match=needs):
+        trainer_of(0.5, parallel=apart)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beside_a_device_the_state_lies_in_pinned_memory_and_trains_alike(dtype):
+    offloaded, resident = trainer_of(1.0, dtype=dtype), trainer_of(0.0, dtype=dtype)
+    for ours, theirs in zip(train(offloaded, range(4)), train(resident, range(4)), strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5 if dtype == torch.float32 else 0.03)
+    assert all(main.is_pinned() for main in on_the_host(offloaded))
+    [part] = offloaded.optimizer.chained_optimizers
+    assert not any(values["exp_avg"].is_cuda for values in part.optimizer.state.values())

@@ -1,0 +1,112 @@
+"""The update decides on the device: whether to clip, and whether to leave everything as it is."""
+
+import dataclasses
+import math
+import traceback
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from learner.config import OptimizerConfig, TISLoss
+from learner.packing import pack
+from learner.trainer import LINEAR, Trainer
+from tests.learner.tiny import hf_state, random_samples, tiny_model
+
+LENGTHS = [5, 17, 2, 32, 9]
+QUESTIONS = [
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
+]
+"""What would make the host wait for a device: `item`, `bool`, `float`, shapes that depend on values."""
+
+
+class Questions(TorchDispatchMode):
+    """Writes down where the host asks for a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in QUESTIONS:
+            self.asked.append("".join(traceback.format_stack(limit=8)))
+        return func(*args, **(kwargs or {}))
+
+
+def trainer_of(model, **optimizer):
+    return Trainer(model.config, hf_state(model), OptimizerConfig(lr=1e-3, weight_decay=0.1, **optimizer))
+
+
+def step(trainer, samples):
+    return trainer.train_step(pack(samples, 40), TISLoss(), temperature=1.0, policy_version=3)
+
+
+def states(trainer):
+    parts = trainer.optimizer.chained_optimizers
+    return [values for part in parts for values in part.optimizer.state.values()]
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_the_host_asks_the_device_for_nothing_before_the_step_is_queued(state_dtype):
+    trainer = trainer_of(tiny_model(), state_dtype=state_dtype)
+    with Questions() as questions:
+        assert not step(trainer, random_samples(LENGTHS)).skipped
+    assert not questions.asked, questions.asked[0]
+
+
+def test_a_question_would_be_noticed():
+    with Questions() as questions:
+        bool(torch.ones(1) > 0)
+    assert questions.asked
+
+
+@pytest.mark.parametrize("clip_grad", [0.01, 1e3, math.inf])
+def test_the_moments_see_the_clipped_mean_gradient(clip_grad):
+    trainer = trainer_of(tiny_model(), clip_grad=clip_grad)
+    result = step(trainer, random_samples(LENGTHS))
+    means = [values["exp_avg"].flatten() for values in states(trainer)]
+    seen = torch.cat(means).norm().item() / (1 - trainer.optimizer_config.beta1)
+    assert 0.01 < result.grad_norm < 1e3
+    assert seen == pytest.approx(min(result.grad_norm, clip_grad), rel=1e-4)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_skipped_step_leaves_moments_and_step_counts_alone(state_dtype, bad):
+    trainer = trainer_of(tiny_model(), state_dtype=state_dtype)
+    samples = random_samples(LENGTHS)
+    step(trainer, samples)
+    before = [{name: value.clone() for name, value in values.items()} for values in states(trainer)]
+    poisoned = dataclasses.replace(samples[0], advantage=bad, loss_mask=np.ones(5, bool))
+    assert step(trainer, [poisoned]).skipped
+    for old, new in zip(before, states(trainer), strict=True):
+        assert all(torch.equal(old[name], new[name]) for name in old)
+
+
+def test_a_step_without_trained_tokens_is_skipped_and_is_no_failure():
+    trainer = trainer_of(tiny_model())
+    before = trainer.export()
+    untrained = dataclasses.replace(random_samples([5])[0], loss_mask=np.zeros(5, bool))
+    result = step(trainer, [untrained])
+    assert (result.skipped, result.loss, result.grad_norm) == (True, 0.0, 0.0)
+    assert trainer.not_finite_in_a_row == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export().items())
+
+
+def test_products_add_to_the_gradient_what_autograd_would_add():
+    def gradients(fused):
+        trainer = trainer_of(tiny_model(), clip_grad=math.inf)
+        for module in trainer.model.modules():
+            if isinstance(module, LINEAR):
+                module.gradient_accumulation_fusion = fused
+        step(trainer, random_samples(LENGTHS))
+        return {name: p.main_grad.clone() for name, p in trainer.model.named_parameters()}
+
+    apart = gradients(fused=False)
+    for name, gradient in gradients(fused=True).items():
+        assert gradient.any()
+        assert torch.allclose(gradient, apart[name], atol=1e-6), name
