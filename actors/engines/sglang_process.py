@@ -1,0 +1,97 @@
+"""A SGLang server as a child process, with a log file, that never outlives this process."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from actors.engines.sglang_launcher import UNKNOWN_SETTING
+from bus.errors import ConfigError, EngineError
+from bus.process import die_with_parent
+
+LAUNCHER = Path(__file__).with_name("sglang_launcher.py")
+TAIL_BYTES = 32 << 10
+TAIL_LINES = 15
+
+
+class ServerProcess:
+    """One server and all of its processes: they are a process group, which ends as one.
+
+    When this process dies, whatever way, the kernel kills the server, and it and its schedulers, which ask
+    for the same, are gone."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path, log_start: int) -> None:
+        self._process = process
+        self._log = log
+        self._log_start = log_start
+
+    @classmethod
+    async def start(
+        cls, python: Path, settings: Mapping[str, object], environment: Mapping[str, str], log: Path
+    ) -> Self:
+        """Start a server; it writes to the end of `log`. Raises `ConfigError` if it cannot be executed."""
+        with log.open("ab") as output:
+            start = output.tell()
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    str(python),
+                    str(LAUNCHER),
+                    json.dumps(settings),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=dict(environment),
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(signal.SIGKILL),
+                )
+            except OSError as error:
+                raise ConfigError(f"cannot execute {python}: {error.strerror}") from error
+        return cls(process, log, start)
+
+    @property
+    def pid(self) -> int:
+        """Of the server's first process, and of its process group."""
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, negative for a signal; None as long as it runs."""
+        return self._process.returncode
+
+    @property
+    def ended(self) -> bool:
+        """Whether its first process has ended, without which it does not serve."""
+        return self._process.returncode is not None
+
+    async def wait(self) -> None:
+        """Return when it has ended."""
+        await self._process.wait()
+
+    async def kill(self) -> None:
+        """End all of its processes at once; it keeps nothing that would be worth a farewell."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        await self._process.wait()
+
+    def failure(self) -> EngineError | ConfigError:
+        """Why it ended: with the last lines of its log."""
+        lines = self._tail()
+        if self._process.returncode == UNKNOWN_SETTING and lines:
+            return ConfigError(f"actors.engine.server: {lines[-1]}")
+        said = "\n".join(lines[-TAIL_LINES:]) or "(nothing)"
+        status = self._process.returncode
+        return EngineError(f"the SGLang server ended with status {status}. The end of {self._log}:\n{said}")
+
+    def tail(self) -> str:
+        """The last lines that it wrote."""
+        return "\n".join(self._tail()[-TAIL_LINES:])
+
+    def _tail(self) -> list[str]:
+        with self._log.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - TAIL_BYTES))
+            return log.read().decode(errors="replace").splitlines()
