@@ -57,7 +57,8 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         engine = build_engine(settings.actors.engine, model, settings.logs / f"engine-{actor_name()}.log")
         build_evaluator = partial(evaluation_engine, settings.actors.engine, model)
         try:
-            await engine.start()
+            if not await _started(bus, engine, stop):
+                return
             follower = PolicyFollower(bus, engine)
             worker = Worker(
                 bus,
@@ -158,6 +159,30 @@ def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
     if not found:
         raise ConfigError("neither the model's config.json nor its tokenizer names an end token (eos_token)")
     return tuple(sorted(found))
+
+
+async def _started(bus: Bus, engine: Engine, stop: asyncio.Event) -> bool:
+    """Start the engine, which may take minutes; False when `stop` came first."""
+    finished = asyncio.Event()
+    showing = asyncio.create_task(
+        report_status(
+            bus, source=actor_name(), role="actor", look=lambda: ("starting its engine", {}), stop=finished
+        )
+    )
+    starting, stopping = asyncio.create_task(engine.start()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({starting, stopping, showing}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        finished.set()
+        if not starting.done():
+            starting.cancel()
+        stopping.cancel()
+        await asyncio.wait({starting, stopping, showing})
+    showing.result()
+    if starting.cancelled():
+        return False
+    starting.result()
+    return True
 
 
 async def _first_policy(bus: Bus, patience_s: float, stop: asyncio.Event) -> PolicyManifest | None:

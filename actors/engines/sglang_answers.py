@@ -19,13 +19,13 @@ def read_answer(answer: Mapping[str, Any], request: GenerationRequest) -> Genera
     try:
         meta = answer["meta_info"]
         tokens = np.array(answer["output_ids"], np.int32)
-        finish = meta["finish_reason"]
+        finish = dict(meta["finish_reason"])
         pairs = meta["output_token_logprobs"] or []
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(
             f"{_name(request)}: the answer is not one of SGLang's /generate: {error!r}"
         ) from error
-    if finish["type"] not in REASONS or finish.get("status_code"):
+    if finish.get("type") not in REASONS or finish.get("status_code"):
         raise EngineError(f"{_name(request)}: SGLang gave it up: {finish.get('message', finish)}")
     return Generation(
         token_ids=tokens,

@@ -4,18 +4,38 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+import psutil
+import structlog
+
 from actors.engines.sglang_launcher import UNKNOWN_SETTING
 from bus.errors import ConfigError, EngineError
 from bus.process import die_with_parent
 
+log = structlog.get_logger()
 LAUNCHER = Path(__file__).with_name("sglang_launcher.py")
 TAIL_BYTES = 32 << 10
 TAIL_LINES = 15
+POLL_S = 0.05
+GONE_S = 30.0
+"""The kernel may take so long to release a killed process's GPU memory."""
+
+
+def group_members(group: int) -> list[int]:
+    """The processes of a process group that have not ended."""
+    return [process.pid for process in psutil.process_iter() if _is_member(process, group)]
+
+
+def _is_member(process: psutil.Process, group: int) -> bool:
+    try:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
 
 
 class ServerProcess:
@@ -72,10 +92,18 @@ class ServerProcess:
         await self._process.wait()
 
     async def kill(self) -> None:
-        """End all of its processes at once; it keeps nothing that would be worth a farewell."""
+        """End all of its processes at once: it keeps nothing that would be worth a farewell.
+
+        Returns when they are gone, since the next server needs the GPU memory that they held."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
+        deadline = time.monotonic() + GONE_S
+        while alive := group_members(self.pid):
+            if time.monotonic() > deadline:
+                log.warning("sglang_processes_live_on", pids=alive, waited_s=GONE_S)
+                return
+            await asyncio.sleep(POLL_S)
 
     def failure(self) -> EngineError | ConfigError:
         """Why it ended: with the last lines of its log."""

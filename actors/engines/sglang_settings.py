@@ -74,7 +74,7 @@ def server_settings(
     device = given.get("device", "cuda" if torch.cuda.is_available() else "cpu")
     return {
         "skip_tokenizer_init": True,  # token ids in and out
-        "dtype": _dtype(model),
+        "dtype": _dtype(model) or ("float32" if device == "cpu" else "bfloat16"),
         **(ON_CPU if device == "cpu" else {}),
         **given,
         "model_path": str(model),
@@ -95,8 +95,8 @@ def server_environment(config: SglangEngineConfig, settings: Settings) -> dict[s
 
 
 def _dtype(model: Path) -> str:
-    """What the model computes in: SGLang's own choice for float32 models would be float16."""
+    """What its config says that the model computes in: SGLang's own choice for float32 would be float16."""
     config = json.loads((model / "config.json").read_text())
     if not config.get("architectures"):
         raise ConfigError(f"{model}/config.json names no architectures: SGLang cannot tell what to serve")
-    return str(config.get("dtype") or config.get("torch_dtype") or "auto")
+    return str(config.get("dtype") or config.get("torch_dtype") or "")

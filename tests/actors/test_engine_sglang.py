@@ -3,11 +3,11 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 
 import numpy as np
-import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -15,6 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.config import SglangEngineConfig
 from actors.engines.sglang import SglangEngine
+from actors.engines.sglang_process import group_members
 from actors.engines.sglang_server import OwnServer
 from bus.errors import ConfigError, EngineError
 from tests.actors.tiny import recomputed, request
@@ -79,16 +80,7 @@ async def engine(shared) -> SglangEngine:
 
 
 def group_of(engine) -> list[int]:
-    """Processes of the engine's server that live."""
-    group = engine._server.process.pid
-    return [process.pid for process in psutil.process_iter() if _group(process.pid) == group]
-
-
-def _group(pid) -> int:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return -1
+    return group_members(engine._server.process.pid)
 
 
 async def until(condition, what: str, timeout_s: float = 30.0) -> None:
@@ -288,6 +280,62 @@ async def test_a_killed_server_fails_what_is_in_flight_and_comes_back_with_the_n
     np.testing.assert_allclose(generation.logprobs, recomputed(SECOND, PROMPT, generation), atol=1e-5)
     assert await engine.checksums() == before
     assert engine._server.lives == 2
+
+
+async def test_a_server_that_hangs_is_killed_and_started_again(engine, monkeypatch):
+    impatient = engine._config.model_copy(update={"health_every_s": 1.0, "health_timeout_s": 5.0})
+    monkeypatch.setattr(engine, "_config", impatient)
+    lives, flight = engine._server.lives, started(engine, "hang", new=3000)
+    await in_flight(engine, flight)
+    for pid in group_of(engine):
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineError, match="did not generate within 5 s, 2 times"):
+        await flight
+    assert engine.waiting == 0
+    assert len((await engine.generate(request("after", PROMPT, new=8))).token_ids) == 8
+    assert engine._server.lives == lives + 1
+
+
+ACTOR = """
+import asyncio, sys
+from pathlib import Path
+from actors.config import SglangEngineConfig
+from actors.engines.sglang import SglangEngine
+
+async def main():
+    engine = SglangEngine(Path(sys.argv[1]), SglangEngineConfig(), Path(sys.argv[2]))
+    starting = asyncio.create_task(engine.start())
+    while engine._server.process is None:
+        await asyncio.sleep(0.05)
+    print(engine._server.process.pid, flush=True)
+    await starting
+
+asyncio.run(main())
+"""
+
+
+async def test_an_actor_that_is_killed_leaves_no_server_behind(model_dir, tmp_path):
+    actor = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        ACTOR,
+        str(model_dir),
+        str(tmp_path / "engine.log"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    group = int(await asyncio.wait_for(actor.stdout.readline(), 60.0))
+
+    async def whole():
+        return len(group_members(group)) >= 3  # the server, its scheduler, its detokenizer
+
+    await until(whole, "the server's processes", timeout_s=120.0)
+    actor.kill()
+    await actor.wait()
+
+    async def gone():
+        return not group_members(group)
+
+    await until(gone, "the end of the server's processes", timeout_s=20.0)
 
 
 async def test_a_server_that_cannot_start_shows_what_it_said_last(model_dir, tmp_path):
