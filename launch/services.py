@@ -210,7 +210,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
             actors=config.actors,
             sampling=config.sampling,
             shards=config.replay.shards,
-            logs=RunDirectory(config.directory, config.run).logs,
+            logs=config.directory / config.run / "logs",
         )
         await run_actors(bus, settings, stop)
 

@@ -91,6 +91,11 @@ class SglangEngine:
         """Whether a request would be served at once."""
         return self._serving.is_set() and not self.failure
 
+    @property
+    def url(self) -> str:
+        """Where the server listens now."""
+        return self._connected().url
+
     async def start(self) -> None:
         """Start the server, or attach; it generates when weights are loaded.
 

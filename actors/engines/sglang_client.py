@@ -63,7 +63,7 @@ class SglangClient:
             raise EngineError(f"{self.url} answers, but is not an SGLang server of version 0.5.17 or later")
         paths = (await self._call("GET", "/openapi.json")).get("paths", {})
         probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1))
-        answer = await self._call("POST", "/generate", _body(probe, rid="sluice-probe", salt="probe"))
+        answer = await self._call("POST", "/generate", request_body(probe, rid="sluice-probe", salt="probe"))
         return ServerFacts(
             version=str(server["version"]),
             model=str(model["model_path"]),
@@ -76,7 +76,7 @@ class SglangClient:
         self, request: GenerationRequest, *, rid: str, salt: str, timeout_s: float
     ) -> Generation:
         """Continue a prompt; requests with another `salt` share no cached prefix with it."""
-        body = _body(request, rid=rid, salt=salt)
+        body = request_body(request, rid=rid, salt=salt)
         answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
         return read_answer(answer, request)
 
@@ -181,7 +181,8 @@ class SglangClient:
         return answer if isinstance(answer, dict) else {}
 
 
-def _body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
+def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
+    """What /generate wants for a request."""
     sampling = request.sampling
     stops = list(sampling.stop_token_ids)
     return {

@@ -54,6 +54,7 @@ class ServerProcess:
         cls, python: Path, settings: Mapping[str, object], environment: Mapping[str, str], log: Path
     ) -> Self:
         """Start a server; it writes to the end of `log`. Raises `ConfigError` if it cannot be executed."""
+        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             start = output.tell()
             try:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors.config import SglangEngineConfig
 from actors.engines.sglang import SglangEngine
@@ -294,6 +295,40 @@ async def test_a_server_that_hangs_is_killed_and_started_again(engine, monkeypat
     assert engine.waiting == 0
     assert len((await engine.generate(request("after", PROMPT, new=8))).token_ids) == 8
     assert engine._server.lives == lives + 1
+
+
+async def test_a_mixture_of_experts_takes_published_weights(tmp_path):
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=40,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path / "model")  # under the names of files, as the learner publishes
+    state = load_file(tmp_path / "model/model.safetensors")
+    engine = SglangEngine(tmp_path / "model", SglangEngineConfig(**CONFIG), tmp_path / "engine.log")
+    try:
+        await engine.start()
+        await engine.load_weights(state, 0)
+        generation = await engine.generate(request("experts", PROMPT, new=32))
+    finally:
+        await engine.close()
+    np.testing.assert_allclose(generation.logprobs, recomputed(model, PROMPT, generation), atol=1e-5)
 
 
 ACTOR = """
