@@ -179,12 +179,11 @@ class SglangEngine:
             raise EngineError(f"request {request.request_id}: the SGLang server failed: {flight.failure}")
         try:
             generation = flight.sent.result()
-        except UnreachableError:
-            self._serving.clear()
-            self._doubted.set()
-            raise
-        except EngineError:
-            self._abandon(flight)  # it may have been too slow only
+        except EngineError as error:
+            self._abandon(flight)  # it may have been too slow only, or the connection broke
+            if isinstance(error, UnreachableError):
+                self._serving.clear()
+                self._doubted.set()
             raise
         self.tokens_generated += len(generation.token_ids)
         return generation
@@ -340,8 +339,8 @@ class SglangEngine:
             try:
                 await self._bring_up()
                 if not self._server.has_weights and self._held.policy_version >= 0:
-                    await self._swap(self._held.directory, self._held.tensors())
-                    self._serving.clear()
+                    state = await asyncio.to_thread(self._held.tensors)
+                    await self._swap(self._held.directory, state)
             except (EngineError, ConfigError) as error:
                 reason = str(error)
             else:

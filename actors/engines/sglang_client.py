@@ -3,6 +3,7 @@
 import base64
 import json
 import pickle
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,9 @@ class SglangClient:
             raise EngineError(f"{self.url} answers, but is not an SGLang server of version 0.5.17 or later")
         paths = (await self._call("GET", "/openapi.json")).get("paths", {})
         probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1))
-        answer = await self._call("POST", "/generate", request_body(probe, rid="sluice-probe", salt="probe"))
+        answer = await self._call(
+            "POST", "/generate", request_body(probe, rid=f"probe-{uuid.uuid4().hex}", salt="probe")
+        )
         return ServerFacts(
             version=str(server["version"]),
             model=str(model["model_path"]),

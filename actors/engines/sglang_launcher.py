@@ -5,7 +5,9 @@ Run by the interpreter of SGLang's environment, as a file: it imports nothing of
 import argparse
 import difflib
 import json
+import os
 import runpy
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 
@@ -15,7 +17,8 @@ MODULE = "sglang.launch_server"
 
 
 def main() -> None:
-    """Serve with the settings in the first argument, a JSON object."""
+    """Serve with the settings in the first argument, a JSON object, as long as standard input is open."""
+    _end_with_stdin()
     sys.path.pop(0)  # the directory of this file, where `sglang` is a module of ours
     settings = json.loads(sys.argv[1])
     actions = _actions()
@@ -27,6 +30,17 @@ def main() -> None:
             sys.exit(UNKNOWN_SETTING)
     sys.argv = [MODULE, *_flags(settings, actions)]
     runpy.run_module(MODULE, run_name="__main__")
+
+
+def _end_with_stdin() -> None:
+    """Leave a process behind that kills this whole process group when standard input closes.
+
+    Its other end is held by the process that started us, so this is when that one dies, however it does. The
+    kernel's own signal for this would miss schedulers that are starting up just then."""
+    if os.fork() == 0:
+        while os.read(0, 4096):
+            continue
+        os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _actions() -> dict[str, argparse.Action]:

@@ -15,7 +15,6 @@ import structlog
 
 from actors.engines.sglang_launcher import UNKNOWN_SETTING
 from bus.errors import ConfigError, EngineError
-from bus.process import die_with_parent
 
 log = structlog.get_logger()
 LAUNCHER = Path(__file__).with_name("sglang_launcher.py")
@@ -41,8 +40,7 @@ def _is_member(process: psutil.Process, group: int) -> bool:
 class ServerProcess:
     """One server and all of its processes: they are a process group, which ends as one.
 
-    When this process dies, whatever way, the kernel kills the server, and it and its schedulers, which ask
-    for the same, are gone."""
+    It also ends when this process dies, however that does."""
 
     def __init__(self, process: asyncio.subprocess.Process, log: Path, log_start: int) -> None:
         self._process = process
@@ -62,12 +60,11 @@ class ServerProcess:
                     str(python),
                     str(LAUNCHER),
                     json.dumps(settings),
-                    stdin=asyncio.subprocess.DEVNULL,
+                    stdin=asyncio.subprocess.PIPE,  # closes with this process, whereupon they all end
                     stdout=output,
                     stderr=output,
                     env=dict(environment),
                     start_new_session=True,
-                    preexec_fn=die_with_parent(signal.SIGKILL),
                 )
             except OSError as error:
                 raise ConfigError(f"cannot execute {python}: {error.strerror}") from error

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from bus.errors import EngineError
+from bus.errors import ConfigError, EngineError
 
 IN_MEMORY = Path("/dev/shm")
 PREFIX = "sluice-weights-"
@@ -49,7 +50,8 @@ class HeldWeights:
     def keep(self, state: State, policy_version: int) -> Path:
         """Take the tensors, the first time all of them; return a directory that holds the changed ones.
 
-        Raises `EngineError`, and takes none, when they are another model's."""
+        Raises `EngineError`, and takes none, when they are another model's; `ConfigError` when there is no
+        room for them."""
         file = self.directory / "model.safetensors"
         if self.policy_version < 0:
             self._layout = _create(file, state)
@@ -122,9 +124,16 @@ def _create(file: Path, state: State) -> dict[str, _Place]:
         end = place.end
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     text += b" " * (-len(text) % 8)
-    with file.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        out.truncate(8 + len(text) + end)
+    size_bytes = 8 + len(text) + end
+    try:
+        with file.open("wb") as out:
+            os.posix_fallocate(out.fileno(), 0, size_bytes)  # else a full disk would kill us, by SIGBUS
+            out.write(len(text).to_bytes(8, "little") + text)
+    except OSError as error:
+        raise ConfigError(
+            f"no room for {size_bytes:,} bytes of weights in {file.parent} ({error.strerror}): "
+            "name a larger place with actors.engine.weights_directory"
+        ) from error
     for place in places.values():
         place.start, place.end = place.start + 8 + len(text), place.end + 8 + len(text)
     return places

@@ -1,6 +1,7 @@
 """What is made of SGLang's answers, and of configurations, without a server."""
 
 import json
+import resource
 import time
 
 import numpy as np
@@ -125,6 +126,17 @@ def test_weights_of_another_model_are_not_taken(held):
         held.keep({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, 1)
     assert torch.equal(held.tensors()["a"], STATE["a"])
     assert held.policy_version == 0
+
+
+def test_weights_for_which_there_is_no_room_are_refused(held):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"no room for [\d,]+ bytes .* actors.engine.weights_directory"):
+            held.keep(STATE, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert held.policy_version == -1
 
 
 def test_what_a_killed_process_left_behind_is_removed(model_dir, tmp_path, monkeypatch):
