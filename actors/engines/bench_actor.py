@@ -26,6 +26,7 @@ from actors.worker import Worker
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
+from bus.errors import EngineError
 from bus.messages import Lease, Prompt
 from bus.publish import Publisher
 from bus.server import NatsServer
@@ -145,7 +146,9 @@ async def _through_an_actor(bus: Bus, engine: SglangEngine, number: int) -> floa
     begun = time.perf_counter()
     working = asyncio.create_task(worker.run(stop, groups_at_once=GROUPS))
     async with asyncio.timeout(ROUND_TIMEOUT_S):
-        while worker.counts["groups"] < GROUPS:  # noqa: ASYNC110 - it counts, and tells nobody
+        while worker.counts["groups"] < GROUPS:
+            if worker.counts["rejected"]:
+                raise EngineError("a rollout failed while it was measured: see what was logged before")
             await asyncio.sleep(POLL_S)
     seconds = time.perf_counter() - begun
     stop.set()

@@ -59,6 +59,8 @@ class SglangEngine:
         )
         self._client: SglangClient | None = None
         self._facts: ServerFacts | None = None
+        self._down = ""
+        """Why there is no server just now, after one died."""
         self._version = -1
         self._loads = 0
         self._serving = asyncio.Event()
@@ -85,11 +87,6 @@ class SglangEngine:
     def waiting(self) -> int:
         """Requests that wait for a server or for weights."""
         return len(self._flights) - self.running
-
-    @property
-    def healthy(self) -> bool:
-        """Whether a request would be served at once."""
-        return self._serving.is_set() and not self.failure
 
     @property
     def url(self) -> str:
@@ -142,6 +139,12 @@ class SglangEngine:
         flight.aborted.set()
         if flight.sent is not None:
             await self._abort_until_it_ends(flight)
+
+    async def check_health(self) -> None:
+        """Raise EngineError while there is no server that works; it is looked at all the time."""
+        self._check()
+        if self._down:
+            raise EngineError(f"the SGLang server is being replaced: {self._down}")
 
     async def close(self) -> None:
         """End the server if it is ours; requests in flight raise EngineError."""
@@ -284,6 +287,7 @@ class SglangEngine:
             reason = await self._until_it_fails()
             if self._server.lives != life:
                 continue  # a load of weights failed with it, and starts the next
+            self._down = reason
             self._serving.clear()
             self._fail_flights(reason)
             await self._server.kill()
@@ -331,6 +335,7 @@ class SglangEngine:
 
     async def _start_over(self, reason: str) -> None:
         """Bring a new server up with the newest weights; `_changing` is held. Raises EngineError."""
+        self._down = reason
         self._serving.clear()
         self._fail_flights(reason)
         for attempt in range(1, self._config.restarts + 1):
@@ -344,6 +349,7 @@ class SglangEngine:
             except (EngineError, ConfigError) as error:
                 reason = str(error)
             else:
+                self._down = ""
                 return
         self._stop_for_good(f"its server failed {self._config.restarts + 1} times, at last so: {reason}")
         self._check()

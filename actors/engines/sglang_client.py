@@ -49,8 +49,9 @@ class SglangClient:
 
     @classmethod
     def connect(cls, url: str) -> Self:
-        """A client with connections of its own; as many as there are requests in flight."""
-        return cls(url, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False))
+        """A client with a connection for each request: a kept one the server may close as it is used."""
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        return cls(url, aiohttp.ClientSession(connector=connector, trust_env=False))
 
     async def close(self) -> None:
         """Close its connections."""

@@ -276,7 +276,17 @@ async def test_a_killed_server_fails_what_is_in_flight_and_comes_back_with_the_n
     os.kill(engine._server.process.pid, signal.SIGKILL)
     with pytest.raises(EngineError):
         await flight
+
+    async def unwell():
+        try:
+            await engine.check_health()
+        except EngineError as error:
+            return "ended with status -9" in str(error)
+        return False
+
+    await until(unwell, "the engine to notice")
     generation = await engine.generate(request("after", PROMPT, new=16))
+    await engine.check_health()
     assert set(generation.policy_versions.tolist()) == {4}
     np.testing.assert_allclose(generation.logprobs, recomputed(SECOND, PROMPT, generation), atol=1e-5)
     assert await engine.checksums() == before
