@@ -1,10 +1,13 @@
 """Settings of the rollout side: sampling, engines, environments and rewards. Loads without torch."""
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bus.config import Config
+
+SglangSetting = bool | int | float | str | tuple[int | float | str, ...]
 
 
 class SamplingConfig(Config):
@@ -51,6 +54,66 @@ class EmbeddedEngineConfig(Config):
     """How long closing waits for the decode step under way."""
 
 
+class SglangEngineConfig(Config):
+    """SGLang servers: one that this process starts and keeps alive, or one that runs already."""
+
+    type: Literal["sglang"] = "sglang"
+    """Discriminates the engine union."""
+
+    url: str | None = None
+    """Attach to the SGLang server at http://host:port, instead of starting one."""
+
+    python: Path | None = None
+    """Interpreter of the environment that SGLang is installed in. Without it: the one that runs this, if it
+    has SGLang, else that of `make sglang`."""
+
+    server: dict[str, SglangSetting] = Field(default_factory=dict)
+    """Passed on to `sglang.launch_server`, named as its flags, such as `mem_fraction_static = 0.8`."""
+
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the server."""
+
+    update: Literal["disk", "tensor"] = "disk"
+    """How weights get there: `disk` through files in `weights_directory`, which the server must see too;
+    `tensor` in the body of requests, slower, for a server on another host."""
+
+    pause: Literal["in_place", "retract", "drain"] = "in_place"
+    """What an update does to generations in flight. `in_place`: they go on with what they computed before.
+    `retract`: they compute it again with the new weights. `drain`: the update waits for their end."""
+
+    weights_directory: Path | None = None
+    """Where a copy of the weights is kept, of the size of the model; without it in memory, /dev/shm."""
+
+    start_timeout_s: float = Field(900.0, gt=0)
+    """How long a server may take to start; the first start on a GPU compiles kernels."""
+
+    request_timeout_s: float = Field(3600.0, gt=0)
+    """How long one generation may take; after it, it is aborted and counts as failed."""
+
+    update_timeout_s: float = Field(600.0, gt=0)
+    """How long the server may take to load weights; with `drain`, also to end what is in flight."""
+
+    health_every_s: float = Field(10.0, gt=0)
+    """Between two looks at whether the server still generates."""
+
+    health_timeout_s: float = Field(30.0, gt=0)
+    """A server that twice does not answer in this time is taken for dead."""
+
+    restarts: int = Field(3, ge=0)
+    """How often a server that died is started again before the actor gives up, if it does not come up."""
+
+    @model_validator(mode="after")
+    def _attached_servers_are_not_ours(self) -> Self:
+        if self.url is not None and (self.server or self.environment or self.python):
+            raise ValueError(
+                f"url={self.url!r} attaches to a server that runs: leave out server, environment and python"
+            )
+        return self
+
+
+EngineConfig = Annotated[EmbeddedEngineConfig | SglangEngineConfig, Field(discriminator="type")]
+
+
 class SingleTurnConfig(Config):
     """One prompt, one completion, one reward."""
 
@@ -67,7 +130,7 @@ class SingleTurnConfig(Config):
 class ActorsConfig(Config):
     """One actor process: its engine, what it does with a prompt, how much at once."""
 
-    engine: EmbeddedEngineConfig = EmbeddedEngineConfig()
+    engine: EngineConfig = EmbeddedEngineConfig()
     """What generates."""
 
     environment: SingleTurnConfig = SingleTurnConfig()

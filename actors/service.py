@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.config import ActorsConfig, SamplingConfig
 from actors.engines.base import Engine, Sampling
-from actors.engines.embedded import EmbeddedEngine
+from actors.engines.build import build_engine, evaluation_engine
 from actors.environments.single_turn import SingleTurn
 from actors.evaluation import Evaluator
 from actors.filters import load_filter
@@ -23,7 +23,7 @@ from actors.weights import PolicyFollower, fetch_model_files
 from actors.worker import Worker
 from bus.codec import Json
 from bus.connection import RETRY_S, Bus
-from bus.errors import ConfigError
+from bus.errors import ConfigError, EngineError
 from bus.messages import PolicyManifest
 from bus.status import report_status
 
@@ -37,6 +37,8 @@ class ActorSettings:
     actors: ActorsConfig
     sampling: SamplingConfig
     shards: int
+    logs: Path
+    """Directory for what an engine in a process of its own prints."""
 
 
 async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> None:
@@ -49,13 +51,14 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
     with tempfile.TemporaryDirectory(prefix="sluice-model-") as directory:
         model = await fetch_model_files(bus, manifest.model, Path(directory))
         tokenizer = AutoTokenizer.from_pretrained(model)
-        build_engine = partial(EmbeddedEngine.from_directory, model, settings.actors.engine)
         ends = stop_tokens(model, tokenizer)
         sampled = Sampling.from_config(settings.sampling, ends)
         greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0)
-        engine = build_engine()
-        await engine.start()
+        engine = build_engine(settings.actors.engine, model, settings.logs / f"engine-{actor_name()}.log")
+        build_evaluator = partial(evaluation_engine, settings.actors.engine, model)
         try:
+            if not await _started(bus, engine, stop):
+                return
             follower = PolicyFollower(bus, engine)
             worker = Worker(
                 bus,
@@ -67,7 +70,9 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
                 name=actor_name(),
                 share_after_s=settings.actors.share_after_s,
             )
-            evaluator = Evaluator(bus, build_engine, tokenizer, environment, sampled=sampled, greedy=greedy)
+            evaluator = Evaluator(
+                bus, build_evaluator, tokenizer, environment, sampled=sampled, greedy=greedy
+            )
             actor = _Actor(bus, engine, follower, worker, evaluator)
             await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
         finally:
@@ -106,6 +111,8 @@ class _Actor:
         """A run that was done before this process came may be going on soon; one that gets done is over."""
         trained = False
         while not stop.is_set():
+            if failure := getattr(self._engine, "failure", ""):
+                raise EngineError(failure)  # else it would reject every lease it can get
             trained = trained or self._follower.stage in ("warmup", "rl")
             if trained and self._follower.stage == "done":
                 log.info("run_is_done")
@@ -152,6 +159,30 @@ def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
     if not found:
         raise ConfigError("neither the model's config.json nor its tokenizer names an end token (eos_token)")
     return tuple(sorted(found))
+
+
+async def _started(bus: Bus, engine: Engine, stop: asyncio.Event) -> bool:
+    """Start the engine, which may take minutes; False when `stop` came first."""
+    finished = asyncio.Event()
+    showing = asyncio.create_task(
+        report_status(
+            bus, source=actor_name(), role="actor", look=lambda: ("starting its engine", {}), stop=finished
+        )
+    )
+    starting, stopping = asyncio.create_task(engine.start()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({starting, stopping, showing}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        finished.set()
+        if not starting.done():
+            starting.cancel()
+        stopping.cancel()
+        await asyncio.wait({starting, stopping, showing})
+    showing.result()
+    if starting.cancelled():
+        return False
+    starting.result()
+    return True
 
 
 async def _first_policy(bus: Bus, patience_s: float, stop: asyncio.Event) -> PolicyManifest | None:

@@ -206,7 +206,12 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
         log.info("actors_starting", run=config.run)
         from actors.service import ActorSettings, run_actors
 
-        settings = ActorSettings(actors=config.actors, sampling=config.sampling, shards=config.replay.shards)
+        settings = ActorSettings(
+            actors=config.actors,
+            sampling=config.sampling,
+            shards=config.replay.shards,
+            logs=config.directory / config.run / "logs",
+        )
         await run_actors(bus, settings, stop)
 
 

@@ -241,7 +241,8 @@ def bench(
     Parameters
     ----------
     what
-        actors: the embedded engine against batched generate. bus: publishing against TCP and the C
+        actors: the embedded engine against batched generate, an actor against the bare SGLang server
+        where SGLang is installed. bus: publishing against TCP and the C
         client. learner: a training step against a bare megatron-core loop and transformers, on the GPU if
         there is one. replay: writing and reading segments against np.memmap.
     as_json
@@ -264,6 +265,6 @@ def _measure(what: str) -> object:
         from learner.bench import bench_learner
 
         return bench_learner()
-    from actors.engines.bench import bench_embedded
+    from actors.engines.bench import bench_actors
 
-    return bench_embedded()
+    return bench_actors()

@@ -74,6 +74,7 @@ def _read(directory: Path) -> Qwen3Config:
 
 def _config(sizes: ScratchModel, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
     return Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],  # by which inference engines tell what to serve
         vocab_size=len(tokenizer),
         hidden_size=sizes.hidden_size,
         intermediate_size=sizes.intermediate_size,

@@ -23,7 +23,9 @@ from transformers import (
 
 from actors.config import EmbeddedEngineConfig
 from actors.engines.base import GenerationRequest, Sampling
+from actors.engines.bench_actor import bench_actor
 from actors.engines.embedded import EmbeddedEngine
+from bus.errors import ConfigError
 
 Prompts = Sequence[Sequence[int]]
 Way = Callable[["Workload"], AbstractContextManager[Callable[[], None]]]
@@ -67,6 +69,15 @@ def bench_embedded(repeats: int = 5) -> dict[str, float]:
         "embedded_demo_tokens_per_s": _median(demo[:, 0]),
         "generate_demo_tokens_per_s": _median(demo[:, 1]),
     }
+
+
+def bench_actors() -> dict[str, float | str]:
+    """Measure the embedded engine and, where SGLang is installed, an actor on it."""
+    embedded: dict[str, float | str] = {**bench_embedded()}
+    try:
+        return embedded | asyncio.run(bench_actor())
+    except ConfigError as error:
+        return embedded | {"sglang": f"not measured: {error}"}
 
 
 def _measure(workload: Workload, ways: Sequence[Way], rounds: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from actors.engines.base import Generation, GenerationRequest
+from actors.engines.experts import fuse_experts
 from actors.engines.sampling import sample
 from actors.engines.slots import Rows, SlotCache
 from bus.errors import EngineError
@@ -197,10 +198,11 @@ def prepare_weights(
 
     Args:
         model: its parameters and persistent buffers give names and shapes; tied ones may be named either way.
-        state: HF names.
+        state: HF names, as in model files; experts may be one tensor each or fused.
         complete: whether every tensor must be there.
     Raises EngineError for names or shapes that are not the model's, and for missing tensors."""
     held = model.state_dict(keep_vars=True)
+    state = fuse_experts(state, held, complete=complete)
     if unknown := sorted(set(state) - set(held)):
         raise EngineError(
             f"the model has no tensors named {_some(unknown)}: these are another model's weights"

@@ -182,3 +182,18 @@ def test_a_configuration_file_that_cannot_be_read_is_named(tmp_path: Path):
         config_file(tmp_path / "missing.toml")
     with pytest.raises(ConfigError, match="Is a directory"):
         config_file(tmp_path)
+
+
+def test_the_engine_is_chosen_by_its_type_and_a_servers_own_settings_pass():
+    server = {"mem_fraction_static": 0.8, "tp_size": 2, "disable_radix_cache": "true"}
+    config = resolve(preset("sort"), {"actors": {"engine": {"type": "sglang", "server": server}}})
+    assert config.actors.engine.type == "sglang"
+    assert resolve(json.loads(config.model_dump_json())) == config
+    assert resolve(preset("sort")).actors.engine.type == "embedded"
+
+
+def test_a_setting_of_another_engine_is_refused_with_those_there_are():
+    assert "unknown key actors.engine.slots: there are: type, url, python" in refusal(
+        SORT, {"actors": {"engine": {"type": "sglang", "slots": 3}}}
+    )
+    assert "no 'slang': did you mean 'sglang'?" in refusal(SORT, {"actors": {"engine": {"type": "slang"}}})

@@ -1,0 +1,30 @@
+"""The engine that a configuration names."""
+
+from pathlib import Path
+
+from actors.config import EmbeddedEngineConfig, EngineConfig
+from actors.engines.base import Engine
+
+
+def build_engine(config: EngineConfig, model: Path, log_file: Path) -> Engine:
+    """An engine for the model in a directory, not started.
+
+    Args:
+        config: which one, and its settings.
+        model: config.json and tokenizer; weights come by `load_weights`.
+        log_file: what an engine in a process of its own prints."""
+    if isinstance(config, EmbeddedEngineConfig):
+        from actors.engines.embedded import EmbeddedEngine
+
+        return EmbeddedEngine.from_directory(model, config)
+    from actors.engines.sglang import SglangEngine
+
+    return SglangEngine(model, config, log_file)
+
+
+def evaluation_engine(config: EngineConfig, model: Path) -> Engine:
+    """An engine in this process for held-out prompts: it keeps one version while the other goes on."""
+    from actors.engines.embedded import EmbeddedEngine
+
+    own = config if isinstance(config, EmbeddedEngineConfig) else EmbeddedEngineConfig()
+    return EmbeddedEngine.from_directory(model, own)

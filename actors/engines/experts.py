@@ -1,0 +1,60 @@
+"""Experts as published, one tensor each, become the fused tensors that transformers computes with."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from bus.errors import EngineError
+
+_ONE = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
+_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+"""Qwen's and Mixtral's words."""
+
+
+def fuse_experts(
+    state: Mapping[str, Tensor], held: Mapping[str, Tensor], *, complete: bool
+) -> Mapping[str, Tensor]:
+    """Replace `experts.3.up_proj.weight` and its like by `experts.gate_up_proj` and `experts.down_proj`.
+
+    Args:
+        state: what came, under the names of model files.
+        held: the model's tensors; they give the experts that did not come.
+        complete: whether all have to come.
+    Raises EngineError for experts and shapes that the model does not have, and for missing ones."""
+    fused: dict[str, Tensor] = {}
+    parts: Counter[str] = Counter()
+    for published, tensor in state.items():
+        name = published.replace(".block_sparse_moe.", ".mlp.") if published not in held else published
+        match = _ONE.fullmatch(name)
+        part = _PARTS.get(match["part"]) if match else None
+        if match is None or part is None:
+            fused[name] = tensor
+            continue
+        target = f"{match['experts']}.{'down_proj' if part == 'down' else 'gate_up_proj'}"
+        if target not in held:
+            raise EngineError(f"the model has no experts for {published}: these are another model's weights")
+        if target not in fused:
+            fused[target] = held[target].detach().clone()
+        place = _place(fused[target], int(match["number"]), part, published)
+        if place.shape != tensor.shape:
+            raise EngineError(
+                f"{published} has shape {tuple(tensor.shape)}, the model's is {tuple(place.shape)}"
+            )
+        place.copy_(tensor)
+        parts[target] += 1
+    for target, count in parts.items() if complete else ():
+        wanted = len(held[target]) * (1 if target.endswith("down_proj") else 2)
+        if count != wanted:
+            raise EngineError(f"the first weights must be complete, {target} got {count} of {wanted} parts")
+    return fused
+
+
+def _place(whole: Tensor, number: int, part: str, name: str) -> Tensor:
+    """Where one expert's projection lies in [E, out, in]; the gate's rows are before those of up."""
+    if number >= len(whole):
+        raise EngineError(f"{name}: the model has {len(whole)} experts")
+    half = whole.shape[1] // 2
+    rows = {"gate": slice(0, half), "up": slice(half, None), "down": slice(None)}[part]
+    return whole[number][rows]

@@ -1,0 +1,70 @@
+"""What a /generate answer says, checked."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from actors.engines.base import FinishReason, Generation, GenerationRequest
+from bus.errors import EngineError
+
+REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def read_answer(answer: Mapping[str, Any], request: GenerationRequest) -> Generation:
+    """The tokens of an answer with their log-probs and versions.
+
+    Raises `EngineError` for an answer that cannot be a generation: log-probs that are not finite or not one
+    for each token, versions that are none of ours, a finish reason that is an error."""
+    try:
+        meta = answer["meta_info"]
+        tokens = np.array(answer["output_ids"], np.int32)
+        finish = dict(meta["finish_reason"])
+        pairs = meta["output_token_logprobs"] or []
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"{_name(request)}: the answer is not one of SGLang's /generate: {error!r}"
+        ) from error
+    if finish.get("type") not in REASONS or finish.get("status_code"):
+        raise EngineError(f"{_name(request)}: SGLang gave it up: {finish.get('message', finish)}")
+    return Generation(
+        token_ids=tokens,
+        logprobs=_logprobs(pairs, tokens, request),
+        policy_versions=_versions(meta, len(tokens), request),
+        finish_reason=REASONS[finish["type"]],
+    )
+
+
+def _logprobs(pairs: Sequence[Sequence[Any]], tokens: np.ndarray, request: GenerationRequest) -> np.ndarray:
+    if len(pairs) != len(tokens):
+        raise EngineError(f"{_name(request)}: {len(tokens)} tokens came with {len(pairs)} log-probs")
+    logprobs = np.array([pair[0] for pair in pairs], np.float32)  # JSON has null for NaN: NaN here again
+    wrong = np.flatnonzero(~np.isfinite(logprobs))
+    if len(wrong):
+        raise EngineError(
+            f"{_name(request)}: the log-prob of token {wrong[0]} of {len(tokens)} is {logprobs[wrong[0]]}: "
+            "are the weights finite?"
+        )
+    if [pair[1] for pair in pairs] != tokens.tolist():
+        raise EngineError(f"{_name(request)}: the log-probs are of other tokens than those returned")
+    return logprobs
+
+
+def _versions(meta: Mapping[str, Any], length: int, request: GenerationRequest) -> np.ndarray:
+    """The version of each token: exact spans where the server reports them, else its one version."""
+    whole: list[dict[str, Any]] = [{"version": meta.get("weight_version"), "start": 0, "end": length}]
+    versions = np.full(length, -1, np.int32)
+    for span in meta.get("weight_versions") or whole:
+        try:
+            versions[span["start"] : span["end"]] = int(span["version"])
+        except (TypeError, ValueError) as error:
+            raise EngineError(
+                f"{_name(request)}: weights of version {span['version']!r} drew it, which is no policy's"
+            ) from error
+    if (versions < 0).any():
+        raise EngineError(f"{_name(request)}: some of its tokens are of no version: {meta}")
+    return versions
+
+
+def _name(request: GenerationRequest) -> str:
+    return f"request {request.request_id}"

@@ -1,0 +1,211 @@
+"""SGLang's HTTP endpoints, as versions 0.5.17 to 0.5.23 have them."""
+
+import base64
+import json
+import pickle
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import aiohttp
+import torch
+
+from actors.engines.base import Generation, GenerationRequest, Sampling
+from actors.engines.sglang_answers import read_answer
+from bus.errors import EngineError
+
+
+class UnreachableError(EngineError):
+    """There was no connection, or it broke: the server may be dead."""
+
+
+SHORT_S = 30.0
+"""For requests that a working server answers at once."""
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server can do."""
+
+    version: str
+    model: str
+    update_sessions: bool
+    """Tensors are taken between /begin_weight_update and /end_weight_update only (0.5.23, not 0.5.17)."""
+    reports_spans: bool
+    """Answers say which tokens are of which weights; without it a generation must not see an update."""
+    tensor_ranks: int
+    """Ranks that each take a copy of the tensors in a request."""
+
+
+class SglangClient:
+    """One server. Every method raises `EngineError` when the server refuses, is gone or is too slow."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url = url.rstrip("/")
+        self._session = session
+
+    @classmethod
+    def connect(cls, url: str) -> Self:
+        """A client with a connection for each request: a kept one the server may close as it is used."""
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        return cls(url, aiohttp.ClientSession(connector=connector, trust_env=False))
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._session.close()
+
+    async def facts(self) -> ServerFacts:
+        """Ask what the server is and can do, one token included; refuses what is not SGLang."""
+        model = await self._call("GET", "/model_info")
+        server = await self._call("GET", "/server_info")
+        if "weight_version" not in model or "version" not in server:
+            raise EngineError(f"{self.url} answers, but is not an SGLang server of version 0.5.17 or later")
+        paths = (await self._call("GET", "/openapi.json")).get("paths", {})
+        probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1))
+        answer = await self._call(
+            "POST", "/generate", request_body(probe, rid=f"probe-{uuid.uuid4().hex}", salt="probe")
+        )
+        return ServerFacts(
+            version=str(server["version"]),
+            model=str(model["model_path"]),
+            update_sessions="/begin_weight_update" in paths,
+            reports_spans="weight_versions" in answer.get("meta_info", {}),
+            tensor_ranks=int(server.get("tp_size", 1)),
+        )
+
+    async def generate(
+        self, request: GenerationRequest, *, rid: str, salt: str, timeout_s: float
+    ) -> Generation:
+        """Continue a prompt; requests with another `salt` share no cached prefix with it."""
+        body = request_body(request, rid=rid, salt=salt)
+        answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
+        return read_answer(answer, request)
+
+    async def abort(self, rid: str) -> None:
+        """End a request, and any other whose rid begins so."""
+        await self._call("POST", "/abort_request", {"rid": rid, "abort_all": False})
+
+    async def healthy(self, timeout_s: float) -> bool:
+        """Whether the server still generates; costs a token when it is idle, and takes a second."""
+        try:
+            await self._call("GET", "/health_generate", timeout_s=timeout_s)
+        except EngineError:
+            return False
+        return True
+
+    async def pause(self, mode: Literal["in_place", "retract"]) -> None:
+        """Stop generating; what is in flight waits."""
+        await self._call("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Go on generating."""
+        await self._call("POST", "/continue_generation", {})
+
+    async def load_files(
+        self, directory: Path, policy_version: int, *, flush: bool, timeout_s: float
+    ) -> None:
+        """Take the weights in a directory's safetensors files.
+
+        Unless generation is paused, it waits for the end of what is in flight. Without `flush` the cached
+        prefixes stay."""
+        body = {
+            "model_path": str(directory),
+            "load_format": "auto",
+            "weight_version": str(policy_version),
+            "flush_cache": flush,
+            "abort_all_requests": False,  # in flight they stay
+        }
+        await self._update("/update_weights_from_disk", body, timeout_s)
+
+    async def load_tensors(
+        self,
+        buckets: Iterable[Mapping[str, torch.Tensor]],
+        policy_version: int,
+        facts: ServerFacts,
+        *,
+        flush: bool,
+        timeout_s: float,
+    ) -> None:
+        """Take tensors from the bodies of requests, one for each bucket; the last sets the version."""
+        if facts.update_sessions:
+            await self._update("/begin_weight_update", {}, timeout_s)
+        waiting = list(buckets)
+        for bucket in waiting:
+            last = bucket is waiting[-1]
+            body = {
+                "serialized_named_tensors": [_pickled(bucket)] * facts.tensor_ranks,
+                "flush_cache": flush and last,
+                "weight_version": str(policy_version) if last else None,
+                "abort_all_requests": False,
+            }
+            await self._update("/update_weights_from_tensor", body, timeout_s)
+        if facts.update_sessions:
+            await self._update("/end_weight_update", {}, timeout_s)
+
+    async def weight_version(self) -> str:
+        """The version that the server says its weights are."""
+        return str((await self._call("GET", "/model_info"))["weight_version"])
+
+    async def checksums(self) -> dict[str, str]:
+        """A checksum of each of its parameters on the first rank, by the server's own names."""
+        answer = await self._call("POST", "/weights_checker", {"action": "checksum"}, timeout_s=120.0)
+        [rank, *_] = answer["ranks"]
+        return dict(rank["checksums"])
+
+    async def _update(self, path: str, body: Json, timeout_s: float) -> None:
+        answer = await self._call("POST", path, body, timeout_s=timeout_s)
+        if not answer.get("success"):
+            raise EngineError(f"{self.url}{path}: {answer.get('message', answer)}")
+
+    async def _call(
+        self, method: str, path: str, body: Json | None = None, *, timeout_s: float = SHORT_S
+    ) -> Json:
+        """The answer to a request; {} when it has no JSON object in it."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
+                data = await response.read()
+        except TimeoutError as error:
+            raise EngineError(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            reason = str(error) or type(error).__name__
+            raise UnreachableError(
+                f"no answer from an SGLang server at {self.url}{path}: {reason}"
+            ) from error
+        if response.status != 200:
+            said = data.decode(errors="replace")[:500]
+            raise EngineError(f"{self.url}{path} answered with status {response.status}: {said}")
+        try:
+            answer = json.loads(data)
+        except ValueError:
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
+
+def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
+    """What /generate wants for a request."""
+    sampling = request.sampling
+    stops = list(sampling.stop_token_ids)
+    return {
+        "rid": rid,
+        "input_ids": [int(token) for token in request.token_ids],
+        "sampling_params": {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "max_new_tokens": sampling.max_new_tokens,
+            "stop_token_ids": stops or None,
+            "ignore_eos": not stops,
+        },
+        "return_logprob": True,
+        "extra_key": salt,
+    }
+
+
+def _pickled(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The form SGLang wants; its own reader lets nothing but tensors through."""
+    named = [(name, tensor.detach().cpu().clone()) for name, tensor in tensors.items()]
+    return base64.b64encode(pickle.dumps(named)).decode()

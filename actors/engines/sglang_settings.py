@@ -1,0 +1,102 @@
+"""What a SGLang server of our own is started with: where its Python is, its settings and its environment."""
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from actors.config import SglangEngineConfig, SglangSetting
+from bus.errors import ConfigError
+
+Settings = Mapping[str, SglangSetting]
+
+OURS = ("model_path", "host", "port", "load_format", "weight_version")
+"""Settings that the engine decides."""
+ON_CPU: Settings = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "max_total_tokens": 65536,
+    "max_running_requests": 64,
+    "mem_fraction_static": 0.2,
+}
+"""What runs on any CPU, without SGLang's own kernels."""
+BUILT_HERE = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
+"""Made by `make sglang`."""
+
+
+def interpreter(config: SglangEngineConfig) -> Path:
+    """The Python that SGLang is installed in. Raises `ConfigError` when there is none."""
+    if config.python is not None:
+        if not config.python.is_file():
+            raise ConfigError(f"actors.engine.python: there is no interpreter {config.python}")
+        return config.python.absolute()
+    if importlib.util.find_spec("sglang") is not None:
+        return Path(sys.executable)
+    if BUILT_HERE.is_file():
+        return BUILT_HERE
+    raise ConfigError(
+        f"SGLang is not installed for {sys.executable}: name the interpreter of the environment that has it "
+        "with --actors.engine.python, or make one for this machine's CPU with `make sglang`"
+    )
+
+
+def chosen(config: SglangEngineConfig) -> dict[str, SglangSetting]:
+    """The user's settings by SGLang's names. Raises `ConfigError` for those that the engine decides."""
+    given = {name.replace("-", "_"): value for name, value in config.server.items()}
+    for name in OURS:
+        if name in given:
+            raise ConfigError(f"actors.engine.server.{name}={given[name]!r}: the engine sets this itself")
+    return given
+
+
+def server_settings(
+    config: SglangEngineConfig, model: Path, *, host: str, port: int, policy_version: int
+) -> dict[str, SglangSetting]:
+    """Every setting of a server for the model in a directory.
+
+    Args:
+        config: the engine's settings; its `server` table has the last word.
+        model: a directory with config.json and, unless the version is -1, weights.
+        host: address to listen on.
+        port: where to listen.
+        policy_version: what the weights there are; with -1 the server starts with arbitrary ones.
+
+    Raises `ConfigError` for settings that the engine decides, and for a model without architectures."""
+    given = chosen(config)
+    device = given.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+    return {
+        "skip_tokenizer_init": True,  # token ids in and out
+        "dtype": _dtype(model) or ("float32" if device == "cpu" else "bfloat16"),
+        **(ON_CPU if device == "cpu" else {}),
+        **given,
+        "model_path": str(model),
+        "host": host,
+        "port": port,
+        "load_format": "auto" if policy_version >= 0 else "dummy",
+        "weight_version": str(policy_version),
+    }
+
+
+def server_environment(config: SglangEngineConfig, settings: Settings) -> dict[str, str]:
+    """This process's variables as a server needs them; those of the configuration have the last word.
+
+    Ours alone is left out: PYTHONPATH names packages of another environment."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    cpu = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if settings.get("device") == "cpu" else {}
+    return inherited | {"HF_HUB_OFFLINE": "1"} | cpu | config.environment
+
+
+def _dtype(model: Path) -> str:
+    """What its config says that the model computes in: SGLang's own choice for float32 would be float16."""
+    config = json.loads((model / "config.json").read_text())
+    if not config.get("architectures"):
+        raise ConfigError(f"{model}/config.json names no architectures: SGLang cannot tell what to serve")
+    return str(config.get("dtype") or config.get("torch_dtype") or "")

@@ -1,0 +1,403 @@
+"""The SGLang engine over a real SGLang server on this machine's CPU (`make test-sglang`)."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from actors.config import SglangEngineConfig
+from actors.engines.sglang import SglangEngine
+from actors.engines.sglang_process import group_members
+from actors.engines.sglang_server import OwnServer
+from bus.errors import ConfigError, EngineError
+from tests.actors.tiny import recomputed, request
+
+pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(420)]
+
+PROMPT = [3, 4, 5, 6, 7]
+LONG = 1500
+CONFIG = {"type": "sglang", "start_timeout_s": 240.0, "health_every_s": 2.0}
+
+
+def policy(seed: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
+    )
+    return Qwen3ForCausalLM._from_config(config, dtype=torch.float32).eval()
+
+
+FIRST, SECOND = policy(0), policy(1)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    FIRST.config.save_pretrained(directory)
+    return directory
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(model_dir, tmp_path_factory) -> AsyncIterator[SglangEngine]:
+    """One server for all tests of this module; starting one takes half a minute."""
+    log_file = tmp_path_factory.mktemp("log") / "engine.log"
+    engine = SglangEngine(model_dir, SglangEngineConfig(**CONFIG), log_file)
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.close()
+    assert group_of(engine) == []
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(shared) -> SglangEngine:
+    """The shared engine with the first policy as version 0."""
+    await shared.load_weights(FIRST.state_dict(), 0)
+    return shared
+
+
+def group_of(engine) -> list[int]:
+    return group_members(engine._server.process.pid)
+
+
+async def until(condition, what: str, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        await asyncio.sleep(0.05)
+
+
+async def requests_at_the_worker(engine) -> int:
+    states = (await engine._client._call("GET", "/v1/loads"))["loads"]
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in states)
+
+
+async def in_flight(engine, *generations) -> None:
+    """Return when the worker decodes so many; they are long enough to go on for a while."""
+
+    async def running():
+        assert not any(generation.done() for generation in generations)
+        return await requests_at_the_worker(engine) == len(generations)
+
+    await until(running, f"{len(generations)} requests at the worker")
+
+
+def started(engine, name, new=LONG, **sampling):
+    return asyncio.create_task(engine.generate(request(name, PROMPT, new=new, **sampling)))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_equal_those_of_transformers(engine, temperature):
+    generation = await engine.generate(request("parity", PROMPT, new=64, temperature=temperature))
+    assert (len(generation.token_ids), generation.finish_reason) == (64, "length")
+    assert set(generation.policy_versions.tolist()) == {0}
+    expected = recomputed(FIRST, PROMPT, generation, temperature)
+    np.testing.assert_allclose(generation.logprobs, expected, atol=1e-5)
+
+
+async def test_temperature_zero_takes_the_likeliest_token(engine):
+    generation = await engine.generate(request("greedy", PROMPT, new=16, temperature=0.0))
+    with torch.inference_mode():
+        expected = FIRST.generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False)
+    assert generation.token_ids.tolist() == expected[0, len(PROMPT) :].tolist()
+    np.testing.assert_allclose(generation.logprobs, recomputed(FIRST, PROMPT, generation), atol=1e-5)
+
+
+async def test_a_stop_token_is_the_last_token(engine):
+    stops = tuple(range(20))
+    generation = await engine.generate(request("stop", PROMPT, new=200, stop_token_ids=stops))
+    assert generation.finish_reason == "stop"
+    assert [token in stops for token in generation.token_ids.tolist()].index(True) == len(
+        generation.token_ids
+    ) - 1
+
+
+@pytest.mark.parametrize("update", ["disk", "tensor"])
+async def test_weights_arrive_whole_and_in_part(engine, update, monkeypatch):
+    monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"update": update}))
+    before = await engine.checksums()
+    pause_s = await engine.load_weights(SECOND.state_dict(), 1)
+    assert 0 < pause_s < 10
+    after = await engine.checksums()
+    assert all(after[name] != before[name] for name in before if "norm" not in name and "cos_sin" not in name)
+    one = {"model.norm.weight": FIRST.state_dict()["model.norm.weight"] * 2}
+    await engine.load_weights(one, 2)
+    partly = await engine.checksums()
+    assert {name for name in after if partly[name] != after[name]} == {"model.norm.weight"}
+    await engine.load_weights(FIRST.state_dict(), 3)
+    assert await engine.checksums() == before
+    generation = await engine.generate(request(f"after-{update}", PROMPT, new=8))
+    assert set(generation.policy_versions.tolist()) == {3}
+
+
+@pytest.mark.parametrize("update", ["disk", "tensor"])
+@pytest.mark.parametrize("pause", ["in_place", "retract", "drain"])
+async def test_versions_are_exact_across_an_update_in_flight(engine, update, pause, monkeypatch):
+    changed = engine._config.model_copy(update={"update": update, "pause": pause})
+    monkeypatch.setattr(engine, "_config", changed)
+    flights = [started(engine, f"{pause}-{update}-{n}", new=300) for n in range(3)]
+    await in_flight(engine, *flights)
+    await engine.load_weights(SECOND.state_dict(), 1)
+    late = await engine.generate(request("late", PROMPT, new=8))
+    assert set(late.policy_versions.tolist()) == {1}
+    np.testing.assert_allclose(late.logprobs, recomputed(SECOND, PROMPT, late), atol=1e-5)
+    for generation in await asyncio.gather(*flights):
+        versions = generation.policy_versions.tolist()
+        old = versions.count(0)
+        assert versions == [0] * old + [1] * (300 - old)
+        before = recomputed(FIRST, PROMPT, generation)[:old]
+        np.testing.assert_allclose(generation.logprobs[:old], before, atol=1e-5)
+        after = recomputed(SECOND, PROMPT, generation)[old:]
+        if pause == "drain":
+            assert old == 300
+        elif pause == "retract":  # nothing is left of what the old weights computed
+            assert 0 < old < 300
+            np.testing.assert_allclose(generation.logprobs[old:], after, atol=2e-5)
+        else:
+            assert 0 < old < 300
+
+
+async def test_prefixes_cached_by_older_weights_are_not_used(engine):
+    long = PROMPT * 40
+    await engine.generate(request("cached", long, new=4))
+    await engine.load_weights(SECOND.state_dict(), 1)
+    generation = await engine.generate(request("again", long, new=4))
+    np.testing.assert_allclose(generation.logprobs, recomputed(SECOND, long, generation), atol=1e-5)
+
+
+async def test_abort_returns_the_tokens_so_far(engine):
+    flight, other = started(engine, "abort", new=3000), started(engine, "abort-not", new=300)
+    await in_flight(engine, flight, other)
+    await engine.abort("abort")
+    generation = await flight
+    assert generation.finish_reason == "abort"
+    assert 0 < len(generation.token_ids) < 3000
+    assert len(generation.logprobs) == len(generation.policy_versions) == len(generation.token_ids)
+    np.testing.assert_allclose(generation.logprobs, recomputed(FIRST, PROMPT, generation), atol=1e-5)
+    assert len((await other).token_ids) == 300
+    await engine.abort("abort")
+
+
+async def test_an_abort_right_behind_its_request_is_heard(engine):
+    flight = started(engine, "at once", new=3000)
+    await asyncio.sleep(0)
+    await engine.abort("at once")
+    assert (await flight).finish_reason == "abort"
+
+
+async def test_cancelling_the_caller_ends_the_generation_at_the_worker(engine):
+    flight = started(engine, "cancel", new=3000)
+    await in_flight(engine, flight)
+    flight.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await flight
+
+    async def none_runs():
+        return await requests_at_the_worker(engine) == 0
+
+    await until(none_runs, "the worker to run nothing", timeout_s=3.0)
+    assert (engine.running, engine.waiting) == (0, 0)
+
+
+async def test_a_generation_that_takes_too_long_is_aborted_at_the_worker(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"request_timeout_s": 0.5}))
+    with pytest.raises(EngineError, match=r"did not answer within 0\.5 s"):
+        await engine.generate(request("slow", PROMPT, new=3500))
+
+    async def none_runs():
+        return await requests_at_the_worker(engine) == 0
+
+    await until(none_runs, "the worker to run nothing", timeout_s=3.0)
+
+
+async def test_bad_requests_and_weights_are_refused_and_leave_the_engine_as_it_was(engine):
+    with pytest.raises(EngineError, match="context"):
+        await engine.generate(request("too long", [3] * 5000))
+    with pytest.raises(EngineError, match="not one of this model"):
+        await engine.load_weights({"nonsense": torch.zeros(1)}, 1)
+    with pytest.raises(EngineError, match=r"lm_head.weight is torch.float32 \(1,\)"):
+        await engine.load_weights({"lm_head.weight": torch.zeros(1)}, 1)
+    flight = started(engine, "twice", new=300)
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="already in flight"):
+        await engine.generate(request("twice", PROMPT))
+    assert len((await flight).token_ids) == 300
+    assert engine.policy_version == 0
+
+
+async def test_logprobs_that_are_not_finite_are_an_error(engine):
+    broken = {"model.norm.weight": torch.full((32,), torch.nan)}
+    await engine.load_weights(broken, 1)
+    with pytest.raises(EngineError, match="request nan: "):
+        await engine.generate(request("nan", PROMPT))
+
+
+async def test_an_engine_may_attach_to_a_server_and_bring_it_to_its_weights(engine, model_dir, tmp_path):
+    config = SglangEngineConfig(type="sglang", url=engine._client.url, update="tensor")
+    attached = SglangEngine(model_dir, config, tmp_path / "unused.log")
+    await attached.start()
+    await attached.load_weights(SECOND.state_dict(), 7)
+    generation = await attached.generate(request("attached", PROMPT, new=16))
+    await attached.close()
+    assert set(generation.policy_versions.tolist()) == {7}
+    np.testing.assert_allclose(generation.logprobs, recomputed(SECOND, PROMPT, generation), atol=1e-5)
+    assert not engine._server.process.ended
+
+
+async def test_a_killed_server_fails_what_is_in_flight_and_comes_back_with_the_newest_weights(engine):
+    await engine.load_weights(SECOND.state_dict(), 4)
+    before = await engine.checksums()
+    flight = started(engine, "crash", new=3000)
+    await in_flight(engine, flight)
+    os.kill(engine._server.process.pid, signal.SIGKILL)
+    with pytest.raises(EngineError):
+        await flight
+
+    async def unwell():
+        try:
+            await engine.check_health()
+        except EngineError as error:
+            return "ended with status -9" in str(error)
+        return False
+
+    await until(unwell, "the engine to notice")
+    generation = await engine.generate(request("after", PROMPT, new=16))
+    await engine.check_health()
+    assert set(generation.policy_versions.tolist()) == {4}
+    np.testing.assert_allclose(generation.logprobs, recomputed(SECOND, PROMPT, generation), atol=1e-5)
+    assert await engine.checksums() == before
+    assert engine._server.lives == 2
+
+
+async def test_a_server_that_hangs_is_killed_and_started_again(engine, monkeypatch):
+    impatient = engine._config.model_copy(update={"health_every_s": 1.0, "health_timeout_s": 5.0})
+    monkeypatch.setattr(engine, "_config", impatient)
+    lives, flight = engine._server.lives, started(engine, "hang", new=3000)
+    await in_flight(engine, flight)
+    for pid in group_of(engine):
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineError, match="did not generate within 5 s, 2 times"):
+        await flight
+    assert engine.waiting == 0
+    assert len((await engine.generate(request("after", PROMPT, new=8))).token_ids) == 8
+    assert engine._server.lives == lives + 1
+
+
+async def test_a_mixture_of_experts_takes_published_weights(tmp_path):
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=40,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path / "model")  # under the names of files, as the learner publishes
+    state = load_file(tmp_path / "model/model.safetensors")
+    engine = SglangEngine(tmp_path / "model", SglangEngineConfig(**CONFIG), tmp_path / "engine.log")
+    try:
+        await engine.start()
+        await engine.load_weights(state, 0)
+        generation = await engine.generate(request("experts", PROMPT, new=32))
+    finally:
+        await engine.close()
+    np.testing.assert_allclose(generation.logprobs, recomputed(model, PROMPT, generation), atol=1e-5)
+
+
+ACTOR = """
+import asyncio, sys
+from pathlib import Path
+from actors.config import SglangEngineConfig
+from actors.engines.sglang import SglangEngine
+
+async def main():
+    engine = SglangEngine(Path(sys.argv[1]), SglangEngineConfig(), Path(sys.argv[2]))
+    starting = asyncio.create_task(engine.start())
+    while engine._server.process is None:
+        await asyncio.sleep(0.05)
+    print(engine._server.process.pid, flush=True)
+    await starting
+
+asyncio.run(main())
+"""
+
+
+async def test_an_actor_that_is_killed_leaves_no_server_behind(model_dir, tmp_path):
+    actor = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        ACTOR,
+        str(model_dir),
+        str(tmp_path / "engine.log"),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    group = int(await asyncio.wait_for(actor.stdout.readline(), 60.0))
+
+    async def whole():
+        return len(group_members(group)) >= 3  # the server, its scheduler, its detokenizer
+
+    await until(whole, "the server's processes", timeout_s=120.0)
+    actor.kill()
+    await actor.wait()
+
+    async def gone():
+        return not group_members(group)
+
+    await until(gone, "the end of the server's processes", timeout_s=20.0)
+
+
+async def test_a_server_that_cannot_start_shows_what_it_said_last(model_dir, tmp_path):
+    config = SglangEngineConfig(**CONFIG, server={"attention_backend": "nonsense"})
+    engine = SglangEngine(model_dir, config, tmp_path / "engine.log")
+    with pytest.raises(EngineError, match=r"status 2[\s\S]*invalid choice: 'nonsense'"):
+        await engine.start()
+    await engine.close()
+    assert isinstance(engine._server, OwnServer)
+    assert group_of(engine) == []
+
+
+async def test_a_setting_that_this_sglang_does_not_have_is_refused(model_dir, tmp_path):
+    config = SglangEngineConfig(**CONFIG, server={"mem-fraction-statc": 0.5})
+    engine = SglangEngine(model_dir, config, tmp_path / "engine.log")
+    with pytest.raises(
+        ConfigError, match="no setting 'mem_fraction_statc': did you mean 'mem_fraction_static'"
+    ):
+        await engine.start()
+    await engine.close()

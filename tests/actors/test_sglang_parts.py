@@ -1,0 +1,201 @@
+"""What is made of SGLang's answers, and of configurations, without a server."""
+
+import json
+import resource
+import time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from actors.config import SglangEngineConfig
+from actors.engines import sglang_weights
+from actors.engines.sglang_answers import read_answer
+from actors.engines.sglang_launcher import _flags
+from actors.engines.sglang_settings import server_settings
+from actors.engines.sglang_weights import HeldWeights, buckets
+from bus.errors import ConfigError, EngineError
+from tests.actors.tiny import request
+
+
+def answer(**meta):
+    return {
+        "output_ids": [5, 6, 7],
+        "meta_info": {
+            "finish_reason": {"type": "length", "length": 3},
+            "output_token_logprobs": [[-0.5, 5, None], [-1.5, 6, None], [-2.5, 7, None]],
+            "weight_version": "4",
+            "weight_versions": [
+                {"version": "3", "start": 0, "end": 2},
+                {"version": "4", "start": 2, "end": 3},
+            ],
+            **meta,
+        },
+    }
+
+
+def test_tokens_logprobs_and_versions_are_read():
+    generation = read_answer(answer(), request("r", [1]))
+    assert generation.token_ids.tolist() == [5, 6, 7]
+    np.testing.assert_array_equal(generation.logprobs, np.float32([-0.5, -1.5, -2.5]))
+    assert generation.policy_versions.tolist() == [3, 3, 4]
+    assert generation.finish_reason == "length"
+
+
+def test_without_spans_all_tokens_are_of_the_one_version():
+    generation = read_answer(answer(weight_versions=None), request("r", [1]))
+    assert generation.policy_versions.tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("meta", "says"),
+    [
+        ({"output_token_logprobs": [[-0.5, 5, None]]}, "3 tokens came with 1 log-probs"),
+        ({"output_token_logprobs": None}, "3 tokens came with 0 log-probs"),
+        (
+            {"output_token_logprobs": [[-0.5, 5, None], [None, 6, None], [-2.5, 7, None]]},
+            "log-prob of token 1 of 3 is nan",
+        ),
+        (
+            {"output_token_logprobs": [[-0.5, 5, None], [-1.5, 9, None], [-2.5, 7, None]]},
+            "of other tokens",
+        ),
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 3}]}, "weights of version 'default'"),
+        ({"weight_versions": [{"version": "3", "start": 0, "end": 2}]}, "of no version"),
+        (
+            {"finish_reason": {"type": "abort", "status_code": 500, "message": "out of memory"}},
+            "out of memory",
+        ),
+        ({"finish_reason": None}, "not one of SGLang's"),
+    ],
+)
+def test_an_answer_that_cannot_be_a_generation_is_an_error(meta, says):
+    with pytest.raises(EngineError, match=f"request r: .*({says})"):
+        read_answer(answer(**meta), request("r", [1]))
+
+
+def test_an_answer_of_something_else_is_an_error():
+    with pytest.raises(EngineError, match="not one of SGLang's /generate"):
+        read_answer({"choices": []}, request("r", [1]))
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    config = {"architectures": ["Qwen3ForCausalLM"], "dtype": "float32"}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def held(model_dir, tmp_path):
+    weights = HeldWeights(model_dir, tmp_path / "weights")
+    yield weights
+    weights.close()
+    assert not list((tmp_path / "weights").iterdir())
+
+
+STATE = {
+    "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "b": torch.ones(5, dtype=torch.bfloat16),
+    "c": torch.tensor(3, dtype=torch.int64),
+}
+
+
+def test_weights_are_held_whole_while_only_the_changed_come(held):
+    assert held.keep(STATE, 0) == held.directory
+    changed = {"b": torch.zeros(5, dtype=torch.bfloat16)}
+    directory = held.keep(changed, 1)
+    assert load_file(directory / "model.safetensors").keys() == {"b"}
+    everything = held.tensors()
+    assert everything.keys() == STATE.keys()
+    for name, tensor in {**STATE, **changed}.items():
+        assert torch.equal(everything[name], tensor)
+    assert held.policy_version == 1
+    assert held.keep({name: STATE[name] for name in "ab"}, 2) == held.directory
+    assert (held.directory / "config.json").is_file()
+
+
+def test_weights_of_another_model_are_not_taken(held):
+    held.keep(STATE, 0)
+    with pytest.raises(EngineError, match="tensor d is not one of this model"):
+        held.keep({"a": torch.zeros(2, 3), "d": torch.zeros(1)}, 1)
+    with pytest.raises(EngineError, match=r"tensor a is torch.bfloat16 \(2, 3\), and was torch.float32"):
+        held.keep({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, 1)
+    assert torch.equal(held.tensors()["a"], STATE["a"])
+    assert held.policy_version == 0
+
+
+def test_weights_for_which_there_is_no_room_are_refused(held):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"no room for [\d,]+ bytes .* actors.engine.weights_directory"):
+            held.keep(STATE, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert held.policy_version == -1
+
+
+def test_what_a_killed_process_left_behind_is_removed(model_dir, tmp_path, monkeypatch):
+    parent = tmp_path / "weights"
+    alive = HeldWeights(model_dir, parent)
+    dead = parent / "sluice-weights-dead"
+    dead.mkdir()
+    (dead / "lock").touch()
+    HeldWeights(model_dir, parent).close()
+    assert dead.exists(), "it may be about to take its lock"
+    monkeypatch.setattr(sglang_weights, "SETTLED_S", time.time() - dead.stat().st_mtime - 1.0)
+    HeldWeights(model_dir, parent).close()
+    assert not dead.exists()
+    assert alive.directory.exists()
+    alive.close()
+
+
+def test_tensors_go_together_as_far_as_they_are_small():
+    state = {name: torch.zeros(size) for name, size in {"a": 2, "b": 2, "c": 9, "d": 1}.items()}
+    assert [list(bucket) for bucket in buckets(state, size_bytes=16)] == [["a", "b"], ["c"], ["d"]]
+
+
+def test_a_server_gets_our_settings_then_the_users(model_dir):
+    config = SglangEngineConfig(server={"device": "cpu", "max-running-requests": 7, "dtype": "bfloat16"})
+    settings = server_settings(config, model_dir, host="::1", port=7, policy_version=-1)
+    assert settings["max_running_requests"] == 7
+    assert settings["dtype"] == "bfloat16"
+    assert settings["attention_backend"] == "torch_native"
+    assert (settings["load_format"], settings["weight_version"]) == ("dummy", "-1")
+    again = server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, policy_version=3)
+    assert (again["dtype"], again["load_format"], again["weight_version"]) == ("float32", "auto", "3")
+
+
+def test_settings_that_are_the_engines_own_are_refused(model_dir):
+    config = SglangEngineConfig(server={"weight-version": "7"})
+    with pytest.raises(ConfigError, match=r"server\.weight_version='7': the engine sets this itself"):
+        server_settings(config, model_dir, host="::1", port=7, policy_version=0)
+
+
+def test_a_model_that_names_no_architecture_is_refused(model_dir):
+    (model_dir / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="names no architectures"):
+        server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, policy_version=0)
+
+
+def test_settings_become_flags_as_the_command_line_wants_them():
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    actions = {
+        "flag": parser.add_argument("--flag", action="store_true"),
+        "size": parser.add_argument("--size", type=int),
+        "many_sizes": parser.add_argument("--many-sizes", nargs="+"),
+    }
+    settings = {"flag": True, "size": 3, "many_sizes": [1, 2]}
+    assert list(_flags(settings, actions)) == ["--flag", "--size", "3", "--many-sizes", "1", "2"]
+    assert list(_flags({"flag": "false"}, actions)) == []
+
+
+def test_a_server_of_somebody_else_takes_no_settings():
+    with pytest.raises(ValueError, match="leave out server, environment and python"):
+        SglangEngineConfig(url="http://127.0.0.1:1", server={"dtype": "float32"})

@@ -1,0 +1,33 @@
+"""`launch local` with SGLang as the engine: a whole run, every trajectory accounted for."""
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import SMALL, Command
+
+pytestmark = [pytest.mark.sglang, pytest.mark.nats, pytest.mark.timeout(400)]
+
+
+def test_a_run_on_sglang_trains_and_accounts_for_everything(tmp_path: Path):
+    local = Command(
+        tmp_path, "local", *SMALL, "--run", "served", "--actors.engine.type", "sglang",
+        "--actors.engine.server.max-running-requests", "32",
+    )  # fmt: skip
+    try:
+        assert local.wait(360.0) == 0, local.said()
+    finally:
+        local.kill()
+    run = tmp_path / "runs/served"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["accounted"]
+    assert (summary["stage"], summary["steps"]) == ("done", 4)
+    assert summary["groups"]["trained"] == 16
+    assert summary["groups_rejected"] == {}
+    assert summary["max_staleness_seen"] <= summary["max_staleness_allowed"]
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    mismatches = [row["policy/mismatch_nats"] for row in rows if "policy/mismatch_nats" in row]
+    assert mismatches, "some tokens were drawn by the weights they were trained at"
+    assert max(mismatches) < 1e-5
+    [log] = (run / "logs").glob("engine-*.log")
+    assert "POST /generate" in log.read_text()
