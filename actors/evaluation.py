@@ -14,7 +14,7 @@ from bus.blobs import get_blob
 from bus.codec import decode, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume
-from bus.errors import BusError, SluiceError
+from bus.errors import BusError, SluiceError, StorageError
 from bus.messages import BlobRef, EvaluationResult, EvaluationTask, Prompt, PromptSet
 from bus.publish import Publisher
 
@@ -55,7 +55,10 @@ class Evaluator:
         try:
             state = await fetch_state(self._bus, task.policy)
             prompts = await self._heldout(task.prompts)
-        except BusError as error:  # the learner keeps what is to be evaluated; after its restart it is gone
+        except (
+            BusError,
+            StorageError,
+        ) as error:  # the learner keeps what is to be evaluated; after its restart it is gone
             log.warning("evaluation_skipped", policy_version=version, reason=str(error))
             return
         engine = await self._started_engine()

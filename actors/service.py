@@ -24,10 +24,11 @@ from actors.worker import Worker
 from bus.codec import Json
 from bus.connection import RETRY_S, Bus
 from bus.errors import ConfigError
-from bus.messages import PolicyManifest
+from bus.messages import AnchorWanted, PolicyManifest
 from bus.status import report_status
 
 log = structlog.get_logger()
+NOTHING_ANNOUNCED = AnchorWanted(incarnation="", policy_version=-1, reason="no policy is announced")
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,7 @@ async def _first_policy(bus: Bus, patience_s: float, stop: asyncio.Event) -> Pol
                 found = await bus.get("policy", PolicyManifest)
                 if found is not None or stop.is_set():
                     return found[0] if found else None
+                await bus.notify(bus.subject("notice", "anchor"), NOTHING_ANNOUNCED)
                 await asyncio.sleep(RETRY_S)
         finally:
             finished.set()

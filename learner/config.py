@@ -324,6 +324,20 @@ class WarmupConfig(Config):
     """Its own optimizer; the next stage starts with a fresh one."""
 
 
+class PublicationConfig(Config):
+    """How policy versions reach the actors; docs/weights.md says which transport to choose."""
+
+    anchor_every: int = Field(10, ge=1)
+    """Versions between two whole snapshots, from which late joiners start; what lies between travels as
+    deltas. 1 sends every version whole."""
+
+    keep: int = Field(8, ge=2)
+    """Versions that can still be fetched; those still to be evaluated stay besides."""
+
+    threads: int = Field(1, ge=1)
+    """CPU threads that compare, compress and hash, beside training."""
+
+
 class LearnerConfig(Config):
     """Reinforcement learning."""
 
@@ -364,5 +378,5 @@ class LearnerConfig(Config):
     publish_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Published weights: what the engines compute with."""
 
-    keep_versions: int = Field(8, ge=2)
-    """Published versions that stay on the bus; those still to be evaluated stay besides."""
+    publication: PublicationConfig = PublicationConfig()
+    """Versions on their way to the actors."""

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from bus.errors import TrainingError
 from learner.config import UNDIVIDED, OptimizerConfig, ParallelConfig, PPOClipLoss, SFTLoss, TISLoss
 from learner.conversion.base import State
-from learner.conversion.weights import export_hf_weights, load_hf_weights
+from learner.conversion.weights import export_hf_weights, load_hf_weights, stream_hf_weights
 from learner.corrections import off_policy_diagnostics, off_policy_sums
 from learner.losses.select import compute_loss
 from learner.megatron import (
@@ -137,6 +137,11 @@ class Trainer:
         """
         self.settle_parameters()
         return export_hf_weights(self.chunks, self.hf_config)
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights one after another on rank 0, each good until the next; every rank exhausts it."""
+        self.settle_parameters()
+        yield from stream_hf_weights(self.chunks, self.hf_config)
 
     def settle_parameters(self) -> None:
         """Finish gathering updated parameters, which otherwise goes on until the next forward pass."""

@@ -188,11 +188,13 @@ def _sparse(old: Words, new: Words) -> tuple[Words, Words] | None:
 def _zigzag(moves: Words) -> Words:
     """0, -1, 1, -2, 2, ..., modulo the word, as 0, 1, 2, 3, 4, ..."""
     sign = moves >> (8 * moves.itemsize - 1)
-    return (moves << 1) ^ np.negative(sign)
+    coded: Words = (moves << 1) ^ np.negative(sign)
+    return coded
 
 
 def _unzigzag(coded: Words) -> Words:
-    return (coded >> 1) ^ np.negative(coded & 1)
+    moves: Words = (coded >> 1) ^ np.negative(coded & 1)
+    return moves
 
 
 def _planes(words: Words) -> bytes:

@@ -70,6 +70,11 @@ class Weights:
         """Of all elements."""
         return sum(tensor.words.nbytes for tensor in self.tensors.values())
 
+    @property
+    def words(self) -> int:
+        """Elements of all tensors."""
+        return sum(len(tensor.words) for tensor in self.tensors.values())
+
     def digest(self) -> bytes:
         """xxh3-128 of the version and all names, dtypes, shapes and digests: equal for equal weights only."""
         whole = xxhash.xxh3_128(str(self.policy_version).encode())
