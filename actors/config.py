@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from bus.config import Config
+from storage.transport_config import RelayConfig
 
 
 class SamplingConfig(Config):
@@ -72,6 +73,9 @@ class ActorsConfig(Config):
 
     environment: SingleTurnConfig = SingleTurnConfig()
     """What a rollout is, and how it is rewarded."""
+
+    weights: RelayConfig = RelayConfig()
+    """How published weights get here, and on from here; counts where the learner publishes over HTTP."""
 
     group_filter: str = "none"
     """Which groups are worth training on: none, zero_variance, or `my_pkg.my_module:function`."""

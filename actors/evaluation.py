@@ -17,6 +17,7 @@ from bus.consume import Inbox, consume
 from bus.errors import BusError, SluiceError, StorageError
 from bus.messages import BlobRef, EvaluationResult, EvaluationTask, Prompt, PromptSet
 from bus.publish import Publisher
+from storage.blob_sources import Blobs, BlobSource
 
 log = structlog.get_logger()
 
@@ -26,7 +27,7 @@ class Evaluator:
 
     def __init__(
         self, bus: Bus, build_engine: Callable[[], Engine], tokenizer: Tokenizer, environment: Environment, *,
-        sampled: Sampling, greedy: Sampling,
+        sampled: Sampling, greedy: Sampling, blobs: BlobSource | None = None,
     ) -> None:  # fmt: skip
         self.doing = ""
         self._bus = bus
@@ -35,6 +36,7 @@ class Evaluator:
         self._sampled = sampled
         self._greedy = greedy
         self._environment = environment
+        self._blobs = blobs or Blobs(bus)
         self._publisher = Publisher(bus)
         self._engine: Engine | None = None
         self._prompts: dict[str, Sequence[Prompt]] = {}
@@ -53,7 +55,7 @@ class Evaluator:
         version = task.policy.policy_version
         self.doing = f"evaluating version {version}"
         try:
-            state = await fetch_state(self._bus, task.policy)
+            state = await fetch_state(self._blobs, task.policy)
             prompts = await self._heldout(task.prompts)
         except (
             BusError,

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 import structlog
 import torch
 
-from bus.blobs import get_blob
-from bus.connection import Bus
 from bus.errors import BusError, StorageError
 from bus.messages import DeltaRef, PolicyManifest
 from bus.publish import together
+from storage.blob_sources import BlobSource
 from storage.deltas import apply_delta
 from storage.weights import HostTensor, Weights, read_snapshot
 
@@ -25,9 +24,9 @@ DTYPES = {
 class Receiver:
     """Holds the newest weights of one learner that could be had, and makes later ones of them."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, blobs: BlobSource) -> None:
         self.weights: Weights | None = None
-        self._bus = bus
+        self._blobs = blobs
         self._incarnation = ""
 
     async def advance(self, manifest: PolicyManifest) -> Weights:
@@ -43,7 +42,7 @@ class Receiver:
     async def anchored(self, manifest: PolicyManifest) -> Weights:
         """The weights that `manifest` announces, from its anchor. Raises as `advance` does."""
         tail = manifest.since(manifest.anchored_at) or ()
-        data = await get_blob(self._bus, manifest.snapshot)
+        data = await self._blobs.get(manifest.snapshot)
         anchor = await asyncio.to_thread(read_snapshot, data, manifest.anchored_at)
         return await self._later(anchor, tail)
 
@@ -63,7 +62,7 @@ class Receiver:
 
     async def _later(self, base: Weights, chain: Sequence[DeltaRef]) -> Weights:
         for delta, data in zip(
-            chain, await together(get_blob(self._bus, delta.blob) for delta in chain), strict=True
+            chain, await together(self._blobs.get(delta.blob) for delta in chain), strict=True
         ):
             base = await asyncio.to_thread(apply_delta, base, data)
             if base.policy_version != delta.policy_version:

@@ -5,6 +5,7 @@ import os
 import platform
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from bus.connection import RETRY_S, Bus
 from bus.errors import ConfigError
 from bus.messages import AnchorWanted, PolicyManifest
 from bus.status import report_status
+from storage.blob_sources import blob_source
 
 log = structlog.get_logger()
 NOTHING_ANNOUNCED = AnchorWanted(incarnation="", policy_version=-1, reason="no policy is announced")
@@ -47,7 +49,9 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
     manifest = await _first_policy(bus, settings.actors.patience_s, stop)
     if manifest is None:
         return
-    with tempfile.TemporaryDirectory(prefix="sluice-model-") as directory:
+    async with AsyncExitStack() as open_parts:
+        directory = open_parts.enter_context(tempfile.TemporaryDirectory(prefix="sluice-model-"))
+        blobs = await open_parts.enter_async_context(blob_source(bus, settings.actors.weights))
         model = await fetch_model_files(bus, manifest.model, Path(directory))
         tokenizer = AutoTokenizer.from_pretrained(model)
         build_engine = partial(EmbeddedEngine.from_directory, model, settings.actors.engine)
@@ -57,7 +61,7 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         engine = build_engine()
         await engine.start()
         try:
-            follower = PolicyFollower(bus, engine)
+            follower = PolicyFollower(bus, engine, blobs)
             worker = Worker(
                 bus,
                 Policy(engine, tokenizer, sampled),
@@ -68,7 +72,9 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
                 name=actor_name(),
                 share_after_s=settings.actors.share_after_s,
             )
-            evaluator = Evaluator(bus, build_engine, tokenizer, environment, sampled=sampled, greedy=greedy)
+            evaluator = Evaluator(
+                bus, build_engine, tokenizer, environment, sampled=sampled, greedy=greedy, blobs=blobs
+            )
             actor = _Actor(bus, engine, follower, worker, evaluator)
             await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
         finally:

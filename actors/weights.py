@@ -15,6 +15,7 @@ from bus.codec import decode
 from bus.connection import Bus
 from bus.errors import BusError, StorageError
 from bus.messages import AnchorWanted, BlobRef, ModelFiles, PolicyManifest
+from storage.blob_sources import Blobs, BlobSource
 from storage.model_files import unbundle
 
 log = structlog.get_logger()
@@ -24,11 +25,11 @@ AGAIN_S = 5.0
 """Until what was refused is fetched again, unless something else is announced."""
 
 
-async def fetch_state(bus: Bus, manifest: PolicyManifest) -> Mapping[str, torch.Tensor]:
+async def fetch_state(blobs: BlobSource, manifest: PolicyManifest) -> Mapping[str, torch.Tensor]:
     """The weights of one version, by Hugging Face name.
 
     Raises `BusError` when they are gone or damaged, `StorageError` when they are not what was announced."""
-    weights = await Receiver(bus).anchored(manifest)
+    weights = await Receiver(blobs).anchored(manifest)
     return torch_tensors(weights.tensors)
 
 
@@ -42,7 +43,7 @@ async def fetch_model_files(bus: Bus, ref: BlobRef, directory: Path) -> Path:
 class PolicyFollower:
     """Keeps one engine at the latest version it can get; in between versions are skipped."""
 
-    def __init__(self, bus: Bus, engine: Engine) -> None:
+    def __init__(self, bus: Bus, engine: Engine, blobs: BlobSource | None = None) -> None:
         self.latest: PolicyManifest | None = None
         self.pause_s = 0.0
         """Seconds generation stood still for the latest swap."""
@@ -51,7 +52,7 @@ class PolicyFollower:
         self._news = asyncio.Event()
         self._swapped = asyncio.Condition()
         self._in_use: PolicyManifest | None = None
-        self._receiver = Receiver(bus)
+        self._receiver = Receiver(blobs or Blobs(bus))
         self._given: Mapping[str, bytes] = {}
         """Digests of the tensors that the engine has."""
         self._failed: tuple[PolicyManifest | None, float] = None, 0.0

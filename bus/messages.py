@@ -173,13 +173,15 @@ class RewardGiven(Message, tag="reward_given"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlobRef(Message, tag="blob"):
-    """Bytes that lie on a stream as numbered chunks `<subject>.<n>`."""
+    """Bytes that lie on a stream as numbered chunks `<subject>.<n>`, or elsewhere as a file of that name."""
 
     subject: str
     chunks: int
     size_bytes: int
     digest: str
     """xxh3-128 of the whole, hexadecimal."""
+    origin: str = ""
+    """URL of the directory or server that has the file; empty for the run's stream."""
 
     def check(self) -> None:
         """Refuse a reference that would have a reader ask for chunks without end."""

@@ -45,6 +45,7 @@ from learner.packing import pack
 from learner.parallel import close_world, device, init_world
 from learner.publish import WeightPublisher
 from learner.trainer import Trainer
+from storage.blob_sources import Blobs
 from storage.blob_stores import BusBlobs
 
 T = TypeVar("T")
@@ -233,7 +234,7 @@ async def _transport_figures(bus: Bus, publisher: WeightPublisher) -> dict[str, 
 async def _join(bus: Bus, publisher: WeightPublisher) -> None:
     if publisher.latest is None:
         raise RuntimeError("nothing was published")
-    await Receiver(bus).anchored(publisher.latest)
+    await Receiver(Blobs(bus)).anchored(publisher.latest)
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from bus.config import Config
+from storage.transport_config import BusTransport, TransportConfig
 
 
 class ParallelConfig(Config):
@@ -336,6 +337,9 @@ class PublicationConfig(Config):
 
     threads: int = Field(1, ge=1)
     """CPU threads that compare, compress and hash, beside training."""
+
+    transport: TransportConfig = BusTransport()
+    """The way that the bytes take; what is announced goes over the bus."""
 
 
 class LearnerConfig(Config):

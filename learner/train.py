@@ -26,7 +26,7 @@ from learner.settings import LearnerSettings
 from learner.steps import lineage_line
 from learner.trainer import StepResult
 from learner.world import World
-from storage.blob_stores import BusBlobs
+from storage.blob_stores import blob_store
 from storage.files import write_json
 from storage.reader import ReplayReader
 
@@ -51,9 +51,9 @@ class Learner:
         self._stop = stop
         self._reader = reader
         self._events = Publisher(bus)
-        self._weights = WeightPublisher(
-            bus, BusBlobs(bus), settings.learner.publication, incarnation=incarnation
-        )
+        publication = settings.learner.publication
+        store = blob_store(bus, publication.transport, settings.export.parent / "weights")
+        self._weights = WeightPublisher(bus, store, publication, incarnation=incarnation)
         self._heldout = HeldOut(bus, incarnation, self._on_evaluation)
         self._publishing: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[BatchLease] | None = None

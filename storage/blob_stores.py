@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Protocol
 
 import nats.errors
@@ -13,6 +14,9 @@ from bus.connection import RETRY_S, Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from bus.publish import Publisher
+from storage.blob_files import FileBlobs
+from storage.blob_http import HttpBlobs
+from storage.transport_config import FilesTransport, HttpTransport, TransportConfig
 
 SHARE = 4
 """Part of the stream that one blob may take: several anchors are on it at a time, and everything else."""
@@ -80,6 +84,15 @@ class BusBlobs:
                 f"{size} bytes of weights are too much for the {limit} bytes of {self._stream}, which keeps "
                 "several versions: set learner.publication.transport.type to http or files"
             )
+
+
+def blob_store(bus: Bus, config: TransportConfig, directory: Path) -> BlobStore:
+    """Where a learner publishes as configured; `directory` is the run's own for files that it serves."""
+    if isinstance(config, FilesTransport):
+        return FileBlobs(config.directory / bus.topology.run)
+    if isinstance(config, HttpTransport):
+        return HttpBlobs(bus, config.serve_from or directory, config)
+    return BusBlobs(bus)
 
 
 async def on_bus(bus: Bus, refs: Iterable[BlobRef]) -> bool:

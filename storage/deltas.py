@@ -114,7 +114,7 @@ def encode_delta(
     return Delta(data, weights, sum(change.changed for change in changes))
 
 
-def apply_delta(base: Weights, data: bytes, threads: Executor | None = None) -> Weights:
+def apply_delta(base: Weights, data: bytes | bytearray, threads: Executor | None = None) -> Weights:
     """What `data` makes of `base`, which stays as it is; tensors that did not change are shared.
 
     Takes no more memory than the tensors that changed, and refuses to make `base` more than twice as large.
@@ -205,7 +205,7 @@ def _planes(words: Words) -> bytes:
 # --- decoding ---
 
 
-def _parsed(data: bytes) -> tuple[DeltaHeader, list[memoryview]]:
+def _parsed(data: bytes | bytearray) -> tuple[DeltaHeader, list[memoryview]]:
     """The header, and the body of each change."""
     start = len(MAGIC) + 4
     if len(data) < start or data[: len(MAGIC)] != MAGIC:
@@ -214,7 +214,7 @@ def _parsed(data: bytes) -> tuple[DeltaHeader, list[memoryview]]:
     if start + length > len(data):
         raise StorageError(f"a delta of {len(data)} bytes cannot have a header of {length}")
     try:
-        header = decode(data[start : start + length], DeltaHeader)
+        header = decode(bytes(data[start : start + length]), DeltaHeader)
     except SchemaError as error:
         raise StorageError(f"the header of a delta is malformed: {error}") from error
     if start + length + sum(change.body_bytes for change in header.changes) != len(data):

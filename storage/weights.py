@@ -110,7 +110,7 @@ def write_snapshot(weights: Weights) -> bytes:
     return b"".join([struct.pack("<Q", len(text)), text, *contents])
 
 
-def read_snapshot(data: bytes, policy_version: int, threads: Executor | None = None) -> Weights:
+def read_snapshot(data: bytes | bytearray, policy_version: int, threads: Executor | None = None) -> Weights:
     """The tensors of a safetensors file, copied. Raises `StorageError` when it is malformed."""
     try:
         [length] = struct.unpack_from("<Q", data)
@@ -124,7 +124,7 @@ def read_snapshot(data: bytes, policy_version: int, threads: Executor | None = N
     return Weights.of(policy_version, tensors, threads)
 
 
-def _tensor(data: bytes, start: int, entry: Mapping[str, object]) -> HostTensor:
+def _tensor(data: bytes | bytearray, start: int, entry: Mapping[str, object]) -> HostTensor:
     dtype, shape, offsets = str(entry["dtype"]), entry["shape"], entry["data_offsets"]
     sizes, (begin, end) = whole_numbers(shape), whole_numbers(offsets)
     if end - begin != prod(sizes) * ITEM_BYTES[dtype] or start + end > len(data):

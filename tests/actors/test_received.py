@@ -18,8 +18,10 @@ from learner import publish as publishing
 from learner.config import PublicationConfig
 from learner.host_copy import host_tensors
 from learner.publish import WeightPublisher
-from storage.blob_stores import BusBlobs
+from storage.blob_sources import Blobs
+from storage.blob_stores import BusBlobs, blob_store
 from storage.deltas import encode_delta
+from storage.transport_config import FilesTransport, HttpTransport
 from storage.weights import Weights
 from tests.actors.tiny import other_model, recomputed, request, tiny_model
 
@@ -123,6 +125,29 @@ async def test_engine_gets_all_tensors_first_and_then_those_that_changed(publish
     assert engine.given == [(0, {"moving", "still"}), (1, {"moving"}), (2, {"moving"})]
 
 
+@pytest.mark.parametrize("transport", ["http", "files"])
+async def test_versions_arrive_by_every_transport_and_old_ones_are_removed(
+    bus, following, tmp_path, transport
+):
+    follower, engine = following
+    directory = tmp_path / "shared"
+    kind = {
+        "http": HttpTransport(host="127.0.0.1", serve_from=directory / "test"),
+        "files": FilesTransport(directory=directory),
+    }[transport]
+    store = blob_store(bus, kind, tmp_path)
+    publisher = WeightPublisher(bus, store, PublicationConfig(keep=2, anchor_every=3), incarnation="one")
+    await publisher.start(tmp_path)
+    async with asyncio.timeout(TIMEOUT_S):
+        for version in range(9):
+            await publish(publisher, version)
+            await follower.at_least(version)
+            assert same(engine.state, state(version))
+    anchors = [path.name for path in (directory / "test").glob("*.anchor.*")]
+    assert sorted(name.split(".")[1] for name in anchors) == ["6"]
+    await publisher.close()
+
+
 async def test_an_embedded_engine_answers_as_the_new_weights_do_after_a_delta(
     bus, publisher, serve, monkeypatch
 ):
@@ -167,14 +192,14 @@ async def test_a_late_joiner_takes_the_anchor_and_what_came_after_it(bus, tmp_pa
     publisher = await start(bus, tmp_path, anchor_every=4)
     for version in range(7):
         manifest = await publish(publisher, version)
-    weights = await Receiver(bus).advance(manifest)
+    weights = await Receiver(Blobs(bus)).advance(manifest)
     assert (manifest.anchored_at, weights.policy_version) == (4, 6)
     assert same(torch_tensors(weights.tensors), state(6))
 
 
 async def test_one_who_is_behind_the_last_anchor_still_goes_by_deltas(bus, tmp_path):
     publisher = await start(bus, tmp_path, anchor_every=4)
-    receiver = Receiver(bus)
+    receiver = Receiver(Blobs(bus))
     for version in range(3):
         await receiver.advance(await publish(publisher, version))
     for version in range(3, 6):
@@ -205,7 +230,7 @@ async def test_a_resumed_learners_weights_reach_the_engine_as_far_as_they_differ
 @pytest.mark.parametrize("flip", [True, False])
 async def test_a_damaged_delta_is_refused_and_the_anchor_taken_instead(bus, tmp_path, flip):
     publisher = await start(bus, tmp_path, anchor_every=2)
-    receiver = Receiver(bus)
+    receiver = Receiver(Blobs(bus))
     await receiver.advance(await publish(publisher, 0))
     await publish(publisher, 1)
     manifest = await publish(publisher, 2)
@@ -242,7 +267,7 @@ async def test_the_old_version_goes_on_until_the_learner_answers_with_an_anchor(
 
 
 async def test_a_damaged_snapshot_is_refused_and_nothing_of_it_is_visible(bus, publisher):
-    receiver = Receiver(bus)
+    receiver = Receiver(Blobs(bus))
     manifest = await publish(publisher, 0)
     await damage(bus, manifest.snapshot, flip=True)
     with pytest.raises(BusError, match="do not have the digest"):
@@ -251,7 +276,7 @@ async def test_a_damaged_snapshot_is_refused_and_nothing_of_it_is_visible(bus, p
 
 
 async def test_a_delta_of_another_base_or_to_another_version_is_refused(bus, publisher):
-    receiver = Receiver(bus)
+    receiver = Receiver(Blobs(bus))
     manifest = await publish(publisher, 0)
     held = await receiver.advance(manifest)
     other = Weights.of(0, host_tensors(state(9)))

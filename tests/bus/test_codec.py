@@ -38,6 +38,8 @@ from bus.messages import (
 from bus.requests import (
     BatchLease,
     BatchRequest,
+    BlobAsked,
+    BlobOffer,
     Closed,
     CloseRequest,
     DataAccepted,
@@ -90,6 +92,8 @@ CHAT = Prompt(
 EXAMPLES = (
     CHAT,
     DELTAS[0],
+    BlobAsked(blob=BLOB),
+    BlobOffer(url="http://10.0.0.1:8000"),
     AnchorWanted(incarnation="a1", policy_version=7, reason="chunk 1 of 3 is not on the bus"),
     make_lease(3),
     make_trajectory(3, 1),

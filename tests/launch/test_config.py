@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from bus.errors import ConfigError
 from launch.config import RunConfig, config_file, flags, merge, preset, resolve, validate
+from storage.transport_config import FilesTransport
 
 SORT = {"data": {"task": "sort"}}
 
@@ -182,3 +183,13 @@ def test_a_configuration_file_that_cannot_be_read_is_named(tmp_path: Path):
         config_file(tmp_path / "missing.toml")
     with pytest.raises(ConfigError, match="Is a directory"):
         config_file(tmp_path)
+
+
+def test_a_transport_is_chosen_by_its_type():
+    def chosen(**transport):
+        return SORT | {"learner": {"publication": {"transport": transport}}}
+
+    found = resolve(chosen(type="files", directory="/nfs")).learner.publication.transport
+    assert found == FilesTransport(directory=Path("/nfs"))
+    assert "transport.type: no 'pigeon'" in refusal(chosen(type="pigeon"))
+    assert "transport.directory" in refusal(chosen(type="files"))

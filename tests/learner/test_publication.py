@@ -10,6 +10,7 @@ from learner import publish as publishing
 from learner.config import PublicationConfig
 from learner.host_copy import HostCopy, host_tensors
 from learner.publish import WeightPublisher
+from storage.blob_sources import Blobs
 from storage.blob_stores import BusBlobs
 
 pytestmark = pytest.mark.nats
@@ -60,7 +61,7 @@ async def test_every_version_arrives_bit_equal_whether_it_is_an_anchor_or_a_delt
         await publish(publisher, version)
         manifest = await announced(bus)
         assert manifest.policy_version == version
-        assert same(await fetch_state(bus, manifest), state(version))
+        assert same(await fetch_state(Blobs(bus), manifest), state(version))
 
 
 async def test_deltas_lie_between_anchors_and_lead_from_the_anchor_before_the_last(bus, publisher):
@@ -90,7 +91,7 @@ async def test_the_same_version_again_announces_its_stage_and_sends_nothing(bus,
     again = await publish(publisher, 0)
     assert (again.stage, again.snapshot) == ("rl", first.snapshot)
     assert publisher.figures["weights/wire_bytes"] == 0
-    assert same(await fetch_state(bus, await publish(publisher, 1)), state(1))
+    assert same(await fetch_state(Blobs(bus), await publish(publisher, 1)), state(1))
     with pytest.raises(ValueError, match="version 1 was published with other weights"):
         await publisher.publish(host_tensors(state(2)), policy_version=1, stage="rl", trains_from=0)
 
@@ -100,7 +101,7 @@ async def test_weights_that_changed_everywhere_are_an_anchor(bus, publisher):
     other = {name: torch.rand_like(tensor) for name, tensor in state(0).items()}
     manifest = await publisher.publish(host_tensors(other), policy_version=1, stage="rl", trains_from=0)
     assert (manifest.anchored_at, manifest.deltas) == (1, ())
-    assert same(await fetch_state(bus, manifest), other)
+    assert same(await fetch_state(Blobs(bus), manifest), other)
 
 
 async def test_anchors_alone_are_sent_if_so_configured(bus, tmp_path):
@@ -121,14 +122,14 @@ async def test_old_versions_leave_the_bus_but_pinned_ones_stay_with_all_they_nee
     publisher.pin(1)
     manifests += [await publish(publisher, version) for version in range(2, 12)]
     for kept in (1, 10, 11):
-        assert same(await fetch_state(bus, manifests[kept]), state(kept))
+        assert same(await fetch_state(Blobs(bus), manifests[kept]), state(kept))
     for gone in (2, 5):
         with pytest.raises(BusError, match="not on the bus"):
-            await fetch_state(bus, manifests[gone])
+            await fetch_state(Blobs(bus), manifests[gone])
     publisher.unpin(1)
     await publish(publisher, 12)
     with pytest.raises(BusError, match="not on the bus"):
-        await fetch_state(bus, manifests[1])
+        await fetch_state(Blobs(bus), manifests[1])
 
 
 async def test_a_new_learner_begins_with_an_anchor_and_takes_the_dead_ones_weights_off_the_bus(
@@ -141,8 +142,8 @@ async def test_a_new_learner_begins_with_an_anchor_and_takes_the_dead_ones_weigh
     new = await publish(successor, 7)
     assert (new.anchored_at, new.deltas) == (7, ())
     with pytest.raises(BusError, match="not on the bus"):
-        await fetch_state(bus, old)
-    assert same(await fetch_state(bus, new), state(7))
+        await fetch_state(Blobs(bus), old)
+    assert same(await fetch_state(Blobs(bus), new), state(7))
 
 
 async def test_a_learner_that_dies_while_it_stores_has_announced_nothing_of_it(bus, publisher, tmp_path):
@@ -161,7 +162,7 @@ async def test_a_learner_that_dies_while_it_stores_has_announced_nothing_of_it(b
     dying.cancel()
     await asyncio.wait({dying})
     assert await announced(bus) == before
-    assert same(await fetch_state(bus, before), state(0))
+    assert same(await fetch_state(Blobs(bus), before), state(0))
     successor = make(bus, incarnation="two")
     await successor.start(tmp_path)
     await publish(successor, 0)
@@ -178,7 +179,7 @@ async def test_weights_that_the_bus_lost_are_published_whole(bus, publisher, tmp
     await bus.js.purge_stream(bus.topology.stream("WEIGHTS"))
     manifest = await publish(publisher, 2)
     assert (manifest.anchored_at, manifest.deltas) == (2, ())
-    assert same(await fetch_state(bus, manifest), state(2))
+    assert same(await fetch_state(Blobs(bus), manifest), state(2))
     assert await fetch_model_files(bus, manifest.model, tmp_path / "there")
 
 
@@ -214,8 +215,8 @@ async def test_an_anchor_that_somebody_needs_is_published_between_two_steps(bus,
     await bus.js.purge_stream(bus.topology.stream("WEIGHTS"), subject=f"{before.deltas[0].blob.subject}.0")
     manifest = await wish(bus, "one", 1)
     assert (manifest.policy_version, manifest.anchored_at) == (1, 1)
-    assert same(await fetch_state(bus, manifest), state(1))
-    assert same(await fetch_state(bus, await publish(served, 2)), state(2))
+    assert same(await fetch_state(Blobs(bus), manifest), state(1))
+    assert same(await fetch_state(Blobs(bus), await publish(served, 2)), state(2))
 
 
 async def test_the_announcement_comes_again_when_its_key_was_lost(bus, served):
