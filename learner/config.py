@@ -328,7 +328,7 @@ class WarmupConfig(Config):
 class PublicationConfig(Config):
     """How policy versions reach the actors; docs/weights.md says which transport to choose."""
 
-    anchor_every: int = Field(10, ge=1)
+    anchor_every: int = Field(10, ge=1, le=1000)
     """Versions between two whole snapshots, from which late joiners start; what lies between travels as
     deltas. 1 sends every version whole."""
 

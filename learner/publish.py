@@ -82,7 +82,8 @@ class WeightPublisher:
             self.figures["time/publish_s"] = time.perf_counter() - began
             log.debug("weights_published", policy_version=policy_version, **self.figures)
             if policy_version - manifest.anchored_at >= self._config.anchor_every:
-                manifest = await self._anchored(manifest)
+                since_last = manifest.since(manifest.anchored_at) or ()
+                manifest = await self._anchored(manifest, since_last)
             await self._retire()
             return manifest
 
@@ -104,10 +105,11 @@ class WeightPublisher:
             manifest = self.latest
             if manifest is None or 0 <= wanted.policy_version < manifest.anchored_at:
                 return  # there is an anchor that they have not tried
-            if await self._mended() and not wanted.incarnation:  # only the key was lost
+            intact = await self._mended()
+            if intact and not wanted.incarnation:  # only the key was lost
                 await self._bus.put("policy", manifest)
             else:
-                await self._anchored(manifest)
+                await self._anchored(manifest, manifest.deltas if intact else ())
                 await self._retire()
 
     async def close(self) -> None:
@@ -153,13 +155,12 @@ class WeightPublisher:
         self._note(snapshot.size_bytes, self._weights.words)
         return await self._announce(said, snapshot, said.policy_version)
 
-    async def _anchored(self, manifest: PolicyManifest) -> PolicyManifest:
-        """Announce the same version again with a snapshot of its own, and only the deltas since the last."""
+    async def _anchored(self, manifest: PolicyManifest, deltas: tuple[DeltaRef, ...]) -> PolicyManifest:
+        """Announce the same version again with its own snapshot; `deltas` are for those who need none."""
         if self._weights is None:
             raise RuntimeError("nothing was published")
         snapshot = await self._put_snapshot(self._weights)
         said = _Said(manifest.policy_version, manifest.stage, manifest.trains_from)
-        deltas = manifest.since(manifest.anchored_at) or manifest.deltas
         return await self._announce(said, snapshot, manifest.policy_version, deltas)
 
     async def _announce(
