@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from bus.config import Config
+from storage.transport_config import RelayConfig
 
 SglangSetting = bool | int | float | str | tuple[int | float | str, ...]
 
@@ -135,6 +136,9 @@ class ActorsConfig(Config):
 
     environment: SingleTurnConfig = SingleTurnConfig()
     """What a rollout is, and how it is rewarded."""
+
+    weights: RelayConfig = RelayConfig()
+    """How published weights get here, and on from here; counts where the learner publishes over HTTP."""
 
     group_filter: str = "none"
     """Which groups are worth training on: none, zero_variance, or `my_pkg.my_module:function`."""

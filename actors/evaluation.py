@@ -14,9 +14,10 @@ from bus.blobs import get_blob
 from bus.codec import decode, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume
-from bus.errors import BusError, SluiceError
+from bus.errors import BusError, SluiceError, StorageError
 from bus.messages import BlobRef, EvaluationResult, EvaluationTask, Prompt, PromptSet
 from bus.publish import Publisher
+from storage.blob_sources import Blobs, BlobSource
 
 log = structlog.get_logger()
 
@@ -26,7 +27,7 @@ class Evaluator:
 
     def __init__(
         self, bus: Bus, build_engine: Callable[[], Engine], tokenizer: Tokenizer, environment: Environment, *,
-        sampled: Sampling, greedy: Sampling,
+        sampled: Sampling, greedy: Sampling, blobs: BlobSource | None = None,
     ) -> None:  # fmt: skip
         self.doing = ""
         self._bus = bus
@@ -35,6 +36,7 @@ class Evaluator:
         self._sampled = sampled
         self._greedy = greedy
         self._environment = environment
+        self._blobs = blobs or Blobs(bus)
         self._publisher = Publisher(bus)
         self._engine: Engine | None = None
         self._prompts: dict[str, Sequence[Prompt]] = {}
@@ -53,9 +55,12 @@ class Evaluator:
         version = task.policy.policy_version
         self.doing = f"evaluating version {version}"
         try:
-            state = await fetch_state(self._bus, task.policy)
+            state = await fetch_state(self._blobs, task.policy)
             prompts = await self._heldout(task.prompts)
-        except BusError as error:  # the learner keeps what is to be evaluated; after its restart it is gone
+        except (
+            BusError,
+            StorageError,
+        ) as error:  # the learner keeps what is to be evaluated; after its restart it is gone
             log.warning("evaluation_skipped", policy_version=version, reason=str(error))
             return
         engine = await self._started_engine()

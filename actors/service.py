@@ -5,6 +5,7 @@ import os
 import platform
 import tempfile
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,10 +25,12 @@ from actors.worker import Worker
 from bus.codec import Json
 from bus.connection import RETRY_S, Bus
 from bus.errors import ConfigError, EngineError
-from bus.messages import PolicyManifest
+from bus.messages import AnchorWanted, PolicyManifest
 from bus.status import report_status
+from storage.blob_sources import blob_source
 
 log = structlog.get_logger()
+NOTHING_ANNOUNCED = AnchorWanted(incarnation="", policy_version=-1, reason="no policy is announced")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
     manifest = await _first_policy(bus, settings.actors.patience_s, stop)
     if manifest is None:
         return
-    with tempfile.TemporaryDirectory(prefix="sluice-model-") as directory:
+    async with AsyncExitStack() as open_parts:
+        directory = open_parts.enter_context(tempfile.TemporaryDirectory(prefix="sluice-model-"))
+        blobs = await open_parts.enter_async_context(blob_source(bus, settings.actors.weights))
         model = await fetch_model_files(bus, manifest.model, Path(directory))
         tokenizer = AutoTokenizer.from_pretrained(model)
         ends = stop_tokens(model, tokenizer)
@@ -59,7 +64,7 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         try:
             if not await _started(bus, engine, stop):
                 return
-            follower = PolicyFollower(bus, engine)
+            follower = PolicyFollower(bus, engine, blobs)
             worker = Worker(
                 bus,
                 Policy(engine, tokenizer, sampled),
@@ -71,7 +76,7 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
                 share_after_s=settings.actors.share_after_s,
             )
             evaluator = Evaluator(
-                bus, build_evaluator, tokenizer, environment, sampled=sampled, greedy=greedy
+                bus, build_evaluator, tokenizer, environment, sampled=sampled, greedy=greedy, blobs=blobs
             )
             actor = _Actor(bus, engine, follower, worker, evaluator)
             await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
@@ -198,6 +203,7 @@ async def _first_policy(bus: Bus, patience_s: float, stop: asyncio.Event) -> Pol
                 found = await bus.get("policy", PolicyManifest)
                 if found is not None or stop.is_set():
                     return found[0] if found else None
+                await bus.notify(bus.subject("notice", "anchor"), NOTHING_ANNOUNCED)
                 await asyncio.sleep(RETRY_S)
         finally:
             finished.set()

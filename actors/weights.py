@@ -1,31 +1,36 @@
-"""Follow the policy: fetch each newly published version outside the pause and swap it into the engine."""
+"""Follow the policy: get each newly published version outside the pause and swap it into the engine."""
 
 import asyncio
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import structlog
 import torch
-from safetensors.torch import load
 
 from actors.engines.base import Engine
+from actors.received import Receiver, torch_tensors
 from bus.blobs import get_blob
 from bus.codec import decode
 from bus.connection import Bus
-from bus.errors import BusError
-from bus.messages import BlobRef, ModelFiles, PolicyManifest
+from bus.errors import BusError, StorageError
+from bus.messages import AnchorWanted, BlobRef, ModelFiles, PolicyManifest
+from storage.blob_sources import Blobs, BlobSource
 from storage.model_files import unbundle
 
 log = structlog.get_logger()
 POLL_S = 1.0
 """Notices can be lost; the key cannot."""
+AGAIN_S = 5.0
+"""Until what was refused is fetched again, unless something else is announced."""
 
 
-async def fetch_state(bus: Bus, manifest: PolicyManifest) -> Mapping[str, torch.Tensor]:
-    """The weights of one version, by Hugging Face name. Raises `BusError` when they are gone or damaged."""
-    data = await get_blob(bus, manifest.snapshot)
-    state: Mapping[str, torch.Tensor] = await asyncio.to_thread(load, data)
-    return state
+async def fetch_state(blobs: BlobSource, manifest: PolicyManifest) -> Mapping[str, torch.Tensor]:
+    """The weights of one version, by Hugging Face name.
+
+    Raises `BusError` when they are gone or damaged, `StorageError` when they are not what was announced."""
+    weights = await Receiver(blobs).anchored(manifest)
+    return torch_tensors(weights.tensors)
 
 
 async def fetch_model_files(bus: Bus, ref: BlobRef, directory: Path) -> Path:
@@ -38,7 +43,7 @@ async def fetch_model_files(bus: Bus, ref: BlobRef, directory: Path) -> Path:
 class PolicyFollower:
     """Keeps one engine at the latest version it can get; in between versions are skipped."""
 
-    def __init__(self, bus: Bus, engine: Engine) -> None:
+    def __init__(self, bus: Bus, engine: Engine, blobs: BlobSource | None = None) -> None:
         self.latest: PolicyManifest | None = None
         self.pause_s = 0.0
         """Seconds generation stood still for the latest swap."""
@@ -47,6 +52,11 @@ class PolicyFollower:
         self._news = asyncio.Event()
         self._swapped = asyncio.Condition()
         self._in_use: PolicyManifest | None = None
+        self._receiver = Receiver(blobs or Blobs(bus))
+        self._given: Mapping[str, bytes] = {}
+        """Digests of the tensors that the engine has."""
+        self._failed: tuple[PolicyManifest | None, float] = None, 0.0
+        """What could not be had, and until when not to try it again."""
 
     @property
     def stage(self) -> str:
@@ -89,19 +99,37 @@ class PolicyFollower:
     async def _swap_if_new(self) -> None:
         self._news.clear()
         manifest = self.latest
-        if manifest is None or _same_weights(manifest, self._in_use):
+        if manifest is None or _same_weights(manifest, self._in_use) or self._refused(manifest):
             return
         try:
-            state = await fetch_state(self._bus, manifest)
-        except BusError as error:  # a younger version replaced it meanwhile: the next round takes that one
+            weights = await self._receiver.advance(manifest)
+        except (BusError, StorageError) as error:  # the old version goes on meanwhile
             log.warning("weights_not_fetched", policy_version=manifest.policy_version, reason=str(error))
+            await self._ask_for_anchor(manifest, str(error))
             return
-        self.pause_s = await self._engine.load_weights(state, manifest.policy_version)
-        self._in_use = manifest
+        changed = torch_tensors(weights.changed_since(self._given))
+        self.pause_s = await self._engine.load_weights(changed, manifest.policy_version)
+        self._given, self._in_use = weights.digests, manifest
         log.debug("weights_swapped", policy_version=manifest.policy_version, pause_s=round(self.pause_s, 4))
         async with self._swapped:
             self._swapped.notify_all()
 
+    def _refused(self, manifest: PolicyManifest) -> bool:
+        """Whether exactly this was tried a moment ago, in vain."""
+        tried, until = self._failed
+        return manifest == tried and time.monotonic() < until
+
+    async def _ask_for_anchor(self, manifest: PolicyManifest, reason: str) -> None:
+        """The learner answers with a whole snapshot, unless a later version has come meanwhile."""
+        self._failed = manifest, time.monotonic() + AGAIN_S
+        wanted = AnchorWanted(
+            incarnation=manifest.incarnation, policy_version=manifest.policy_version, reason=reason
+        )
+        await self._bus.notify(self._bus.subject("notice", "anchor"), wanted)
+
 
 def _same_weights(one: PolicyManifest, other: PolicyManifest | None) -> bool:
-    return other is not None and one.snapshot == other.snapshot and one.policy_version == other.policy_version
+    return other is not None and (one.incarnation, one.policy_version) == (
+        other.incarnation,
+        other.policy_version,
+    )

@@ -5,6 +5,7 @@ The JetStream object store is not used: its `get` is quadratic in nats-py.
 
 import asyncio
 import uuid
+from typing import TypeVar
 
 import nats.errors
 import xxhash
@@ -14,6 +15,7 @@ from bus.errors import BusError
 from bus.messages import BlobRef
 from bus.publish import Publisher, together
 
+B = TypeVar("B", bytes, bytearray)
 CHUNK_BYTES = 512 << 10
 FETCH_WINDOW = 16
 """Chunks asked for at once: enough to fill the connection, few enough to bound memory."""
@@ -52,7 +54,11 @@ async def get_blob(bus: Bus, ref: BlobRef) -> bytes:
                 ) from error
             return found.data or b""
 
-    data = b"".join(await together(fetch(n) for n in range(ref.chunks)))
+    return checked(ref, b"".join(await together(fetch(n) for n in range(ref.chunks))))
+
+
+def checked(ref: BlobRef, data: B) -> B:
+    """Return `data` if it is what `ref` stands for, however it came. Raises `BusError` else."""
     if len(data) != ref.size_bytes or xxhash.xxh3_128_hexdigest(data) != ref.digest:
         raise BusError(f"{ref.subject}: {len(data)} bytes do not have the digest {ref.digest}")
     return data

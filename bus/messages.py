@@ -5,6 +5,7 @@ What processes ask each other is in `requests.py`.
 
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
 from typing import Literal
 
@@ -172,18 +173,29 @@ class RewardGiven(Message, tag="reward_given"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlobRef(Message, tag="blob"):
-    """Bytes that lie on a stream as numbered chunks `<subject>.<n>`."""
+    """Bytes that lie on a stream as numbered chunks `<subject>.<n>`, or elsewhere as a file of that name."""
 
     subject: str
     chunks: int
     size_bytes: int
     digest: str
     """xxh3-128 of the whole, hexadecimal."""
+    origin: str = ""
+    """URL of the directory or server that has the file; empty for the run's stream."""
 
     def check(self) -> None:
         """Refuse a reference that would have a reader ask for chunks without end."""
         if not 1 <= self.chunks <= max(1, self.size_bytes):
             raise SchemaError(f"{self.subject}: {self.size_bytes} bytes in {self.chunks} chunks")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaRef(Message, tag="delta_ref"):
+    """What changed in the weights from one version to another, and where it lies."""
+
+    base_version: int
+    policy_version: int
+    blob: BlobRef
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,13 +206,53 @@ class PolicyManifest(Message, tag="policy"):
     incarnation: str
     """The learner process that published it: after a resume the same version number is another policy."""
     snapshot: BlobRef
-    """safetensors with Hugging Face names."""
+    """The anchor: all weights of `anchor_version`, safetensors with Hugging Face names."""
     model: BlobRef
     """The model directory without weights: config, tokenizer, chat template."""
     stage: str
     """What the learner is doing with it: `warmup` needs no rollouts, `rl` does, `done` needs no more."""
     trains_from: int = 0
     """Version at which reinforcement learning began: admission counts from it."""
+    anchor_version: int | None = None
+    """Of the snapshot; `None` where it is this version's own."""
+    deltas: tuple[DeltaRef, ...] = ()
+    """What changed from version to version, up to this one: from the anchor's, or from an older one for those
+    who have that."""
+
+    def check(self) -> None:
+        """Refuse a chain of deltas that does not lead from the anchor to this version."""
+        for ref, following in pairwise(self.deltas):
+            if ref.policy_version != following.base_version:
+                raise SchemaError(f"a delta to version {ref.policy_version}, then {following.base_version}")
+        if any(ref.base_version >= ref.policy_version for ref in self.deltas):
+            raise SchemaError("a delta does not lead to a later version")
+        if self.deltas and self.deltas[-1].policy_version != self.policy_version:
+            raise SchemaError(f"the deltas of version {self.policy_version} do not lead there")
+        if self.since(self.anchored_at) is None:
+            raise SchemaError(f"no delta leads from version {self.anchored_at} to {self.policy_version}")
+
+    @property
+    def anchored_at(self) -> int:
+        """Version of the snapshot."""
+        return self.policy_version if self.anchor_version is None else self.anchor_version
+
+    def since(self, policy_version: int) -> tuple[DeltaRef, ...] | None:
+        """The deltas that lead here from `policy_version`; `None` when none do."""
+        if policy_version == self.policy_version:
+            return ()
+        found = (n for n, ref in enumerate(self.deltas) if ref.base_version == policy_version)
+        first = next(found, None)
+        return None if first is None else self.deltas[first:]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnchorWanted(Message, tag="anchor_wanted"):
+    """Somebody cannot get the announced weights and asks the learner for a whole snapshot of them."""
+
+    incarnation: str
+    """The learner that announced them; empty when nothing was found announced."""
+    policy_version: int
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -325,3 +325,21 @@ class DataAccepted(Message, tag="data_accepted"):
     """The first that is for it."""
     prompts: int
     """How many there are now."""
+
+
+# --- actors ask a relay ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlobAsked(Message, tag="blob_asked"):
+    """Somebody wants a blob from a relay, which gets it first if need be."""
+
+    blob: BlobRef
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlobOffer(Message, tag="blob_offer"):
+    """The relay's answer: it has the blob."""
+
+    url: str
+    """Of its server."""

@@ -232,7 +232,7 @@ def soak(
 
 @app.command(usage="Usage: launch bench WHAT [OPTIONS]")
 def bench(
-    what: Literal["actors", "bus", "learner", "replay"],
+    what: Literal["actors", "bus", "learner", "replay", "weights"],
     *,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
@@ -244,7 +244,8 @@ def bench(
         actors: the embedded engine against batched generate, an actor against the bare SGLang server
         where SGLang is installed. bus: publishing against TCP and the C
         client. learner: a training step against a bare megatron-core loop and transformers, on the GPU if
-        there is one. replay: writing and reading segments against np.memmap.
+        there is one. replay: writing and reading segments against np.memmap. weights: a publication, from
+        the learner's step to the engine that serves it.
     as_json
         Print one JSON object on one line.
     """
@@ -265,6 +266,10 @@ def _measure(what: str) -> object:
         from learner.bench import bench_learner
 
         return bench_learner()
+    if what == "weights":
+        from launch.bench_weights import bench_weights
+
+        return bench_weights()
     from actors.engines.bench import bench_actors
 
     return bench_actors()

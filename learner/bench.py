@@ -84,18 +84,19 @@ def weights(config: Qwen3Config) -> int:
 
 def small() -> Workload:
     """What a laptop trains in a fraction of a second."""
-    return Workload(_qwen3(256, 768, 4, 8, 4, 32, 4096), torch.float32, 256, 2048, 2, rounds=7)
+    return Workload(qwen3(256, 768, 4, 8, 4, 32, 4096), torch.float32, 256, 2048, 2, rounds=7)
 
 
 def qwen3_600m(*, tokens: int) -> Workload:
     """Qwen3-0.6B on 64k tokens a step, packed from sequences of 2k."""
-    config = _qwen3(1024, 3072, 28, 16, 8, 128, 151936)
+    config = qwen3(1024, 3072, 28, 16, 8, 128, 151936)
     return Workload(config, torch.bfloat16, 2048, tokens, 65536 // tokens, rounds=5)
 
 
-def _qwen3(
+def qwen3(
     hidden: int, intermediate: int, layers: int, heads: int, groups: int, head_dim: int, vocab: int
 ) -> Qwen3Config:
+    """The shape of a model with tied embeddings."""
     return Qwen3Config(
         hidden_size=hidden,
         intermediate_size=intermediate,

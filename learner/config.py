@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from bus.config import Config
+from storage.transport_config import BusTransport, TransportConfig
 
 
 class ParallelConfig(Config):
@@ -337,6 +338,23 @@ class WarmupConfig(Config):
     """Its own optimizer; the next stage starts with a fresh one."""
 
 
+class PublicationConfig(Config):
+    """How policy versions reach the actors; docs/weights.md says which transport to choose."""
+
+    anchor_every: int = Field(10, ge=1, le=1000)
+    """Versions between two whole snapshots, from which late joiners start; what lies between travels as
+    deltas. 1 sends every version whole."""
+
+    keep: int = Field(8, ge=2)
+    """Versions that can still be fetched; those still to be evaluated stay besides."""
+
+    threads: int = Field(1, ge=1)
+    """CPU threads that compare, compress and hash, beside training."""
+
+    transport: TransportConfig = BusTransport()
+    """The way that the bytes take; what is announced goes over the bus."""
+
+
 class LearnerConfig(Config):
     """Reinforcement learning."""
 
@@ -377,8 +395,8 @@ class LearnerConfig(Config):
     publish_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Published weights: what the engines compute with."""
 
-    keep_versions: int = Field(8, ge=2)
-    """Published versions that stay on the bus; those still to be evaluated stay besides."""
+    publication: PublicationConfig = PublicationConfig()
+    """Versions on their way to the actors."""
 
     @model_validator(mode="after")
     def _offload_needs_the_distributed_optimizer(self) -> Self:

@@ -1,91 +1,259 @@
-"""Publish policy versions in the background, while training goes on."""
+"""Publish policy versions in the background, while training goes on: deltas, and now and then an anchor."""
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
-import torch
-from safetensors.torch import save
 
-from bus.blobs import delete_blob, put_blob
-from bus.codec import encode
+from bus.blobs import put_blob
+from bus.codec import Json, encode
 from bus.connection import Bus
-from bus.messages import BlobRef, PolicyManifest
+from bus.errors import BusError
+from bus.messages import AnchorWanted, BlobRef, DeltaRef, ModelFiles, PolicyManifest
 from bus.publish import Publisher
+from learner.config import PublicationConfig
+from storage.blob_stores import BlobStore, on_bus
+from storage.deltas import Delta, encode_delta
 from storage.model_files import bundle
+from storage.weights import HostTensor, Weights, write_snapshot
 
 log = structlog.get_logger()
+Tensors = Mapping[str, HostTensor]
+ANCHOR_PAUSE_S = 5.0
+"""Between two anchors that somebody asked for."""
+POLL_S = 0.25
+"""Until a wish for an anchor is seen."""
+WORTH_IT = 0.5
+"""A delta of more than this part of all weights is not sent: whole they travel once, for late joiners too."""
 
 
 class WeightPublisher:
-    """Puts versions on the bus and takes old ones off it."""
+    """Announces versions, each after its bytes, and frees those that nobody needs any more.
 
-    def __init__(self, bus: Bus, *, incarnation: str, dtype: torch.dtype, keep_versions: int) -> None:
+    One publication at a time. A learner begins with an anchor: what the one before published is not its past.
+    """
+
+    def __init__(self, bus: Bus, store: BlobStore, config: PublicationConfig, *, incarnation: str) -> None:
         self.latest: PolicyManifest | None = None
+        self.figures: dict[str, Json] = {}
+        """Of the latest publication."""
         self._bus = bus
+        self._store = store
+        self._config = config
         self._publisher = Publisher(bus)
         self._incarnation = incarnation
-        self._dtype = dtype
-        self._keep = keep_versions
+        self._files: ModelFiles | None = None
         self._model: BlobRef | None = None
+        self._weights: Weights | None = None
+        """As announced last; the base of the next delta."""
         self._held: OrderedDict[int, PolicyManifest] = OrderedDict()
+        self._stored: set[BlobRef] = set()
         self._pinned: set[int] = set()
+        self._one = asyncio.Lock()
+        self._wanted: AnchorWanted | None = None
 
-    async def retire_others(self) -> None:
-        """Take the snapshots of the learner before this one off the bus."""
-        found = await self._bus.get("policy", PolicyManifest)
-        if found is not None and found[0].incarnation != self._incarnation:
-            subject = self._bus.subject("weights", found[0].incarnation, ">")
-            await self._bus.js.purge_stream(self._bus.topology.stream("WEIGHTS"), subject=subject)
-
-    async def publish_model_files(self, directory: Path) -> None:
-        """Config and tokenizer, once; every manifest refers to them."""
-        files = await asyncio.to_thread(bundle, directory)
-        self._model = await put_blob(self._bus, self._publisher, encode(files), "model")
+    async def start(self, model: Path) -> None:
+        """Take over from the learner before, store config and tokenizer, and listen for who lacks weights."""
+        await self._store.start()
+        self._files = await asyncio.to_thread(bundle, model)
+        await self._put_model()
+        await self._bus.listen(self._bus.subject("notice", "anchor"), AnchorWanted, self._on_wanted)
 
     async def publish(
-        self, state: Mapping[str, torch.Tensor], *, policy_version: int, stage: str, trains_from: int
+        self, tensors: Tensors, *, policy_version: int, stage: str, trains_from: int
     ) -> PolicyManifest:
-        """Store the snapshot, then announce it; the announcement never precedes the bytes."""
-        if self._model is None:
-            raise RuntimeError("publish_model_files comes first")
-        data = await asyncio.to_thread(self._serialise, state)
-        name = (self._incarnation, policy_version)
-        snapshot = await put_blob(self._bus, self._publisher, data, *name)
-        manifest = PolicyManifest(
-            policy_version=policy_version,
-            incarnation=self._incarnation,
-            snapshot=snapshot,
-            model=self._model,
-            stage=stage,
-            trains_from=trains_from,
-        )
-        await self.announce(manifest)
-        self._held[policy_version] = manifest
-        await self._retire()
-        return manifest
+        """Store what is new, then announce it; the announcement never precedes the bytes.
 
-    async def announce(self, manifest: PolicyManifest) -> None:
-        """Make `manifest` the run's policy: a key for those who come later, a notice for those here."""
-        self.latest = manifest
-        await self._bus.put("policy", manifest)
-        await self._bus.notify(self._bus.subject("notice", "policy"), manifest)
+        `tensors` must stay as they are until the publication after this one is done. The same version again
+        announces its new stage; its weights must be the same.
+        """
+        async with self._one:
+            began = time.perf_counter()
+            said = _Said(policy_version, stage, trains_from)
+            manifest = await self._as_delta(tensors, said) if await self._mended() else None
+            if manifest is None:
+                manifest = await self._as_anchor(tensors, said)
+            self.figures["time/publish_s"] = time.perf_counter() - began
+            log.debug("weights_published", policy_version=policy_version, **self.figures)
+            if policy_version - manifest.anchored_at >= self._config.anchor_every:
+                since_last = manifest.since(manifest.anchored_at) or ()
+                manifest = await self._anchored(manifest, since_last)
+            await self._retire()
+            return manifest
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Until `stop`, publish an anchor when somebody cannot get the announced weights without one."""
+        while not stop.is_set():
+            wanted, self._wanted = self._wanted, None
+            if wanted is not None and self.latest is not None:
+                try:
+                    await self._answer(wanted)
+                except BusError as error:  # whoever wants it asks again
+                    log.warning("anchor_not_published", reason=str(error))
+                self._wanted = None
+                await _pause(ANCHOR_PAUSE_S, stop)
+            await _pause(POLL_S, stop)
+
+    async def _answer(self, wanted: AnchorWanted) -> None:
+        async with self._one:
+            manifest = self.latest
+            if manifest is None or 0 <= wanted.policy_version < manifest.anchored_at:
+                return  # there is an anchor that they have not tried
+            intact = await self._mended()
+            if intact and not wanted.incarnation:  # only the key was lost
+                await self._bus.put("policy", manifest)
+            else:
+                await self._anchored(manifest, manifest.deltas if intact else ())
+                await self._retire()
+
+    async def close(self) -> None:
+        """Serve no longer."""
+        await self._store.close()
 
     def pin(self, policy_version: int) -> None:
-        """Keep a version on the bus until it is unpinned."""
+        """Keep a version until it is unpinned."""
         self._pinned.add(policy_version)
 
     def unpin(self, policy_version: int) -> None:
         """The version may go when its turn comes."""
         self._pinned.discard(policy_version)
 
-    async def _retire(self) -> None:
-        old = list(self._held)[: -self._keep]
-        for version in (v for v in old if v not in self._pinned):
-            await delete_blob(self._bus, self._held.pop(version).snapshot)
+    # --- one publication ---
 
-    def _serialise(self, state: Mapping[str, torch.Tensor]) -> bytes:
-        data: bytes = save({name: tensor.to(self._dtype).contiguous() for name, tensor in state.items()})
-        return data
+    async def _as_delta(self, tensors: Tensors, said: "_Said") -> PolicyManifest | None:
+        """Publish what changed since the version before; `None` where that is nearly everything."""
+        base, before = self._weights, self.latest
+        if base is None or before is None:
+            return None
+        delta = await asyncio.to_thread(self._encoded, base, tensors, said.policy_version)
+        again = said.policy_version == base.policy_version
+        if again and delta.sent_words:
+            raise ValueError(f"version {said.policy_version} was published with other weights")
+        large = self._config.anchor_every == 1 or len(delta.data) > WORTH_IT * delta.weights.size_bytes
+        if large and not again:
+            return None
+        self._weights = delta.weights
+        deltas = before.deltas
+        if not again:
+            blob = await self._put(delta.data, said.policy_version, "delta")
+            deltas += (
+                DeltaRef(base_version=base.policy_version, policy_version=said.policy_version, blob=blob),
+            )
+        self._note(0 if again else len(delta.data), delta.sent_words)
+        return await self._announce(said, before.snapshot, before.anchored_at, deltas)
+
+    async def _as_anchor(self, tensors: Tensors, said: "_Said") -> PolicyManifest:
+        """Publish all weights."""
+        self._weights = await asyncio.to_thread(self._hashed, said.policy_version, tensors)
+        snapshot = await self._put_snapshot(self._weights)
+        self._note(snapshot.size_bytes, self._weights.words)
+        return await self._announce(said, snapshot, said.policy_version)
+
+    async def _anchored(self, manifest: PolicyManifest, deltas: tuple[DeltaRef, ...]) -> PolicyManifest:
+        """Announce the same version again with its own snapshot; `deltas` are for those who need none."""
+        if self._weights is None:
+            raise RuntimeError("nothing was published")
+        snapshot = await self._put_snapshot(self._weights)
+        said = _Said(manifest.policy_version, manifest.stage, manifest.trains_from)
+        return await self._announce(said, snapshot, manifest.policy_version, deltas)
+
+    async def _announce(
+        self, said: "_Said", snapshot: BlobRef, anchor_version: int, deltas: tuple[DeltaRef, ...] = ()
+    ) -> PolicyManifest:
+        """Make it the run's policy: a key for those who come later, a notice for those here."""
+        if self._model is None:
+            raise RuntimeError("start comes first")
+        manifest = PolicyManifest(
+            policy_version=said.policy_version,
+            incarnation=self._incarnation,
+            snapshot=snapshot,
+            model=self._model,
+            stage=said.stage,
+            trains_from=said.trains_from,
+            anchor_version=anchor_version,
+            deltas=deltas,
+        )
+        self.latest = self._held[manifest.policy_version] = manifest
+        await self._bus.put("policy", manifest)
+        await self._bus.notify(self._bus.subject("notice", "policy"), manifest)
+        return manifest
+
+    async def _mended(self) -> bool:
+        """Whether all that was published is there; else the bus or a disk lost it, and an anchor is due."""
+        if self._model is not None and not await on_bus(self._bus, [self._model]):
+            await self._put_model()
+        if self.latest is None or await self._store.holds(_blobs(self.latest)):
+            return True
+        log.warning("published_weights_are_gone", policy_version=self.latest.policy_version)
+        return False
+
+    async def _retire(self) -> None:
+        """Forget versions that are neither new nor pinned, and free what no version left needs."""
+        old = list(self._held)[: -self._config.keep]
+        for version in (v for v in old if v not in self._pinned):
+            del self._held[version]
+        needed = {blob for manifest in self._held.values() for blob in _blobs(manifest)}
+        for blob in self._stored - needed:
+            await self._store.delete(blob)
+            self._stored.discard(blob)
+
+    def _on_wanted(self, wanted: AnchorWanted) -> None:
+        if wanted.incarnation in ("", self._incarnation):
+            log.debug("anchor_wanted", policy_version=wanted.policy_version, reason=wanted.reason)
+            self._wanted = wanted
+
+    # --- bytes ---
+
+    def _encoded(self, base: Weights, tensors: Tensors, policy_version: int) -> Delta:
+        with ThreadPoolExecutor(self._config.threads, "encode") as threads:
+            return encode_delta(base, policy_version, tensors, threads)
+
+    def _hashed(self, policy_version: int, tensors: Tensors) -> Weights:
+        with ThreadPoolExecutor(self._config.threads, "hash") as threads:
+            return Weights.of(policy_version, tensors, threads)
+
+    async def _put_model(self) -> None:
+        if self._files is None:
+            raise RuntimeError("start comes first")
+        self._model = await put_blob(self._bus, self._publisher, encode(self._files), "model")
+
+    async def _put_snapshot(self, weights: Weights) -> BlobRef:
+        data = await asyncio.to_thread(write_snapshot, weights)
+        return await self._put(data, weights.policy_version, "anchor")
+
+    async def _put(self, data: bytes, *tokens: object) -> BlobRef:
+        blob = await self._store.put(data, self._incarnation, *tokens)
+        self._stored.add(blob)
+        return blob
+
+    def _note(self, wire_bytes: int, sent_words: int) -> None:
+        assert self._weights is not None, "the caller has just set it"
+        self.figures = {
+            "weights/wire_bytes": wire_bytes,
+            "weights/full_bytes": self._weights.size_bytes,
+            "weights/sent_fraction": sent_words / max(1, self._weights.words),
+        }
+
+
+class _Said(NamedTuple):
+    """What a manifest says besides where the weights lie."""
+
+    policy_version: int
+    stage: str
+    trains_from: int
+
+
+def _blobs(manifest: PolicyManifest) -> set[BlobRef]:
+    return {manifest.snapshot, *(delta.blob for delta in manifest.deltas)}
+
+
+async def _pause(seconds: float, stop: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await stop.wait()

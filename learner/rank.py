@@ -18,11 +18,13 @@ from learner.checkpoint import PendingCheckpoint, start_checkpoint
 from learner.commands import Begin, Fetch, Train, WarmUp
 from learner.config import SFTLoss
 from learner.data_parallel import data_parallel_rank, data_parallel_size, equally_many
+from learner.host_copy import HostCopy, host_tensors
 from learner.settings import LearnerSettings
 from learner.steps import train_on
 from learner.trainer import StepResult, Trainer
 from learner.warmup import Demonstrations
 from storage.reader import ReplayReader
+from storage.weights import HostTensor
 
 T = TypeVar("T")
 Groups = list[list[Trajectory]]
@@ -45,6 +47,7 @@ class Rank:
         self._reader = reader
         self._demonstrations = demonstrations
         self._thread = thread
+        self._host = HostCopy(getattr(torch, settings.learner.publish_dtype))
         self._saving: PendingCheckpoint | None = None
         self._fetching: dict[int, tuple[tuple[GroupRef, ...], asyncio.Task[Groups]]] = {}
         """By step: which groups, and their trajectories."""
@@ -88,6 +91,16 @@ class Rank:
     async def export(self) -> dict[str, Tensor]:
         """The weights by Hugging Face name."""
         return await self.in_thread(self._trainer.export)
+
+    async def copy_weights(self) -> dict[str, HostTensor]:
+        """The weights by Hugging Face name in memory of the host; rank 0 alone calls this, for `export`."""
+        copied = await self.in_thread(lambda: self._host.take(self._trainer.stream()))
+        return host_tensors(copied)
+
+    @property
+    def copy_s(self) -> float:
+        """Seconds that the latest `copy_weights` took."""
+        return self._host.seconds
 
     async def save(self, step: int, extra: Mapping[str, JsonValue]) -> None:
         """Begin to write a checkpoint, while training goes on; `extra` counts at rank 0."""

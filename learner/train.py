@@ -6,7 +6,6 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import structlog
-import torch
 
 from bus.codec import Json, encode
 from bus.connection import Bus
@@ -27,6 +26,7 @@ from learner.settings import LearnerSettings
 from learner.steps import lineage_line
 from learner.trainer import StepResult
 from learner.world import World
+from storage.blob_stores import blob_store
 from storage.files import write_json
 from storage.reader import ReplayReader
 
@@ -51,12 +51,9 @@ class Learner:
         self._stop = stop
         self._reader = reader
         self._events = Publisher(bus)
-        self._weights = WeightPublisher(
-            bus,
-            incarnation=incarnation,
-            dtype=getattr(torch, settings.learner.publish_dtype),
-            keep_versions=settings.learner.keep_versions,
-        )
+        publication = settings.learner.publication
+        store = blob_store(bus, publication.transport, settings.export.parent / "weights")
+        self._weights = WeightPublisher(bus, store, publication, incarnation=incarnation)
         self._heldout = HeldOut(bus, incarnation, self._on_evaluation)
         self._publishing: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[BatchLease] | None = None
@@ -75,6 +72,7 @@ class Learner:
             tasks.create_task(
                 report_status(self._bus, source="learner", role="learner", look=self._look, stop=finished)
             )
+            tasks.create_task(self._weights.serve(finished), name="publish anchors")
             try:
                 joining = asyncio.create_task(self._join())
                 if await ended_before(stop, joining):
@@ -87,6 +85,7 @@ class Learner:
                 finished.set()
                 if self._fetching is not None:
                     self._fetching.cancel()
+                await self._weights.close()
 
     async def _join(self) -> None:
         """Tell storage where training stands, and publish the weights it stands at."""
@@ -95,8 +94,7 @@ class Learner:
         if self._settings.learner.target_accuracy and self._heldout.prompts is None:
             raise ConfigError("learner.target_accuracy needs held-out prompts: set data.heldout or data.task")
         await refuse_other_history(self.progress, self._settings.lineage, self._reader.given)
-        await self._weights.retire_others()
-        await self._weights.publish_model_files(self._settings.model_directory)
+        await self._weights.start(self._settings.model_directory)
         await self._reader.resumed(self.progress.step)
         await self._publish()
         await self._published()
@@ -177,6 +175,7 @@ class Learner:
             **batch_values(batch), **step_values(result),
             "time/step_s": seconds, "time/waiting_for_batch_s": waited,
             "time/publish_stall_s": time.monotonic() - trained,
+            "time/publish_copy_s": self._world.rank.copy_s, **self._weights.figures,
             "train/policy_version": progress.policy_version,
             **read_values(self._reader.read),
         })  # fmt: skip
@@ -279,11 +278,11 @@ class Learner:
     async def _publish(self) -> None:
         """Copy the weights, then publish them while training goes on; one publication at a time."""
         progress = self.progress
-        state = await self._world.export()
         await self._published()
+        tensors = await self._world.copy_weights()
 
         async def publish(version: int, stage: str, trains_from: int) -> None:
-            await self._weights.publish(state, policy_version=version, stage=stage, trains_from=trains_from)
+            await self._weights.publish(tensors, policy_version=version, stage=stage, trains_from=trains_from)
 
         self._publishing = asyncio.create_task(
             publish(progress.policy_version, progress.stage, progress.trains_from), name="publish weights"

@@ -12,7 +12,13 @@ from transformers import PretrainedConfig
 from bus.errors import TrainingError
 from learner.config import UNDIVIDED, OptimizerConfig, ParallelConfig, PPOClipLoss, SFTLoss, TISLoss
 from learner.conversion.base import State
-from learner.conversion.weights import export_hf_weights, load_hf_weights
+from learner.conversion.weights import (
+    Holders,
+    export_hf_weights,
+    find_holders,
+    load_hf_weights,
+    stream_hf_weights,
+)
 from learner.corrections import off_policy_diagnostics, off_policy_sums
 from learner.losses.select import compute_loss
 from learner.megatron import (
@@ -82,6 +88,7 @@ class Trainer:
         load_hf_weights(self.chunks, hf_config, state)
         self.trainable = trainable
         trainable.freeze_others(self.chunks, hf_config)
+        self._holders: Holders | None = None
         self.ddp = _data_parallel(self.chunks, parallel)
         self.steps_done = 0
         """Calls of `train_step`, skipped ones included."""
@@ -167,6 +174,12 @@ class Trainer:
         """
         self.settle_parameters()
         return export_hf_weights(self.chunks, self.hf_config)
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights one after another on rank 0, each good until the next; every rank exhausts it."""
+        self.settle_parameters()
+        self._holders = self._holders or find_holders(self.chunks)
+        yield from stream_hf_weights(self.chunks, self.hf_config, self._holders)
 
     def settle_parameters(self) -> None:
         """Finish gathering updated parameters, which otherwise goes on until the next forward pass."""

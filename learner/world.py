@@ -18,6 +18,7 @@ from learner.commands import COMMANDS, Begin, Command, End, Export, Fetch, Save,
 from learner.rank import Rank
 from learner.settings import LearnerSettings
 from learner.trainer import StepResult
+from storage.weights import HostTensor
 
 log = structlog.get_logger()
 BEAT_S = 1.0
@@ -75,6 +76,11 @@ class World:
         """Copies of the weights by Hugging Face name."""
         await self._tell(Export())
         return await self.rank.export()
+
+    async def copy_weights(self) -> dict[str, HostTensor]:
+        """The weights on the host, as they are to be published; they stay until the copy after the next."""
+        await self._tell(Export())
+        return await self.rank.copy_weights()
 
     async def save(self, step: int, extra: Mapping[str, JsonValue]) -> None:
         """Begin a checkpoint that holds `extra`."""

@@ -61,15 +61,16 @@ def export_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedCo
 
 @torch.no_grad()
 def stream_hf_weights(
-    chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig
+    chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, holders: "Holders | None" = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights one after another on rank 0; what is yielded is good until the next.
 
-    Every rank must exhaust this iterator; it yields nothing on the others.
+    Every rank must exhaust this iterator; it yields nothing on the others. `holders` as `find_holders` gave
+    them spare all ranks that they tell each other what they have.
     """
     shape = shape_of(hf_config)
     slices = _slices(chunks)
-    holders = _holders(slices)
+    holders = _holders(slices) if holders is None else holders
     for rule in FAMILIES[hf_config.model_type].rules(shape):
         whole = _gather(slices.get(rule.megatron), holders[rule.megatron])
         if whole is None:
@@ -174,7 +175,15 @@ def _tensor_group(expert: bool) -> dist.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group()  # type: ignore[no-any-return]
 
 
-def _holders(slices: Mapping[str, Slice]) -> dict[str, list[Holder]]:
+Holders = dict[str, list[Holder]]
+
+
+def find_holders(chunks: Sequence[torch.nn.Module]) -> Holders:
+    """Who has the slices that rank 0 needs, as long as the world stays divided so. Every rank calls this."""
+    return _holders(_slices(chunks))
+
+
+def _holders(slices: Mapping[str, Slice]) -> Holders:
     """Of every tensor of the model, the first ranks that together hold all of it, in the order of slices."""
     mine = {
         name: Holder(s.dimension, s.ranks, s.rank, s.sizes, dist.get_rank(), s.parameter.dtype)

@@ -16,8 +16,10 @@ import bus
 from bus.codec import MAX_DEPTH, Message, decode, encode
 from bus.errors import SchemaError
 from bus.messages import (
+    AnchorWanted,
     BlobRef,
     DeadLetter,
+    DeltaRef,
     EvaluationResult,
     EvaluationTask,
     GroupRejected,
@@ -36,6 +38,8 @@ from bus.messages import (
 from bus.requests import (
     BatchLease,
     BatchRequest,
+    BlobAsked,
+    BlobOffer,
     Closed,
     CloseRequest,
     DataAccepted,
@@ -75,14 +79,22 @@ CLASSES = [
 ]
 """Every message of the bus, whichever file declares it."""
 BLOB = BlobRef(subject="sluice.test.weights.7", chunks=2, size_bytes=700_000, digest="ab" * 16)
+DELTAS = (
+    DeltaRef(base_version=4, policy_version=5, blob=BLOB),
+    DeltaRef(base_version=5, policy_version=7, blob=BLOB),
+)
 POLICY = PolicyManifest(
-    policy_version=7, incarnation="a1", snapshot=BLOB, model=BLOB, stage="rl", trains_from=2
+    policy_version=7, incarnation="a1", snapshot=BLOB, model=BLOB, stage="rl", trains_from=2, deltas=DELTAS
 )
 CHAT = Prompt(
     content=[{"role": "user", "content": "2+2?"}], label=None, metadata={"level": 3, "tags": ["a", None]}
 )
 EXAMPLES = (
     CHAT,
+    DELTAS[0],
+    BlobAsked(blob=BLOB),
+    BlobOffer(url="http://10.0.0.1:8000"),
+    AnchorWanted(incarnation="a1", policy_version=7, reason="chunk 1 of 3 is not on the bus"),
     make_lease(3),
     make_trajectory(3, 1),
     TrajectoryBatch(trajectories=(make_trajectory(1, 0), make_trajectory(1, 1))),
@@ -372,6 +384,27 @@ def test_bad_message_within_a_message_is_refused_by_its_path():
 def test_blob_of_impossibly_many_chunks_is_refused(chunks: int):
     with pytest.raises(SchemaError, match="10 bytes in"):
         decode(wire(BLOB, size_bytes=10, chunks=chunks), BlobRef)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"policy_version": 8}, "do not lead there"),
+        ({"anchor_version": 3}, "no delta leads from version 3 to 7"),
+        ({"anchor_version": 7, "deltas": DELTAS[:1]}, "do not lead there"),
+        ({"deltas": DELTAS[::-1]}, "a delta to version 7, then 4"),
+        ({"deltas": (DeltaRef(base_version=7, policy_version=7, blob=BLOB),)}, "not lead to a later version"),
+    ],
+)
+def test_manifest_whose_deltas_lead_nowhere_is_refused(changes, reason):
+    with pytest.raises(SchemaError, match=reason):
+        decode(encode(dataclasses.replace(POLICY, **changes)), PolicyManifest)
+
+
+@pytest.mark.parametrize(("version", "deltas"), [(7, 0), (5, 1), (4, 2), (6, None), (3, None)])
+def test_manifest_knows_the_deltas_since_a_version(version, deltas):
+    found = POLICY.since(version)
+    assert (None if found is None else len(found)) == deltas
 
 
 def test_what_cannot_travel_is_refused_before_it_is_sent():

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from bus.errors import ConfigError
 from launch.config import RunConfig, config_file, flags, merge, preset, resolve, validate
+from storage.transport_config import FilesTransport
 
 SORT = {"data": {"task": "sort"}}
 
@@ -197,3 +198,13 @@ def test_a_setting_of_another_engine_is_refused_with_those_there_are():
         SORT, {"actors": {"engine": {"type": "sglang", "slots": 3}}}
     )
     assert "no 'slang': did you mean 'sglang'?" in refusal(SORT, {"actors": {"engine": {"type": "slang"}}})
+
+
+def test_a_transport_is_chosen_by_its_type():
+    def chosen(**transport):
+        return SORT | {"learner": {"publication": {"transport": transport}}}
+
+    found = resolve(chosen(type="files", directory="/nfs")).learner.publication.transport
+    assert found == FilesTransport(directory=Path("/nfs"))
+    assert "transport.type: no 'pigeon'" in refusal(chosen(type="pigeon"))
+    assert "transport.directory" in refusal(chosen(type="files"))

@@ -1,34 +1,114 @@
+import asyncio
+
 import pytest
 import torch
 
 from actors.weights import fetch_model_files, fetch_state
-from bus.errors import BusError
-from bus.messages import PolicyManifest
+from bus.errors import BusError, ConfigError
+from bus.messages import AnchorWanted, PolicyManifest
+from learner import publish as publishing
+from learner.config import PublicationConfig
+from learner.host_copy import HostCopy, host_tensors
 from learner.publish import WeightPublisher
+from storage.blob_sources import Blobs
+from storage.blob_stores import BusBlobs
 
 pytestmark = pytest.mark.nats
-STATE = {"a": torch.arange(300_000, dtype=torch.float32), "b": torch.ones(3, 4)}
+TIMEOUT_S = 10
+
+
+def state(version):
+    """Weights of which one in a hundred is another in every version."""
+    a = torch.arange(300_000, dtype=torch.float32)
+    a[version::100] += 0.5
+    return {"a": a, "b": torch.ones(3, 4), "c": torch.tensor(float("nan"))}
+
+
+def make(bus, *, incarnation="one", **config):
+    return WeightPublisher(
+        bus, BusBlobs(bus), PublicationConfig(**{"keep": 2} | config), incarnation=incarnation
+    )
 
 
 @pytest.fixture
 async def publisher(bus, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights stay away")
-    publisher = WeightPublisher(bus, incarnation="one", dtype=torch.float32, keep_versions=2)
-    await publisher.publish_model_files(tmp_path)
+    publisher = make(bus, anchor_every=3)
+    await publisher.start(tmp_path)
     return publisher
 
 
-async def publish(publisher, version):
-    return await publisher.publish(STATE, policy_version=version, stage="rl", trains_from=0)
+async def publish(publisher, version, stage="rl"):
+    tensors = host_tensors(state(version))
+    return await publisher.publish(tensors, policy_version=version, stage=stage, trains_from=0)
 
 
-async def test_what_is_published_arrives_bit_equal(bus, publisher):
-    await publish(publisher, 0)
+async def announced(bus):
     [manifest, _] = await bus.get("policy", PolicyManifest)
-    state = await fetch_state(bus, manifest)
-    assert set(state) == set(STATE)
-    assert all(state[name].equal(STATE[name]) for name in STATE)
+    return manifest
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(
+        one[name].numpy().tobytes() == other[name].numpy().tobytes() and one[name].dtype == other[name].dtype
+        for name in one
+    )
+
+
+async def test_every_version_arrives_bit_equal_whether_it_is_an_anchor_or_a_delta(bus, publisher):
+    for version in range(8):
+        await publish(publisher, version)
+        manifest = await announced(bus)
+        assert manifest.policy_version == version
+        assert same(await fetch_state(Blobs(bus), manifest), state(version))
+
+
+async def test_deltas_lie_between_anchors_and_lead_from_the_anchor_before_the_last(bus, publisher):
+    anchors, chains, sizes = [], [], []
+    for version in range(8):
+        manifest = await publish(publisher, version)
+        anchors.append(manifest.anchored_at)
+        chains.append([delta.base_version for delta in manifest.deltas])
+        sizes.append(publisher.figures["weights/wire_bytes"])
+    assert anchors == [0, 0, 0, 3, 3, 3, 6, 6]
+    assert chains == [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [3, 4, 5], [3, 4, 5, 6]]
+    assert sizes[0] > 1_200_000
+    assert max(sizes[1:]) < 0.05 * sizes[0]
+
+
+async def test_a_version_is_announced_before_its_anchor_is_stored(bus, publisher):
+    heard = []
+    await bus.listen(bus.subject("notice", "policy"), PolicyManifest, heard.append)
+    for version in range(4):
+        await publish(publisher, version)
+    await bus.client.flush()
+    assert [(m.policy_version, m.anchored_at) for m in heard] == [(0, 0), (1, 0), (2, 0), (3, 0), (3, 3)]
+
+
+async def test_the_same_version_again_announces_its_stage_and_sends_nothing(bus, publisher):
+    first = await publish(publisher, 0, stage="warmup")
+    again = await publish(publisher, 0)
+    assert (again.stage, again.snapshot) == ("rl", first.snapshot)
+    assert publisher.figures["weights/wire_bytes"] == 0
+    assert same(await fetch_state(Blobs(bus), await publish(publisher, 1)), state(1))
+    with pytest.raises(ValueError, match="version 1 was published with other weights"):
+        await publisher.publish(host_tensors(state(2)), policy_version=1, stage="rl", trains_from=0)
+
+
+async def test_weights_that_changed_everywhere_are_an_anchor(bus, publisher):
+    await publish(publisher, 0)
+    other = {name: torch.rand_like(tensor) for name, tensor in state(0).items()}
+    manifest = await publisher.publish(host_tensors(other), policy_version=1, stage="rl", trains_from=0)
+    assert (manifest.anchored_at, manifest.deltas) == (1, ())
+    assert same(await fetch_state(Blobs(bus), manifest), other)
+
+
+async def test_anchors_alone_are_sent_if_so_configured(bus, tmp_path):
+    publisher = make(bus, anchor_every=1)
+    await publisher.start(tmp_path)
+    manifests = [await publish(publisher, version) for version in range(3)]
+    assert [(m.anchored_at, m.deltas) for m in manifests] == [(0, ()), (1, ()), (2, ())]
 
 
 async def test_model_files_travel_without_the_weights(bus, publisher, tmp_path):
@@ -37,26 +117,134 @@ async def test_model_files_travel_without_the_weights(bus, publisher, tmp_path):
     assert [path.name for path in directory.iterdir()] == ["config.json"]
 
 
-async def test_old_versions_leave_the_bus_but_pinned_ones_stay(bus, publisher):
-    manifests = [await publish(publisher, 0)]
-    publisher.pin(0)
-    manifests += [await publish(publisher, version) for version in (1, 2, 3)]
+async def test_old_versions_leave_the_bus_but_pinned_ones_stay_with_all_they_need(bus, publisher):
+    manifests = [await publish(publisher, version) for version in (0, 1)]
+    publisher.pin(1)
+    manifests += [await publish(publisher, version) for version in range(2, 12)]
+    for kept in (1, 10, 11):
+        assert same(await fetch_state(Blobs(bus), manifests[kept]), state(kept))
+    for gone in (2, 5):
+        with pytest.raises(BusError, match="not on the bus"):
+            await fetch_state(Blobs(bus), manifests[gone])
+    publisher.unpin(1)
+    await publish(publisher, 12)
     with pytest.raises(BusError, match="not on the bus"):
-        await fetch_state(bus, manifests[1])
-    for kept in (0, 2, 3):
-        assert (await fetch_state(bus, manifests[kept])).keys() == STATE.keys()
-    publisher.unpin(0)
-    await publish(publisher, 4)
-    with pytest.raises(BusError, match="not on the bus"):
-        await fetch_state(bus, manifests[0])
+        await fetch_state(Blobs(bus), manifests[1])
 
 
-async def test_a_new_learner_takes_the_dead_ones_snapshots_off_the_bus(bus, publisher, tmp_path):
-    old = await publish(publisher, 7)
-    successor = WeightPublisher(bus, incarnation="two", dtype=torch.bfloat16, keep_versions=2)
-    await successor.retire_others()
-    await successor.publish_model_files(tmp_path)
+async def test_a_new_learner_begins_with_an_anchor_and_takes_the_dead_ones_weights_off_the_bus(
+    bus, publisher, tmp_path
+):
+    for version in (6, 7):
+        old = await publish(publisher, version)
+    successor = make(bus, incarnation="two")
+    await successor.start(tmp_path)
     new = await publish(successor, 7)
+    assert (new.anchored_at, new.deltas) == (7, ())
     with pytest.raises(BusError, match="not on the bus"):
-        await fetch_state(bus, old)
-    assert (await fetch_state(bus, new))["a"].dtype == torch.bfloat16
+        await fetch_state(Blobs(bus), old)
+    assert same(await fetch_state(Blobs(bus), new), state(7))
+
+
+async def test_a_learner_that_dies_while_it_stores_has_announced_nothing_of_it(bus, publisher, tmp_path):
+    before = await publish(publisher, 0)
+    put, stored = publisher._store.put, asyncio.Event()
+
+    async def dies(data, *tokens):
+        await put(data, *tokens)
+        stored.set()
+        await asyncio.Event().wait()
+
+    publisher._store.put = dies
+    dying = asyncio.create_task(publish(publisher, 1))
+    async with asyncio.timeout(TIMEOUT_S):
+        await stored.wait()
+    dying.cancel()
+    await asyncio.wait({dying})
+    assert await announced(bus) == before
+    assert same(await fetch_state(Blobs(bus), before), state(0))
+    successor = make(bus, incarnation="two")
+    await successor.start(tmp_path)
+    await publish(successor, 0)
+    assert {m.incarnation for m in [await announced(bus)]} == {"two"}
+    info = await bus.js.stream_info(
+        bus.topology.stream("WEIGHTS"), subjects_filter=bus.subject("weights", ">")
+    )
+    assert {name.split(".")[4] for name in info.state.subjects if ".policy." in name} == {"two"}
+
+
+async def test_weights_that_the_bus_lost_are_published_whole(bus, publisher, tmp_path):
+    await publish(publisher, 0)
+    await publish(publisher, 1)
+    await bus.js.purge_stream(bus.topology.stream("WEIGHTS"))
+    manifest = await publish(publisher, 2)
+    assert (manifest.anchored_at, manifest.deltas) == (2, ())
+    assert same(await fetch_state(Blobs(bus), manifest), state(2))
+    assert await fetch_model_files(bus, manifest.model, tmp_path / "there")
+
+
+@pytest.fixture
+async def served(publisher, monkeypatch):
+    """The publisher, listening for wishes."""
+    monkeypatch.setattr(publishing, "POLL_S", 0.01)
+    monkeypatch.setattr(publishing, "ANCHOR_PAUSE_S", 0.01)
+    stop = asyncio.Event()
+    serving = asyncio.create_task(publisher.serve(stop))
+    yield publisher
+    stop.set()
+    async with asyncio.timeout(TIMEOUT_S):
+        await serving
+
+
+async def wish(bus, incarnation, version):
+    """Ask for an anchor; the next manifest that is announced."""
+    news = asyncio.Queue()
+    listening = await bus.listen(bus.subject("notice", "policy"), PolicyManifest, news.put_nowait)
+    wanted = AnchorWanted(incarnation=incarnation, policy_version=version, reason="a test")
+    await bus.notify(bus.subject("notice", "anchor"), wanted)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await news.get()
+    finally:
+        await listening.unsubscribe()
+
+
+async def test_an_anchor_that_somebody_needs_is_published_between_two_steps(bus, served):
+    await publish(served, 0)
+    before = await publish(served, 1)
+    await bus.js.purge_stream(bus.topology.stream("WEIGHTS"), subject=f"{before.deltas[0].blob.subject}.0")
+    manifest = await wish(bus, "one", 1)
+    assert (manifest.policy_version, manifest.anchored_at) == (1, 1)
+    assert same(await fetch_state(Blobs(bus), manifest), state(1))
+    assert same(await fetch_state(Blobs(bus), await publish(served, 2)), state(2))
+
+
+async def test_the_announcement_comes_again_when_its_key_was_lost(bus, served):
+    manifest = await publish(served, 0)
+    await bus.delete("policy")
+    wanted = AnchorWanted(incarnation="", policy_version=-1, reason="a test")
+    async with asyncio.timeout(TIMEOUT_S):
+        while await bus.get("policy", PolicyManifest) is None:
+            await bus.notify(bus.subject("notice", "anchor"), wanted)
+            await asyncio.sleep(0.02)
+    assert await announced(bus) == manifest
+
+
+async def test_a_model_too_large_for_the_stream_names_the_other_transports(bus):
+    stream = bus.topology.stream("WEIGHTS")
+    config = (await bus.js.stream_info(stream)).config
+    await bus.js.update_stream(config.evolve(max_bytes=100 << 20))
+    with pytest.raises(ConfigError, match=r"transport\.type to http or files"):
+        await BusBlobs(bus).put(bytes(64 << 20), "one", 0)
+
+
+def test_host_copies_take_turns_and_convert():
+    copies = HostCopy(torch.bfloat16)
+    first = copies.take([("a", torch.ones(3)), ("b", torch.full((2, 2), 1 / 3))])
+    second = copies.take([("a", torch.zeros(3)), ("b", torch.zeros(2, 2))])
+    assert (first["a"].tolist(), second["a"].tolist()) == ([1] * 3, [0] * 3)
+    assert first["b"].dtype == torch.bfloat16
+    third = copies.take([("a", torch.full((3,), 2.0)), ("b", torch.zeros(2, 2))])
+    assert third["a"].data_ptr() == first["a"].data_ptr()
+    words = host_tensors(third)["a"]
+    assert (words.dtype, words.shape, words.words.tolist()) == ("BF16", (3,), [0x4000] * 3)

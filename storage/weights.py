@@ -1,0 +1,140 @@
+"""A version's weights on the host: tensors as words compared bit for bit, their digests, and snapshots.
+
+A snapshot is a safetensors file. `storage/deltas.py` holds what changed between two versions.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from bus.errors import StorageError
+
+T = TypeVar("T")
+U = TypeVar("U")
+Words = NDArray[np.unsignedinteger]
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Element sizes by the names of safetensors."""
+WORD: dict[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+MAX_HEADER_BYTES = 100_000_000
+"""As safetensors has it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostTensor:
+    """A tensor's elements as unsigned words, so that NaN equals itself and -0.0 is not 0.0."""
+
+    dtype: str
+    """By the name of safetensors, a key of `ITEM_BYTES`."""
+    shape: tuple[int, ...]
+    words: Words
+    """[elements], contiguous, of the element's size; whoever shares it does not write into it."""
+
+    def digest(self) -> bytes:
+        """xxh3-128 of the elements' bytes."""
+        return xxhash.xxh3_128_digest(self.words.data)
+
+    def same_kind(self, other: "HostTensor") -> bool:
+        """Whether both have the same dtype and shape."""
+        return self.dtype == other.dtype and self.shape == other.shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """One version's tensors by Hugging Face name, each with its digest."""
+
+    policy_version: int
+    tensors: Mapping[str, HostTensor]
+    digests: Mapping[str, bytes]
+
+    @classmethod
+    def of(
+        cls, policy_version: int, tensors: Mapping[str, HostTensor], threads: Executor | None = None
+    ) -> "Weights":
+        """Take the digest of every tensor."""
+        digests = in_order(threads, HostTensor.digest, tensors.values())
+        return cls(policy_version, tensors, dict(zip(tensors, digests, strict=True)))
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all elements."""
+        return sum(tensor.words.nbytes for tensor in self.tensors.values())
+
+    @property
+    def words(self) -> int:
+        """Elements of all tensors."""
+        return sum(len(tensor.words) for tensor in self.tensors.values())
+
+    def digest(self) -> bytes:
+        """xxh3-128 of the version and all names, dtypes, shapes and digests: equal for equal weights only."""
+        whole = xxhash.xxh3_128(str(self.policy_version).encode())
+        for name in sorted(self.tensors):
+            tensor = self.tensors[name]
+            whole.update(json.dumps([name, tensor.dtype, tensor.shape]).encode() + self.digests[name])
+        return whole.digest()
+
+    def changed_since(self, digests: Mapping[str, bytes]) -> dict[str, HostTensor]:
+        """The tensors whose digest is another one in `digests`, or is not there."""
+        return {
+            name: tensor for name, tensor in self.tensors.items() if digests.get(name) != self.digests[name]
+        }
+
+
+def in_order(threads: Executor | None, work: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
+    """`map`, on `threads` if there are any: numpy, zstd and xxhash let go of the interpreter."""
+    return map(work, items) if threads is None else threads.map(work, items)
+
+
+def write_snapshot(weights: Weights) -> bytes:
+    """All tensors as a safetensors file."""
+    order = sorted(weights.tensors, key=lambda name: (-ITEM_BYTES[weights.tensors[name].dtype], name))
+    header: dict[str, object] = {"__metadata__": {"policy_version": str(weights.policy_version)}}
+    end = 0
+    for name in order:  # the widest first, so that each lies at a multiple of its element's size
+        tensor = weights.tensors[name]
+        begin, end = end, end + tensor.words.nbytes
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    contents = [weights.tensors[name].words.data for name in order]
+    return b"".join([struct.pack("<Q", len(text)), text, *contents])
+
+
+def read_snapshot(data: bytes | bytearray, policy_version: int, threads: Executor | None = None) -> Weights:
+    """The tensors of a safetensors file, copied. Raises `StorageError` when it is malformed."""
+    try:
+        [length] = struct.unpack_from("<Q", data)
+        if length > min(MAX_HEADER_BYTES, len(data)):
+            raise StorageError(f"a snapshot of {len(data)} bytes cannot have a header of {length}")
+        header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__", None)
+        tensors = {name: _tensor(data, 8 + length, entry) for name, entry in header.items()}
+    except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StorageError(f"these {len(data)} bytes are no safetensors file: {error!r}") from error
+    return Weights.of(policy_version, tensors, threads)
+
+
+def _tensor(data: bytes | bytearray, start: int, entry: Mapping[str, object]) -> HostTensor:
+    dtype, shape, offsets = str(entry["dtype"]), entry["shape"], entry["data_offsets"]
+    sizes, (begin, end) = whole_numbers(shape), whole_numbers(offsets)
+    if end - begin != prod(sizes) * ITEM_BYTES[dtype] or start + end > len(data):
+        raise ValueError(f"{dtype} {list(sizes)} at {begin} to {end} of {len(data) - start} bytes")
+    words = np.frombuffer(data, WORD[ITEM_BYTES[dtype]], prod(sizes), start + begin)
+    return HostTensor(dtype, sizes, words.copy())
+
+
+def whole_numbers(value: object) -> tuple[int, ...]:
+    """`value` as sizes. Raises `ValueError` when it is no list of integers from 0 on."""
+    if not isinstance(value, list | tuple) or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError(f"{value!r} are no sizes")
+    return tuple(value)

@@ -1,0 +1,259 @@
+"""Every way that published weights take: what arrives is what was put, or it is refused."""
+
+import asyncio
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import aiohttp.web
+import pytest
+from pydantic import ValidationError
+
+from bus.errors import BusError, ConfigError
+from bus.server import free_port
+from storage import blob_http
+from storage.blob_files import file_name
+from storage.blob_http import HttpBlobs
+from storage.blob_sources import Blobs, Relay, blob_source
+from storage.blob_stores import blob_store
+from storage.transport_config import BusTransport, FilesTransport, HttpTransport, RelayConfig
+
+pytestmark = pytest.mark.nats
+TIMEOUT_S = 20
+
+
+def http(**settings):
+    return HttpTransport(**{"host": "127.0.0.1"} | settings)
+
+
+def config(kind, tmp_path):
+    return {"bus": BusTransport(), "http": http(), "files": FilesTransport(directory=tmp_path / "shared")}[
+        kind
+    ]
+
+
+@pytest.fixture(autouse=True)
+def small_ranges(monkeypatch):
+    monkeypatch.setattr(blob_http, "RANGE_BYTES", 100_000)
+
+
+@pytest.fixture(params=["bus", "http", "files"])
+async def store(request, bus, tmp_path):
+    store = blob_store(bus, config(request.param, tmp_path), tmp_path / "served")
+    await store.start()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def origin(bus, tmp_path):
+    """A learner that serves over HTTP."""
+    store = HttpBlobs(bus, tmp_path / "origin", http())
+    await store.start()
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def relay(bus, tmp_path):
+    """Relay of the site "near"."""
+    settings = RelayConfig(site="near", host="127.0.0.1", keep=3)
+    relay = Relay(bus, Blobs(bus), settings, tmp_path / "relay")
+    await relay.start()
+    yield relay
+    await relay.close()
+
+
+def damage(directory: Path, ref):
+    path = directory / file_name(ref)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("size", [0, 1, 100_000, 1_234_567])
+async def test_what_is_put_arrives(bus, store, size):
+    data = os.urandom(size)
+    ref = await store.put(data, "one", 7, "delta")
+    assert await Blobs(bus).get(ref) == data
+    assert await store.holds([ref])
+
+
+async def test_what_is_deleted_is_gone_and_the_others_stay(bus, store):
+    kept, gone = await store.put(b"kept", "one", 1), await store.put(b"gone", "one", 2)
+    await store.delete(gone)
+    await store.delete(gone)
+    assert await store.holds([kept])
+    assert not await store.holds([kept, gone])
+    assert await Blobs(bus).get(kept) == b"kept"
+    with pytest.raises(BusError):
+        await Blobs(bus).get(gone)
+
+
+async def test_a_new_learner_forgets_what_the_one_before_left(bus, store):
+    old = await store.put(b"old", "one", 1)
+    await store.close()
+    await store.start()
+    assert not await store.holds([old])
+
+
+@pytest.mark.parametrize("kind", ["http", "files"])
+async def test_a_flipped_bit_in_a_file_is_found(bus, tmp_path, kind):
+    store = blob_store(bus, config(kind, tmp_path), tmp_path / "served")
+    await store.start()
+    ref = await store.put(os.urandom(300_000), "one", 1)
+    damage(tmp_path / ("served" if kind == "http" else "shared/test"), ref)
+    with pytest.raises(BusError, match=f"do not have the digest {ref.digest}"):
+        await Blobs(bus).get(ref)
+    await store.close()
+
+
+@pytest.mark.parametrize("kind", ["http", "files"])
+async def test_a_torn_file_is_found(bus, tmp_path, kind):
+    store = blob_store(bus, config(kind, tmp_path), tmp_path / "served")
+    await store.start()
+    ref = await store.put(os.urandom(300_000), "one", 1)
+    path = tmp_path / ("served" if kind == "http" else "shared/test") / file_name(ref)
+    os.truncate(path, 250_000)
+    assert not await store.holds([ref])
+    with pytest.raises(BusError, match="bytes"):
+        await Blobs(bus).get(ref)
+    await store.close()
+
+
+async def test_a_large_blob_travels_in_ranges_and_a_server_without_them_is_refused(
+    bus, origin, tmp_path, monkeypatch
+):
+    data = os.urandom(250_001)
+    ref = await origin.put(data, "one", 1)
+    asked = []
+
+    async def answer(request):
+        asked.append(request.headers["Range"])
+        return aiohttp.web.Response(body=data)
+
+    assert await Blobs(bus).get(ref) == data
+    app = aiohttp.web.Application()
+    app.router.add_get("/{name}", answer)
+    runner = aiohttp.web.AppRunner(app)
+    await runner.setup()
+    await aiohttp.web.TCPSite(runner, "127.0.0.1", 0).start()
+    with pytest.raises(BusError, match="status 200"):
+        await blob_http.download(f"http://127.0.0.1:{runner.addresses[0][1]}", ref)
+    await runner.cleanup()
+    assert set(asked) <= {"bytes=0-99999", "bytes=100000-199999", "bytes=200000-250000"}
+    assert asked
+
+
+async def test_the_server_shows_blobs_and_nothing_else(origin, tmp_path):
+    (tmp_path / "secret.blob").write_text("secret")
+    (tmp_path / "origin" / "notes.txt").write_text("notes")
+    ref = await origin.put(b"shown", "one", 1)
+    async with aiohttp.ClientSession() as session:
+        for name, status in (
+            (file_name(ref), 200), ("notes.txt", 404), ("..%2fsecret.blob", 404), ("%2e%2e/secret.blob", 404),
+            (".tmp-x.blob", 404), ("", 404), ("missing.blob", 404),
+        ):  # fmt: skip
+            async with session.get(f"{ref.origin}/{name}") as response:
+                assert response.status == status, name
+
+
+async def test_a_port_that_is_taken_is_named_with_the_remedy(bus, tmp_path):
+    port = free_port("127.0.0.1")
+    first = HttpBlobs(bus, tmp_path / "a", http(port=port))
+    await first.start()
+    with pytest.raises(ConfigError, match=rf"127.0.0.1:{port} .*set learner.publication.transport.port"):
+        await HttpBlobs(bus, tmp_path / "b", http(port=port)).start()
+    await first.close()
+
+
+@pytest.mark.parametrize("kind", ["http", "files"])
+async def test_a_directory_that_cannot_be_written_is_named_with_the_remedy(bus, tmp_path, kind):
+    (tmp_path / "file").write_text("no directory")
+    where = tmp_path / "file" / "weights"
+    transport = http(serve_from=where) if kind == "http" else FilesTransport(directory=where)
+    with pytest.raises(ConfigError, match=r"weights cannot lie in .*set learner.publication.transport."):
+        await blob_store(bus, transport, tmp_path).start()
+
+
+async def test_a_blob_of_an_unknown_transport_is_refused(bus, origin):
+    ref = await origin.put(b"x", "one", 1)
+    with pytest.raises(BusError, match="knows no transport 'ftp'"):
+        await Blobs(bus).get(replace(ref, origin="ftp://host"))
+
+
+# --- relays ---
+
+
+async def test_a_relay_fetches_a_blob_once_and_serves_it_when_the_learner_no_longer_does(bus, origin, relay):
+    data = os.urandom(400_000)
+    ref = await origin.put(data, "one", 1)
+    leaves = [Blobs(bus, RelayConfig(via="near")) for _ in range(4)]
+    assert await asyncio.gather(*(leaf.get(ref) for leaf in leaves)) == [data] * 4
+    await origin.close()
+    assert await Blobs(bus, RelayConfig(via="near")).get(ref) == data
+    assert await relay.get(ref) == data
+    with pytest.raises(BusError):
+        await Blobs(bus).get(ref)
+
+
+async def test_relays_make_a_tree(bus, origin, relay, tmp_path):
+    data = os.urandom(300_000)
+    ref = await origin.put(data, "one", 1)
+    settings = RelayConfig(site="far", via="near", host="127.0.0.1")
+    async with blob_source(bus, settings) as far:
+        assert await Blobs(bus, RelayConfig(via="far")).get(ref) == data
+        await origin.close()
+        await relay.close()
+        assert await far.get(ref) == data
+        assert list(relay._kept) == [ref]
+
+
+async def test_a_relay_that_serves_bad_bytes_is_dropped_and_the_learner_asked(bus, origin, relay, tmp_path):
+    first, second = await origin.put(os.urandom(9000), "one", 1), await origin.put(b"second", "one", 2)
+    await relay.get(first)
+    damage(tmp_path / "relay", first)
+    leaf = Blobs(bus, RelayConfig(via="near"))
+    assert len(await leaf.get(first)) == 9000
+    assert leaf._dropped == {relay.url}
+    assert await relay.get(first) == await leaf.get(first)  # it mended its own file
+    await relay.get(second)
+    await relay.close()
+    assert await leaf.get(second) == b"second"
+
+
+async def test_without_any_relay_the_learner_is_asked_at_once(bus, origin):
+    ref = await origin.put(b"x", "one", 1)
+    async with asyncio.timeout(5):
+        assert await Blobs(bus, RelayConfig(via="nowhere")).get(ref) == b"x"
+
+
+async def test_a_relay_that_cannot_get_a_blob_says_so_and_recovers(bus, origin, relay):
+    ref = await origin.put(b"x" * 10, "one", 1)
+    await origin.delete(ref)
+    leaf = Blobs(bus, RelayConfig(via="near"))
+    with pytest.raises(BusError, match="404"):
+        await leaf.get(ref)
+    assert await origin.put(b"x" * 10, "one", 1) == ref
+    assert await leaf.get(ref) == b"x" * 10
+    assert leaf._dropped == set()
+
+
+async def test_a_relay_keeps_the_newest_blobs(bus, origin, relay, tmp_path):
+    for n in range(5):
+        await relay.get(await origin.put(b"%d" % n, "one", n))
+    assert len(list((tmp_path / "relay").glob("*.blob"))) == 3
+
+
+async def test_a_relays_port_that_is_taken_is_named(bus, origin):
+    port = int(origin._files.origin.rsplit(":", 1)[1])
+    settings = RelayConfig(site="near", host="127.0.0.1", port=port)
+    with pytest.raises(ConfigError, match=r"set actors.weights.port"):
+        async with blob_source(bus, settings):
+            pass
+
+
+def test_a_host_is_not_its_own_source():
+    with pytest.raises(ValidationError, match="would wait for each other"):
+        RelayConfig(site="a", via="a")
