@@ -13,8 +13,9 @@ import structlog
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.config import ActorsConfig, SamplingConfig
-from actors.engines.base import Engine, Sampling
+from actors.engines.base import Sampling
 from actors.engines.embedded import EmbeddedEngine
+from actors.engines.fleet import Fleet
 from actors.environments.single_turn import SingleTurn
 from actors.evaluation import Evaluator
 from actors.filters import load_filter
@@ -53,13 +54,17 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         ends = stop_tokens(model, tokenizer)
         sampled = Sampling.from_config(settings.sampling, ends)
         greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0)
-        engine = build_engine()
-        await engine.start()
+        builds = {
+            f"engine-{n}": partial(asyncio.to_thread, build_engine)
+            for n in range(settings.actors.fleet.engines)
+        }
+        engine = Fleet(builds, settings.actors.fleet)
         try:
+            await engine.start()
             follower = PolicyFollower(bus, engine)
             worker = Worker(
                 bus,
-                Policy(engine, tokenizer, sampled),
+                Policy(engine, tokenizer, sampled, mask_older_versions=settings.actors.mask_older_versions),
                 environment,
                 follower=follower,
                 keep=keep,
@@ -78,7 +83,7 @@ class _Actor:
     """The parts of an actor process, run together, and what they show."""
 
     def __init__(
-        self, bus: Bus, engine: Engine, follower: PolicyFollower, worker: Worker, evaluator: Evaluator
+        self, bus: Bus, engine: Fleet, follower: PolicyFollower, worker: Worker, evaluator: Evaluator
     ) -> None:
         self._bus = bus
         self._engine = engine
@@ -135,6 +140,7 @@ class _Actor:
             "generated_tokens_per_s": rate,
             "policy_version": engine.policy_version,
             "pause_s": self._follower.pause_s,
+            "engines": engine.engines,
             **self._worker.counts,
         }
 
