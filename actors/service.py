@@ -24,7 +24,7 @@ from actors.weights import PolicyFollower, fetch_model_files
 from actors.worker import Worker
 from bus.codec import Json
 from bus.connection import RETRY_S, Bus
-from bus.errors import ConfigError
+from bus.errors import ConfigError, EngineLostError
 from bus.messages import PolicyManifest
 from bus.status import report_status
 
@@ -111,6 +111,8 @@ class _Actor:
         """A run that was done before this process came may be going on soon; one that gets done is over."""
         trained = False
         while not stop.is_set():
+            if self._engine.failure:
+                raise EngineLostError(self._engine.failure)
             trained = trained or self._follower.stage in ("warmup", "rl")
             if trained and self._follower.stage == "done":
                 log.info("run_is_done")
