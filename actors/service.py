@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from actors.config import ActorsConfig, SamplingConfig
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import build_engine, evaluation_engine
+from actors.engines.fleet import Fleet
 from actors.environments.single_turn import SingleTurn
 from actors.evaluation import Evaluator
 from actors.filters import load_filter
@@ -24,7 +25,7 @@ from actors.weights import PolicyFollower, fetch_model_files
 from actors.worker import Worker
 from bus.codec import Json
 from bus.connection import RETRY_S, Bus
-from bus.errors import ConfigError, EngineError
+from bus.errors import ConfigError, EngineLostError
 from bus.messages import AnchorWanted, PolicyManifest
 from bus.status import report_status
 from storage.blob_sources import blob_source
@@ -59,7 +60,17 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         ends = stop_tokens(model, tokenizer)
         sampled = Sampling.from_config(settings.sampling, ends)
         greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0)
-        engine = build_engine(settings.actors.engine, model, settings.logs / f"engine-{actor_name()}.log")
+        builds = {
+            f"engine-{n}": partial(
+                asyncio.to_thread,
+                build_engine,
+                settings.actors.engine,
+                model,
+                settings.logs / f"engine-{actor_name()}-{n}.log",
+            )
+            for n in range(settings.actors.fleet.engines)
+        }
+        engine = Fleet(builds, settings.actors.fleet)
         build_evaluator = partial(evaluation_engine, settings.actors.engine, model)
         try:
             if not await _started(bus, engine, stop):
@@ -67,7 +78,7 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
             follower = PolicyFollower(bus, engine, blobs)
             worker = Worker(
                 bus,
-                Policy(engine, tokenizer, sampled),
+                Policy(engine, tokenizer, sampled, mask_older_versions=settings.actors.mask_older_versions),
                 environment,
                 follower=follower,
                 keep=keep,
@@ -88,7 +99,7 @@ class _Actor:
     """The parts of an actor process, run together, and what they show."""
 
     def __init__(
-        self, bus: Bus, engine: Engine, follower: PolicyFollower, worker: Worker, evaluator: Evaluator
+        self, bus: Bus, engine: Fleet, follower: PolicyFollower, worker: Worker, evaluator: Evaluator
     ) -> None:
         self._bus = bus
         self._engine = engine
@@ -116,8 +127,8 @@ class _Actor:
         """A run that was done before this process came may be going on soon; one that gets done is over."""
         trained = False
         while not stop.is_set():
-            if failure := getattr(self._engine, "failure", ""):
-                raise EngineError(failure)  # else it would reject every lease it can get
+            if self._engine.failure:
+                raise EngineLostError(self._engine.failure)
             trained = trained or self._follower.stage in ("warmup", "rl")
             if trained and self._follower.stage == "done":
                 log.info("run_is_done")
@@ -147,6 +158,7 @@ class _Actor:
             "generated_tokens_per_s": rate,
             "policy_version": engine.policy_version,
             "pause_s": self._follower.pause_s,
+            "engines": engine.engines,
             **self._worker.counts,
         }
 
