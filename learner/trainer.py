@@ -31,7 +31,7 @@ from learner.megatron import (
 )
 from learner.model import PolicyModel, build_chunks
 from learner.optimizer import build_optimizer, configure_optimizer, gradient_norm, update
-from learner.packing import MicroBatch, TrainedTokens
+from learner.packing import MicroBatch, TrainedTokens, empty_micro_batch
 from learner.parallel import (
     data_parallel_sum,
     device,
@@ -40,7 +40,7 @@ from learner.parallel import (
     tensor_from_last_stage,
 )
 from learner.schedule import learning_rate
-from learner.sharding import idle_micro_batch, share_of_rank
+from learner.sharding import share_of_rank
 from learner.trainable import EVERYTHING, TrainableWeights
 
 Loss = TISLoss | PPOClipLoss | SFTLoss
@@ -218,7 +218,7 @@ class Trainer:
             count = most_over_ranks(count)
         if parallel.virtual_pipeline > 1:
             count = -(-count // parallel.pipeline) * parallel.pipeline
-        idle = [idle_micro_batch()] * (count - len(micro_batches))
+        idle = [empty_micro_batch()] * (count - len(micro_batches))
         return [
             share_of_rank(
                 batch,
