@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,11 @@ from learner.manifest import damaged_files, read_manifest, refuse_damage, refuse
 from learner.megatron import CheckpointingException, ShardedObject, dist_checkpointing, parallel_state
 from learner.model import PolicyModel
 from learner.optimizer import load_optimizer_state
+from learner.parallel import gathered
 from learner.trainer import Trainer
 from storage import checkpoints
 from storage.files import TEMPORARY_PREFIX
 
-T = TypeVar("T")
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -66,13 +66,11 @@ class PendingCheckpoint:
         if self.finished:
             return
         self.finished = True
-        failures = [failure for failure in _of_all_ranks(self._failure()) if failure]
+        failures = [failure for failure in gathered(self._failure()) if failure]
         if failures:
             raise StorageError(f"cannot write checkpoint {self._final}: {'; '.join(failures)}")
         self._staged.finalize()
-        digests = {
-            name: digest for part in _of_all_ranks(self._writing.result()) for name, digest in part.items()
-        }
+        digests = {name: digest for part in gathered(self._writing.result()) for name, digest in part.items()}
         if dist.get_rank() == 0:
             self._publish(digests)
         dist.barrier()
@@ -256,14 +254,8 @@ def _refuse_other_training(directory: Path, manifest: Mapping[str, Any], trainer
 def _refuse_damage_on_any_rank(directory: Path, manifest: Mapping[str, Any]) -> None:
     """Each rank reads its share of the files."""
     share = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
-    damaged = _of_all_ranks(damaged_files(directory, manifest, share))
+    damaged = gathered(damaged_files(directory, manifest, share))
     refuse_damage(directory, [name for names in damaged for name in names])
-
-
-def _of_all_ranks(value: T) -> list[T]:
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _replace(temporary: Path, final: Path) -> None:
