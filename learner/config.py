@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from bus.config import Config
+from learner.frozen_config import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from storage.transport_config import BusTransport, TransportConfig
 
 
@@ -181,10 +182,15 @@ class TISLoss(Config):
 
 
 class PPOClipLoss(Config):
-    """PPO's clipped surrogate, centred on the behaviour policy."""
+    """PPO's clipped surrogate."""
 
     type: Literal["ppo_clip"] = "ppo_clip"
     """Name of the loss."""
+
+    centre: Literal["behaviour", "proximal"] = "behaviour"
+    """Centre of the clip: the policy that sampled the token, or, decoupled (arXiv:2505.24298), the policy
+    before the step, whose log-probs take a pass of their own. The latter is for `batch.updates` above 1: in
+    the first update the policy is still at the centre."""
 
     clip_eps: float = Field(0.2, gt=0)
     """How far below 1 the importance ratio may fall before its gradient stops."""
@@ -228,6 +234,13 @@ class BatchConfig(Config):
 
     tokens_per_micro_batch: int = Field(16384, gt=0)
     """Token budget of one packed micro-batch."""
+
+    logprob_tokens_per_micro_batch: int | None = Field(None, gt=0)
+    """Token budget of a micro-batch in passes that only take log-probs (proximal, reference, teacher), which
+    keep no activations: several times as much fits; `None` means `tokens_per_micro_batch`."""
+
+    updates: int = Field(1, ge=1)
+    """Updates that share a batch, each on an equal part of its trajectories."""
 
     oversized: Literal["alone", "refuse"] = "alone"
     """A trajectory longer than the budget is a micro-batch by itself, or ends the run with its name."""
@@ -372,6 +385,12 @@ class LearnerConfig(Config):
 
     advantage: AdvantageConfig = GRPOAdvantage()
     """How rewards become advantages."""
+
+    reference: ReferenceConfig = NO_REFERENCE
+    """A policy to stay near to."""
+
+    teacher: TeacherConfig = NO_TEACHER
+    """A policy to learn from."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW of this stage."""

@@ -45,6 +45,9 @@ def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1
         behaviour_logprobs=share(batch.behaviour_logprobs),
         policy_versions=share(batch.policy_versions),
         advantages=share(batch.advantages),
+        proximal_logprobs=share(batch.proximal_logprobs),
+        reference_logprobs=share(batch.reference_logprobs),
+        teacher_logprobs=share(batch.teacher_logprobs),
         trained=loss_mask.nonzero()[:, 0],
         lengths=lengths,
     )
