@@ -65,7 +65,12 @@ class FrozenPolicies:
 
     @contextmanager
     def in_place(self, tag: str) -> Iterator[None]:
-        """The model has the weights of `tag` inside; no gradient or update may be made there."""
+        """The model has the weights of `tag` inside; no gradient or update may be made there.
+
+        Raises `ValueError` when nothing is held under that name.
+        """
+        if tag not in self._held:
+            raise ValueError(f"no policy is held as {tag!r}, only {sorted(self._held)}")
         with self._current_kept() as live:
             _copy(self._held[tag], live)
             yield

@@ -16,6 +16,7 @@ from learner.checkpoint import read_extra
 from learner.config import LearnerConfig
 from learner.lineage import TrainedStep
 from learner.progress import Progress
+from learner.references import hold_frozen_policies
 from learner.service import Initial
 from learner.settings import LearnerSettings
 from learner.steps import train_on
@@ -81,6 +82,8 @@ def replay_steps(
     for groups that are no longer there and for a checkpoint that is damaged or of another history.
     """
     trainer, progress = _begin(settings, initial, from_step)
+    if changed is not None:
+        hold_frozen_policies(trainer, settings, changed, stage="rl", step=progress.step)
     lines = _lines(settings, progress.step, to_step)
     lineage.refuse_other_groups(settings.lineage, {int(s): g for s, g in progress.groups.items()})
     for line in lines:
@@ -168,6 +171,7 @@ def _train(
         groups,
         line.weights or [1.0] * len(groups),
         learner,
+        step=line.step,
         policy_version=line.policy_version - 1,
         temperature=settings.temperature,
     )

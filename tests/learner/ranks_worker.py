@@ -42,7 +42,7 @@ def step(loss: str) -> dict[str, list[float] | str]:
     groups = [group(n) for n in SHARES[data_parallel_size()][data_parallel_rank()]]
     learner = LearnerConfig(loss=LOSSES[loss], batch=BatchConfig(tokens_per_micro_batch=16))
     weights = [0.5 for _ in groups]
-    batch, result = train_on(trainer, groups, weights, learner, policy_version=4, temperature=0.7)
+    batch, result = train_on(trainer, groups, weights, learner, step=1, policy_version=4, temperature=0.7)
     after = torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()]).double()
     numbers = [
         result.loss, result.grad_norm, result.tokens, result.diagnostics["entropy_nats"],
