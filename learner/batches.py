@@ -91,5 +91,6 @@ def _sample(trajectory: Trajectory, advantage: float) -> Sample:
         behaviour_logprobs=trajectory.behaviour_logprobs,
         policy_versions=trajectory.policy_versions,
         advantage=advantage,
+        part=trajectory.lease_id + trajectory.sample,
         name=trajectory.trajectory_id,
     )

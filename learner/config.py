@@ -240,7 +240,8 @@ class BatchConfig(Config):
     keep no activations: several times as much fits; `None` means `tokens_per_micro_batch`."""
 
     updates: int = Field(1, ge=1)
-    """Updates that share a batch, each on an equal part of its trajectories."""
+    """Updates that share a batch, each on as many trajectories of every group: at most as many as
+    `admission.samples_per_prompt`."""
 
     oversized: Literal["alone", "refuse"] = "alone"
     """A trajectory longer than the budget is a micro-batch by itself, or ends the run with its name."""

@@ -27,6 +27,8 @@ class Sample:
     """int32 [L], the weights behind each token."""
     advantage: float
     """Of the whole trajectory."""
+    part: int = 0
+    """Of several updates that share a batch this modulo their number is the one that trains it."""
     name: str = "a sample"
     """For messages to people."""
     proximal_logprobs: np.ndarray | None = None

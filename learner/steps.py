@@ -37,7 +37,7 @@ def train_on(
     updates = learner.batch.updates
     results = [
         trainer.train_step(
-            equally_many(packed(samples[n::updates], learner.batch)),
+            equally_many(packed([s for s in samples if s.part % updates == n], learner.batch)),
             Objective.of(learner),
             temperature=temperature,
             policy_version=policy_version,

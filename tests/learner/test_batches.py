@@ -97,3 +97,12 @@ def test_digest_is_the_same_in_any_order_and_packing_and_counts_every_sample():
     assert batch_of([*groups, groups[0]]).xxh3() != digest
     parts = [batch_of(groups[:1]), batch_of(groups[1:])]
     assert sum(part.digest for part in parts) % DIGESTS == int(digest, 16)
+
+
+def test_every_update_of_a_batch_trains_on_as_many_trajectories_of_each_group():
+    groups = [[make_trajectory(lease, n, group_size=4) for n in range(4)] for lease in (3, 8)]
+    samples = batch_of(groups).samples
+    for updates in (1, 2, 4):
+        parts = [[s.name for s in samples if s.part % updates == n] for n in range(updates)]
+        assert sorted(name for part in parts for name in part) == sorted(s.name for s in samples)
+        assert {len(part) for part in parts} == {8 // updates}
