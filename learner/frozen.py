@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ class FrozenPolicies:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], settle: Callable[[], None]) -> None:
         """`settle` is called before the parameters of `chunks` are read, to finish what still writes them."""
-        self.own: set[str] = set()
-        """Tags of what was the policy of this run once, which only its checkpoints keep."""
+        self.sources: dict[str, Path] = {}
+        """The directories that tags were read from."""
         self._chunks = chunks
         self._settle = settle
         self._held: dict[str, Weights] = {}
@@ -34,25 +35,27 @@ class FrozenPolicies:
     def __contains__(self, tag: str) -> bool:
         return tag in self._held
 
+    @property
+    def own(self) -> set[str]:
+        """Tags of what was this run's policy once: only its checkpoints keep it."""
+        return self._held.keys() - self.sources.keys()
+
     def hold(self, tag: str) -> None:
         """Make the current policy that of `tag`, in the place of the one it had."""
-        self._put(tag, self._live())
-        self.own.add(tag)
+        self._put(tag, self._live(), None)
 
-    def load(self, tag: str, hf_config: PretrainedConfig, state: State) -> None:
+    def load(self, tag: str, hf_config: PretrainedConfig, state: State, source: Path) -> None:
         """Read the policy of `tag` from weights by their Hugging Face names. Every rank calls this.
 
-        Raises `ConfigError` as `load_hf_weights` does.
+        `source` is where to find them again. Raises `ConfigError` as `load_hf_weights` does.
         """
         with self._current_kept() as live:
             load_hf_weights(self._chunks, hf_config, state)
-            self._put(tag, live)
-        self.own.discard(tag)
+            self._put(tag, live, source)
 
     def restore(self, tag: str, weights: Weights) -> None:
         """Make `weights`, which a checkpoint kept, those of `tag`."""
-        self._put(tag, weights)
-        self.own.add(tag)
+        self._put(tag, weights, None)
 
     def weights(self, tag: str) -> Weights:
         """What is held of `tag`; or room for it, whose contents mean nothing yet."""
@@ -61,7 +64,7 @@ class FrozenPolicies:
     def keep_only(self, tags: set[str]) -> None:
         """Forget all others."""
         self._held = {tag: weights for tag, weights in self._held.items() if tag in tags}
-        self.own &= tags
+        self.sources = {tag: source for tag, source in self.sources.items() if tag in tags}
 
     @contextmanager
     def in_place(self, tag: str) -> Iterator[None]:
@@ -85,8 +88,11 @@ class FrozenPolicies:
         finally:
             _copy(self._current, live)
 
-    def _put(self, tag: str, weights: Weights) -> None:
+    def _put(self, tag: str, weights: Weights, source: Path | None) -> None:
         held = self._held.setdefault(tag, _room(weights))
+        self.sources.pop(tag, None)
+        if source is not None:
+            self.sources[tag] = source
         _copy(weights, held)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # a checkpoint reads it from the host

@@ -9,6 +9,8 @@ from pathlib import Path
 from bus.errors import ConfigError
 from learner.config import LearnerConfig
 from learner.conversion.files import has_tokenizer, load_hf_directory, load_tokenizer
+from learner.frozen import FrozenPolicies
+from learner.frozen_config import ReferenceConfig
 from learner.losses.select import Objective
 from learner.manifest import differences
 from learner.progress import Stage
@@ -27,21 +29,23 @@ def hold_frozen_policies(
     Raises `ConfigError` when a directory does not fit the policy, and when the policy that reinforcement
     learning began with is no longer there.
     """
-    wanted = Objective.of(learner).frozen
-    if "teacher" in wanted and "teacher" not in trainer.frozen and learner.teacher.path is not None:
-        _load(trainer, settings, "teacher", learner.teacher.path)
-    if "reference" in wanted and ("reference" not in trainer.frozen or _has_moved(trainer, learner)):
-        source = learner.reference.path or (None if settings.warmup.steps else settings.model_directory)
-        if source is not None:
-            _load(trainer, settings, "reference", source)
-        elif stage == "rl" and step == 0:
-            trainer.frozen.hold("reference")
-        elif stage != "warmup":
-            raise ConfigError(
-                f"learner.reference.kl_coef={learner.reference.kl_coef} needs a reference, but step {step} "
-                "was trained without one, and the policy after the warm-up is gone: give a Hugging Face "
-                "directory with --learner.reference.path"
-            )
+    wanted, frozen = Objective.of(learner).frozen, trainer.frozen
+    teacher, reference = learner.teacher, learner.reference
+    if "teacher" in wanted and teacher.path is not None and frozen.sources.get("teacher") != teacher.path:
+        _load(trainer, settings, "teacher", teacher.path)
+    if "reference" not in wanted or _is_held(frozen, reference):
+        return
+    source = reference.path or (None if settings.warmup.steps else settings.model_directory)
+    if source is not None:
+        _load(trainer, settings, "reference", source)
+    elif stage == "rl" and step == 0:
+        frozen.hold("reference")
+    elif stage != "warmup":
+        raise ConfigError(
+            f"learner.reference.kl_coef={reference.kl_coef} needs a reference, but step {step} was trained "
+            "without one, and the policy after the warm-up is gone: give a Hugging Face directory with "
+            "--learner.reference.path"
+        )
 
 
 def refresh_reference(trainer: Trainer, learner: LearnerConfig, step: int) -> None:
@@ -51,12 +55,11 @@ def refresh_reference(trainer: Trainer, learner: LearnerConfig, step: int) -> No
         trainer.frozen.hold("reference")
 
 
-def _has_moved(trainer: Trainer, learner: LearnerConfig) -> bool:
-    """Whether a checkpoint brought the run's own policy, and the configuration now names a directory."""
-    reference = learner.reference
-    return (
-        "reference" in trainer.frozen.own and reference.path is not None and reference.refresh_every is None
-    )
+def _is_held(frozen: FrozenPolicies, reference: ReferenceConfig) -> bool:
+    """Whether there is a reference, and not another one than the configuration names."""
+    if reference.path is None or (reference.refresh_every is not None and "reference" in frozen.own):
+        return "reference" in frozen
+    return frozen.sources.get("reference") == reference.path
 
 
 def _load(trainer: Trainer, settings: LearnerSettings, tag: str, directory: Path) -> None:
@@ -74,4 +77,4 @@ def _load(trainer: Trainer, settings: LearnerSettings, tag: str, directory: Path
                 f"{settings.model_directory}: {len(other)} tokens have other ids, as {min(other)!r}; choose "
                 "a model with the policy's tokenizer"
             )
-    trainer.frozen.load(tag, hf_config, state)
+    trainer.frozen.load(tag, hf_config, state, directory)

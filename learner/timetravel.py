@@ -82,8 +82,6 @@ def replay_steps(
     for groups that are no longer there and for a checkpoint that is damaged or of another history.
     """
     trainer, progress = _begin(settings, initial, from_step)
-    if changed is not None:
-        hold_frozen_policies(trainer, settings, changed, stage="rl", step=progress.step)
     lines = _lines(settings, progress.step, to_step)
     lineage.refuse_other_groups(settings.lineage, {int(s): g for s, g in progress.groups.items()})
     for line in lines:
@@ -91,6 +89,8 @@ def replay_steps(
         if line.step <= from_step:
             _train(trainer, settings, settings.learner, line, groups)
             continue
+        if changed is not None and line.step == from_step + 1:
+            hold_frozen_policies(trainer, settings, changed, stage="rl", step=from_step)
         if reward is not None:
             groups = [[replace(t, reward=reward(t)) for t in group] for group in groups]
         yield _train(trainer, settings, changed or settings.learner, line, groups)

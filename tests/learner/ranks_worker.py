@@ -48,7 +48,7 @@ def step(loss: str) -> dict[str, list[float] | str]:
     """Train once; return what is the same however many ranks share the step."""
     model = tiny_model()
     trainer = Trainer(model.config, model.state_dict(), OptimizerConfig(lr=1e-3))
-    trainer.frozen.load("reference", model.config, tiny_model(seed=1).state_dict())
+    trainer.frozen.load("reference", model.config, tiny_model(seed=1).state_dict(), Path("elsewhere"))
     groups = [group(n) for n in SHARES[data_parallel_size()][data_parallel_rank()]]
     learner = LearnerConfig(**{"batch": BatchConfig(tokens_per_micro_batch=16), **LOSSES[loss]})
     weights = [0.5 for _ in groups]

@@ -80,8 +80,8 @@ def train(case: Case) -> tuple[list[StepResult], dict[str, Tensor]]:
     divide_world(parallel)
     model = tiny_model(seed=POLICY)
     trainer = Trainer(model.config, hf_state(model), OPTIMIZER, parallel=parallel)
-    trainer.frozen.load("reference", model.config, hf_state(tiny_model(seed=REFERENCE)))
-    trainer.frozen.load("teacher", model.config, hf_state(tiny_model(seed=TEACHER)))
+    trainer.frozen.load("reference", model.config, hf_state(tiny_model(seed=REFERENCE)), Path("elsewhere"))
+    trainer.frozen.load("teacher", model.config, hf_state(tiny_model(seed=TEACHER)), Path("elsewhere"))
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     learner, results = case.learner, []
     for step in range(STEPS):

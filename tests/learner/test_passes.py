@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,7 +65,7 @@ def scored(case: Case) -> tuple[list[Scores], list[Scores], bool, tuple[int, int
     samples = random_samples(LENGTHS)[share[0] :: share[1]]
     policy, reference = (tiny_model(**dict(case.model), seed=seed) for seed in (0, 1))
     trainer = Trainer(policy.config, hf_state(policy), OPTIMIZER, parallel=parallel)
-    trainer.frozen.load("reference", policy.config, hf_state(reference))
+    trainer.frozen.load("reference", policy.config, hf_state(reference), Path("elsewhere"))
     trainer.train_step(pack(samples, 40), TISLoss(), temperature=1.0, policy_version=3)
     trainer.frozen.hold("now")
     reference_scores, current_scores = (
@@ -181,7 +182,7 @@ def test_no_samples_give_no_scores():
 def test_the_policy_is_bit_for_bit_itself_after_a_switch_that_failed(dtype):
     trainer = trainer_of(dtype=dtype)
     other = tiny_model(seed=1)
-    trainer.frozen.load("reference", other.config, hf_state(other))
+    trainer.frozen.load("reference", other.config, hf_state(other), Path("elsewhere"))
     before = trainer.export()
 
     def fail():

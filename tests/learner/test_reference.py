@@ -124,7 +124,7 @@ def keep(layout: dict, changes: dict, root: Path) -> None:
     divide_world(parallel)
     trainer = Trainer(policy.config, hf_state(held), OptimizerConfig(), parallel=parallel)
     trainer.frozen.hold("reference")
-    trainer.frozen.load("teacher", policy.config, hf_state(policy))
+    trainer.frozen.load("teacher", policy.config, hf_state(policy), Path("elsewhere"))
     save_checkpoint(trainer, root, 1, {}, keep=1)
 
 
@@ -253,6 +253,10 @@ def test_a_directory_named_on_resume_takes_the_place_of_what_the_checkpoint_kept
         hold_frozen_policies(trainer, settings, learner, stage="rl", step=20)
         held[reference] = "reference" in trainer.frozen.own
     assert held == {refreshed: True, named: False}
+    another = other_model(tmp_path / "another", settings)
+    learner = LearnerConfig(reference=ReferenceConfig(kl_coef=1.0, path=another))
+    hold_frozen_policies(trainer, settings, learner, stage="rl", step=20)
+    assert trainer.frozen.sources == {"reference": another}
 
 
 @pytest.mark.parametrize(
