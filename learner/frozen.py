@@ -89,11 +89,12 @@ class FrozenPolicies:
             _copy(self._current, live)
 
     def _put(self, tag: str, weights: Weights, source: Path | None) -> None:
-        held = self._held.setdefault(tag, _room(weights))
+        if tag not in self._held:
+            self._held[tag] = _room(weights)
+        _copy(weights, self._held[tag])
         self.sources.pop(tag, None)
         if source is not None:
             self.sources[tag] = source
-        _copy(weights, held)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # a checkpoint reads it from the host
 
