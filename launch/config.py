@@ -214,6 +214,12 @@ def _check_together(config: RunConfig) -> None:
             "learner.target_accuracy needs held-out prompts: give them with --data.heldout, or turn the "
             "target off with --learner.target-accuracy none"
         )
+    updates, samples = config.learner.batch.updates, config.admission.samples_per_prompt
+    if updates > samples:
+        raise ConfigError(
+            f"learner.batch.updates={updates} is more than admission.samples_per_prompt={samples}: each "
+            f"update trains on some trajectories of every group; set it to {samples} or less"
+        )
     if config.warmup.steps and not (config.warmup.demonstrations or config.data.task):
         raise ConfigError(
             "warmup.steps needs demonstrations: give them with --warmup.demonstrations, or turn the stage "

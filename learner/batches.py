@@ -18,7 +18,7 @@ DIGESTS = 1 << 128
 class StepBatch:
     """What one rank trains on in a step, and what is worth knowing about it: sums, so that ranks add up."""
 
-    micro_batches: list[MicroBatch]
+    samples: list[Sample]
     trajectories: int
     tokens: int
     """Prompt and response."""
@@ -54,9 +54,9 @@ class StepBatch:
 
 def make_step_batch(
     groups: Sequence[Sequence[Trajectory]], *,
-    policy_version: int, advantage: AdvantageConfig, batch: BatchConfig, weights: Sequence[float] = (),
+    policy_version: int, advantage: AdvantageConfig, weights: Sequence[float] = (),
 ) -> StepBatch:  # fmt: skip
-    """Advantages within each group, times the group's importance weight (1 by default), then packing."""
+    """Advantages within each group, times the group's importance weight (1 by default)."""
     samples: list[Sample] = []
     for group, weight in zip(groups, weights or [1.0] * len(groups), strict=True):
         advantages = grpo_advantages(
@@ -68,9 +68,7 @@ def make_step_batch(
     trajectories = [trajectory for group in groups for trajectory in group]
     staleness = [max(0, policy_version - trajectory.oldest_version) for trajectory in trajectories]
     return StepBatch(
-        micro_batches=pack(
-            samples, batch.tokens_per_micro_batch, refuse_oversized=batch.oversized == "refuse"
-        ),
+        samples=samples,
         trajectories=len(trajectories),
         tokens=sum(len(t.token_ids) for t in trajectories),
         reward_sum=sum(t.reward for t in trajectories),
@@ -81,6 +79,11 @@ def make_step_batch(
     )
 
 
+def packed(samples: Sequence[Sample], batch: BatchConfig) -> list[MicroBatch]:
+    """Micro-batches; raises `ConfigError` for a sample over the budget where that is to be refused."""
+    return pack(samples, batch.tokens_per_micro_batch, refuse_oversized=batch.oversized == "refuse")
+
+
 def _sample(trajectory: Trajectory, advantage: float) -> Sample:
     return Sample(
         token_ids=trajectory.token_ids,
@@ -88,5 +91,6 @@ def _sample(trajectory: Trajectory, advantage: float) -> Sample:
         behaviour_logprobs=trajectory.behaviour_logprobs,
         policy_versions=trajectory.policy_versions,
         advantage=advantage,
+        part=trajectory.lease_id + trajectory.sample,
         name=trajectory.trajectory_id,
     )

@@ -8,6 +8,7 @@ import torch
 from learner.checkpoint import load_checkpoint
 from learner.config import ParallelConfig, SFTLoss
 from learner.progress import Progress
+from learner.references import hold_frozen_policies
 from learner.service import Initial, new_trainer
 from learner.settings import LearnerSettings
 from learner.trainer import Trainer
@@ -28,6 +29,7 @@ def trainer_at(
     trainer = new_trainer(settings, initial, optimizer, _alone(settings.learner.parallel))
     if checkpoint is not None:
         load_checkpoint(trainer, checkpoint)
+    hold_frozen_policies(trainer, settings, settings.learner, stage=progress.stage, step=progress.step)
     if not warming or _warm_up(trainer, settings, initial, progress, stopped):
         progress.stage = "rl"
     torch.set_num_threads(settings.learner.threads)
@@ -56,4 +58,5 @@ def _warm_up(
         progress.policy_version += 1
     progress.trains_from = progress.policy_version
     trainer.set_optimizer(settings.learner.optimizer)
+    hold_frozen_policies(trainer, settings, settings.learner, stage="rl", step=0)
     return True

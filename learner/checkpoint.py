@@ -6,11 +6,12 @@ Each holds megatron-core's sharded files (`torch_dist`), the model's `config.jso
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,11 @@ from learner.manifest import damaged_files, read_manifest, refuse_damage, refuse
 from learner.megatron import CheckpointingException, ShardedObject, dist_checkpointing, parallel_state
 from learner.model import PolicyModel
 from learner.optimizer import load_optimizer_state
+from learner.parallel import gathered
 from learner.trainer import Trainer
 from storage import checkpoints
 from storage.files import TEMPORARY_PREFIX
 
-T = TypeVar("T")
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -66,13 +67,11 @@ class PendingCheckpoint:
         if self.finished:
             return
         self.finished = True
-        failures = [failure for failure in _of_all_ranks(self._failure()) if failure]
+        failures = [failure for failure in gathered(self._failure()) if failure]
         if failures:
             raise StorageError(f"cannot write checkpoint {self._final}: {'; '.join(failures)}")
         self._staged.finalize()
-        digests = {
-            name: digest for part in _of_all_ranks(self._writing.result()) for name, digest in part.items()
-        }
+        digests = {name: digest for part in gathered(self._writing.result()) for name, digest in part.items()}
         if dist.get_rank() == 0:
             self._publish(digests)
         dist.barrier()
@@ -119,7 +118,7 @@ def start_checkpoint(
     temporary, final = checkpoints.temporary(root, step), checkpoints.directory(root, step)
     with _megatron_deprecations_silenced():
         request = dist_checkpointing.save(
-            _sharded_state(trainer, is_loading=False),
+            _sharded_state(trainer, trainer.frozen.own, is_loading=False),
             str(temporary),
             async_sharded_save=True,
             content_metadata=dict(SHARDING),
@@ -153,7 +152,7 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> dict[str, JsonValue]:
     refuse_other_model(directory, manifest, trainer.hf_config)
     training = _refuse_other_training(directory, manifest, trainer)
     _refuse_damage_on_any_rank(directory, manifest)
-    wanted = _sharded_state(trainer, is_loading=True)
+    wanted = _sharded_state(trainer, training.get("policies", []), is_loading=True)
     if training["ranks"] != dist.get_world_size():  # whose would they be?
         del wanted["rng"]
     try:
@@ -163,6 +162,8 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> dict[str, JsonValue]:
         raise StorageError(f"cannot read checkpoint {directory}: {error}") from error
     for name, chunk in _chunks(trainer).items():
         chunk.load_state_dict(state[name])
+    for tag, weights in state["policies"].items():
+        trainer.frozen.restore(tag, list(weights.values()))
     load_optimizer_state(trainer.optimizer, state["optimizer"])
     trainer.steps_done, trainer.updates_done = training["steps_done"], training["updates_done"]
     if "rng" in state:
@@ -189,17 +190,30 @@ def _megatron_deprecations_silenced() -> Iterator[None]:
         yield
 
 
-def _sharded_state(trainer: Trainer, *, is_loading: bool) -> dict[str, Any]:
+def _sharded_state(trainer: Trainer, policies: Iterable[str], *, is_loading: bool) -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    chunks = {
-        name: chunk.sharded_state_dict(metadata={**SHARDING, "dp_cp_group": group})
-        for name, chunk in _chunks(trainer).items()
-    }
+    metadata = {**SHARDING, "dp_cp_group": group}
+    chunks = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _chunks(trainer).items()}
     with torch.no_grad():
         optimizer = trainer.optimizer.sharded_state_dict(
             chunks if len(chunks) > 1 else chunks["model"], is_loading=is_loading, metadata=dict(SHARDING)
         )
-    return {**chunks, "optimizer": optimizer, "rng": _sharded_rng_state()}
+    frozen = {tag: _sharded_policy(trainer, tag, metadata) for tag in sorted(policies)}
+    return {**chunks, "optimizer": optimizer, "rng": _sharded_rng_state(), "policies": frozen}
+
+
+def _sharded_policy(trainer: Trainer, tag: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of a frozen policy, cut and named as the model's own behind its tag."""
+    prefix = f"{tag}."
+    pieces = zip(_chunks(trainer).items(), trainer.frozen.weights(tag), strict=True)
+    return {
+        name: {
+            key.removeprefix(prefix): replace(entry, data=weights[key.removeprefix(prefix)])
+            for key, entry in chunk.sharded_state_dict(prefix=prefix, metadata=metadata).items()
+            if key.removeprefix(prefix) in weights
+        }
+        for (name, chunk), weights in pieces
+    }
 
 
 def _chunks(trainer: Trainer) -> dict[str, PolicyModel]:
@@ -231,6 +245,7 @@ def _training(trainer: Trainer) -> dict[str, Any]:
         "ranks": dist.get_world_size(),
         "distributed_optimizer": trainer.parallel.distributed_optimizer,
         "frozen": sorted(trainer.trainable.frozen(trainer.hf_config)),
+        "policies": sorted(trainer.frozen.own),
     }
 
 
@@ -256,14 +271,8 @@ def _refuse_other_training(directory: Path, manifest: Mapping[str, Any], trainer
 def _refuse_damage_on_any_rank(directory: Path, manifest: Mapping[str, Any]) -> None:
     """Each rank reads its share of the files."""
     share = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
-    damaged = _of_all_ranks(damaged_files(directory, manifest, share))
+    damaged = gathered(damaged_files(directory, manifest, share))
     refuse_damage(directory, [name for names in damaged for name in names])
-
-
-def _of_all_ranks(value: T) -> list[T]:
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _replace(temporary: Path, final: Path) -> None:

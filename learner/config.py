@@ -6,6 +6,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from bus.config import Config
+from learner.frozen_config import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
+from learner.schedule_config import ConstantSchedule, ScheduleConfig
 from storage.transport_config import BusTransport, TransportConfig
 
 
@@ -63,48 +65,6 @@ class ParallelConfig(Config):
 
 UNDIVIDED = ParallelConfig()
 """Every rank has the whole model."""
-
-
-class ConstantSchedule(Config):
-    """The learning rate stays."""
-
-    type: Literal["constant"] = "constant"
-    """Name of the schedule."""
-
-
-class CosineSchedule(Config):
-    """The learning rate falls along half a cosine."""
-
-    type: Literal["cosine"] = "cosine"
-    """Name of the schedule."""
-
-    decay_steps: int = Field(1000, gt=0)
-    """Updates that the fall takes; afterwards the learning rate stays at `min_lr`."""
-
-    min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the end of the fall."""
-
-
-class WSDSchedule(Config):
-    """Warm-up, stable, decay: the learning rate stays for long, then falls in the end."""
-
-    type: Literal["wsd"] = "wsd"
-    """Name of the schedule."""
-
-    stable_steps: int = Field(1000, ge=0)
-    """Updates at the full learning rate."""
-
-    decay_steps: int = Field(1000, gt=0)
-    """Updates that the fall takes; afterwards the learning rate stays at `min_lr`."""
-
-    min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the end of the fall."""
-
-    decay: Literal["linear", "sqrt"] = "sqrt"
-    """Shape of the fall: straight, or as 1 - sqrt of what has passed of it."""
-
-
-ScheduleConfig = Annotated[ConstantSchedule | CosineSchedule | WSDSchedule, Field(discriminator="type")]
 
 
 class OptimizerConfig(Config):
@@ -181,10 +141,15 @@ class TISLoss(Config):
 
 
 class PPOClipLoss(Config):
-    """PPO's clipped surrogate, centred on the behaviour policy."""
+    """PPO's clipped surrogate."""
 
     type: Literal["ppo_clip"] = "ppo_clip"
     """Name of the loss."""
+
+    centre: Literal["behaviour", "proximal"] = "behaviour"
+    """Centre of the clip: the policy that sampled the token, or, decoupled (arXiv:2505.24298), the policy
+    before the step, whose log-probs take a pass of their own. The latter is for `batch.updates` above 1: in
+    the first update the policy is still at the centre."""
 
     clip_eps: float = Field(0.2, gt=0)
     """How far below 1 the importance ratio may fall before its gradient stops."""
@@ -228,6 +193,14 @@ class BatchConfig(Config):
 
     tokens_per_micro_batch: int = Field(16384, gt=0)
     """Token budget of one packed micro-batch."""
+
+    logprob_tokens_per_micro_batch: int | None = Field(None, gt=0)
+    """Token budget of a micro-batch in passes that only take log-probs (proximal, reference, teacher), which
+    keep no activations: several times as much fits; `None` means `tokens_per_micro_batch`."""
+
+    updates: int = Field(1, ge=1)
+    """Updates that share a batch, each on as many trajectories of every group: at most as many as
+    `admission.samples_per_prompt`."""
 
     oversized: Literal["alone", "refuse"] = "alone"
     """A trajectory longer than the budget is a micro-batch by itself, or ends the run with its name."""
@@ -372,6 +345,12 @@ class LearnerConfig(Config):
 
     advantage: AdvantageConfig = GRPOAdvantage()
     """How rewards become advantages."""
+
+    reference: ReferenceConfig = NO_REFERENCE
+    """A policy to stay near to."""
+
+    teacher: TeacherConfig = NO_TEACHER
+    """A policy to learn from."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW of this stage."""

@@ -36,14 +36,13 @@ def equally_many(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 def of_all_ranks(batch: StepBatch) -> StepBatch:
-    """This rank's micro-batches, as `equally_many`, with counts and digest of all ranks together."""
+    """This rank's samples, with counts and digest of all ranks together."""
     names = ("trajectories", "tokens", "reward_sum", "staleness_sum", "response_tokens")
     sums = _reduced([getattr(batch, name) for name in names], dist.ReduceOp.SUM)
     words = _reduced([batch.digest >> shift & 0xFFFFFFFF for shift in WORDS], dist.ReduceOp.SUM)
     [staleness_max] = _reduced([batch.staleness_max], dist.ReduceOp.MAX)
     return replace(
         batch,
-        micro_batches=equally_many(batch.micro_batches),
         staleness_max=int(staleness_max),
         digest=sum(int(word) << shift for word, shift in zip(words, WORDS, strict=True)) % DIGESTS,
         **{name: type(getattr(batch, name))(total) for name, total in zip(names, sums, strict=True)},

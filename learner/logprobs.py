@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from learner.head import local_columns
+from learner.head import _logits_gradient, _statistics, local_columns
 
 
 def label_logprobs(
@@ -33,7 +33,7 @@ def label_logprobs(
 
     def one_chunk(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logprobs, entropy = _LabelLogprobs.apply(  # type: ignore[no-untyped-call]
-            project(rows), targets, temperature, group
+            project(rows), targets, 1.0 / temperature, group
         )
         return logprobs, entropy
 
@@ -49,42 +49,24 @@ def label_logprobs(
 
 
 class _LabelLogprobs(torch.autograd.Function):
-    """log softmax(logits / temperature)[label] over a vocabulary split across ranks."""
+    """log softmax(scale * logits)[label] over a vocabulary split across ranks."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, temperature: float, group: dist.ProcessGroup | None
+        ctx: Any, logits: Tensor, labels: Tensor, scale: float, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
-        """Compute in float32; keep the softmax for the backward pass."""
-        scaled = logits.float() / temperature
-        largest = _reduce(scaled.amax(dim=-1, keepdim=True), dist.ReduceOp.MAX, group)
-        shifted = scaled.sub_(largest)
+        """Compute in float32; keep the logits for the backward pass."""
         column, here = local_columns(labels, logits.shape[-1])
-        label_logit = torch.where(here, shifted.gather(-1, column), 0.0)
-        softmax = shifted.exp()
-        sums = torch.cat(
-            (label_logit, softmax.sum(-1, keepdim=True), (softmax * shifted).sum(-1, keepdim=True)), -1
-        )
-        label_logit, total, weighted = _reduce(sums, dist.ReduceOp.SUM, group).unbind(-1)
-        log_total = total.log()
-        entropy = log_total - weighted / total
-        softmax.div_(total[:, None])
-        ctx.save_for_backward(softmax, column, here)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        logprobs, entropy, log_total = _statistics(logits, column, here, scale, group)
+        ctx.save_for_backward(logits, column, here, log_total)
+        ctx.scale = scale
         ctx.mark_non_differentiable(entropy)
-        return label_logit - log_total, entropy
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-        """d logprob / d logits = (onehot - softmax) / temperature."""
-        softmax, column, here = ctx.saved_tensors
-        grad = (grad / ctx.temperature)[:, None]
-        grad_logits = softmax * -grad
-        grad_logits.scatter_add_(-1, column, torch.where(here, grad, 0.0))
-        return grad_logits.to(ctx.dtype), None, None, None
-
-
-def _reduce(values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> Tensor:
-    if group is not None and group.size() > 1:
-        dist.all_reduce(values, op=op, group=group)
-    return values
+        """Leave the logits as they are, though on CUDA the gradient is written over what it is made from."""
+        logits, column, here, log_total = ctx.saved_tensors
+        if logits.is_cuda:
+            logits = logits.clone()
+        return _logits_gradient(logits, column, here, log_total, grad, ctx.scale), None, None, None

@@ -88,14 +88,21 @@ def refuse_damage(directory: Path, damaged: Iterable[str]) -> None:
 
 def refuse_other_model(directory: Path, manifest: Mapping[str, Any], hf_config: PretrainedConfig) -> None:
     """Raise `ConfigError` with all differences when the checkpoint is of another model."""
-    found = manifest["model"]
-    different = [
+    if different := _differences(manifest["model"], hf_config):
+        raise ConfigError(f"checkpoint {directory} is of another model: {', '.join(different)}")
+
+
+def differences(found: PretrainedConfig, wanted: PretrainedConfig) -> list[str]:
+    """List, for people, the hyperparameters by which weights of `found` do not fit a model of `wanted`."""
+    return _differences(fingerprint(found), wanted)
+
+
+def _differences(found: Mapping[str, JsonValue], wanted: PretrainedConfig) -> list[str]:
+    return [
         f"{key} is {found.get(key)}, not {value}"
-        for key, value in fingerprint(hf_config).items()
+        for key, value in fingerprint(wanted).items()
         if found.get(key) != value
     ]
-    if different:
-        raise ConfigError(f"checkpoint {directory} is of another model: {', '.join(different)}")
 
 
 def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:

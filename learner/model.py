@@ -30,7 +30,8 @@ from learner.packing import MicroBatch
 from learner.parallel import device
 
 LOGITS_BYTES = 2 * 2**30 if torch.cuda.is_available() else 4 * 2**20
-"""Float32 logits alive at a time: on CPU what its caches hold, so that passes over them are quick."""
+"""What the logits alive at a time may take, were they float32: longer packs go through in chunks. On CPU what
+its caches hold, so that passes over them are quick."""
 LEAST_ROWS = 256
 """Of logits at a time, for the sake of the matrix products."""
 

@@ -27,11 +27,19 @@ class Sample:
     """int32 [L], the weights behind each token."""
     advantage: float
     """Of the whole trajectory."""
+    part: int = 0
+    """Of several updates that share a batch this modulo their number is the one that trains it."""
     name: str = "a sample"
     """For messages to people."""
+    proximal_logprobs: np.ndarray | None = None
+    """float32 [L], nats, under the policy before the step, once a pass (learner/passes.py) has taken them."""
+    reference_logprobs: np.ndarray | None = None
+    """float32 [L], nats, under the reference policy, likewise."""
+    teacher_logprobs: np.ndarray | None = None
+    """float32 [L], nats, under the teacher, likewise."""
 
     def xxh3(self) -> int:
-        """Digest of all that is trained on, 128 bits."""
+        """Digest of all that is trained on and comes from outside, 128 bits."""
         digest = xxhash.xxh3_128()
         for array in (self.token_ids, self.loss_mask, self.behaviour_logprobs, self.policy_versions):
             digest.update(array.tobytes())
@@ -61,6 +69,12 @@ class MicroBatch:
     """int32 [T], the weights that sampled the label."""
     advantages: Tensor
     """float32 [T], that of the trajectory at each of its tokens."""
+    proximal_logprobs: Tensor
+    """float32 [T], nats, of the label under the policy before the step; NaN where no pass has taken it."""
+    reference_logprobs: Tensor
+    """float32 [T], nats, under the reference policy, likewise."""
+    teacher_logprobs: Tensor
+    """float32 [T], nats, under the teacher, likewise."""
     trained: Tensor
     """int64 [N], the positions under `loss_mask`: only they need logits."""
     lengths: tuple[int, ...]
@@ -85,6 +99,12 @@ class TrainedTokens:
     """int32 [N], the weights that sampled each."""
     advantages: Tensor
     """float32 [N]."""
+    proximal_logprobs: Tensor
+    """float32 [N], nats; NaN where no pass has taken them."""
+    reference_logprobs: Tensor
+    """float32 [N], nats, likewise."""
+    teacher_logprobs: Tensor
+    """float32 [N], nats, likewise."""
     loss_mask: Tensor
     """bool [N], all True."""
 
@@ -106,24 +126,29 @@ def pack(
     """
     if refuse_oversized:
         _refuse_oversized(samples, tokens_per_micro_batch)
-    bins: list[list[Sample]] = []
+    bins = first_fit([len(sample.token_ids) for sample in samples], tokens_per_micro_batch)
+    return [micro_batch_of([samples[i] for i in members]) for members in bins]
+
+
+def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Which of `lengths`, by their index, share each bin of `budget`."""
+    bins: list[list[int]] = []
     free: list[int] = []
-    for sample in samples:
-        length = len(sample.token_ids)
-        chosen = next((i for i, room in enumerate(free) if room >= length), None)
+    for i, length in enumerate(lengths):
+        chosen = next((j for j, room in enumerate(free) if room >= length), None)
         if chosen is None:
-            bins.append([sample])
-            free.append(tokens_per_micro_batch - length)
+            bins.append([i])
+            free.append(budget - length)
         else:
-            bins[chosen].append(sample)
+            bins[chosen].append(i)
             free[chosen] -= length
-    return [_micro_batch(members) for members in bins]
+    return bins
 
 
 def empty_micro_batch() -> MicroBatch:
     """One token that is not trained: for a rank that has no more samples, but whose turn it is."""
     nothing = np.zeros(1, np.int32)
-    return _micro_batch(
+    return micro_batch_of(
         [
             Sample(
                 token_ids=nothing,
@@ -146,7 +171,8 @@ def _refuse_oversized(samples: Sequence[Sample], tokens_per_micro_batch: int) ->
         )
 
 
-def _micro_batch(samples: Sequence[Sample]) -> MicroBatch:
+def micro_batch_of(samples: Sequence[Sample]) -> MicroBatch:
+    """Lay `samples` end to end."""
     lengths = [len(sample.token_ids) for sample in samples]
     sequence_of_token = np.repeat(np.arange(len(samples)), lengths)
     loss_mask = _shifted([sample.loss_mask for sample in samples])
@@ -160,9 +186,19 @@ def _micro_batch(samples: Sequence[Sample]) -> MicroBatch:
         behaviour_logprobs=_tensor(_shifted([s.behaviour_logprobs for s in samples]), torch.float32),
         policy_versions=_tensor(_shifted([s.policy_versions for s in samples]), torch.int32),
         advantages=torch.from_numpy(np.array([s.advantage for s in samples], np.float32)[sequence_of_token]),
+        proximal_logprobs=_of_a_pass([s.proximal_logprobs for s in samples], lengths),
+        reference_logprobs=_of_a_pass([s.reference_logprobs for s in samples], lengths),
+        teacher_logprobs=_of_a_pass([s.teacher_logprobs for s in samples], lengths),
         trained=torch.from_numpy(np.flatnonzero(np.concatenate(loss_mask))),
         lengths=tuple(lengths),
     )
+
+
+def _of_a_pass(logprobs: Sequence[np.ndarray | None], lengths: Sequence[int]) -> Tensor:
+    """Those of labels; NaN for a sample without."""
+    nothing = np.float32(np.nan)
+    found = [np.full(n, nothing) if x is None else x for x, n in zip(logprobs, lengths, strict=True)]
+    return _tensor(_shifted(found), torch.float32)
 
 
 def _shifted(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -100,6 +100,13 @@ def tensor_from_last_stage(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def gathered(value: T) -> list[T]:
+    """Return the `value` of every rank, in their order."""
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def most_over_ranks(count: int) -> int:
     """Return the largest `count` of any rank."""
     counts = torch.tensor(count, device=device())

@@ -16,9 +16,10 @@ from bus.requests import GroupRef
 from learner.batches import StepBatch
 from learner.checkpoint import PendingCheckpoint, start_checkpoint
 from learner.commands import Begin, Fetch, Train, WarmUp
-from learner.config import SFTLoss
+from learner.config import OptimizerConfig, SFTLoss
 from learner.data_parallel import data_parallel_rank, data_parallel_size, equally_many
 from learner.host_copy import HostCopy, host_tensors
+from learner.references import hold_frozen_policies
 from learner.settings import LearnerSettings
 from learner.steps import train_on
 from learner.trainer import StepResult, Trainer
@@ -75,7 +76,7 @@ class Rank:
         groups = await task
         del self._fetching[command.step]
         weights = [ref.weight for ref in refs]
-        return await self.in_thread(lambda: self._train(groups, weights, command.policy_version))
+        return await self.in_thread(lambda: self._train(groups, weights, command))
 
     async def warm_up(self, command: WarmUp) -> StepResult:
         """One optimizer step on demonstrations."""
@@ -86,7 +87,7 @@ class Rank:
         stage = self._settings.warmup if command.stage == "warmup" else self._settings.learner
         await self.in_thread(lambda: torch.set_num_threads(stage.threads))
         if command.fresh_optimizer:
-            await self.in_thread(lambda: self._trainer.set_optimizer(stage.optimizer))
+            await self.in_thread(lambda: self._begin_afresh(command, stage.optimizer))
 
     async def export(self) -> dict[str, Tensor]:
         """The weights by Hugging Face name."""
@@ -123,15 +124,19 @@ class Rank:
         """Run torch work where all of it runs. Raises `WorldError` when another rank was lost meanwhile."""
         return await in_thread(self._thread, work)
 
-    def _train(
-        self, groups: Groups, weights: list[float], policy_version: int
-    ) -> tuple[StepBatch, StepResult]:
+    def _begin_afresh(self, command: Begin, optimizer: OptimizerConfig) -> None:
+        self._trainer.set_optimizer(optimizer)
+        learner = self._settings.learner
+        hold_frozen_policies(self._trainer, self._settings, learner, stage=command.stage, step=0)
+
+    def _train(self, groups: Groups, weights: list[float], command: Train) -> tuple[StepBatch, StepResult]:
         return train_on(
             self._trainer,
             groups,
             weights,
             self._settings.learner,
-            policy_version=policy_version,
+            step=command.step,
+            policy_version=command.policy_version,
             temperature=self._settings.temperature,
         )
 

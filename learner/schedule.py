@@ -2,7 +2,8 @@
 
 import math
 
-from learner.config import ConstantSchedule, CosineSchedule, OptimizerConfig
+from learner.config import OptimizerConfig
+from learner.schedule_config import ConstantSchedule, CosineSchedule
 
 
 def learning_rate(config: OptimizerConfig, update: int) -> float:

@@ -221,6 +221,7 @@ class Shadow:
                 groups,
                 weights,
                 settings.learner,
+                step=given.step,
                 policy_version=version,
                 temperature=settings.temperature,
             )

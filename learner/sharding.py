@@ -3,12 +3,11 @@
 import math
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from learner.context import chunks_of_rank
-from learner.packing import MicroBatch, Sample, pack
+from learner.packing import MicroBatch
 
 
 def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1) -> MicroBatch:
@@ -46,22 +45,12 @@ def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1
         behaviour_logprobs=share(batch.behaviour_logprobs),
         policy_versions=share(batch.policy_versions),
         advantages=share(batch.advantages),
+        proximal_logprobs=share(batch.proximal_logprobs),
+        reference_logprobs=share(batch.reference_logprobs),
+        teacher_logprobs=share(batch.teacher_logprobs),
         trained=loss_mask.nonzero()[:, 0],
         lengths=lengths,
     )
-
-
-def idle_micro_batch() -> MicroBatch:
-    """Return one token that is not trained: for a rank that must join in without having anything to do."""
-    nothing = Sample(
-        token_ids=np.zeros(1, np.int32),
-        loss_mask=np.zeros(1, bool),
-        behaviour_logprobs=np.zeros(1, np.float32),
-        policy_versions=np.zeros(1, np.int32),
-        advantage=0.0,
-    )
-    [batch] = pack([nothing], 1)
-    return batch
 
 
 def _padded_lengths(lengths: tuple[int, ...], ranks: int, multiple: int) -> tuple[int, ...]:

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 
 from bus.messages import Trajectory
 from bus.requests import GroupRef
-from learner.batches import StepBatch, make_step_batch
+from learner.batches import StepBatch, make_step_batch, packed
 from learner.config import LearnerConfig
-from learner.data_parallel import of_all_ranks
+from learner.data_parallel import equally_many, of_all_ranks
 from learner.lineage import TrainedStep
+from learner.losses.select import Objective
+from learner.passes import with_logprobs
+from learner.references import refresh_reference
 from learner.trainer import StepResult, Trainer
 
 Groups = Sequence[Sequence[Trajectory]]
@@ -15,11 +18,12 @@ Groups = Sequence[Sequence[Trajectory]]
 
 def train_on(
     trainer: Trainer, groups: Groups, weights: Sequence[float], learner: LearnerConfig, *,
-    policy_version: int, temperature: float,
+    step: int, policy_version: int, temperature: float,
 ) -> tuple[StepBatch, StepResult]:  # fmt: skip
     """Update the weights, which are of `policy_version`, on these groups with their importance weights.
 
-    Of several ranks each gives its own groups; the batch's counts and the result are those of all.
+    `step` counts from 1. Of several ranks each gives its own groups; the batch's counts and the result are
+    those of all. Raises `ConfigError` for a trajectory over the token budget, if such are to be refused.
     """
     batch = of_all_ranks(
         make_step_batch(
@@ -27,13 +31,44 @@ def train_on(
             weights=weights,
             policy_version=policy_version,
             advantage=learner.advantage,
-            batch=learner.batch,
         )
     )
-    result = trainer.train_step(
-        batch.micro_batches, learner.loss, temperature=temperature, policy_version=policy_version
+    samples = with_logprobs(trainer, batch.samples, learner, temperature=temperature)
+    updates = learner.batch.updates
+    results = [
+        trainer.train_step(
+            equally_many(packed([s for s in samples if s.part % updates == n], learner.batch)),
+            Objective.of(learner),
+            temperature=temperature,
+            policy_version=policy_version,
+        )
+        for n in range(updates)
+    ]
+    refresh_reference(trainer, learner, step)
+    return batch, _together(results)
+
+
+def _together(updates: Sequence[StepResult]) -> StepResult:
+    """Several updates as one result: means by their tokens, the largest gradient, the last learning rate."""
+    if len(updates) == 1:
+        return updates[0]
+    tokens = sum(update.tokens for update in updates)
+
+    def mean(values: Sequence[tuple[float, int]]) -> float:
+        return sum(value * count for value, count in values) / max(1, sum(count for _, count in values))
+
+    names = dict.fromkeys(name for update in updates for name in update.diagnostics)
+    return StepResult(
+        loss=mean([(update.loss, update.tokens) for update in updates]),
+        grad_norm=max(update.grad_norm for update in updates),
+        lr=updates[-1].lr,
+        tokens=tokens,
+        skipped=any(update.skipped for update in updates),
+        diagnostics={
+            name: mean([(u.diagnostics[name], u.tokens) for u in updates if name in u.diagnostics])
+            for name in names
+        },
     )
-    return batch, result
 
 
 def lineage_line(

@@ -16,6 +16,7 @@ from learner.checkpoint import read_extra
 from learner.config import LearnerConfig
 from learner.lineage import TrainedStep
 from learner.progress import Progress
+from learner.references import hold_frozen_policies
 from learner.service import Initial
 from learner.settings import LearnerSettings
 from learner.steps import train_on
@@ -88,6 +89,8 @@ def replay_steps(
         if line.step <= from_step:
             _train(trainer, settings, settings.learner, line, groups)
             continue
+        if changed is not None and line.step == from_step + 1:
+            hold_frozen_policies(trainer, settings, changed, stage="rl", step=from_step)
         if reward is not None:
             groups = [[replace(t, reward=reward(t)) for t in group] for group in groups]
         yield _train(trainer, settings, changed or settings.learner, line, groups)
@@ -168,6 +171,7 @@ def _train(
         groups,
         line.weights or [1.0] * len(groups),
         learner,
+        step=line.step,
         policy_version=line.policy_version - 1,
         temperature=settings.temperature,
     )

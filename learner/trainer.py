@@ -20,7 +20,8 @@ from learner.conversion.weights import (
     stream_hf_weights,
 )
 from learner.corrections import off_policy_diagnostics, off_policy_sums
-from learner.losses.select import compute_loss
+from learner.frozen import FrozenPolicies
+from learner.losses.select import DISTANCES, Objective, compute_loss
 from learner.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -31,7 +32,7 @@ from learner.megatron import (
 )
 from learner.model import PolicyModel, build_chunks
 from learner.optimizer import build_optimizer, configure_optimizer, gradient_norm, update
-from learner.packing import MicroBatch, TrainedTokens
+from learner.packing import MicroBatch, TrainedTokens, empty_micro_batch
 from learner.parallel import (
     data_parallel_sum,
     device,
@@ -40,7 +41,7 @@ from learner.parallel import (
     tensor_from_last_stage,
 )
 from learner.schedule import learning_rate
-from learner.sharding import idle_micro_batch, share_of_rank
+from learner.sharding import share_of_rank
 from learner.trainable import EVERYTHING, TrainableWeights
 
 Loss = TISLoss | PPOClipLoss | SFTLoss
@@ -90,6 +91,7 @@ class Trainer:
         trainable.freeze_others(self.chunks, hf_config)
         self._holders: Holders | None = None
         self.ddp = _data_parallel(self.chunks, parallel)
+        self.frozen = FrozenPolicies(self.chunks, self.settle_parameters)
         self.steps_done = 0
         """Calls of `train_step`, skipped ones included."""
         self.set_optimizer(optimizer)
@@ -105,19 +107,26 @@ class Trainer:
         """Steps skipped since the last whose loss and gradient were finite."""
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, *, temperature: float, policy_version: int
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Loss | Objective,
+        *,
+        temperature: float,
+        policy_version: int,
     ) -> StepResult:
         """Update the weights once, on the mean loss over the trained tokens of all ranks and micro-batches.
 
         Args:
             micro_batches: those of this data-parallel rank; equal on the ranks that share a model with it.
-            loss: which loss to compute.
+            loss: which loss to compute; one that wants other policies' log-probs finds them in the
+                micro-batches.
             temperature: at which the tokens were sampled; 1 for SFT.
             policy_version: of the weights before the update, to tell fresh tokens from stale ones.
         """
         lr = learning_rate(self.optimizer_config, self.updates_done + 1)
         configure_optimizer(self.optimizer, self.optimizer_config, lr)
-        names, totals = self._accumulate_gradients(micro_batches, loss, temperature, policy_version)
+        objective = loss if isinstance(loss, Objective) else Objective(loss)
+        names, totals = self._accumulate_gradients(micro_batches, objective, temperature, policy_version)
         sums, norm = self._update(names, totals)
         tokens = int(sums["trained_tokens"])
         mean_loss = sums["loss"] / max(tokens, 1)
@@ -194,14 +203,18 @@ class Trainer:
         return model
 
     def _accumulate_gradients(
-        self, micro_batches: Sequence[MicroBatch], loss: Loss, temperature: float, policy_version: int
+        self,
+        micro_batches: Sequence[MicroBatch],
+        objective: Objective,
+        temperature: float,
+        policy_version: int,
     ) -> tuple[list[str], Tensor]:
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        shares = self._shares(micro_batches)
+        shares = self.shares(micro_batches)
         per_micro_batch = get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, loss, temperature, policy_version),
+            forward_step_func=partial(_forward_step, objective, temperature, policy_version),
             data_iterator=[iter(shares) for _ in self.ddp],
             model=self.ddp,
             num_microbatches=len(shares),
@@ -210,15 +223,15 @@ class Trainer:
         )
         return _sum_over_ranks(per_micro_batch) if per_micro_batch else ([], torch.empty(0))
 
-    def _shares(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """This rank's share of each micro-batch, after as many idle ones as the schedule needs."""
+    def shares(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """This rank's share of each micro-batch, then as many idle ones as the schedule needs."""
         parallel = self.parallel
         count = max(1, len(micro_batches))
         if parallel.expert * parallel.expert_tensor > 1:  # experts are reached by all their ranks at once
             count = most_over_ranks(count)
         if parallel.virtual_pipeline > 1:
             count = -(-count // parallel.pipeline) * parallel.pipeline
-        idle = [idle_micro_batch()] * (count - len(micro_batches))
+        idle = [empty_micro_batch()] * (count - len(micro_batches))
         return [
             share_of_rank(
                 batch,
@@ -260,7 +273,7 @@ def _finalize_gradients(
 
 
 def _forward_step(
-    loss: Loss,
+    objective: Objective,
     temperature: float,
     policy_version: int,
     batches: Iterator[MicroBatch],
@@ -271,16 +284,17 @@ def _forward_step(
     tokens = TrainedTokens.of(batch)
 
     def token_loss(logprobs: Tensor, rows: slice) -> Tensor:
-        return compute_loss(loss, logprobs, tokens[rows])[0]
+        return compute_loss(objective, logprobs, tokens[rows])[0]
 
-    return model(batch, temperature, token_loss), partial(_loss_step, loss, policy_version, tokens)
+    return model(batch, temperature, token_loss), partial(_loss_step, objective, policy_version, tokens)
 
 
 def _loss_step(
-    loss: Loss, policy_version: int, tokens: TrainedTokens, output: tuple[Tensor, Tensor, Tensor]
+    objective: Objective, policy_version: int, tokens: TrainedTokens, output: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Sums]:
     loss_sum, logprobs, entropy = output
-    _, sums = compute_loss(loss, logprobs, tokens)
+    loss = objective.loss
+    _, sums = compute_loss(objective, logprobs, tokens)
     count = tokens.loss_mask.sum(dtype=torch.int)
     sums |= {"loss": loss_sum.detach(), "trained_tokens": count, "entropy": entropy.sum()}
     if not isinstance(loss, SFTLoss):
@@ -309,4 +323,5 @@ def _diagnostics(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
     means = {"entropy_nats": sums["entropy"] / tokens}
     if "clipped_tokens" in sums:
         means["clipped_fraction"] = sums["clipped_tokens"] / tokens
+    means |= {f"{name}_nats": sums[name] / tokens for name in DISTANCES if name in sums}
     return means | (off_policy_diagnostics(sums) if "ratio" in sums else {})

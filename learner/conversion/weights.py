@@ -20,7 +20,7 @@ from learner.conversion.base import EMBEDDING, OUTPUT, SAME, Rule, Shape, State
 from learner.conversion.families import FAMILIES, shape_of
 from learner.conversion.lazy import part_of, spec_of
 from learner.megatron import parallel_state
-from learner.parallel import device
+from learner.parallel import device, gathered
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -190,10 +190,8 @@ def _holders(slices: Mapping[str, Slice]) -> Holders:
         for name, s in slices.items()
         if _is_first_replica(name)
     }
-    of_ranks: list[dict[str, Holder]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, mine)
     found: dict[str, dict[int, Holder]] = {}
-    for of_rank in of_ranks:
+    for of_rank in gathered(mine):
         for name, holder in of_rank.items():
             found.setdefault(name, {}).setdefault(holder.rank, holder)
     return {name: [by_slice[i] for i in sorted(by_slice)] for name, by_slice in found.items()}
@@ -225,9 +223,7 @@ def _received(mine: Slice | None, holder: Holder) -> Tensor:
 
 def _of_any_rank(problems: list[str]) -> list[str]:
     """Return what is wrong on any rank, once."""
-    of_ranks: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, problems)
-    return list(dict.fromkeys(problem for of_rank in of_ranks for problem in of_rank))
+    return list(dict.fromkeys(problem for of_rank in gathered(problems) for problem in of_rank))
 
 
 def _problems(

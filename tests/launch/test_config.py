@@ -143,6 +143,10 @@ def test_every_problem_is_told_on_a_line_of_its_own():
             "--data.heldout",
         ),
         ({"warmup": {"steps": 5}}, "--warmup.demonstrations"),
+        (
+            {"learner": {"batch": {"updates": 5}}, "admission": {"samples_per_prompt": 4}},
+            "set it to 4 or less",
+        ),
     ],
 )
 def test_settings_that_need_each_other_say_so(layer: dict, remedy: str):

@@ -13,13 +13,22 @@ from bus.messages import Trajectory
 from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from learner.config import BatchConfig, LearnerConfig, OptimizerConfig, PPOClipLoss, TISLoss
 from learner.data_parallel import data_parallel_rank, data_parallel_size
+from learner.frozen_config import ReferenceConfig
 from learner.parallel import close_world, init_world
 from learner.steps import train_on
 from learner.trainer import Trainer
 from tests.factories import make_trajectory
 from tests.learner.tiny import VOCAB, tiny_model
 
-LOSSES = {"tis": TISLoss(), "ppo_clip": PPOClipLoss()}
+LOSSES = {
+    "tis": {"loss": TISLoss()},
+    "ppo_clip": {"loss": PPOClipLoss()},
+    "decoupled": {
+        "loss": PPOClipLoss(centre="proximal"),
+        "reference": ReferenceConfig(kl_coef=0.2),
+        "batch": BatchConfig(tokens_per_micro_batch=16, logprob_tokens_per_micro_batch=30, updates=2),
+    },
+}
 SHARES = {1: [[0, 1, 2, 3]], 2: [[0, 1, 2, 3], []], 3: [[0, 3], [], [1, 2]]}
 """Groups of each rank, by the number of ranks; one has none."""
 
@@ -39,10 +48,11 @@ def step(loss: str) -> dict[str, list[float] | str]:
     """Train once; return what is the same however many ranks share the step."""
     model = tiny_model()
     trainer = Trainer(model.config, model.state_dict(), OptimizerConfig(lr=1e-3))
+    trainer.frozen.load("reference", model.config, tiny_model(seed=1).state_dict(), Path("elsewhere"))
     groups = [group(n) for n in SHARES[data_parallel_size()][data_parallel_rank()]]
-    learner = LearnerConfig(loss=LOSSES[loss], batch=BatchConfig(tokens_per_micro_batch=16))
+    learner = LearnerConfig(**{"batch": BatchConfig(tokens_per_micro_batch=16), **LOSSES[loss]})
     weights = [0.5 for _ in groups]
-    batch, result = train_on(trainer, groups, weights, learner, policy_version=4, temperature=0.7)
+    batch, result = train_on(trainer, groups, weights, learner, step=1, policy_version=4, temperature=0.7)
     after = torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()]).double()
     numbers = [
         result.loss, result.grad_norm, result.tokens, result.diagnostics["entropy_nats"],

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from learner.config import CosineSchedule, OptimizerConfig, TISLoss
+from learner.config import OptimizerConfig, TISLoss
 from learner.conversion.lazy import tensor_digest
 from learner.packing import pack
 from learner.parallel import close_world, init_world
+from learner.schedule_config import CosineSchedule
 from learner.trainer import Trainer
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 

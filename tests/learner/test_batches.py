@@ -2,17 +2,12 @@ import numpy as np
 import pytest
 from factories import make_trajectory
 
-from learner.batches import DIGESTS, make_step_batch
+from learner.batches import DIGESTS, make_step_batch, packed
 from learner.config import BatchConfig, GRPOAdvantage
 
 
-def batch_of(groups, *, policy_version=5, tokens_per_micro_batch=10_000):
-    return make_step_batch(
-        groups,
-        policy_version=policy_version,
-        advantage=GRPOAdvantage(std_floor=0.0),
-        batch=BatchConfig(tokens_per_micro_batch=tokens_per_micro_batch),
-    )
+def batch_of(groups, *, policy_version=5):
+    return make_step_batch(groups, policy_version=policy_version, advantage=GRPOAdvantage(std_floor=0.0))
 
 
 def with_reward(trajectory, reward, **changes):
@@ -26,7 +21,7 @@ def test_advantages_are_relative_to_the_own_group():
         [with_reward(make_trajectory(0, n, group_size=2), reward) for n, reward in enumerate((0.0, 1.0))],
         [with_reward(make_trajectory(1, n, group_size=2), reward) for n, reward in enumerate((5.0, 7.0))],
     ]
-    [micro_batch] = batch_of(groups).micro_batches
+    [micro_batch] = packed(batch_of(groups).samples, BatchConfig())
     first_token = micro_batch.cu_seqlens[:-1].long()
     assert micro_batch.advantages[first_token].tolist() == [-1.0, 1.0, -1.0, 1.0]
 
@@ -37,13 +32,10 @@ def test_importance_weight_of_a_group_multiplies_its_advantages():
         [with_reward(make_trajectory(lease, n, group_size=2), reward) for n, reward in enumerate(rewards)]
         for lease in range(2)
     ]
-    [micro_batch] = make_step_batch(
-        groups,
-        weights=[1.0, 0.25],
-        policy_version=5,
-        advantage=GRPOAdvantage(std_floor=0.0),
-        batch=BatchConfig(tokens_per_micro_batch=10_000),
-    ).micro_batches
+    batch = make_step_batch(
+        groups, weights=[1.0, 0.25], policy_version=5, advantage=GRPOAdvantage(std_floor=0.0)
+    )
+    [micro_batch] = packed(batch.samples, BatchConfig())
     first_token = micro_batch.cu_seqlens[:-1].long()
     assert micro_batch.advantages[first_token].tolist() == [-1.0, 1.0, -0.25, 0.25]
 
@@ -69,8 +61,8 @@ def test_tokens_of_a_dead_learners_later_version_are_not_stale():
 def test_counts_cover_every_micro_batch():
     groups = [[make_trajectory(lease, n, group_size=2) for n in range(2)] for lease in range(3)]
     length = len(groups[0][0].token_ids)
-    batch = batch_of(groups, tokens_per_micro_batch=2 * length)
-    assert len(batch.micro_batches) == 3
+    batch = batch_of(groups)
+    assert len(packed(batch.samples, BatchConfig(tokens_per_micro_batch=2 * length))) == 3
     assert batch.trajectories == 6
     assert batch.tokens == 6 * length
 
@@ -101,7 +93,16 @@ def test_digest_is_the_same_in_any_order_and_packing_and_counts_every_sample():
     ]
     digest = batch_of(groups).xxh3()
     assert len(digest) == 32
-    assert batch_of(groups[::-1], tokens_per_micro_batch=8).xxh3() == digest
+    assert batch_of(groups[::-1]).xxh3() == digest
     assert batch_of([*groups, groups[0]]).xxh3() != digest
     parts = [batch_of(groups[:1]), batch_of(groups[1:])]
     assert sum(part.digest for part in parts) % DIGESTS == int(digest, 16)
+
+
+def test_every_update_of_a_batch_trains_on_as_many_trajectories_of_each_group():
+    groups = [[make_trajectory(lease, n, group_size=4) for n in range(4)] for lease in (3, 8)]
+    samples = batch_of(groups).samples
+    for updates in (1, 2, 4):
+        parts = [[s.name for s in samples if s.part % updates == n] for n in range(updates)]
+        assert sorted(name for part in parts for name in part) == sorted(s.name for s in samples)
+        assert {len(part) for part in parts} == {8 // updates}

@@ -3,6 +3,7 @@ from math import inf, log
 import pytest
 import torch
 
+from learner.losses.kl import kl_estimates
 from learner.losses.ppo_clip import ppo_clip_loss
 from learner.losses.sft import sft_loss
 from learner.losses.tis import tis_loss
@@ -97,3 +98,51 @@ def test_masked_positions_may_hold_anything(bad):
         loss.backward()
         assert loss.isfinite()
         assert logprobs.grad.tolist() == [-1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected", "slope"),
+    [
+        ("k1", [log(2), -log(2), 12.0], [1.0, 1.0, 1.0]),
+        ("k2", [log(2) ** 2 / 2, log(2) ** 2 / 2, 72.0], [log(2), -log(2), 12.0]),
+        ("k3", [log(2) - 0.5, 1 - log(2), 11.0], [0.5, -1.0, 1.0]),
+        ("low_var_kl", [log(2) - 0.5, 1 - log(2), 10.0], [0.5, -1.0, 0.0]),
+    ],
+)
+def test_kl_estimators_by_hand(estimator, expected, slope):
+    # twice, half and e^12 times as likely as under the reference
+    logprobs = leaf(log(0.4), log(0.2), -1.0)
+    reference = torch.tensor([log(0.2), log(0.4), -13.0])
+    found = kl_estimates(logprobs, reference, ALL, estimator=estimator)
+    assert found.tolist() == pytest.approx(expected, rel=1e-4)
+    found.sum().backward()
+    assert logprobs.grad.tolist() == pytest.approx(slope, rel=1e-4, abs=1e-4)
+
+
+def test_an_unbiased_estimate_is_weighed_before_it_is_cut_off():
+    logprobs, reference = torch.tensor([0.0, 0.0]), torch.tensor([-20.0, -20.0])
+    ratio = torch.tensor([0.25, 2.0])
+    found = kl_estimates(logprobs, reference, ALL[:2], estimator="low_var_kl", importance_ratio=ratio)
+    assert found.tolist() == [4.75, 10.0]
+
+
+def test_the_mean_of_k1_and_of_k3_over_the_policy_is_the_divergence():
+    policy, reference = (torch.randn(50, generator=torch.Generator().manual_seed(n)) for n in (0, 1))
+    policy, reference = policy.double().log_softmax(-1), reference.double().log_softmax(-1)
+    divergence = (policy.exp() * (policy - reference)).sum()
+    for estimator in ("k1", "k3"):
+        mask = torch.ones(50, dtype=torch.bool)
+        estimates = kl_estimates(policy, reference, mask, estimator=estimator)
+        assert (policy.exp() * estimates).sum().item() == pytest.approx(divergence.item(), rel=1e-9)
+
+
+def test_a_masked_position_has_no_divergence_whatever_it_holds():
+    logprobs = leaf(-1.0, 0.0)
+    reference = torch.tensor([-2.0, float("nan")])
+    ratio = torch.tensor([1.0, float("inf")])
+    mask = torch.tensor([True, False])
+    found = kl_estimates(logprobs, reference, mask, estimator="k3", importance_ratio=ratio)
+    found.sum().backward()
+    assert found[1] == 0
+    assert logprobs.grad[1] == 0
+    assert logprobs.grad.isfinite().all()

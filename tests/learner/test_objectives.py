@@ -1,0 +1,231 @@
+"""Objectives that look at other policies train as transformers with torch's AdamW does, on every layout."""
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from bus.errors import TrainingError
+from learner.config import BatchConfig, LearnerConfig, OptimizerConfig, ParallelConfig, PPOClipLoss, TISLoss
+from learner.frozen_config import ReferenceConfig, TeacherConfig
+from learner.losses.select import Objective
+from learner.megatron import parallel_state
+from learner.packing import Sample, pack
+from learner.parallel import divide_world
+from learner.passes import with_logprobs
+from learner.trainer import StepResult, Trainer
+from tests.learner.reference import reference_optimizer
+from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_model
+
+LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
+OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-4)
+"""With an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
+STEPS = 4
+TEMPERATURE = 0.8
+BATCH = BatchConfig(tokens_per_micro_batch=40, logprob_tokens_per_micro_batch=64)
+
+
+def reference(**settings: object) -> dict[str, object]:
+    return {"reference": ReferenceConfig(kl_coef=0.3, **settings)}
+
+
+OBJECTIVES = {
+    "k1 in the loss": reference(kl_estimator="k1"),
+    "k2 in the loss": reference(kl_estimator="k2"),
+    "k3 in the loss": reference(),
+    "unbiased low variance": reference(kl_estimator="low_var_kl", kl_unbiased=True),
+    "k1 in the advantage": reference(kl_estimator="k1", kl_in="advantage"),
+    "k3 in the advantage": reference(kl_in="advantage"),
+    "teacher": {"teacher": TeacherConfig(path=Path("a directory"), coef=0.5)},
+    "both, clipped": reference()
+    | {"teacher": TeacherConfig(path=Path("a directory")), "loss": PPOClipLoss()},
+    "decoupled": reference() | {"loss": PPOClipLoss(centre="proximal", clip_eps=0.05)},
+    "decoupled, penalised": reference(kl_in="advantage")
+    | {"loss": PPOClipLoss(centre="proximal", clip_eps=0.05, truncation_cap=1.1)},
+}
+UPDATES = {name: 2 if "decoupled" in name else 1 for name in OBJECTIVES}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An objective on a layout."""
+
+    objective: str
+    ranks: int = 1
+    layout: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def learner(self) -> LearnerConfig:
+        batch = BATCH.model_copy(update={"updates": UPDATES[self.objective]})
+        return LearnerConfig(batch=batch, **OBJECTIVES[self.objective])
+
+
+LAYOUTS = {
+    "dp2 overlapped": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "dp2": (2, {}),
+    "tp2": (2, {"tensor": 2}),
+    "pp2": (2, {"pipeline": 2}),
+    "cp2": (2, {"context": 2}),
+}
+POLICY, REFERENCE, TEACHER = 0, 1, 2
+"""Seeds of their weights."""
+
+
+def train(case: Case) -> tuple[list[StepResult], dict[str, Tensor]]:
+    """What each update did, and the weights then; on a rank of a world."""
+    parallel = ParallelConfig(**case.layout)
+    divide_world(parallel)
+    model = tiny_model(seed=POLICY)
+    trainer = Trainer(model.config, hf_state(model), OPTIMIZER, parallel=parallel)
+    trainer.frozen.load("reference", model.config, hf_state(tiny_model(seed=REFERENCE)), Path("elsewhere"))
+    trainer.frozen.load("teacher", model.config, hf_state(tiny_model(seed=TEACHER)), Path("elsewhere"))
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    learner, results = case.learner, []
+    for step in range(STEPS):
+        own = range(rank, len(LENGTHS), ranks)
+        samples = [samples_of(step)[i] for i in own]
+        samples = with_logprobs(trainer, samples, learner, temperature=TEMPERATURE)
+        for n in range(learner.batch.updates):
+            chosen = [sample for i, sample in zip(own, samples, strict=True) if i in of_update(n, learner)]
+            results.append(
+                trainer.train_step(
+                    pack(chosen, 40), Objective.of(learner), temperature=TEMPERATURE, policy_version=3
+                )
+            )
+    return results, trainer.export()
+
+
+def of_update(number: int, learner: LearnerConfig) -> list[int]:
+    """Which samples the update is on: two, not the next two, and so on."""
+    return [i for i in range(len(LENGTHS)) if i // 2 % learner.batch.updates == number]
+
+
+def samples_of(step: int) -> list[Sample]:
+    return random_samples(LENGTHS, seed=step, versions=(2, 3))
+
+
+def sample_logprobs(model, samples: list[Sample]) -> list[Tensor]:
+    """Of all tokens but the first."""
+    found, start, logits = [], 0, reference_logits(model, samples)
+    for sample in samples:
+        end = start + len(sample.token_ids)
+        distribution = torch.log_softmax(logits[start : end - 1] / TEMPERATURE, dim=-1)
+        labels = torch.from_numpy(sample.token_ids[1:]).long()[:, None]
+        found.append(distribution.gather(-1, labels)[:, 0])
+        start = end
+    return found
+
+
+def estimated(kind: str, r: Tensor) -> Tensor:
+    return {"k1": r, "k2": r**2 / 2, "k3": torch.exp(-r) - 1 + r, "low_var_kl": torch.exp(-r) - 1 + r}[kind]
+
+
+def token_losses(learner: LearnerConfig, sample: Sample, now: Tensor, old: Tensor, others) -> Tensor:
+    """From the formulas: FEATURES of slime, and arXiv:2505.24298 for the decoupled clip."""
+    behaviour = torch.from_numpy(sample.behaviour_logprobs[1:])
+    kl, loss, advantage = learner.reference, learner.loss, torch.tensor(sample.advantage)
+    decoupled = isinstance(loss, PPOClipLoss) and loss.centre == "proximal"
+    before = old if decoupled else now.detach()
+    if kl.kl_coef and kl.kl_in == "advantage":
+        advantage = advantage - kl.kl_coef * estimated(kl.kl_estimator, before - others["reference"])
+    if learner.teacher.path:
+        advantage = advantage - learner.teacher.coef * (before - others["teacher"])
+    if isinstance(loss, TISLoss):
+        tokens = -torch.exp(now.detach() - behaviour).clamp(max=2.0) * advantage * now
+    else:
+        centre = old if decoupled else behaviour
+        ratio = torch.exp(now - centre)
+        clipped = ratio.clamp(1 - loss.clip_eps, 1 + loss.clip_eps)
+        weight = torch.exp(centre - behaviour).clamp(max=loss.truncation_cap)
+        tokens = -weight * torch.minimum(ratio * advantage, clipped * advantage)
+    if kl.kl_coef and kl.kl_in == "loss":
+        term = estimated(kl.kl_estimator, now - others["reference"])
+        if kl.kl_unbiased:
+            term = torch.exp(now - behaviour) * term
+        if kl.kl_estimator == "low_var_kl":
+            term = term.clamp(-10, 10)
+        tokens = tokens + kl.kl_coef * term
+    return tokens
+
+
+@cache
+def expected(objective: str) -> tuple[list[tuple[float, float, float]], dict[str, Tensor]]:
+    """Loss, gradient norm and k3 to the reference of every update, by transformers and torch alone."""
+    learner, policy = Case(objective).learner, tiny_model(seed=POLICY)
+    others = {"reference": tiny_model(seed=REFERENCE), "teacher": tiny_model(seed=TEACHER)}
+    optimizer, found = reference_optimizer(policy, OPTIMIZER), []
+    for step in range(STEPS):
+        samples = samples_of(step)
+        with torch.no_grad():
+            old = sample_logprobs(policy, samples)
+            frozen = {tag: sample_logprobs(model, samples) for tag, model in others.items()}
+        for n in range(learner.batch.updates):
+            total, k3, count, logprobs = 0.0, 0.0, 0, sample_logprobs(policy, samples)
+            for i in of_update(n, learner):
+                mask = torch.from_numpy(samples[i].loss_mask[1:])
+                of_sample = {tag: values[i] for tag, values in frozen.items()}
+                total += token_losses(learner, samples[i], logprobs[i], old[i], of_sample)[mask].sum()
+                k3 += estimated("k3", logprobs[i].detach() - frozen["reference"][i])[mask].sum().item()
+                count += int(mask.sum())
+            optimizer.zero_grad()
+            (total / count).backward()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            optimizer.step()
+            found.append((total.item() / count, norm.item(), k3 / count))
+    return found, hf_state(policy)
+
+
+def assert_as_expected(case: Case, steps: list[StepResult], weights: dict[str, Tensor]) -> None:
+    expected_steps, expected_weights = expected(case.objective)
+    for step, (loss, norm, k3) in zip(steps, expected_steps, strict=True):
+        assert step.loss == pytest.approx(loss, abs=1e-5, rel=1e-5)
+        assert step.grad_norm == pytest.approx(norm, abs=5e-5, rel=2e-5)
+        if case.learner.reference.kl_coef:
+            assert step.diagnostics["reference_k3_nats"] == pytest.approx(k3, abs=1e-5, rel=1e-5)
+        else:
+            assert "reference_k3_nats" not in step.diagnostics
+    for name, weight in expected_weights.items():
+        assert (weights[name] - weight).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_four_steps_follow_plain_torch_adamw(objective):
+    case = Case(objective)
+    assert_as_expected(case, *train(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["k3 in the loss", "k1 in the advantage", "decoupled"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_four_steps_follow_plain_torch_adamw_on_any_layout(worlds, layout, objective):
+    case = Case(objective, *LAYOUTS[layout])
+    answers = worlds.run(case.ranks, train, case)
+    assert all(steps == answers[0][0] for steps, _ in answers)
+    assert_as_expected(case, *answers[0])
+
+
+def test_at_the_first_step_the_policy_is_its_own_reference():
+    model = tiny_model()
+    trainer = Trainer(model.config, hf_state(model), OPTIMIZER)
+    trainer.frozen.hold("reference")
+    learner = Case("k3 in the loss").learner
+    samples = with_logprobs(trainer, samples_of(0), learner, temperature=TEMPERATURE)
+    result = trainer.train_step(
+        pack(samples, 40), Objective.of(learner), temperature=TEMPERATURE, policy_version=3
+    )
+    assert abs(result.diagnostics["reference_k1_nats"]) < 1e-6
+    assert abs(result.diagnostics["reference_k3_nats"]) < 1e-8
+
+
+def test_a_loss_whose_passes_were_forgotten_trains_nothing():
+    model = tiny_model()
+    config = OPTIMIZER.model_copy(update={"max_skipped_in_a_row": 2})
+    trainer = Trainer(model.config, hf_state(model), config)
+    batches, objective = pack(samples_of(0), 40), Objective.of(Case("k3 in the loss").learner)
+    first = trainer.train_step(batches, objective, temperature=1.0, policy_version=3)
+    assert first.skipped
+    with pytest.raises(TrainingError, match="loss nan"):
+        trainer.train_step(batches, objective, temperature=1.0, policy_version=3)

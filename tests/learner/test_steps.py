@@ -1,0 +1,38 @@
+"""A step of several updates on one batch."""
+
+import pytest
+import torch
+
+from learner.batches import make_step_batch
+from learner.config import BatchConfig, LearnerConfig, OptimizerConfig, TISLoss
+from learner.packing import pack
+from learner.steps import train_on
+from learner.trainer import Trainer
+from tests.learner.ranks_worker import group
+from tests.learner.tiny import tiny_model
+
+
+def trainer_of() -> Trainer:
+    model = tiny_model()
+    return Trainer(model.config, model.state_dict(), OptimizerConfig(lr=1e-3, warmup_steps=2))
+
+
+def test_a_step_of_two_updates_is_both_of_them_one_after_the_other():
+    groups, learner = [group(1), group(2)], LearnerConfig(batch=BatchConfig(updates=2))
+    together = trainer_of()
+    batch, result = train_on(together, groups, [1.0, 1.0], learner, step=1, policy_version=4, temperature=1.0)
+    apart = trainer_of()
+    samples = make_step_batch(groups, policy_version=4, advantage=learner.advantage).samples
+    one, two = (
+        apart.train_step(pack(part, 1000), TISLoss(), temperature=1.0, policy_version=4)
+        for part in ([samples[1], samples[2]], [samples[0], samples[3]])  # leases 1 and 2, two siblings each
+    )
+    assert all(torch.equal(weight, apart.export()[name]) for name, weight in together.export().items())
+    assert batch.trajectories == 4
+    assert result.tokens == one.tokens + two.tokens
+    assert result.loss == pytest.approx((one.loss * one.tokens + two.loss * two.tokens) / result.tokens)
+    assert result.grad_norm == max(one.grad_norm, two.grad_norm)
+    assert (result.lr, result.skipped) == (two.lr, False)
+    entropies = [(u.diagnostics["entropy_nats"], u.tokens) for u in (one, two)]
+    expected = sum(entropy * tokens for entropy, tokens in entropies) / result.tokens
+    assert result.diagnostics["entropy_nats"] == pytest.approx(expected)
