@@ -160,3 +160,12 @@ class ActorsConfig(Config):
 
     patience_s: float = Field(600.0, gt=0)
     """How long start-up waits for the learner's first policy version."""
+
+    @model_validator(mode="after")
+    def _a_server_has_one_engine(self) -> Self:
+        if isinstance(self.engine, SglangEngineConfig) and self.engine.url and self.fleet.engines > 1:
+            raise ValueError(
+                f"engine.url={self.engine.url!r} is one server, and fleet.engines={self.fleet.engines} would each "
+                "load its own weights there: run an actor process for each server"
+            )
+        return self
