@@ -32,7 +32,7 @@ from bus.publish import Publisher
 from bus.server import NatsServer
 from bus.topology import ensure
 
-GROUPS, SAMPLES, NEW_TOKENS = 32, 8, 64
+GROUPS, SAMPLES, NEW_TOKENS = 16, 8, 64
 ROUNDS = 3
 ROUND_TIMEOUT_S = 300.0
 POLL_S = 0.005

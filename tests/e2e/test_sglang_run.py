@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import SMALL, Command
 
-pytestmark = [pytest.mark.sglang, pytest.mark.nats, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.sglang, pytest.mark.nats, pytest.mark.timeout(580)]
 
 
 def test_a_run_on_sglang_trains_and_accounts_for_everything(tmp_path: Path):
@@ -15,7 +15,7 @@ def test_a_run_on_sglang_trains_and_accounts_for_everything(tmp_path: Path):
         "--actors.engine.server.max-running-requests", "32",
     )  # fmt: skip
     try:
-        assert local.wait(360.0) == 0, local.said()
+        assert local.wait(540.0) == 0, local.said()
     finally:
         local.kill()
     run = tmp_path / "runs/served"
