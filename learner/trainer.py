@@ -14,7 +14,6 @@ from learner.config import UNDIVIDED, OptimizerConfig, ParallelConfig, PPOClipLo
 from learner.conversion.base import State
 from learner.conversion.weights import (
     Holders,
-    export_hf_weights,
     find_holders,
     load_hf_weights,
     stream_hf_weights,
@@ -181,8 +180,7 @@ class Trainer:
 
         Every rank calls this.
         """
-        self.settle_parameters()
-        return export_hf_weights(self.chunks, self.hf_config)
+        return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.stream()}
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights one after another on rank 0, each good until the next; every rank exhausts it."""
