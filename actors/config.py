@@ -165,7 +165,7 @@ class ActorsConfig(Config):
     def _a_server_has_one_engine(self) -> Self:
         if isinstance(self.engine, SglangEngineConfig) and self.engine.url and self.fleet.engines > 1:
             raise ValueError(
-                f"engine.url={self.engine.url!r} is one server, and fleet.engines={self.fleet.engines} would each "
+                f"engine.url={self.engine.url!r} is one server, and {self.fleet.engines} engines would each "
                 "load its own weights there: run an actor process for each server"
             )
         return self
