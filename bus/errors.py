@@ -40,6 +40,14 @@ class EngineError(SluiceError):
     """An inference engine failed or returned something that cannot be a generation."""
 
 
+class RequestRefusedError(EngineError):
+    """An engine can never serve this request, and is well: it does not fit, or its id is in use."""
+
+
+class EngineLostError(EngineError):
+    """No engine is left to generate: this process cannot go on, its work is another's."""
+
+
 class TrainingError(SluiceError):
     """Training cannot go on from where it is: an older checkpoint or other settings are needed."""
 

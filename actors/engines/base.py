@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
 
 import numpy as np
 
 from actors.config import SamplingConfig
+from bus.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,20 @@ class Generation:
     finish_reason: FinishReason
 
 
+NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
+"""Interrupted before the first token."""
+
+
+class InterruptedGenerationError(EngineError):
+    """The engine failed under a request; `partial` is what it had sampled for it, as far as it knows.
+
+    Here, not in bus/errors.py, since it carries a Generation."""
+
+    def __init__(self, reason: str, partial: Generation = NOTHING) -> None:
+        super().__init__(reason)
+        self.partial = partial
+
+
 class Engine(Protocol):
     """A model that continues token sequences and takes new weights while it does."""
 
@@ -87,11 +102,13 @@ class Engine(Protocol):
     async def generate(self, request: GenerationRequest) -> Generation:
         """Continue `request`; waits for the first weights. Cancelling the caller aborts the request.
 
-        Raises EngineError when the request cannot be served or the engine failed."""
+        Raises RequestRefusedError when this engine can never serve the request, EngineError when the engine
+        failed, and InterruptedGenerationError where the tokens so far are known then."""
 
     async def load_weights(self, state: Mapping[str, "torch.Tensor"], policy_version: int) -> float:
         """Pause, take the tensors (HF names; the first time all of them), go on with what is in flight.
 
+        Nobody writes to the tensors afterwards: engines that come later may still take them.
         Tokens drawn afterwards carry `policy_version`. Returns the seconds generation stood still."""
 
     async def abort(self, request_id: str) -> None:
@@ -99,3 +116,11 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop and release; requests in flight raise EngineError."""
+
+
+@runtime_checkable
+class HealthChecked(Protocol):
+    """An engine that can say whether it is well, apart from what its generations show."""
+
+    async def check_health(self) -> None:
+        """Return when the engine works; the caller bounds the wait. Raises EngineError when it does not."""

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from actors.engines.base import Generation, GenerationRequest
+from actors.engines.base import NOTHING, Generation, GenerationRequest
 from actors.engines.experts import fuse_experts
 from actors.engines.sampling import sample
 from actors.engines.slots import Rows, SlotCache
-from bus.errors import EngineError
+from bus.errors import EngineError, RequestRefusedError
 
 Finished = list[tuple[GenerationRequest, Generation]]
-_NO_TOKENS = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
 
 
 class BatchedDecoder:
@@ -54,20 +53,20 @@ class BatchedDecoder:
         return len(self._waiting)
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise EngineError for a request that can never be served."""
+        """Raise RequestRefusedError for a request that can never be served."""
         prompt, new = len(request.token_ids), request.sampling.max_new_tokens
         if prompt < 1 or new < 1:
-            raise EngineError(
+            raise RequestRefusedError(
                 f"{request.request_id}: {prompt} prompt tokens and {new} new ones: each must be >= 1"
             )
         if prompt + new > self.context_length:
-            raise EngineError(
+            raise RequestRefusedError(
                 f"{request.request_id}: {prompt} prompt tokens + {new} new ones exceed the model's context "
                 f"of {self.context_length}: shorten the prompt or lower max_new_tokens"
             )
         low, high = min(request.token_ids), max(request.token_ids)
         if low < 0 or high >= self.vocab_size:
-            raise EngineError(
+            raise RequestRefusedError(
                 f"{request.request_id}: token ids {low} to {high} do not fit the model's vocabulary of "
                 f"{self.vocab_size}: tokenizer and model differ"
             )
@@ -82,13 +81,20 @@ class BatchedDecoder:
         for request in self._waiting:
             if request.request_id == request_id:
                 self._waiting.remove(request)
-                return [(request, _NO_TOKENS)]
+                return [(request, NOTHING)]
         for row, request in enumerate(self._rows.requests):
             if request.request_id == request_id:
                 partial = self._rows.generation(row, "abort")
                 self._remove(np.array([row]))
                 return [(request, partial)]
         return []
+
+    def interrupted(self) -> Finished:
+        """All requests that are here, each with its tokens so far."""
+        rows = [
+            (request, self._rows.generation(row, "abort")) for row, request in enumerate(self._rows.requests)
+        ]
+        return [*rows, *((request, NOTHING) for request in self._waiting)]
 
     def swap_weights(self, prepared: Mapping[str, Tensor], policy_version: int) -> None:
         """Point the model at prepared tensors; the KV of rows in flight stays as the old weights made it."""

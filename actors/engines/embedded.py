@@ -4,7 +4,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from actors.config import EmbeddedEngineConfig
-from actors.engines.base import Generation, GenerationRequest
+from actors.engines.base import Generation, GenerationRequest, InterruptedGenerationError
 from actors.engines.decoder import BatchedDecoder, Finished, prepare_weights
-from bus.errors import EngineError
+from bus.errors import EngineError, RequestRefusedError
 
 log = structlog.get_logger()
 Command = Callable[[], None]
@@ -28,7 +28,7 @@ class EmbeddedEngine:
     """Serves one model; commands run in the engine thread between two decode steps.
 
     Results cross back to the event loop once per decode step. A failure in the thread reaches every
-    waiter and every later call as EngineError."""
+    waiter and every later call as EngineError; generations under way keep their tokens so far."""
 
     def __init__(
         self, model: PreTrainedModel, config: EmbeddedEngineConfig, *, policy_version: int = -1
@@ -43,7 +43,8 @@ class EmbeddedEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unsent: list[GenerationRequest] = []
         self._generations: dict[str, tuple[GenerationRequest, asyncio.Future[Generation]]] = {}
-        self._swaps: set[asyncio.Future[float]] = set()
+        self._orders: set[asyncio.Future[float]] = set()
+        """Swaps and health checks that the thread has not come to yet."""
         self._failure: str | None = "it was not started"
 
     @classmethod
@@ -101,7 +102,9 @@ class EmbeddedEngine:
         loop = self._running_loop()
         self._decoder.check(request)
         if request.request_id in self._generations:
-            raise EngineError(f"request {request.request_id} is already in flight: ids must be unique")
+            raise RequestRefusedError(
+                f"request {request.request_id} is already in flight: ids must be unique"
+            )
         future: asyncio.Future[Generation] = loop.create_future()
         self._generations[request.request_id] = request, future
         if not self._unsent:
@@ -120,17 +123,14 @@ class EmbeddedEngine:
 
         The copy is made beforehand, beside the decoding, so two sets of weights exist for a moment. After
         the first, complete load, `state` may hold only the tensors that changed."""
-        loop = self._running_loop()
+        self._running_loop()
         first = self.policy_version < 0
         prepared = await asyncio.to_thread(prepare_weights, self._decoder.model, state, complete=first)
-        self._running_loop()
-        done: asyncio.Future[float] = loop.create_future()
-        self._swaps.add(done)
-        self._commands.put(partial(self._swap, prepared, policy_version, done))
-        try:
-            return await done
-        finally:
-            self._swaps.discard(done)
+        return await self._obeyed(partial(self._swap, prepared, policy_version))
+
+    async def check_health(self) -> None:
+        """Return when the thread has ended its decode step. Raises EngineError when it has ended itself."""
+        await self._obeyed(lambda done: self._to_loop(partial(self._deliver_order, done, 0.0)))
 
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
@@ -146,6 +146,16 @@ class EmbeddedEngine:
         self._fail("it was closed")
         if self._thread.is_alive():
             raise EngineError(f"the embedded engine did not stop within {self._config.close_timeout_s} s")
+
+    async def _obeyed(self, order: Callable[["asyncio.Future[float]"], None]) -> float:
+        """Run `order` in the thread, between two decode steps; return what it gives the future."""
+        done: asyncio.Future[float] = self._running_loop().create_future()
+        self._orders.add(done)
+        self._commands.put(partial(order, done))
+        try:
+            return await done
+        finally:
+            self._orders.discard(done)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._failure is not None or self._loop is None:
@@ -163,17 +173,23 @@ class EmbeddedEngine:
             if future and expected is request and not future.done():  # else its caller was cancelled
                 future.set_result(generation)
 
-    def _deliver_swap(self, done: "asyncio.Future[float]", seconds: float) -> None:
+    def _deliver_order(self, done: "asyncio.Future[float]", seconds: float) -> None:
         if not done.done():
             done.set_result(seconds)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, interrupted: Sequence[tuple[GenerationRequest, Generation]] = ()) -> None:
+        """Tell every waiter that the thread ended, and those in `interrupted` what they had by then."""
         self._failure = self._failure or reason
+        message = f"the embedded engine stopped: {self._failure}"
+        for request, generation in interrupted:
+            expected, future = self._generations.get(request.request_id, (None, None))
+            if future and expected is request and not future.done():
+                future.set_exception(InterruptedGenerationError(message, generation))
         waiters: list[asyncio.Future[Generation] | asyncio.Future[float]]
-        waiters = [*(future for _, future in self._generations.values()), *self._swaps]
-        for future in waiters:
-            if not future.done():
-                future.set_exception(EngineError(f"the embedded engine stopped: {self._failure}"))
+        waiters = [*(future for _, future in self._generations.values()), *self._orders]
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(EngineError(message))
 
     # From here on everything runs in the engine thread.
 
@@ -183,9 +199,11 @@ class EmbeddedEngine:
             while self._run_commands():
                 if finished := self._decoder.step():
                     self._to_loop(partial(self._deliver, finished))
+            reason = "it was closed"
         except Exception as error:  # noqa: BLE001  # every waiter hears of it
             log.error("engine_failed", error=repr(error))
-            self._to_loop(partial(self._fail, repr(error)))
+            reason = repr(error)
+        self._to_loop(partial(self._fail, reason, self._decoder.interrupted()))
 
     def _run_commands(self) -> bool:
         """Run queued commands, sleeping while there is nothing to decode; False asks to stop."""
@@ -205,7 +223,7 @@ class EmbeddedEngine:
     def _swap(self, prepared: dict[str, Tensor], policy_version: int, done: "asyncio.Future[float]") -> None:
         start = time.perf_counter()
         self._decoder.swap_weights(prepared, policy_version)
-        self._to_loop(partial(self._deliver_swap, done, time.perf_counter() - start))
+        self._to_loop(partial(self._deliver_order, done, time.perf_counter() - start))
 
     def _to_loop(self, callback: Command) -> None:
         assert self._loop is not None, "start() sets it before the thread runs"

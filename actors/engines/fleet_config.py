@@ -1,0 +1,72 @@
+"""Settings of the engines of one actor process. Loads without torch."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from bus.config import Config
+
+
+class FleetConfig(Config):
+    """How many engines there are, which one takes a request, and what becomes of one that fails."""
+
+    engines: int = Field(1, ge=1)
+    """Engines that this process runs."""
+
+    requests_per_engine: int = Field(256, ge=1)
+    """Requests that one engine has at once; further ones wait in the fleet, the oldest goes first."""
+
+    affinity_slack: int = Field(16, ge=0)
+    """A request goes where its beginning is cached, unless that engine has this many requests more than
+    the least busy one. 0 looks at the load only."""
+
+    updated_at_once: float = Field(0.5, gt=0, le=1)
+    """Share of the serving engines that take new weights at the same time; one may always."""
+
+    attempts: int = Field(5, ge=1)
+    """Engines that may fail under one request before it counts as the request's fault."""
+
+    request_timeout_s: float = Field(1800.0, gt=0)
+    """After this a generation is interrupted, and goes on from its tokens where there is room."""
+
+    start_timeout_s: float = Field(900.0, gt=0)
+    """Longest that an engine may take to build and start."""
+
+    update_timeout_s: float = Field(600.0, gt=0)
+    """Longest that an engine may take to load weights."""
+
+    health_period_s: float = Field(5.0, gt=0)
+    """Between two looks at an engine's health."""
+
+    health_timeout_s: float = Field(60.0, gt=0)
+    """An engine that does not answer for so long has failed."""
+
+    drain_timeout_s: float = Field(10.0, gt=0)
+    """How long an engine that is taken out of service may take to hand out the tokens it has sampled."""
+
+    close_timeout_s: float = Field(60.0, gt=0)
+    """Longest that an engine may take to end."""
+
+    restarts: int = Field(5, ge=0)
+    """Failures within `restart_window_s` after which an engine is built again; the next one gives it up."""
+
+    restart_window_s: float = Field(600.0, gt=0)
+    """Older failures are forgotten."""
+
+    backoff_s: float = Field(1.0, gt=0)
+    """Pause before an engine is built again; doubles with each failure in the window."""
+
+    backoff_max_s: float = Field(60.0, gt=0)
+    """Longest such pause."""
+
+    @model_validator(mode="after")
+    def _pauses_grow(self) -> Self:
+        if self.backoff_max_s < self.backoff_s:
+            raise ValueError(
+                f"backoff_max_s={self.backoff_max_s:g} is below backoff_s={self.backoff_s:g}: raise it"
+            )
+        return self
+
+    def backoff_after_s(self, failures: int) -> float:
+        """Pause after so many failures in the window, >= 1."""
+        return float(min(self.backoff_s * 2 ** (failures - 1), self.backoff_max_s))

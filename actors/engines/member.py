@@ -1,0 +1,369 @@
+"""One place of a fleet: an engine, its failures, and the engines built after it."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import structlog
+
+from actors.engines.base import (
+    NOTHING,
+    Engine,
+    Generation,
+    GenerationRequest,
+    HealthChecked,
+    InterruptedGenerationError,
+)
+from actors.engines.fleet_config import FleetConfig
+from actors.engines.host_weights import HostWeights
+from actors.engines.ticket import Ticket
+from bus.errors import EngineError, RequestRefusedError, SluiceError
+
+log = structlog.get_logger()
+Build = Callable[[], Awaitable[Engine]]
+"""Makes an engine that was not started yet."""
+State = Literal["starting", "serving", "stopping", "waiting", "given up", "left"]
+T = TypeVar("T")
+CANCEL_S = 5.0
+"""What an engine that hangs was asked to do is left behind after this."""
+
+
+@dataclass(eq=False)
+class _Life:
+    """One engine from its building to its end."""
+
+    engine: Engine
+    serial: int = 0
+    """The update it has; 0 for the weights that it came with."""
+    update: asyncio.Lock = field(default_factory=asyncio.Lock)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it was closed: nothing comes from it any more."""
+
+
+class Member:
+    """Keeps an engine in service: starts, updates, watches, takes down and builds it again."""
+
+    def __init__(
+        self, name: str, build: Build, config: FleetConfig, *,
+        weights: Callable[[], HostWeights], changed: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.state: State = "starting"
+        self.seated: set[Ticket] = set()
+        """Requests that have a place here."""
+        self.served = 0
+        """Requests that ever had one."""
+        self.restarts = 0
+        self.reason = ""
+        """Of the latest failure."""
+        self.tried = asyncio.Event()
+        """Set when the first engine serves or has failed."""
+        self._build = build
+        self._config = config
+        self._weights = weights
+        self._changed = changed
+        self._life: _Life | None = None
+        self._asked: dict[str, asyncio.Task[Generation]] = {}
+        self._idle = asyncio.Event()
+        self._out = asyncio.Event()
+        """Set when the engine must leave service, for a failure or for good."""
+        self._leaving = False
+        self._failures_s: list[float] = []
+        self._tokens_before = 0
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights in service, -1 for none."""
+        return self._life.engine.policy_version if self._life and self.state == "serving" else -1
+
+    @property
+    def running(self) -> int:
+        """Requests that its engine decodes."""
+        return self._life.engine.running if self._life else 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait in its engine."""
+        return self._life.engine.waiting if self._life else 0
+
+    @property
+    def tokens_generated(self) -> int:
+        """By all its engines."""
+        return self._tokens_before + (self._life.engine.tokens_generated if self._life else 0)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no engine will serve here again."""
+        return self.state in ("given up", "left")
+
+    async def live(self) -> None:
+        """Serve until `leave`, or until too many engines failed here."""
+        while not self._leaving:
+            await self._serve()
+            await self._take_down()
+            self.tried.set()
+            if not self._leaving and not await self._may_go_on():
+                return
+        self._enter("left")
+
+    def leave(self) -> None:
+        """Take the engine out of service for good; `live` then ends."""
+        self._leaving = True
+        self._out.set()
+
+    def fail(self, reason: str) -> None:
+        """Take the engine out of service, and build another."""
+        if not self._out.is_set():
+            log.warning("engine_lost", engine=self.name, reason=reason, requests=len(self._asked))
+            self.reason = reason
+            self._out.set()
+            if self.state == "serving":
+                self._enter("stopping")
+
+    async def work_on(self, ticket: Ticket) -> None:
+        """Add what the engine samples for `ticket` to it; all troubles but a refusal cut the piece short.
+
+        When it returns or raises, the engine works on it no more. Raises `RequestRefusedError`."""
+        life = self._life
+        if life is None or self.state != "serving" or ticket.attempt_id is None:
+            return
+        request = ticket.rest(ticket.attempt_id)
+        task = self._asked[request.request_id] = asyncio.create_task(life.engine.generate(request))
+        self._idle.clear()
+        try:
+            piece = await self._piece(life, request, task)
+        finally:
+            del self._asked[request.request_id]
+            if not self._asked:
+                self._idle.set()
+        ticket.pieces.append(piece)
+        asked_to = self._leaving or ticket.aborted
+        if (
+            piece.finish_reason == "abort"
+            and not asked_to
+            and (self._out.is_set() or not len(piece.token_ids))
+        ):
+            ticket.strikes += 1
+
+    async def abort(self, request_id: str) -> None:
+        """Have the engine end a request."""
+        await asyncio.sleep(0)  # a request that was asked for in this turn of the loop gets there first
+        if self._life is not None and request_id in self._asked:
+            try:
+                async with asyncio.timeout(self._config.drain_timeout_s):
+                    await self._life.engine.abort(request_id)
+            except (EngineError, TimeoutError) as error:
+                self.fail(f"it did not abort {request_id}: {error!r}")
+
+    async def update(self) -> float:
+        """Load the newest weights unless it has them; return the seconds generation stood still.
+
+        An engine that cannot has failed, and returns 0."""
+        life, seconds = self._life, 0.0
+        if life is None:
+            return seconds
+        try:
+            async with life.update:
+                if not life.gone.is_set() and life.serial != self._weights().serial:
+                    seconds = await self._load(life)
+        except EngineError as error:
+            if life is self._life:
+                self.fail(f"new weights: {error}")
+        return seconds
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self._changed()
+
+    async def _serve(self) -> None:
+        """Build an engine, bring it to the newest weights, serve until it must leave."""
+        self._out = asyncio.Event()
+        if self._leaving:
+            return
+        self._enter("starting")
+        try:
+            await _unless(self._out, self._bring_up())
+        except Exception as error:  # noqa: BLE001  # whatever keeps it from starting; the limit makes it loud
+            self.fail(str(error) if isinstance(error, SluiceError) else repr(error))
+        if self._out.is_set():
+            return
+        if self._failures_s:
+            log.info("engine_restarted", engine=self.name, policy_version=self._weights().policy_version)
+        self._enter("serving")
+        self.tried.set()
+        await self._watch()
+
+    async def _bring_up(self) -> None:
+        started_s = time.monotonic()
+        async with _bounded(self._config.start_timeout_s, f"{self.name} did not start"):
+            engine = await self._build()
+            life = self._life = _Life(engine)
+            await engine.start()
+        while life.serial != self._weights().serial:  # a younger version may come while one is loaded
+            await self._load(life)
+        log.info(
+            "engine_ready",
+            engine=self.name,
+            policy_version=engine.policy_version,
+            seconds=round(time.monotonic() - started_s, 1),
+        )
+
+    async def _load(self, life: _Life) -> float:
+        weights = self._weights()
+        loading = life.engine.load_weights(weights.since(life.serial), weights.policy_version)
+        async with _bounded(self._config.update_timeout_s, f"{self.name} did not load its weights"):
+            seconds = await _unless(life.gone, loading)
+        if life.engine.policy_version != weights.policy_version:
+            raise EngineError(
+                f"{self.name} says it has version {life.engine.policy_version} "
+                f"after version {weights.policy_version} was loaded"
+            )
+        life.serial = weights.serial
+        return seconds or 0.0
+
+    async def _watch(self) -> None:
+        """Return when the engine must leave service; look at its health now and then."""
+        assert self._life is not None, "it was brought up"
+        engine, timeout_s = self._life.engine, self._config.health_timeout_s
+        while not await _set_within(self._out, self._config.health_period_s):
+            if isinstance(engine, HealthChecked):
+                try:
+                    async with _bounded(timeout_s, f"{self.name} did not answer its health check"):
+                        await _unless(self._out, engine.check_health())
+                except EngineError as error:
+                    self.fail(str(error))
+
+    async def _piece(
+        self, life: _Life, request: GenerationRequest, task: asyncio.Task[Generation]
+    ) -> Generation:
+        try:
+            await _first(task, life.gone, self._config.request_timeout_s)
+            if not task.done() and not life.gone.is_set():
+                await self.abort(request.request_id)
+                await _first(task, life.gone, self._config.drain_timeout_s)
+                if not task.done():
+                    self.fail(f"it goes on with {request.request_id} though that was aborted")
+                    await life.gone.wait()  # `_take_down` bounds this
+            return _sound(request, task.result()) if task.done() else NOTHING
+        except RequestRefusedError:
+            raise
+        except EngineError as error:
+            if life is self._life:
+                self.fail(str(error))
+            return error.partial if isinstance(error, InterruptedGenerationError) else NOTHING
+        finally:
+            if not task.done():  # cancelling aborts; an engine that is gone does not matter
+                task.cancel()
+                task.add_done_callback(_hear)
+                await asyncio.wait([task], timeout=0 if life.gone.is_set() else self._config.drain_timeout_s)
+
+    async def _take_down(self) -> None:
+        """Have the engine hand out the tokens so far, and end it."""
+        life = self._life
+        if life is None:
+            return
+        self._enter("stopping")
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                for request_id in list(self._asked):
+                    await life.engine.abort(request_id)
+                if self._asked:
+                    await self._idle.wait()
+        except (EngineError, TimeoutError) as error:
+            log.debug("engine_not_drained", engine=self.name, reason=repr(error))  # closing ends the rest
+        try:
+            async with _bounded(self._config.close_timeout_s, f"{self.name} did not close"):
+                await life.engine.close()
+        except EngineError as error:
+            log.error("engine_not_closed", engine=self.name, reason=str(error))
+        if self._asked:  # closing ended them, with what it knew of their tokens
+            await _set_within(self._idle, self._config.drain_timeout_s)
+        life.gone.set()
+        self._tokens_before += life.engine.tokens_generated
+        self._life = None
+
+    async def _may_go_on(self) -> bool:
+        """Wait before the next engine; False when too many failed."""
+        config, now_s = self._config, asyncio.get_running_loop().time()
+        self._failures_s = [at for at in self._failures_s if now_s - at < config.restart_window_s]
+        self._failures_s.append(now_s)
+        if len(self._failures_s) > config.restarts:
+            log.error("engine_given_up", engine=self.name, failures=len(self._failures_s), reason=self.reason)
+            self._enter("given up")
+            return False
+        self.restarts += 1
+        self._out = asyncio.Event()
+        self._enter("waiting")
+        await _set_within(self._out, config.backoff_after_s(len(self._failures_s)))
+        return True
+
+
+def _sound(request: GenerationRequest, generation: Generation) -> Generation:
+    """Raise EngineError for a generation that is none."""
+    lengths = [len(generation.token_ids), len(generation.logprobs), len(generation.policy_versions)]
+    if len(set(lengths)) > 1 or lengths[0] > request.sampling.max_new_tokens:
+        raise EngineError(
+            f"{request.request_id}: {lengths} tokens, log-probs and versions, where "
+            f"{request.sampling.max_new_tokens} at most were asked for"
+        )
+    if not np.isfinite(generation.logprobs).all():
+        raise EngineError(f"{request.request_id}: a log-prob is not finite")
+    return generation
+
+
+class _bounded:  # noqa: N801  # reads as asyncio.timeout does
+    """As `asyncio.timeout`, but raises EngineError that says what took so long."""
+
+    def __init__(self, timeout_s: float, what: str) -> None:
+        self._timeout = asyncio.timeout(timeout_s)
+        self._message = f"{what} within {timeout_s:g} s"
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, trace)  # type: ignore[arg-type]
+        except TimeoutError:
+            raise EngineError(self._message) from None
+
+
+async def _unless(event: asyncio.Event, doing: Awaitable[T]) -> T | None:
+    """The result of `doing`, or None when `event` is set before: then it is cancelled."""
+    task = asyncio.ensure_future(doing)
+    try:
+        await _first(task, event, None)
+        return task.result() if task.done() else None
+    finally:
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(_hear)
+            await asyncio.wait([task], timeout=CANCEL_S)
+
+
+async def _first(task: "asyncio.Future[T]", event: asyncio.Event, timeout_s: float | None) -> None:
+    """Return when the task is done, the event set, or the time over."""
+    setting = asyncio.create_task(event.wait())
+    either: set[asyncio.Future[Any]] = {task, setting}
+    try:
+        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        setting.cancel()
+
+
+async def _set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+def _hear(task: "asyncio.Future[T]") -> None:
+    """Whatever came of a task that nobody waits for: its engine was left."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,394 @@
+"""Many engines behind one: places, failures, partial rollouts and staggered weights, on a virtual clock."""
+
+import asyncio
+from functools import wraps
+
+import pytest
+
+from actors.engines.base import Generation, GenerationRequest, Sampling
+from actors.engines.fleet import Fleet
+from actors.engines.fleet_config import FleetConfig
+from bus.errors import EngineError, EngineLostError, RequestRefusedError
+from tests.actors.paced_engine import PacedEngine, chain
+from tests.actors.virtual_time import run_virtually
+
+
+def virtual(test):
+    """Run a test on a virtual clock."""
+
+    @wraps(test)
+    def run(*args, **kwargs):
+        run_virtually(test(*args, **kwargs))
+
+    return run
+
+
+class Yard:
+    """A fleet, and every engine that was ever built for it by the name of its place."""
+
+    def __init__(self, count=2, *, version=1, **settings):
+        engine_settings = {
+            key: settings.pop(key) for key in ("token_s", "update_s", "keeps") if key in settings
+        }
+        self.engine_settings = engine_settings
+        self.built: dict[str, list[PacedEngine]] = {}
+        self.version = version
+        self.contexts: dict[str, int] = {}
+        self.broken = False
+        self.fleet = Fleet({f"e{n}": self.build(f"e{n}") for n in range(count)}, FleetConfig(**settings))
+
+    def build(self, name):
+        async def built():
+            if self.broken:
+                raise EngineError("no memory left")
+            context = {"context": self.contexts[name]} if name in self.contexts else {}
+            engine = PacedEngine(name, **self.engine_settings, **context)
+            self.built.setdefault(name, []).append(engine)
+            return engine
+
+        return built
+
+    def engine(self, name) -> PacedEngine:
+        """The present one."""
+        return self.built[name][-1]
+
+    async def __aenter__(self):
+        await self.fleet.start()
+        if self.version >= 0:
+            await self.fleet.load_weights({"a": self.version, "b": 0}, self.version)
+        return self
+
+    async def __aexit__(self, *exc):
+        await self.fleet.close()
+        assert all(engine.closed for engines in self.built.values() for engine in engines)
+
+    def ask(self, name, prompt=(5, 6), new=10, **sampling):
+        request = GenerationRequest(name, list(prompt), Sampling(max_new_tokens=new, **sampling))
+        return asyncio.create_task(self.fleet.generate(request))
+
+    def engine_of(self, name):
+        """Who works on a request."""
+        [found] = [e for e in self.all() if any(asked.endswith(f"-{name}") for asked in e.working)]
+        return found
+
+    def all(self):
+        return [engine for engines in self.built.values() for engine in engines]
+
+
+def is_right(generation: Generation, prompt=(5, 6), new=10):
+    assert generation.token_ids.tolist() == chain(list(prompt), new)
+    assert generation.logprobs.tolist() == pytest.approx([-token / 100 for token in generation.token_ids])
+    assert len(generation.policy_versions) == new
+    assert generation.finish_reason == "length"
+
+
+@virtual
+async def test_requests_go_to_the_least_busy_engine_and_wait_in_order_when_all_are_full():
+    async with Yard(2, requests_per_engine=2) as yard:
+        tasks = [yard.ask(str(n), prompt=[n], new=10) for n in range(7)]
+        await asyncio.sleep(5)
+        assert [yard.engine(name).running for name in ("e0", "e1")] == [2, 2]
+        assert (yard.fleet.running, yard.fleet.waiting) == (4, 3)
+        await asyncio.sleep(10)
+        assert [task.done() for task in tasks] == [True] * 4 + [False] * 3
+        await asyncio.gather(*tasks)
+        assert max(engine.most_at_once for engine in yard.all()) == 2
+        assert yard.fleet.tokens_generated == 70
+
+
+@virtual
+async def test_a_later_turn_goes_where_its_beginning_is_cached():
+    async with Yard(3, affinity_slack=2) as yard:
+        prompt = list(range(1, 65))
+        first = await yard.ask("turn-1", prompt)
+        [home] = [e for e in yard.all() if e.requests]
+        await asyncio.gather(*(yard.ask(str(n), [n]) for n in range(3)))  # each engine has served one since
+        busy = yard.ask("other", [*prompt[:40], 9], new=50)
+        await asyncio.sleep(1)
+        later = yard.ask("turn-2", [*prompt, *first.token_ids.tolist(), 7, 8])
+        await asyncio.sleep(1)
+        assert yard.engine_of("other") is home
+        assert yard.engine_of("turn-2") is home
+        await asyncio.gather(busy, later)
+
+
+@virtual
+async def test_a_much_busier_engine_loses_its_affinity():
+    async with Yard(2, affinity_slack=2) as yard:
+        prompt = list(range(1, 65))
+        tasks = [yard.ask(str(n), [*prompt, n], new=20) for n in range(8)]
+        await asyncio.sleep(1)
+        assert sorted(engine.running for engine in yard.all()) == [3, 5]
+        await asyncio.gather(*tasks)
+
+
+@virtual
+async def test_a_request_that_fits_no_engine_is_refused_and_the_engines_are_well():
+    yard = Yard(2)
+    yard.contexts = {"e0": 20, "e1": 40}
+    async with yard:
+        is_right(await yard.ask("long", [1, 2, 3], new=30), [1, 2, 3], 30)
+        assert not yard.engine("e0").requests
+        with pytest.raises(RequestRefusedError, match="exceeds the context of"):
+            await yard.ask("longer", [1, 2, 3], new=50)
+        assert all(len(engines) == 1 for engines in yard.built.values())
+
+
+@virtual
+async def test_a_request_goes_on_from_its_tokens_when_its_engine_dies():
+    async with Yard(2) as yard:
+        task = yard.ask("a", new=10)
+        await asyncio.sleep(4.5)
+        dying = yard.engine_of("a")
+        dying.crash()
+        is_right(await task)
+        [other] = [e for e in yard.all() if e is not dying and e.requests]
+        [rest] = other.requests
+        assert (len(rest.token_ids), rest.sampling.max_new_tokens) == (2 + 4, 6)
+        assert dying.closed
+
+
+@virtual
+async def test_tokens_that_die_with_their_engine_are_sampled_again():
+    async with Yard(2, keeps=False) as yard:
+        task = yard.ask("a", new=10)
+        await asyncio.sleep(4.5)
+        yard.engine_of("a").crash()
+        is_right(await task)
+        assert yard.fleet.tokens_generated == 14
+
+
+@virtual
+async def test_a_crashed_engine_is_built_again_and_serves_with_the_current_weights():
+    async with Yard(1, version=3) as yard:
+        task = yard.ask("a", new=10)
+        await asyncio.sleep(4.5)
+        dead = yard.engine("e0")
+        dead.crash()
+        generation = await task
+        is_right(generation)
+        assert set(generation.policy_versions.tolist()) == {3}
+        assert yard.engine("e0") is not dead
+        assert yard.engine("e0").loads == [(3, 2)]
+        assert yard.fleet.engines["e0"]["restarts"] == 1
+
+
+@virtual
+async def test_a_newcomer_gets_all_tensors_though_the_latest_update_had_one():
+    async with Yard(1, version=1) as yard:
+        await yard.fleet.load_weights({"b": 7}, 2)
+        assert yard.engine("e0").loads == [(1, 2), (2, 1)]
+        yard.engine("e0").crash()
+        is_right(await yard.ask("a"))
+        assert yard.engine("e0").weights == {"a": 1, "b": 7}
+        assert yard.engine("e0").policy_version == 2
+
+
+@virtual
+async def test_an_engine_that_hangs_is_found_by_its_health_check_and_replaced():
+    async with Yard(2, health_period_s=5, health_timeout_s=10, drain_timeout_s=3) as yard:
+        task = yard.ask("a", new=10)
+        await asyncio.sleep(4.5)
+        hung = yard.engine_of("a")
+        hung.hang()
+        is_right(await task)
+        assert asyncio.get_running_loop().time() < 40
+        assert hung.closed
+        assert not hung.working
+
+
+@virtual
+async def test_a_generation_that_takes_too_long_is_interrupted_and_goes_on():
+    async with Yard(2, request_timeout_s=4.5, attempts=1) as yard:
+        is_right(await yard.ask("a", new=10))
+        assert sorted(len(r.token_ids) for e in yard.all() for r in e.requests) == [2, 6, 10]
+        assert len(yard.all()) == 2
+
+
+@virtual
+async def test_an_engine_that_fails_too_often_is_given_up_and_the_others_go_on():
+    async with Yard(2, restarts=2, backoff_s=1) as yard:
+        yard.broken = True
+        yard.engine("e0").crash()
+        with pytest.raises(EngineError, match="crashed"):
+            await yard.engine("e0").check_health()
+        await asyncio.sleep(60)
+        assert yard.fleet.engines["e0"]["state"] == "given up"
+        is_right(await yard.ask("a"))
+
+
+@virtual
+async def test_without_any_engine_left_everybody_hears_it():
+    async with Yard(2, restarts=1, requests_per_engine=1) as yard:
+        waiting = [yard.ask(str(n)) for n in range(4)]
+        await asyncio.sleep(1)
+        yard.broken = True
+        for engine in yard.all():
+            engine.crash("out of memory")
+        for task in waiting:
+            with pytest.raises(EngineLostError, match="all engines failed more than 1 times"):
+                await task
+        with pytest.raises(EngineLostError):
+            await yard.fleet.load_weights({}, 2)
+
+
+@virtual
+async def test_a_fleet_that_cannot_start_says_why():
+    yard = Yard(2)
+    yard.broken = True
+    with pytest.raises(EngineError, match=r"none of 2 engines could start: .*no memory"):
+        await yard.fleet.start()
+
+
+@virtual
+async def test_a_request_that_kills_its_engines_fails_alone():
+    async with Yard(2, attempts=2, backoff_s=0.1) as yard:
+        task = yard.ask("poison", new=10)
+        for _ in range(2):
+            await asyncio.sleep(2.5)
+            yard.engine_of("poison").crash("segmentation fault")
+        with pytest.raises(EngineError, match="2 engines failed under it"):
+            await task
+        is_right(await yard.ask("a"))
+
+
+@virtual
+async def test_an_abort_returns_the_tokens_so_far_also_in_the_queue():
+    async with Yard(1, requests_per_engine=1) as yard:
+        running, queued = yard.ask("a"), yard.ask("b")
+        await asyncio.sleep(3.5)
+        await yard.fleet.abort("b")
+        await yard.fleet.abort("a")
+        await yard.fleet.abort("nobody")
+        first, second = await running, await queued
+        assert (first.finish_reason, first.token_ids.tolist()) == ("abort", chain([5, 6], 3))
+        assert (second.finish_reason, second.token_ids.tolist()) == ("abort", [])
+
+
+@virtual
+async def test_cancelling_the_caller_ends_the_request_at_its_engine_and_in_the_queue():
+    async with Yard(1, requests_per_engine=1) as yard:
+        tasks = [yard.ask(str(n)) for n in range(3)]
+        await asyncio.sleep(3.5)
+        for task in tasks[:2]:
+            task.cancel()
+        await asyncio.wait(tasks[:2])
+        assert next(iter(yard.engine("e0").working)).endswith("-2")
+        assert yard.fleet.waiting == 0
+        is_right(await tasks[2])
+
+
+@virtual
+async def test_weights_reach_a_part_of_the_engines_at_a_time():
+    async with Yard(4, update_s=10, updated_at_once=0.5) as yard:
+        task = yard.ask("a", new=40)
+        updating = asyncio.create_task(yard.fleet.load_weights({"a": 2}, 2))
+        seen = []
+        while not updating.done():
+            seen.append((sum(engine.updating for engine in yard.all()), yard.fleet.policy_version))
+            await asyncio.sleep(1)
+        assert max(count for count, _ in seen) == 2
+        assert seen[-1][1] == 1, "the oldest in service counts"
+        assert yard.fleet.policy_version == 2
+        assert await updating == 10
+        assert sorted(set((await task).policy_versions.tolist())) == [1, 2]
+
+
+@virtual
+async def test_a_younger_version_supersedes_one_that_is_on_its_way():
+    async with Yard(4, update_s=10, updated_at_once=0.25) as yard:
+        older = asyncio.create_task(yard.fleet.load_weights({"a": 2}, 2))
+        await asyncio.sleep(5)
+        await yard.fleet.load_weights({"b": 3}, 3)
+        await older
+        assert [version for engine in yard.all() for version, _ in engine.loads].count(2) == 1
+        assert all(engine.policy_version == 3 for engine in yard.all())
+        assert all(engine.weights == {"a": 2, "b": 3} for engine in yard.all())
+
+
+@virtual
+async def test_an_engine_that_hangs_in_an_update_does_not_hold_the_others():
+    async with Yard(2, updated_at_once=1, health_period_s=5, health_timeout_s=5) as yard:
+        hung = yard.engine("e0")
+        hung.hang()
+        await yard.fleet.load_weights({"a": 2}, 2)
+        assert yard.fleet.policy_version == 2
+        is_right(await yard.ask("a"))
+        await asyncio.sleep(30)
+        assert yard.engine("e0") is not hung
+        assert yard.engine("e0").policy_version == 2
+
+
+@virtual
+async def test_engines_join_with_the_current_weights_and_leave_without_losing_a_token():
+    async with Yard(1, version=4) as yard:
+        task = yard.ask("a", new=10)
+        await asyncio.sleep(3.5)
+        yard.fleet.join("late", yard.build("late"))
+        await asyncio.sleep(1)
+        assert yard.engine("late").loads == [(4, 2)]
+        await yard.fleet.leave("e0")
+        assert yard.engine("e0").closed
+        is_right(await task)
+        assert list(yard.fleet.engines) == ["late"]
+        assert yard.fleet.tokens_generated == 10
+        with pytest.raises(EngineError, match="already has an engine named late"):
+            yard.fleet.join("late", yard.build("late"))
+
+
+@virtual
+async def test_a_fleet_that_everybody_left_waits_for_the_next_engine():
+    async with Yard(1) as yard:
+        await yard.fleet.leave("e0")
+        task = yard.ask("a")
+        await asyncio.sleep(100)
+        assert not task.done()
+        assert yard.fleet.policy_version == 1
+        yard.fleet.join("new", yard.build("new"))
+        is_right(await task)
+
+
+@virtual
+async def test_requests_wait_for_the_first_weights():
+    async with Yard(2, version=-1) as yard:
+        assert yard.fleet.policy_version == -1
+        task = yard.ask("a")
+        await asyncio.sleep(5)
+        assert yard.fleet.waiting == 1
+        await yard.fleet.load_weights({"a": 0}, 0)
+        is_right(await task)
+
+
+@virtual
+async def test_closing_fails_what_is_in_flight():
+    yard = Yard(1, requests_per_engine=1)
+    async with yard:
+        tasks = [yard.ask(str(n)) for n in range(2)]
+        await asyncio.sleep(2.5)
+    for task in tasks:
+        with pytest.raises(EngineError, match="was closed"):
+            await task
+    with pytest.raises(EngineError, match="was closed"):
+        await yard.ask("later")
+
+
+@virtual
+async def test_a_generation_that_is_none_fails_its_engine():
+    async with Yard(1, attempts=1) as yard:
+        engine = yard.engine("e0")
+        task = yard.ask("a", new=3)
+        await asyncio.sleep(2.5)
+        engine.working[next(iter(engine.working))].versions.append(1)
+        with pytest.raises(EngineError, match="1 engines failed under it"):
+            await task
+        assert "tokens, log-probs and versions" in yard.fleet._members["e0"].reason
+
+
+@virtual
+async def test_request_ids_are_unique_among_those_in_flight():
+    async with Yard(1) as yard:
+        first = yard.ask("a")
+        await asyncio.sleep(1)
+        with pytest.raises(RequestRefusedError, match="already in flight"):
+            await yard.ask("a")
+        is_right(await first)

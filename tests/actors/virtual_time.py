@@ -1,0 +1,35 @@
+"""An event loop whose clock jumps to the next timer: hours pass at once, and waiting for nothing fails."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+LIMIT_S = 10_000
+"""A test that takes so long on the virtual clock waits for what will never come."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Time stands still while anything can run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now_s = 0.0
+
+    def time(self) -> float:
+        return self._now_s
+
+    def _run_once(self) -> None:
+        timers = [handle.when() for handle in self._scheduled if not handle.cancelled()]
+        if not self._ready and not self._stopping:
+            if not timers:
+                raise RuntimeError("deadlock: nothing is left that could happen")
+            self._now_s = max(self._now_s, min(timers))
+            if self._now_s > LIMIT_S:
+                raise RuntimeError(f"still not done after {LIMIT_S} s")
+        super()._run_once()
+
+
+def run_virtually(coroutine: Coroutine[Any, Any, None]) -> None:
+    """As `asyncio.run`, on a virtual clock."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(coroutine)
