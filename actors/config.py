@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from actors.engines.fleet_config import FleetConfig
 from bus.config import Config
 from storage.transport_config import RelayConfig
 
@@ -134,6 +135,9 @@ class ActorsConfig(Config):
     engine: EngineConfig = EmbeddedEngineConfig()
     """What generates."""
 
+    fleet: FleetConfig = FleetConfig()
+    """How many such engines, how requests find one, and what becomes of one that fails."""
+
     environment: SingleTurnConfig = SingleTurnConfig()
     """What a rollout is, and how it is rewarded."""
 
@@ -149,6 +153,10 @@ class ActorsConfig(Config):
     share_after_s: float | None = Field(5.0, ge=0)
     """Rollouts that are finished for so long are handed to storage though their siblings still run, so that
     an actor's death costs only what was unfinished. `None` hands over whole groups only."""
+
+    mask_older_versions: int | None = Field(None, ge=0)
+    """Policy versions that a token may lag the newest token of its trajectory and still be trained on; older
+    ones are masked, and recorded as such. `None` trains on all: the correction weighs them."""
 
     patience_s: float = Field(600.0, gt=0)
     """How long start-up waits for the learner's first policy version."""

@@ -123,6 +123,7 @@ class Group:
             agent=part.agent,
             finish_reason=part.finish_reason,
             actor=self.actor,
+            metadata=dict(part.metadata),
             reward_due=part.reward_due,
             run=self.lease.run,
         )

@@ -12,6 +12,7 @@ import numpy as np
 
 from actors.engines.base import Engine, FinishReason, Generation, GenerationRequest, Sampling
 from actors.environments.base import AgentTrajectory, ChatMessage, Turn
+from actors.masking import without_older_versions
 
 PROMPTS_REMEMBERED = 512
 
@@ -112,10 +113,15 @@ class Policy:
     """Access to an engine for the agents of one rollout, which it records; `fresh` gives the next one.
 
     A call whose context continues an earlier one of the same agent grows that trajectory; any other
-    context (a rewritten history, a second agent) starts a new one. Sampled tokens are never re-tokenised."""
+    context (a rewritten history, a second agent) starts a new one. Sampled tokens are never re-tokenised.
+    With `mask_older_versions`, tokens that lag the trajectory's newest version by more are not trained on."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, sampling: Sampling) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, sampling: Sampling, *,
+        mask_older_versions: int | None = None,
+    ) -> None:  # fmt: skip
         self.sampling = sampling
+        self._max_lag = mask_older_versions
         self._engine = engine
         self._format = ChatFormat(tokenizer)
         self._calls = count()
@@ -145,10 +151,13 @@ class Policy:
 
     def trajectories(self, reward: float | Mapping[str, float]) -> tuple[AgentTrajectory, ...]:
         """Return all that was recorded, in order of first use; `reward` is for all agents or by agent."""
-        return tuple(
+        recorded = [
             strand.trajectory(reward[strand.agent] if isinstance(reward, Mapping) else reward)
             for strand in self._strands
-        )
+        ]
+        if self._max_lag is None:
+            return tuple(recorded)
+        return tuple(without_older_versions(trajectory, self._max_lag) for trajectory in recorded)
 
     async def _complete(self, token_ids: Sequence[int], agent: str, rendered: str | None) -> Completion:
         request_id = f"{next(self._calls)}-{self._rollout_id}"  # none is another's prefix, as SGLang needs

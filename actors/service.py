@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from actors.config import ActorsConfig, SamplingConfig
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import build_engine, evaluation_engine
+from actors.engines.fleet import Fleet
 from actors.environments.single_turn import SingleTurn
 from actors.evaluation import Evaluator
 from actors.filters import load_filter
@@ -59,7 +60,7 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         ends = stop_tokens(model, tokenizer)
         sampled = Sampling.from_config(settings.sampling, ends)
         greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0)
-        engine = build_engine(settings.actors.engine, model, settings.logs / f"engine-{actor_name()}.log")
+        engine = _fleet(settings, model)
         build_evaluator = partial(evaluation_engine, settings.actors.engine, model)
         try:
             if not await _started(bus, engine, stop):
@@ -67,7 +68,7 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
             follower = PolicyFollower(bus, engine, blobs)
             worker = Worker(
                 bus,
-                Policy(engine, tokenizer, sampled),
+                Policy(engine, tokenizer, sampled, mask_older_versions=settings.actors.mask_older_versions),
                 environment,
                 follower=follower,
                 keep=keep,
@@ -88,7 +89,7 @@ class _Actor:
     """The parts of an actor process, run together, and what they show."""
 
     def __init__(
-        self, bus: Bus, engine: Engine, follower: PolicyFollower, worker: Worker, evaluator: Evaluator
+        self, bus: Bus, engine: Fleet, follower: PolicyFollower, worker: Worker, evaluator: Evaluator
     ) -> None:
         self._bus = bus
         self._engine = engine
@@ -147,8 +148,18 @@ class _Actor:
             "generated_tokens_per_s": rate,
             "policy_version": engine.policy_version,
             "pause_s": self._follower.pause_s,
+            "engines": engine.engines,
             **self._worker.counts,
         }
+
+
+def _fleet(settings: ActorSettings, model: Path) -> Fleet:
+    """The engines of this process, not started."""
+    engine, builds = settings.actors.engine, {}
+    for name in (f"engine-{n}" for n in range(settings.actors.fleet.engines)):
+        log_file = settings.logs / f"{name}-{actor_name()}.log"
+        builds[name] = partial(asyncio.to_thread, build_engine, engine, model, log_file)
+    return Fleet(builds, settings.actors.fleet)
 
 
 def actor_name() -> str:

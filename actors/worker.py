@@ -13,7 +13,7 @@ from actors.weights import PolicyFollower
 from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox, Received, consume_received
-from bus.errors import HandBackError, SchemaError, SluiceError
+from bus.errors import EngineLostError, HandBackError, SchemaError, SluiceError
 from bus.messages import GroupRejected, Lease
 from bus.publish import Publisher, together
 from bus.requests import LeaseRequest, LeaseState, Siblings, SiblingsRequest
@@ -115,6 +115,8 @@ class Worker:
         while True:
             try:
                 episode = await self._environment.run(task, self._policy.fresh(task.task_id))
+            except EngineLostError:  # not the rollout's fault: the lease is another actor's
+                raise
             except SluiceError as error:
                 log.warning("rollout_failed", task=task.task_id, reason=str(error))
                 return f"{type(error).__name__}: {error}"

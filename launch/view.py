@@ -3,7 +3,7 @@
 import asyncio
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import isfinite
 
 from rich.console import Console, Group
@@ -223,7 +223,25 @@ def _activity(process: Process, silence_s: float) -> str:
     rate, version = count(number(values, "generated_tokens_per_s")), whole(values, "policy_version")
     failed = f", {whole(values, 'failed')} failed" if whole(values, "failed") else ""
     load = f"{running} running, {waiting} queued{failed}, {rate} tok/s"
-    return f"{status.doing}; {load}, v{version}, {size(status.peak_rss_bytes)}"
+    return f"{status.doing}; {load}, v{version}, {size(status.peak_rss_bytes)}{_engines(values)}"
+
+
+def _engines(values: Mapping[str, Json]) -> str:
+    """What each engine of an actor does, when there are several or one was lost."""
+    found = values.get("engines")
+    engines = {name: e for name, e in found.items() if isinstance(e, dict)} if isinstance(found, dict) else {}
+    if len(engines) == 1 and not any(whole(engine, "restarts") for engine in engines.values()):
+        return ""
+    return "".join(f"; {name} {_engine(engine)}" for name, engine in engines.items())
+
+
+def _engine(engine: Mapping[str, Json]) -> str:
+    restarts = whole(engine, "restarts")
+    again = f", restarted {restarts} times" if restarts else ""
+    if engine.get("state") != "serving":
+        return f"{engine.get('state')}{again}"
+    running, waiting = whole(engine, "running"), whole(engine, "waiting")
+    return f"{running} running, {waiting} queued, v{whole(engine, 'policy_version')}{again}"
 
 
 def _short(source: str) -> str:

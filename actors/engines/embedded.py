@@ -22,6 +22,8 @@ from bus.errors import EngineError, RequestRefusedError
 
 log = structlog.get_logger()
 Command = Callable[[], None]
+_BUILDING = threading.Lock()
+"""Transformers patches torch, and sets its default type, for the whole process while it builds a model."""
 
 
 class EmbeddedEngine:
@@ -63,12 +65,13 @@ class EmbeddedEngine:
                 f"{model_dir} has no safetensors file to serve as policy version {policy_version}"
             )
         options = {"dtype": getattr(torch, config.dtype), "attn_implementation": config.attention}
-        if has_weights:
-            model = AutoModelForCausalLM.from_pretrained(model_dir, **options)
-        else:
-            with no_init_weights():
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), **options)
-            model.tie_weights()  # skipped along with the initialisation
+        with _BUILDING:
+            if has_weights:
+                model = AutoModelForCausalLM.from_pretrained(model_dir, **options)
+            else:
+                with no_init_weights():
+                    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), **options)
+                model.tie_weights()  # skipped along with the initialisation
         return cls(model, config, policy_version=policy_version)
 
     @property

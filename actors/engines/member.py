@@ -1,7 +1,6 @@
 """One place of a fleet: an engine, its failures, and the engines built after it."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -186,30 +185,27 @@ class Member:
         self._enter("starting")
         try:
             await _unless(self._out, self._bring_up())
+            while self._life and not self._out.is_set() and self._life.serial != self._weights().serial:
+                await _unless(self._out, self._load(self._life))
         except Exception as error:  # noqa: BLE001  # whatever keeps it from starting; the limit makes it loud
             self.fail(str(error) if isinstance(error, SluiceError) else repr(error))
         if self._out.is_set():
             return
-        if self._failures_s:
-            log.info("engine_restarted", engine=self.name, policy_version=self._weights().policy_version)
+        # nothing is awaited between the comparison and this: who does not serve misses the next update
         self._enter("serving")
+        log.info(
+            "engine_restarted" if self._failures_s else "engine_ready",
+            engine=self.name,
+            policy_version=self.policy_version,
+        )
         self.tried.set()
         await self._watch()
 
     async def _bring_up(self) -> None:
-        started_s = time.monotonic()
         async with _bounded(self._config.start_timeout_s, f"{self.name} did not start"):
             engine = await self._build()
-            life = self._life = _Life(engine)
+            self._life = _Life(engine)
             await engine.start()
-        while life.serial != self._weights().serial:  # a younger version may come while one is loaded
-            await self._load(life)
-        log.info(
-            "engine_ready",
-            engine=self.name,
-            policy_version=engine.policy_version,
-            seconds=round(time.monotonic() - started_s, 1),
-        )
 
     async def _load(self, life: _Life) -> float:
         weights = self._weights()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 
 from actors.engines.base import FinishReason
+from bus.codec import Json
 from bus.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class AgentTrajectory:
     """Its completions, in order."""
     reward_due: bool = False
     """Its reward comes later; `reward` says nothing."""
+    metadata: Mapping[str, Json] = field(default_factory=dict)
+    """What else is worth keeping with it."""
 
     @property
     def oldest_version(self) -> int:

@@ -44,6 +44,7 @@ class World:
     asked: list[Asked] = field(default_factory=list)
     updates: list[asyncio.Task] = field(default_factory=list)
     leaving: list[asyncio.Task] = field(default_factory=list)
+    left: set[str] = field(default_factory=set)
     version: int = 0
     names: int = 0
     calm: bool = False
@@ -88,7 +89,8 @@ class World:
         at = [e for e in self.engines if any(other.endswith(f"-{base}") for other in e.working)]
         assert not at, f"{request.request_id} is still at an engine"
         assert len(engine.working) < self.per_engine
-        assert engine.policy_version >= self.fleet.policy_version >= 0
+        [bound] = [asked.bound for asked in self.asked if asked.request.request_id == base]
+        assert engine.policy_version >= max(0, bound)
         others = {run.request.request_id for e in self.engines for run in e.working.values()}
         assert not any(a.startswith(request.request_id) or request.request_id.startswith(a) for a in others)
 
@@ -106,8 +108,9 @@ class World:
         elif kind == "join":
             self.names += 1
             self.fleet.join(f"e{self.names}", self.build)
-        elif kind == "leave" and len(self.fleet.engines) > 1:
-            name = self.random.choice(sorted(self.fleet.engines))
+        elif kind == "leave" and len(staying := sorted(set(self.fleet.engines) - self.left)) > 1:
+            name = self.random.choice(staying)
+            self.left.add(name)
             self.leaving.append(asyncio.create_task(self.fleet.leave(name)))
         elif kind in ("abort", "cancel") and (open_ := [a for a in self.asked if not a.task.done()]):
             one = self.random.choice(open_)

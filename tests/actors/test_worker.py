@@ -16,6 +16,7 @@ from actors.weights import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode
 from bus.consume import Inbox, understood
+from bus.errors import EngineLostError
 from bus.messages import GroupRejected, TrajectoryBatch
 from bus.publish import Publisher
 from learner.scratch import character_tokenizer
@@ -150,3 +151,37 @@ async def test_nothing_is_sampled_by_weights_older_than_the_lease(bus, engine):
         actor.follower._swapped.notify_all()
     [batch] = await rolling
     assert batch.trajectories[0].oldest_version == 5
+
+
+async def test_a_cancelled_worker_aborts_its_generations_at_the_engine(bus, engine):
+    actor, stop = Actor(bus, engine), asyncio.Event()
+    engine.hold()
+    subject = bus.subject("tasks", "rollout")
+    await Publisher(bus).publish(
+        subject, encode(make_lease(0, samples=3, policy_version=4)), message_id="one"
+    )
+    working = asyncio.create_task(actor.worker.run(stop, groups_at_once=1))
+    async with asyncio.timeout(TIMEOUT_S):
+        while engine.running < 3:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0.01)
+        working.cancel()
+        await asyncio.wait([working])
+    assert working.cancelled()
+    assert engine.running == 0
+    assert await actor.leases_left() == 1
+
+
+async def test_without_engines_the_worker_ends_and_its_lease_is_left_for_others(bus):
+    lost = ScriptedEngine(answer_with("0"), policy_version=4)
+    lost._failure = EngineLostError("all engines failed")
+    actor = Actor(bus, lost)
+    subject = bus.subject("tasks", "rollout")
+    await Publisher(bus).publish(
+        subject, encode(make_lease(0, samples=2, policy_version=4)), message_id="one"
+    )
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(ExceptionGroup) as found:
+            await actor.worker.run(asyncio.Event(), groups_at_once=1)
+    assert found.value.subgroup(EngineLostError)
+    assert actor.worker.counts["rejected"] == 0
+    assert await actor.leases_left() == 1

@@ -1,0 +1,69 @@
+"""Tokens of older versions stay context, but are not trained on."""
+
+import numpy as np
+import pytest
+
+from actors.engines.base import Generation, Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.environments.base import AgentTrajectory, Episode
+from actors.group import Group
+from actors.masking import without_older_versions
+from actors.policy import Policy
+from tests.factories import make_lease
+
+VERSIONS = [-1, 3, 3, 4, -1, 5, 6]
+
+
+def trajectory() -> AgentTrajectory:
+    versions = np.array(VERSIONS, np.int32)
+    return AgentTrajectory(
+        token_ids=np.arange(len(versions), dtype=np.int32),
+        loss_mask=versions >= 0,
+        behaviour_logprobs=np.where(versions >= 0, np.float32(-0.5), np.float32(0)),
+        policy_versions=versions,
+        reward=1.0,
+        finish_reason="stop",
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "left", "masked"),
+    [(0, [6], [3, 4, 5]), (1, [5, 6], [3, 4]), (2, [4, 5, 6], [3]), (3, [3, 3, 4, 5, 6], [])],
+)
+def test_tokens_that_lag_by_more_than_the_bound_are_masked_and_counted(max_lag, left, masked):
+    found = without_older_versions(trajectory(), max_lag)
+    assert found.policy_versions[found.loss_mask].tolist() == left
+    assert found.metadata.get("masked_versions", []) == masked
+    assert found.metadata.get("masked_tokens", 0) == 5 - len(left)
+    outside = ~found.loss_mask
+    assert set(found.policy_versions[outside].tolist()) == {-1}
+    assert set(found.behaviour_logprobs[outside].tolist()) == {0.0}
+    assert found.token_ids.tolist() == trajectory().token_ids.tolist()
+    assert found.oldest_version == min(left)
+
+
+class TwoVersions(ScriptedEngine):
+    """Draws the first half of its tokens with version 1, the rest with 2."""
+
+    async def generate(self, request):
+        found = await super().generate(request)
+        versions = np.where(np.arange(len(found.token_ids)) < 2, 1, 2).astype(np.int32)
+        return Generation(found.token_ids, found.logprobs, versions, "stop")
+
+
+async def test_a_policy_masks_as_configured_and_the_message_says_so(tokenizer):
+    engine = TwoVersions(lambda _: tokenizer.encode("abc<|end|>"))
+    for max_lag, mask in [(None, [True] * 4), (0, [False, False, True, True])]:
+        policy = Policy(engine, tokenizer, Sampling(), mask_older_versions=max_lag)
+        await policy.fresh("r").generate([10, 11])
+        rollout = policy.fresh("r")
+        await rollout.generate([10, 11])
+        [recorded] = rollout.trajectories(1.0)
+        assert recorded.loss_mask.tolist() == [False, False, *mask]
+        group = Group(make_lease(0, samples=1), 1, "actor")
+        group.add(0, Episode((recorded,)))
+        [(_, batch)] = group.unsent()
+        [message] = batch.trajectories
+        message.check()
+        expected = {} if max_lag is None else {"masked_tokens": 2, "masked_versions": [1]}
+        assert message.metadata == expected
