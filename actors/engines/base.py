@@ -103,7 +103,8 @@ class Engine(Protocol):
         """Continue `request`; waits for the first weights. Cancelling the caller aborts the request.
 
         Raises RequestRefusedError when this engine can never serve the request, EngineError when the engine
-        failed, and InterruptedGenerationError where the tokens so far are known then."""
+        failed, and InterruptedGenerationError where the tokens so far are known then. However it ends, the
+        engine works on the request no more."""
 
     async def load_weights(self, state: Mapping[str, "torch.Tensor"], policy_version: int) -> float:
         """Pause, take the tensors (HF names; the first time all of them), go on with what is in flight.

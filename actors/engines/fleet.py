@@ -218,8 +218,8 @@ class Fleet:
         """Wait for a place and have that engine go on with it."""
         if ticket.strikes >= self._config.attempts:
             raise EngineError(
-                f"{ticket.request.request_id}: {ticket.strikes} engines failed under it, so it may be what "
-                "they fail of"
+                f"{ticket.request.request_id} failed {ticket.strikes} times, or its engines under it: it may "
+                "be what they fail of"
             )
         try:
             await self._wait_for_seat(ticket)

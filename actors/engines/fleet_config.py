@@ -24,7 +24,11 @@ class FleetConfig(Config):
     """Share of the serving engines that take new weights at the same time; one may always."""
 
     attempts: int = Field(5, ge=1)
-    """Engines that may fail under one request before it counts as the request's fault."""
+    """Times that a request may fail, or its engine under it, before it counts as the request's fault."""
+
+    errors_in_a_row: int = Field(3, ge=1)
+    """Requests that fail one after the other at an engine which says that it is well, before it is taken for
+    failed all the same."""
 
     request_timeout_s: float = Field(1800.0, gt=0)
     """After this a generation is interrupted, and goes on from its tokens where there is room."""

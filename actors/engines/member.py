@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import structlog
@@ -19,15 +19,13 @@ from actors.engines.base import (
 from actors.engines.fleet_config import FleetConfig
 from actors.engines.host_weights import HostWeights
 from actors.engines.ticket import Ticket
+from actors.engines.waiting import bounded, first, hear, set_within, unless
 from bus.errors import EngineError, RequestRefusedError, SluiceError
 
 log = structlog.get_logger()
 Build = Callable[[], Awaitable[Engine]]
 """Makes an engine that was not started yet."""
 State = Literal["starting", "serving", "stopping", "waiting", "given up", "left"]
-T = TypeVar("T")
-CANCEL_S = 5.0
-"""What an engine that hangs was asked to do is left behind after this."""
 
 
 @dataclass(eq=False)
@@ -37,6 +35,8 @@ class _Life:
     engine: Engine
     serial: int = 0
     """The update it has; 0 for the weights that it came with."""
+    errors: int = 0
+    """Requests that failed in a row."""
     update: asyncio.Lock = field(default_factory=asyncio.Lock)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it was closed: nothing comes from it any more."""
@@ -131,6 +131,7 @@ class Member:
             return
         request = ticket.rest(ticket.attempt_id)
         task = self._asked[request.request_id] = asyncio.create_task(life.engine.generate(request))
+        task.add_done_callback(hear)
         self._idle.clear()
         try:
             piece = await self._piece(life, request, task)
@@ -184,9 +185,9 @@ class Member:
             return
         self._enter("starting")
         try:
-            await _unless(self._out, self._bring_up())
+            await unless(self._out, self._bring_up())
             while self._life and not self._out.is_set() and self._life.serial != self._weights().serial:
-                await _unless(self._out, self._load(self._life))
+                await unless(self._out, self._load(self._life))
         except Exception as error:  # noqa: BLE001  # whatever keeps it from starting; the limit makes it loud
             self.fail(str(error) if isinstance(error, SluiceError) else repr(error))
         if self._out.is_set():
@@ -202,7 +203,7 @@ class Member:
         await self._watch()
 
     async def _bring_up(self) -> None:
-        async with _bounded(self._config.start_timeout_s, f"{self.name} did not start"):
+        async with bounded(self._config.start_timeout_s, f"{self.name} did not start"):
             engine = await self._build()
             self._life = _Life(engine)
             await engine.start()
@@ -210,8 +211,8 @@ class Member:
     async def _load(self, life: _Life) -> float:
         weights = self._weights()
         loading = life.engine.load_weights(weights.since(life.serial), weights.policy_version)
-        async with _bounded(self._config.update_timeout_s, f"{self.name} did not load its weights"):
-            seconds = await _unless(life.gone, loading)
+        async with bounded(self._config.update_timeout_s, f"{self.name} did not load its weights"):
+            seconds = await unless(life.gone, loading)
         if life.engine.policy_version != weights.policy_version:
             raise EngineError(
                 f"{self.name} says it has version {life.engine.policy_version} "
@@ -222,38 +223,54 @@ class Member:
 
     async def _watch(self) -> None:
         """Return when the engine must leave service; look at its health now and then."""
-        assert self._life is not None, "it was brought up"
-        engine, timeout_s = self._life.engine, self._config.health_timeout_s
-        while not await _set_within(self._out, self._config.health_period_s):
-            if isinstance(engine, HealthChecked):
-                try:
-                    async with _bounded(timeout_s, f"{self.name} did not answer its health check"):
-                        await _unless(self._out, engine.check_health())
-                except EngineError as error:
-                    self.fail(str(error))
+        life = self._life
+        assert life is not None, "it was brought up"
+        while not await set_within(self._out, self._config.health_period_s):
+            await self._check_health(life)
+
+    async def _check_health(self, life: _Life) -> None:
+        """Fail an engine that says it is not well, or says nothing."""
+        if not isinstance(life.engine, HealthChecked):
+            return
+        try:
+            async with bounded(self._config.health_timeout_s, f"{self.name} did not answer its health check"):
+                await unless(self._out, life.engine.check_health())
+        except EngineError as error:
+            if life is self._life:
+                self.fail(str(error))
+
+    async def _doubt(self, life: _Life, reason: str) -> None:
+        """A request failed: the engine has, too, unless it is well and this was rare."""
+        log.warning("generation_failed", engine=self.name, reason=reason)
+        life.errors += 1
+        if life is self._life and life.errors >= self._config.errors_in_a_row:
+            self.fail(reason)
+        if life is self._life and not self._out.is_set():
+            await self._check_health(life)
 
     async def _piece(
         self, life: _Life, request: GenerationRequest, task: asyncio.Task[Generation]
     ) -> Generation:
         try:
-            await _first(task, life.gone, self._config.request_timeout_s)
+            await first(task, life.gone, self._config.request_timeout_s)
             if not task.done() and not life.gone.is_set():
                 await self.abort(request.request_id)
-                await _first(task, life.gone, self._config.drain_timeout_s)
+                await first(task, life.gone, self._config.drain_timeout_s)
                 if not task.done():
                     self.fail(f"it goes on with {request.request_id} though that was aborted")
                     await life.gone.wait()  # `_take_down` bounds this
-            return _sound(request, task.result()) if task.done() else NOTHING
+            piece = _sound(request, task.result()) if task.done() else NOTHING
+            life.errors = 0
         except RequestRefusedError:
             raise
         except EngineError as error:
-            if life is self._life:
-                self.fail(str(error))
-            return error.partial if isinstance(error, InterruptedGenerationError) else NOTHING
+            await self._doubt(life, str(error))
+            return _partial(request, error)
+        else:
+            return piece
         finally:
             if not task.done():  # cancelling aborts; an engine that is gone does not matter
                 task.cancel()
-                task.add_done_callback(_hear)
                 await asyncio.wait([task], timeout=0 if life.gone.is_set() else self._config.drain_timeout_s)
 
     async def _take_down(self) -> None:
@@ -271,12 +288,12 @@ class Member:
         except (EngineError, TimeoutError) as error:
             log.debug("engine_not_drained", engine=self.name, reason=repr(error))  # closing ends the rest
         try:
-            async with _bounded(self._config.close_timeout_s, f"{self.name} did not close"):
+            async with bounded(self._config.close_timeout_s, f"{self.name} did not close"):
                 await life.engine.close()
         except EngineError as error:
             log.error("engine_not_closed", engine=self.name, reason=str(error))
         if self._asked:  # closing ended them, with what it knew of their tokens
-            await _set_within(self._idle, self._config.drain_timeout_s)
+            await set_within(self._idle, self._config.drain_timeout_s)
         life.gone.set()
         self._tokens_before += life.engine.tokens_generated
         self._life = None
@@ -293,8 +310,19 @@ class Member:
         self.restarts += 1
         self._out = asyncio.Event()
         self._enter("waiting")
-        await _set_within(self._out, config.backoff_after_s(len(self._failures_s)))
+        await set_within(self._out, config.backoff_after_s(len(self._failures_s)))
         return True
+
+
+def _partial(request: GenerationRequest, error: EngineError) -> Generation:
+    """What is known of the tokens of a request that failed."""
+    if not isinstance(error, InterruptedGenerationError):
+        return NOTHING
+    try:
+        return _sound(request, error.partial)
+    except EngineError as unsound:
+        log.warning("tokens_not_kept", reason=str(unsound))
+        return NOTHING
 
 
 def _sound(request: GenerationRequest, generation: Generation) -> Generation:
@@ -308,58 +336,3 @@ def _sound(request: GenerationRequest, generation: Generation) -> Generation:
     if not np.isfinite(generation.logprobs).all():
         raise EngineError(f"{request.request_id}: a log-prob is not finite")
     return generation
-
-
-class _bounded:  # noqa: N801  # reads as asyncio.timeout does
-    """As `asyncio.timeout`, but raises EngineError that says what took so long."""
-
-    def __init__(self, timeout_s: float, what: str) -> None:
-        self._timeout = asyncio.timeout(timeout_s)
-        self._message = f"{what} within {timeout_s:g} s"
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            await self._timeout.__aexit__(kind, error, trace)  # type: ignore[arg-type]
-        except TimeoutError:
-            raise EngineError(self._message) from None
-
-
-async def _unless(event: asyncio.Event, doing: Awaitable[T]) -> T | None:
-    """The result of `doing`, or None when `event` is set before: then it is cancelled."""
-    task = asyncio.ensure_future(doing)
-    try:
-        await _first(task, event, None)
-        return task.result() if task.done() else None
-    finally:
-        if not task.done():
-            task.cancel()
-            task.add_done_callback(_hear)
-            await asyncio.wait([task], timeout=CANCEL_S)
-
-
-async def _first(task: "asyncio.Future[T]", event: asyncio.Event, timeout_s: float | None) -> None:
-    """Return when the task is done, the event set, or the time over."""
-    setting = asyncio.create_task(event.wait())
-    either: set[asyncio.Future[Any]] = {task, setting}
-    try:
-        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        setting.cancel()
-
-
-async def _set_within(event: asyncio.Event, timeout_s: float) -> bool:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True
-
-
-def _hear(task: "asyncio.Future[T]") -> None:
-    """Whatever came of a task that nobody waits for: its engine was left."""
-    if not task.cancelled():
-        task.exception()

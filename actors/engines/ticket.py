@@ -44,7 +44,7 @@ class Ticket:
             return last.finish_reason
         if len(last.token_ids) and int(last.token_ids[-1]) in sampling.stop_token_ids:
             return "stop"
-        if self.sampled >= sampling.max_new_tokens:
+        if self.sampled >= max(1, sampling.max_new_tokens):
             return "length"
         return "abort" if self.aborted else None
 

@@ -14,11 +14,12 @@ END = 0
 
 def chain(tokens, count):
     """The only right continuation of `tokens`: each token follows from all before it, as greedy ones do."""
-    state, found = sum((n + 1) * (token + 1) for n, token in enumerate(tokens)), []
-    for position in range(len(tokens), len(tokens) + count):
-        token = 1 + state % (VOCAB - 1)
-        found.append(token)
-        state += (position + 1) * (token + 1)
+    state, found = 0, []
+    for token in tokens:
+        state = (31 * state + token + 7) % 1_000_003
+    for _ in range(count):
+        found.append(1 + state % (VOCAB - 1))
+        state = (31 * state + found[-1] + 7) % 1_000_003
     return found
 
 

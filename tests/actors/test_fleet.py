@@ -247,7 +247,7 @@ async def test_a_request_that_kills_its_engines_fails_alone():
         for _ in range(2):
             await asyncio.sleep(2.5)
             yard.engine_of("poison").crash("segmentation fault")
-        with pytest.raises(EngineError, match="2 engines failed under it"):
+        with pytest.raises(EngineError, match="failed 2 times"):
             await task
         is_right(await yard.ask("a"))
 
@@ -373,15 +373,29 @@ async def test_closing_fails_what_is_in_flight():
 
 
 @virtual
-async def test_a_generation_that_is_none_fails_its_engine():
-    async with Yard(1, attempts=1) as yard:
+async def test_what_is_no_generation_is_tried_again_at_an_engine_that_is_well():
+    async with Yard(1) as yard:
         engine = yard.engine("e0")
         task = yard.ask("a", new=3)
         await asyncio.sleep(2.5)
         engine.working[next(iter(engine.working))].versions.append(1)
-        with pytest.raises(EngineError, match="1 engines failed under it"):
-            await task
-        assert "tokens, log-probs and versions" in yard.fleet._members["e0"].reason
+        is_right(await task, new=3)
+        assert len(engine.requests) == 2
+        assert yard.all() == [engine]
+
+
+@virtual
+async def test_an_engine_that_fails_one_request_after_the_other_is_replaced_though_it_feels_well():
+    async with Yard(1, errors_in_a_row=2, attempts=10) as yard:
+        engine = yard.engine("e0")
+        task = yard.ask("a", new=3)
+        for _ in range(2):
+            await asyncio.sleep(2.5)
+            engine.working[next(iter(engine.working))].versions.append(1)
+            await asyncio.sleep(0.5)
+        is_right(await task, new=3)
+        assert engine.closed
+        assert len(engine.requests) == 2
 
 
 @virtual

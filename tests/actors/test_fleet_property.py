@@ -18,7 +18,7 @@ from tests.actors.virtual_time import run_virtually
 KINDS = [
     *["submit"] * 4,
     *["wait", "update"] * 2,
-    *["crash", "hang", "abort", "cancel", "join", "leave"],
+    *["crash", "hang", "glitch", "abort", "cancel", "join", "leave"],
 ]
 
 
@@ -105,6 +105,8 @@ class World:
             self.updates.append(asyncio.create_task(self.fleet.load_weights(state, self.version)))
         elif kind in ("crash", "hang") and self.engines:
             getattr(self.random.choice(self.engines), kind)()
+        elif kind == "glitch" and (runs := [run for e in self.engines for run in e.working.values()]):
+            self.random.choice(runs).versions.append(0)  # what it returns is no generation
         elif kind == "join":
             self.names += 1
             self.fleet.join(f"e{self.names}", self.build)
