@@ -191,8 +191,7 @@ class Fleet:
         self._dispatch()
 
     def _changed(self, name: str) -> None:
-        member = self._members[name]
-        if member.state == "stopping":
+        if name in self._members and self._members[name].state == "stopping":
             self._affinity.forget(name)
         given_up = [other.reason for other in self._members.values() if other.state == "given up"]
         if given_up and all(other.hopeless for other in self._members.values()):
@@ -271,7 +270,7 @@ class Fleet:
         return (
             member.state == "serving"
             and member.policy_version >= 0
-            and len(member.seated) < self._config.requests_per_engine
+            and member.load < self._config.requests_per_engine
         )
 
     def _choose(self, ticket: Ticket, free: Iterable[Member]) -> Member | None:
@@ -279,9 +278,9 @@ class Fleet:
         able = {member.name: member for member in free if member.name not in ticket.refusals}
         if not able:
             return None
-        least = min(able.values(), key=lambda member: (len(member.seated), member.served))
+        least = min(able.values(), key=lambda member: (member.load, member.served))
         held = able.get(self._affinity.holder(ticket.tokens) or "") if len(able) > 1 else None
-        if held and len(held.seated) - len(least.seated) <= self._config.affinity_slack:
+        if held and held.load - least.load <= self._config.affinity_slack:
             return held
         return least
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -37,6 +38,8 @@ class _Life:
     """The update it has; 0 for the weights that it came with."""
     errors: int = 0
     """Requests that failed in a row."""
+    ending: set[asyncio.Task[Generation]] = field(default_factory=set)
+    """Requests whose callers are gone, until it has aborted them."""
     update: asyncio.Lock = field(default_factory=asyncio.Lock)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it was closed: nothing comes from it any more."""
@@ -87,6 +90,11 @@ class Member:
     def waiting(self) -> int:
         """Requests that wait in its engine."""
         return self._life.engine.waiting if self._life else 0
+
+    @property
+    def load(self) -> int:
+        """Places that are taken: also by what its engine has yet to abort."""
+        return len(self.seated) + (len(self._life.ending) if self._life else 0)
 
     @property
     def tokens_generated(self) -> int:
@@ -173,6 +181,10 @@ class Member:
             if life is self._life:
                 self.fail(f"new weights: {error}")
         return seconds
+
+    def _ended(self, life: _Life, task: asyncio.Task[Generation]) -> None:
+        life.ending.discard(task)
+        self._changed()
 
     def _enter(self, state: State) -> None:
         self.state = state
@@ -269,9 +281,13 @@ class Member:
         else:
             return piece
         finally:
-            if not task.done():  # cancelling aborts; an engine that is gone does not matter
+            if not task.done():  # our caller was cancelled, or the engine is gone
                 task.cancel()
+                life.ending.add(task)
+                task.add_done_callback(partial(self._ended, life))
                 await asyncio.wait([task], timeout=0 if life.gone.is_set() else self._config.drain_timeout_s)
+                if not task.done() and life is self._life:
+                    self.fail(f"it goes on with {request.request_id} though that was cancelled")
 
     async def _take_down(self) -> None:
         """Have the engine hand out the tokens so far, and end it."""

@@ -42,9 +42,19 @@ class Run:
 class PacedEngine:
     """Draws a token in every request each `token_s`; its weights are one tensor, the version itself.
 
-    `sampled` has every token it ever drew, by request id; `working` what it draws for now."""
+    `working` is what it draws for now; an abort and a cancellation take `abort_s`."""
 
-    def __init__(self, name="engine", *, token_s=1.0, update_s=0.0, context=1 << 20, keeps=True, version=-1):
+    def __init__(
+        self,
+        name="engine",
+        *,
+        token_s=1.0,
+        update_s=0.0,
+        abort_s=0.0,
+        context=1 << 20,
+        keeps=True,
+        version=-1,
+    ):
         self.name = name
         self.policy_version = version
         self.weights = {}
@@ -61,6 +71,7 @@ class PacedEngine:
         """Called with each request that begins here."""
         self._token_s = token_s
         self._update_s = update_s
+        self._abort_s = abort_s
         self._context = context
         self._keeps = keeps
         self._failure = ""
@@ -97,6 +108,11 @@ class PacedEngine:
         self.most_at_once = max(self.most_at_once, len(self.working))
         try:
             return await self._run(run)
+        except asyncio.CancelledError:
+            await asyncio.sleep(self._abort_s)
+            while self._hung:
+                await self._changed.wait()
+            raise
         finally:
             del self.working[request.request_id]
 
@@ -115,6 +131,7 @@ class PacedEngine:
         return self._update_s
 
     async def abort(self, request_id):
+        await asyncio.sleep(self._abort_s)
         await self._answering()
         if request_id in self.working:
             self.working[request_id].aborted = True

@@ -42,7 +42,7 @@ class Yard:
             if self.broken:
                 raise EngineError("no memory left")
             context = {"context": self.contexts[name]} if name in self.contexts else {}
-            engine = PacedEngine(name, **self.engine_settings, **context)
+            engine = PacedEngine(**self.engine_settings, **context)
             self.built.setdefault(name, []).append(engine)
             return engine
 
