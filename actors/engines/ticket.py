@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,9 +57,13 @@ class Ticket:
     @property
     def tokens(self) -> np.ndarray:
         """int32 [L], the prompt and what was sampled."""
-        return np.concatenate(
-            [np.asarray(self.request.token_ids, np.int32), *(piece.token_ids for piece in self.pieces)]
-        )
+        if not self.pieces:
+            return self._prompt
+        return np.concatenate([self._prompt, *(piece.token_ids for piece in self.pieces)])
+
+    @cached_property
+    def _prompt(self) -> np.ndarray:
+        return np.asarray(self.request.token_ids, np.int32)
 
     def rest(self, request_id: str) -> GenerationRequest:
         """What is left to do, as a request of its own: the budget shrinks by what was sampled."""
