@@ -25,7 +25,7 @@ from actors.weights import PolicyFollower, fetch_model_files
 from actors.worker import Worker
 from bus.codec import Json
 from bus.connection import RETRY_S, Bus
-from bus.errors import ConfigError, EngineError
+from bus.errors import ConfigError, EngineLostError
 from bus.messages import AnchorWanted, PolicyManifest
 from bus.status import report_status
 from storage.blob_sources import blob_source
@@ -117,8 +117,8 @@ class _Actor:
         """A run that was done before this process came may be going on soon; one that gets done is over."""
         trained = False
         while not stop.is_set():
-            if failure := getattr(self._engine, "failure", ""):
-                raise EngineError(failure)  # else it would reject every lease it can get
+            if self._engine.failure:
+                raise EngineLostError(self._engine.failure)
             trained = trained or self._follower.stage in ("warmup", "rl")
             if trained and self._follower.stage == "done":
                 log.info("run_is_done")

@@ -73,6 +73,11 @@ class Fleet:
         return self._tokens_of_the_left + sum(member.tokens_generated for member in self._members.values())
 
     @property
+    def failure(self) -> str:
+        """Why it has stopped for good; empty as long as it has not."""
+        return str(self._end or "")
+
+    @property
     def engines(self) -> dict[str, Json]:
         """What each engine does, for a screen."""
         return {

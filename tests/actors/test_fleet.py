@@ -230,6 +230,7 @@ async def test_without_any_engine_left_everybody_hears_it():
                 await task
         with pytest.raises(EngineLostError):
             await yard.fleet.load_weights({}, 2)
+        assert yard.fleet.failure.endswith("the last: no memory left")
 
 
 @virtual
