@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import SMALL, Command
 
-pytestmark = [pytest.mark.slow, pytest.mark.nats]
+pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(600)]
 
 
 def test_a_run_trains_on_two_engines_that_take_weights_in_turn(tmp_path: Path):
@@ -15,7 +15,7 @@ def test_a_run_trains_on_two_engines_that_take_weights_in_turn(tmp_path: Path):
         "--actors.fleet.engines", "2", "--actors.mask-older-versions", "1",
     )  # fmt: skip
     try:
-        assert launcher.wait(240) == 0, launcher.said()
+        assert launcher.wait(500) == 0, launcher.said()
     finally:
         launcher.kill()
     run = tmp_path / "runs/fleet"
