@@ -160,3 +160,13 @@ class ActorsConfig(Config):
 
     patience_s: float = Field(600.0, gt=0)
     """How long start-up waits for the learner's first policy version."""
+
+    @model_validator(mode="after")
+    def _a_url_is_one_engine(self) -> Self:
+        url = getattr(self.engine, "url", None)
+        if url is not None and self.fleet.engines > 1:
+            raise ValueError(
+                f"engine.url={url!r} is one engine, fleet.engines={self.fleet.engines}: "
+                "start an actor for each URL"
+            )
+        return self
