@@ -162,10 +162,11 @@ class ActorsConfig(Config):
     """How long start-up waits for the learner's first policy version."""
 
     @model_validator(mode="after")
-    def _a_server_has_one_engine(self) -> Self:
-        if isinstance(self.engine, SglangEngineConfig) and self.engine.url and self.fleet.engines > 1:
+    def _a_url_is_one_engine(self) -> Self:
+        url = getattr(self.engine, "url", None)
+        if url is not None and self.fleet.engines > 1:
             raise ValueError(
-                f"engine.url={self.engine.url!r} is one server, and {self.fleet.engines} engines would each "
-                "load its own weights there: run an actor process for each server"
+                f"engine.url={url!r} is one engine, fleet.engines={self.fleet.engines}: "
+                "start an actor for each URL"
             )
         return self

@@ -60,17 +60,7 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         ends = stop_tokens(model, tokenizer)
         sampled = Sampling.from_config(settings.sampling, ends)
         greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0)
-        builds = {
-            f"engine-{n}": partial(
-                asyncio.to_thread,
-                build_engine,
-                settings.actors.engine,
-                model,
-                settings.logs / f"engine-{actor_name()}-{n}.log",
-            )
-            for n in range(settings.actors.fleet.engines)
-        }
-        engine = Fleet(builds, settings.actors.fleet)
+        engine = _fleet(settings, model)
         build_evaluator = partial(evaluation_engine, settings.actors.engine, model)
         try:
             if not await _started(bus, engine, stop):
@@ -161,6 +151,15 @@ class _Actor:
             "engines": engine.engines,
             **self._worker.counts,
         }
+
+
+def _fleet(settings: ActorSettings, model: Path) -> Fleet:
+    """The engines of this process, not started."""
+    engine, builds = settings.actors.engine, {}
+    for name in (f"engine-{n}" for n in range(settings.actors.fleet.engines)):
+        log_file = settings.logs / f"{name}-{actor_name()}.log"
+        builds[name] = partial(asyncio.to_thread, build_engine, engine, model, log_file)
+    return Fleet(builds, settings.actors.fleet)
 
 
 def actor_name() -> str:

@@ -94,7 +94,7 @@ class Fleet:
     async def start(self) -> None:
         """Start the engines; ready with the first that serves when all have been tried once.
 
-        Raises EngineError when none can start."""
+        Raises EngineError when none can start, and ConfigError when that is for its settings."""
         for member in self._members.values():
             self._begin(member)
         for member in list(self._members.values()):
@@ -102,6 +102,8 @@ class Fleet:
         members = list(self._members.values())
         if members and all(member.state != "serving" for member in members):
             await self.close()
+            if error := next((member.misconfigured for member in members if member.misconfigured), None):
+                raise error
             reasons = "; ".join(sorted({member.reason for member in members}))
             raise EngineError(f"none of {len(members)} engines could start: {reasons}")
 

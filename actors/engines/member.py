@@ -21,7 +21,7 @@ from actors.engines.fleet_config import FleetConfig
 from actors.engines.host_weights import HostWeights
 from actors.engines.ticket import Ticket
 from actors.engines.waiting import bounded, first, hear, set_within, unless
-from bus.errors import EngineError, RequestRefusedError, SluiceError
+from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError
 
 log = structlog.get_logger()
 Build = Callable[[], Awaitable[Engine]]
@@ -61,6 +61,8 @@ class Member:
         self.restarts = 0
         self.reason = ""
         """Of the latest failure."""
+        self.misconfigured: ConfigError | None = None
+        """Set when the engine did not start for its settings."""
         self.tried = asyncio.Event()
         """Set when the first engine serves or has failed."""
         self._build = build
@@ -201,6 +203,7 @@ class Member:
             while self._life and not self._out.is_set() and self._life.serial != self._weights().serial:
                 await unless(self._out, self._load(self._life))
         except Exception as error:  # noqa: BLE001  # whatever keeps it from starting; the limit makes it loud
+            self.misconfigured = error if isinstance(error, ConfigError) else None
             self.fail(str(error) if isinstance(error, SluiceError) else repr(error))
         if self._out.is_set():
             return
@@ -297,12 +300,12 @@ class Member:
         self._enter("stopping")
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
-                for request_id in list(self._asked):
-                    await life.engine.abort(request_id)
+                aborts = (life.engine.abort(request_id) for request_id in self._asked)
+                await asyncio.gather(*aborts, return_exceptions=True)  # closing ends what they do not
                 if self._asked:
                     await self._idle.wait()
-        except (EngineError, TimeoutError) as error:
-            log.debug("engine_not_drained", engine=self.name, reason=repr(error))  # closing ends the rest
+        except TimeoutError:
+            log.warning("engine_not_drained", engine=self.name, requests=len(self._asked))
         try:
             async with bounded(self._config.close_timeout_s, f"{self.name} did not close"):
                 await life.engine.close()

@@ -18,7 +18,7 @@ from actors.engines.base import Generation, GenerationRequest
 from actors.engines.sglang_client import ServerFacts, SglangClient, UnreachableError
 from actors.engines.sglang_server import AttachedServer, OwnServer, Server
 from actors.engines.sglang_weights import HeldWeights, buckets
-from bus.errors import ConfigError, EngineError
+from bus.errors import ConfigError, EngineError, RequestRefusedError
 
 log = structlog.get_logger()
 ABORT_AGAIN_S = 0.5
@@ -105,7 +105,9 @@ class SglangEngine:
     async def generate(self, request: GenerationRequest) -> Generation:
         """Continue `request`; waits for the first weights. Cancelling the caller aborts the request."""
         if request.request_id in self._flights:
-            raise EngineError(f"request {request.request_id} is already in flight: ids must be unique")
+            raise RequestRefusedError(
+                f"request {request.request_id} is already in flight: ids must be unique"
+            )
         flight = _Flight(request, f"{next(self._rids)}-{request.request_id}")
         self._flights[request.request_id] = flight
         try:

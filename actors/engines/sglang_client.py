@@ -14,7 +14,7 @@ import torch
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.sglang_answers import read_answer
-from bus.errors import EngineError
+from bus.errors import EngineError, RequestRefusedError
 
 
 class UnreachableError(EngineError):
@@ -177,7 +177,9 @@ class SglangClient:
             ) from error
         if response.status != 200:
             said = data.decode(errors="replace")[:500]
-            raise EngineError(f"{self.url}{path} answered with status {response.status}: {said}")
+            refused = response.status == 400 and path == "/generate"  # too long for it, for instance
+            failure = RequestRefusedError if refused else EngineError
+            raise failure(f"{self.url}{path} answered with status {response.status}: {said}")
         try:
             answer = json.loads(data)
         except ValueError:

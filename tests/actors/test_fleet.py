@@ -5,10 +5,11 @@ from functools import wraps
 
 import pytest
 
+from actors.config import ActorsConfig, SglangEngineConfig
 from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.fleet import Fleet
 from actors.engines.fleet_config import FleetConfig
-from bus.errors import EngineError, EngineLostError, RequestRefusedError
+from bus.errors import ConfigError, EngineError, EngineLostError, RequestRefusedError
 from tests.actors.paced_engine import PacedEngine, chain
 from tests.actors.virtual_time import run_virtually
 
@@ -239,6 +240,20 @@ async def test_a_fleet_that_cannot_start_says_why():
     yard.broken = True
     with pytest.raises(EngineError, match=r"none of 2 engines could start: .*no memory"):
         await yard.fleet.start()
+
+
+@virtual
+async def test_settings_with_which_no_engine_starts_are_reported_as_such():
+    async def build():
+        raise ConfigError("no flag is named memory")
+
+    with pytest.raises(ConfigError, match="no flag is named memory"):
+        await Fleet({"one": build}, FleetConfig()).start()
+
+
+def test_one_url_is_not_several_engines():
+    with pytest.raises(ValueError, match="start an actor for each URL"):
+        ActorsConfig(engine=SglangEngineConfig(url="http://host:1"), fleet=FleetConfig(engines=2))
 
 
 @virtual

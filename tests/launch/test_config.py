@@ -204,13 +204,6 @@ def test_a_setting_of_another_engine_is_refused_with_those_there_are():
     assert "no 'slang': did you mean 'sglang'?" in refusal(SORT, {"actors": {"engine": {"type": "slang"}}})
 
 
-def test_one_server_is_not_shared_by_several_engines():
-    engine = {"type": "sglang", "url": "http://127.0.0.1:30000"}
-    assert "run an actor process for each server" in refusal(
-        SORT, {"actors": {"engine": engine, "fleet": {"engines": 2}}}
-    )
-
-
 def test_a_transport_is_chosen_by_its_type():
     def chosen(**transport):
         return SORT | {"learner": {"publication": {"transport": transport}}}
