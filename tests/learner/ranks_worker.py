@@ -14,6 +14,7 @@ from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoi
 from learner.config import BatchConfig, LearnerConfig, OptimizerConfig, PPOClipLoss, TISLoss
 from learner.data_parallel import data_parallel_rank, data_parallel_size
 from learner.frozen_config import ReferenceConfig
+from learner.host_copy import HostCopy
 from learner.parallel import close_world, init_world
 from learner.steps import train_on
 from learner.trainer import Trainer
@@ -73,11 +74,23 @@ def random_numbers(checkpoints: Path) -> list[float]:
     return (torch.rand(3) - expected).tolist()
 
 
+def copies() -> bool:
+    """Whether rank 0 gets all weights each time, while the other ranks only send theirs."""
+    model = tiny_model()
+    trainer = Trainer(model.config, model.state_dict(), OptimizerConfig())
+    found = [
+        HostCopy(torch.float32).take(trainer.stream()) if dist.get_rank() == 0 else trainer.export()
+        for _ in range(3)
+    ]
+    expected = model.state_dict() if dist.get_rank() == 0 else {}
+    return all(torch.equal(weight, expected[name]) for state in found for name, weight in state.items())
+
+
 def main(directory: Path, losses: Sequence[str]) -> None:
     """Print what each rank found as JSON, from rank 0."""
     torch.set_num_threads(1)
     init_world()
-    found = {loss: step(loss) for loss in losses} | {"random": random_numbers(directory)}
+    found = {loss: step(loss) for loss in losses} | {"random": random_numbers(directory), "copied": copies()}
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, found)
     if dist.get_rank() == 0:

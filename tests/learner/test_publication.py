@@ -78,11 +78,12 @@ async def test_deltas_lie_between_anchors_and_lead_from_the_anchor_before_the_la
 
 
 async def test_a_version_is_announced_before_its_anchor_is_stored(bus, publisher):
-    heard = []
-    await bus.listen(bus.subject("notice", "policy"), PolicyManifest, heard.append)
+    news = asyncio.Queue()
+    await bus.listen(bus.subject("notice", "policy"), PolicyManifest, news.put_nowait)
     for version in range(4):
         await publish(publisher, version)
-    await bus.client.flush()
+    async with asyncio.timeout(TIMEOUT_S):
+        heard = [await news.get() for _ in range(5)]
     assert [(m.policy_version, m.anchored_at) for m in heard] == [(0, 0), (1, 0), (2, 0), (3, 0), (3, 3)]
 
 

@@ -76,3 +76,4 @@ def test_unequal_shares_and_idle_ranks_train_as_one_process_does(tmp_path, ranks
             assert found[loss]["numbers"] == pytest.approx(alone["numbers"], rel=1e-5)
             assert found[loss]["batch_xxh3"] == alone["batch_xxh3"]
     assert [found["random"] for found in of_ranks] == [[0.0, 0.0, 0.0]] * ranks
+    assert all(found["copied"] for found in of_ranks)
