@@ -118,6 +118,8 @@ class Fleet:
         if member := self._members.get(name):
             member.leave()
             await asyncio.wait([self._living[name]])  # its own timeouts bound this
+            if member.state == "given up":
+                self._forget(member)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Continue `request`, on one engine after the other if need be. Cancelling the caller aborts it.
@@ -192,10 +194,13 @@ class Fleet:
             log.error("fleet_failed", engine=member.name, exc_info=error)
             self._fail_all(EngineLostError(f"the fleet failed at {member.name}: {error!r}"))
         if member.state == "left":
-            del self._members[member.name], self._living[member.name]
-            self._tokens_of_the_left += member.tokens_generated
-            self._affinity.forget(member.name)
+            self._forget(member)
         self._dispatch()
+
+    def _forget(self, member: Member) -> None:
+        del self._members[member.name], self._living[member.name]
+        self._tokens_of_the_left += member.tokens_generated
+        self._affinity.forget(member.name)
 
     def _changed(self, name: str) -> None:
         if name in self._members and self._members[name].state == "stopping":

@@ -173,7 +173,7 @@ class Member:
 
         An engine that cannot has failed, and returns 0."""
         life, seconds = self._life, 0.0
-        if life is None:
+        if life is None or self.state != "serving":  # one that starts takes the newest by itself
             return seconds
         try:
             async with life.update:

@@ -216,6 +216,11 @@ async def test_an_engine_that_fails_too_often_is_given_up_and_the_others_go_on()
         await asyncio.sleep(60)
         assert yard.fleet.engines["e0"]["state"] == "given up"
         is_right(await yard.ask("a"))
+        yard.broken = False
+        await yard.fleet.leave("e0")
+        yard.fleet.join("e0", yard.build("e0"))
+        await asyncio.sleep(1)
+        assert yard.fleet.engines["e0"]["state"] == "serving"
 
 
 @virtual
