@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0002
 """A thread that releases the GIL gets it back only after this from a busy one; an append releases it some
 twenty times, and Python's default is 5 ms."""
 KEPT_BYTES = 64 << 20
