@@ -27,6 +27,8 @@ log = structlog.get_logger()
 Tensors = Mapping[str, HostTensor]
 ANCHOR_PAUSE_S = 5.0
 """Between two anchors that somebody asked for."""
+SAME_ANCHOR_PAUSE_S = 60.0
+"""Between two of the same version, all of whose bytes are there."""
 POLL_S = 0.25
 """Until a wish for an anchor is seen."""
 WORTH_IT = 0.5
@@ -57,6 +59,8 @@ class WeightPublisher:
         self._pinned: set[int] = set()
         self._one = asyncio.Lock()
         self._wanted: AnchorWanted | None = None
+        self._answer_given = -1, 0.0
+        """The version that an anchor was stored of on demand, and until when not again."""
 
     async def start(self, model: Path) -> None:
         """Take over from the learner before, store config and tokenizer, and listen for who lacks weights."""
@@ -108,9 +112,18 @@ class WeightPublisher:
             intact = await self._mended()
             if intact and not wanted.incarnation:  # only the key was lost
                 await self._bus.put("policy", manifest)
-            else:
-                await self._anchored(manifest, manifest.deltas if intact else ())
+            elif not intact or not self._answered(manifest.policy_version):
+                since_last = manifest.since(manifest.anchored_at) or ()
+                await self._anchored(manifest, since_last if intact else ())
                 await self._retire()
+
+    def _answered(self, policy_version: int) -> bool:
+        """Whether its anchor was stored for somebody a moment ago: the same once more would not help."""
+        version, again_s = self._answer_given
+        if version == policy_version and time.monotonic() < again_s:
+            return True
+        self._answer_given = policy_version, time.monotonic() + SAME_ANCHOR_PAUSE_S
+        return False
 
     async def close(self) -> None:
         """Serve no longer."""
@@ -138,33 +151,38 @@ class WeightPublisher:
         large = self._config.anchor_every == 1 or len(delta.data) > WORTH_IT * delta.weights.size_bytes
         if large and not again:
             return None
-        self._weights = delta.weights
         deltas = before.deltas
         if not again:
             blob = await self._put(delta.data, said.policy_version, "delta")
             deltas += (
                 DeltaRef(base_version=base.policy_version, policy_version=said.policy_version, blob=blob),
             )
-        self._note(0 if again else len(delta.data), delta.sent_words)
-        return await self._announce(said, before.snapshot, before.anchored_at, deltas)
+        self._note(delta.weights, 0 if again else len(delta.data), delta.sent_words)
+        return await self._announce(delta.weights, said, before.snapshot, before.anchored_at, deltas)
 
     async def _as_anchor(self, tensors: Tensors, said: "_Said") -> PolicyManifest:
         """Publish all weights."""
-        self._weights = await asyncio.to_thread(self._hashed, said.policy_version, tensors)
-        snapshot = await self._put_snapshot(self._weights)
-        self._note(snapshot.size_bytes, self._weights.words)
-        return await self._announce(said, snapshot, said.policy_version)
+        weights = await asyncio.to_thread(self._hashed, said.policy_version, tensors)
+        snapshot = await self._put_snapshot(weights)
+        self._note(weights, snapshot.size_bytes, weights.words)
+        return await self._announce(weights, said, snapshot, said.policy_version)
 
     async def _anchored(self, manifest: PolicyManifest, deltas: tuple[DeltaRef, ...]) -> PolicyManifest:
         """Announce the same version again with its own snapshot; `deltas` are for those who need none."""
-        if self._weights is None:
+        weights = self._weights
+        if weights is None:
             raise RuntimeError("nothing was published")
-        snapshot = await self._put_snapshot(self._weights)
+        snapshot = await self._put_snapshot(weights)
         said = _Said(manifest.policy_version, manifest.stage, manifest.trains_from)
-        return await self._announce(said, snapshot, manifest.policy_version, deltas)
+        return await self._announce(weights, said, snapshot, manifest.policy_version, deltas)
 
     async def _announce(
-        self, said: "_Said", snapshot: BlobRef, anchor_version: int, deltas: tuple[DeltaRef, ...] = ()
+        self,
+        weights: Weights,
+        said: "_Said",
+        snapshot: BlobRef,
+        anchor_version: int,
+        deltas: tuple[DeltaRef, ...] = (),
     ) -> PolicyManifest:
         """Make it the run's policy: a key for those who come later, a notice for those here."""
         if self._model is None:
@@ -180,6 +198,7 @@ class WeightPublisher:
             deltas=deltas,
         )
         self.latest = self._held[manifest.policy_version] = manifest
+        self._weights = weights  # not before: an anchor is of the version that is announced
         await self._bus.put("policy", manifest)
         await self._bus.notify(self._bus.subject("notice", "policy"), manifest)
         return manifest
@@ -232,12 +251,11 @@ class WeightPublisher:
         self._stored.add(blob)
         return blob
 
-    def _note(self, wire_bytes: int, sent_words: int) -> None:
-        assert self._weights is not None, "the caller has just set it"
+    def _note(self, weights: Weights, wire_bytes: int, sent_words: int) -> None:
         self.figures = {
             "weights/wire_bytes": wire_bytes,
-            "weights/full_bytes": self._weights.size_bytes,
-            "weights/sent_fraction": sent_words / max(1, self._weights.words),
+            "weights/full_bytes": weights.size_bytes,
+            "weights/sent_fraction": sent_words / max(1, weights.words),
         }
 
 

@@ -197,14 +197,14 @@ async def served(publisher, monkeypatch):
         await serving
 
 
-async def wish(bus, incarnation, version):
+async def wish(bus, incarnation, version, timeout_s=TIMEOUT_S):
     """Ask for an anchor; the next manifest that is announced."""
     news = asyncio.Queue()
     listening = await bus.listen(bus.subject("notice", "policy"), PolicyManifest, news.put_nowait)
     wanted = AnchorWanted(incarnation=incarnation, policy_version=version, reason="a test")
     await bus.notify(bus.subject("notice", "anchor"), wanted)
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return await news.get()
     finally:
         await listening.unsubscribe()
@@ -218,6 +218,32 @@ async def test_an_anchor_that_somebody_needs_is_published_between_two_steps(bus,
     assert (manifest.policy_version, manifest.anchored_at) == (1, 1)
     assert same(await fetch_state(Blobs(bus), manifest), state(1))
     assert same(await fetch_state(Blobs(bus), await publish(served, 2)), state(2))
+
+
+async def test_an_anchor_is_of_the_announced_version_though_a_later_one_could_not_be_stored(
+    bus, served, monkeypatch
+):
+    async def refuse(*_):
+        raise BusError("no room")
+
+    await publish(served, 0)
+    await publish(served, 1)
+    with monkeypatch.context() as full:
+        full.setattr(BusBlobs, "put", refuse)
+        with pytest.raises(BusError, match="no room"):
+            await publish(served, 2)
+    manifest = await wish(bus, "one", 1)
+    assert (manifest.policy_version, manifest.anchored_at) == (1, 1)
+    assert same(await fetch_state(Blobs(bus), manifest), state(1))
+    assert same(await fetch_state(Blobs(bus), await publish(served, 3)), state(3))
+
+
+async def test_an_anchor_of_which_nothing_is_gone_is_not_stored_again_at_once(bus, served):
+    await publish(served, 0)
+    await publish(served, 1)
+    assert (await wish(bus, "one", 1)).anchored_at == 1
+    with pytest.raises(TimeoutError):
+        await wish(bus, "one", 1, timeout_s=0.3)
 
 
 async def test_the_announcement_comes_again_when_its_key_was_lost(bus, served):
