@@ -68,11 +68,18 @@ class LostLeases:
         js, topology = self._bus.js, self._bus.topology
         subject = self._bus.subject("tasks", "rollout", "*")
         subjects = (await js.stream_info(topology.stream("TASKS"), subject)).state.subjects or {}
-        if len(subjects) < SUBJECTS_TOLD:
-            self._suspects = set(published) - {int(name.rpartition(".")[2]) for name in subjects}
-        if self._suspects:
-            self._trajectories = (await js.stream_info(topology.stream("TRAJECTORIES"))).state.last_seq
-            self._events = (await js.stream_info(topology.stream("EVENTS"))).state.last_seq
+        missing = set(published) - {int(name.rpartition(".")[2]) for name in subjects}
+        if not missing or len(subjects) >= SUBJECTS_TOLD or await self._has_unnamed():
+            return
+        trajectories = (await js.stream_info(topology.stream("TRAJECTORIES"))).state.last_seq
+        events = (await js.stream_info(topology.stream("EVENTS"))).state.last_seq
+        self._suspects, self._trajectories, self._events = missing, trajectories, events
+
+    async def _has_unnamed(self) -> bool:
+        """Whether TASKS holds leases under the subject without their number, which older builds used."""
+        subject = self._bus.subject("tasks", "rollout")
+        found = await self._bus.js.stream_info(self._bus.topology.stream("TASKS"), subject)
+        return bool(found.state.subjects)
 
     async def _all_read(self) -> bool:
         """Whether no message that may be of a suspect waits to be read. A stream that is new has none."""
