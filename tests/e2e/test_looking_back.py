@@ -85,7 +85,11 @@ def test_another_objective_is_tried_from_a_checkpoint(root: Path):
     done = launch(root, "replay", "--json", *flags)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["changed"] == {"learner.loss.type": "ppo_clip", "learner.loss.clip_eps": 0.01}
+    assert report["changed"] == {
+        "learner.loss.type": "ppo_clip",
+        "learner.loss.clip_eps": 0.01,
+        "learner.loss.centre": "behaviour",  # which the other loss does not have
+    }
     assert [step["step"] for step in report["steps"]] == list(range(6, STEPS + 1))
     assert report["batches_equal"] == STEPS - 5
     assert report["loss_max_abs_diff"] > 0
