@@ -128,12 +128,9 @@ class PlainServer(NatsServer):
 
 
 @pytest.mark.nats
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "max_payload", "batches"),
-    [
-        pytest.param(NatsServer, MAX_PAYLOAD, False, marks=pytest.mark.slow),
-        (PlainServer, 1 << 20, True),
-    ],
+    ("kind", "max_payload", "batches"), [(NatsServer, MAX_PAYLOAD, False), (PlainServer, 1 << 20, True)]
 )
 async def test_trajectory_of_128k_tokens_with_its_routing_passes(
     tmp_path: Path, kind: type[NatsServer], max_payload: int, batches: bool

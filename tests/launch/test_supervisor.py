@@ -224,6 +224,7 @@ async def test_log_files_are_appended_to(supervisor: Supervisor, tmp_path: Path)
 
 
 @pytest.mark.nats
+@pytest.mark.slow
 def test_nothing_outlives_a_supervisor_that_was_killed(tmp_path: Path):
     """The kernel tells the parts, and the bus part its nats-server."""
     program = f"""

@@ -50,7 +50,7 @@ def held_writer(monkeypatch):
     return release
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, dtype, family):
     uninterrupted = train(trainer_of(tiny_model(family), dtype=dtype), range(6))

@@ -46,9 +46,6 @@ CASES = {
     "pp2 cp2": Case(4, {"pipeline": 2, "context": 2}),
     "pp2 ep2": Case(4, {"pipeline": 2, "expert": 2}, MOE),
 }
-IN_EVERY_RUN = ("cp2",)
-"""Not marked slow."""
-
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-4)
 """With an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
@@ -119,9 +116,8 @@ def test_logprobs_of_a_reference_are_those_of_transformers(family):
     assert not moved
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_on_any_layout_every_rank_has_those_of_its_samples(worlds, name):
     case = CASES[name]
     answers = worlds.run(case.ranks, scored, case)

@@ -52,15 +52,9 @@ def replayed(run: MiniRun, from_step: int, to_step: int, settings: dict, **optio
 
 
 @pytest.mark.nats
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(KL, id="kept", marks=pytest.mark.slow),
-        pytest.param(REFRESHED, id="refreshed"),
-        pytest.param(DECOUPLED, id="decoupled", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("settings", [KL, REFRESHED, DECOUPLED], ids=["kept", "refreshed", "decoupled"])
 async def test_a_resumed_run_has_the_reference_of_one_that_was_not_killed(bus, tmp_path, settings):
     async with mini_run(bus, tmp_path) as run:
         await run.train_and_die(3, **settings)

@@ -49,6 +49,7 @@ async def trained_beside(run: MiniRun, shadows: int) -> list[Metrics]:
     return [metrics for metrics in heard if metrics.source == "learner"]
 
 
+@pytest.mark.slow
 async def test_nobody_notices_a_shadow(server, tmp_path: Path):
     runs, metrics = [], []
     for shadows, name in enumerate(("alone", "observed")):

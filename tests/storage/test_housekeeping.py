@@ -243,6 +243,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_moment_of_its_housekeeping_loses_nothing(tmp_path):
     here = Path(__file__).parent
     script = MERGING.format(
