@@ -376,11 +376,3 @@ class LearnerConfig(Config):
 
     publication: PublicationConfig = PublicationConfig()
     """Versions on their way to the actors."""
-
-    @model_validator(mode="after")
-    def _offload_needs_the_distributed_optimizer(self) -> Self:
-        if self.optimizer.offload and not self.parallel.distributed_optimizer:
-            raise ValueError(
-                f"optimizer.offload={self.optimizer.offload} needs parallel.distributed_optimizer=true"
-            )
-        return self
