@@ -102,7 +102,7 @@ class OptimizerConfig(Config):
     """Upper bound on the global gradient norm; `inf` turns clipping off."""
 
     max_skipped_in_a_row: int = Field(10, ge=1)
-    """Steps whose loss or gradient is not finite are skipped; so many one after another end the run."""
+    """Updates whose loss or gradient is not finite are skipped; so many one after another end the run."""
 
     @model_validator(mode="after")
     def _moments_can_move(self) -> Self:

@@ -1,6 +1,7 @@
 """One step of reinforcement learning on the groups it was given: the same for whoever trains on them."""
 
 from collections.abc import Sequence
+from math import isfinite
 
 from bus.messages import Trajectory
 from bus.requests import GroupRef
@@ -49,7 +50,8 @@ def train_on(
 
 
 def _together(updates: Sequence[StepResult]) -> StepResult:
-    """Several updates as one result: means by their tokens, the largest gradient, the last learning rate."""
+    """Several updates as one result: means by their tokens, the largest gradient norm or one that is
+    not finite, the last learning rate."""
     if len(updates) == 1:
         return updates[0]
     tokens = sum(update.tokens for update in updates)
@@ -60,7 +62,7 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
     names = dict.fromkeys(name for update in updates for name in update.diagnostics)
     return StepResult(
         loss=mean([(update.loss, update.tokens) for update in updates]),
-        grad_norm=max(update.grad_norm for update in updates),
+        grad_norm=max((update.grad_norm for update in updates), key=_alarming),
         lr=updates[-1].lr,
         tokens=tokens,
         skipped=any(update.skipped for update in updates),
@@ -69,6 +71,11 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
             for name in names
         },
     )
+
+
+def _alarming(norm: float) -> tuple[bool, float]:
+    """Sorts gradient norms: whatever is not finite comes last, since comparing with NaN sorts nothing."""
+    return (False, norm) if isfinite(norm) else (True, 0.0)
 
 
 def lineage_line(
