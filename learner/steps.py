@@ -5,11 +5,12 @@ from math import isfinite
 
 from bus.messages import Trajectory
 from bus.requests import GroupRef
-from learner.batches import StepBatch, make_step_batch, packed
+from learner.batches import StepBatch, make_step_batch
 from learner.config import LearnerConfig
 from learner.data_parallel import equally_many, of_all_ranks
 from learner.lineage import TrainedStep
 from learner.losses.select import Objective
+from learner.packing import pack, refuse_oversized
 from learner.passes import with_logprobs
 from learner.references import refresh_reference
 from learner.trainer import StepResult, Trainer
@@ -26,6 +27,7 @@ def train_on(
     `step` counts from 1. Of several ranks each gives its own groups; the batch's counts and the result are
     those of all. Raises `ConfigError` for a trajectory over the token budget, if such are to be refused.
     """
+    updates, budget = learner.batch.updates, learner.batch.tokens_per_micro_batch
     batch = of_all_ranks(
         make_step_batch(
             groups,
@@ -34,11 +36,12 @@ def train_on(
             advantage=learner.advantage,
         )
     )
+    if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
+        refuse_oversized(batch.samples, budget)
     samples = with_logprobs(trainer, batch.samples, learner, temperature=temperature)
-    updates = learner.batch.updates
     results = [
         trainer.train_step(
-            equally_many(packed([s for s in samples if s.part % updates == n], learner.batch)),
+            equally_many(pack([s for s in samples if s.part % updates == n], budget)),
             Objective.of(learner),
             temperature=temperature,
             policy_version=policy_version,
