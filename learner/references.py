@@ -21,7 +21,7 @@ from learner.trainer import Trainer
 def hold_frozen_policies(
     trainer: Trainer, settings: LearnerSettings, learner: LearnerConfig, *, stage: Stage, step: int
 ) -> None:
-    """Hold what `learner` wants and no checkpoint has brought. Every rank calls this.
+    """Hold what `learner` wants and no checkpoint has brought, and nothing else. Every rank calls this.
 
     To call before the first step and again when reinforcement learning begins: a reference without a
     directory is the policy of that moment. `stage` and `step` say where the trainer's weights stand.
@@ -30,6 +30,7 @@ def hold_frozen_policies(
     learning began with is no longer there.
     """
     wanted, frozen = Objective.of(learner).frozen, trainer.frozen
+    frozen.keep_only(set(wanted))
     teacher, reference = learner.teacher, learner.reference
     if "teacher" in wanted and teacher.path is not None and frozen.sources.get("teacher") != teacher.path:
         _load(trainer, settings, "teacher", teacher.path)

@@ -192,6 +192,13 @@ def test_after_a_warm_up_the_reference_waits_for_its_end(tmp_path):
     assert trainer.frozen.own == {"reference"}
 
 
+def test_what_the_objective_does_not_want_is_not_kept(tmp_path):
+    trainer, settings = trainer_and_settings(tmp_path)
+    trainer.frozen.hold("reference")  # as a checkpoint of another objective brings it
+    hold_frozen_policies(trainer, settings, settings.learner, stage="rl", step=7)
+    assert "reference" not in trainer.frozen
+
+
 def other_model(directory: Path, settings, **changes) -> Path:
     """A model directory like the run's, but for `changes` of its configuration."""
     config = AutoConfig.from_pretrained(settings.model_directory)
