@@ -34,9 +34,9 @@ def hold_frozen_policies(
     teacher, reference = learner.teacher, learner.reference
     if "teacher" in wanted and teacher.path is not None and frozen.sources.get("teacher") != teacher.path:
         _load(trainer, settings, "teacher", teacher.path)
-    if "reference" not in wanted or _is_held(frozen, reference):
-        return
     source = reference.path or (None if settings.warmup.steps else settings.model_directory)
+    if "reference" not in wanted or _is_held(frozen, reference, source):
+        return
     if source is not None:
         _load(trainer, settings, "reference", source)
     elif stage == "rl" and step == 0:
@@ -44,8 +44,8 @@ def hold_frozen_policies(
     elif stage != "warmup":
         raise ConfigError(
             f"learner.reference.kl_coef={reference.kl_coef} needs a reference, but step {step} was trained "
-            "without one, and the policy after the warm-up is gone: give a Hugging Face directory with "
-            "--learner.reference.path"
+            "without one, or with a directory's, and the policy after the warm-up is gone: give a Hugging "
+            "Face directory with --learner.reference.path"
         )
 
 
@@ -56,11 +56,14 @@ def refresh_reference(trainer: Trainer, learner: LearnerConfig, step: int) -> No
         trainer.frozen.hold("reference")
 
 
-def _is_held(frozen: FrozenPolicies, reference: ReferenceConfig) -> bool:
-    """Whether there is a reference, and not another one than the configuration names."""
-    if reference.path is None or (reference.refresh_every is not None and "reference" in frozen.own):
-        return "reference" in frozen
-    return frozen.sources.get("reference") == reference.path
+def _is_held(frozen: FrozenPolicies, reference: ReferenceConfig, source: Path | None) -> bool:
+    """Whether there is a reference, and not another one than the configuration names.
+
+    Without a `reference.path` that may be the run's own policy once, or what was read from `source`.
+    """
+    if "reference" in frozen.own:
+        return reference.path is None or reference.refresh_every is not None
+    return "reference" in frozen and frozen.sources["reference"] == source
 
 
 def _load(trainer: Trainer, settings: LearnerSettings, tag: str, directory: Path) -> None:
