@@ -220,6 +220,12 @@ def _check_together(config: RunConfig) -> None:
             f"learner.batch.updates={updates} is more than admission.samples_per_prompt={samples}: each "
             f"update trains on some trajectories of every group; set it to {samples} or less"
         )
+    for section, optimizer in (("learner", config.learner.optimizer), ("warmup", config.warmup.optimizer)):
+        if optimizer.offload and not config.learner.parallel.distributed_optimizer:
+            raise ConfigError(
+                f"{section}.optimizer.offload={optimizer.offload} needs "
+                "learner.parallel.distributed_optimizer=true: set it so, or the offload to 0"
+            )
     if config.warmup.steps and not (config.warmup.demonstrations or config.data.task):
         raise ConfigError(
             "warmup.steps needs demonstrations: give them with --warmup.demonstrations, or turn the stage "

@@ -1,4 +1,4 @@
-"""From the groups that replay gave to a step to the micro-batches the trainer takes."""
+"""From the groups that replay gave to a step to the samples that it trains on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ import numpy as np
 
 from bus.messages import Trajectory
 from learner.advantages.grpo import grpo_advantages
-from learner.config import AdvantageConfig, BatchConfig
-from learner.packing import MicroBatch, Sample, pack
+from learner.config import AdvantageConfig
+from learner.packing import Sample
 
 DIGESTS = 1 << 128
 """How many digests there are."""
@@ -77,11 +77,6 @@ def make_step_batch(
         response_tokens=sum(int(t.loss_mask.sum()) for t in trajectories),
         digest=sum(sample.xxh3() for sample in samples) % DIGESTS,
     )
-
-
-def packed(samples: Sequence[Sample], batch: BatchConfig) -> list[MicroBatch]:
-    """Micro-batches; raises `ConfigError` for a sample over the budget where that is to be refused."""
-    return pack(samples, batch.tokens_per_micro_batch, refuse_oversized=batch.oversized == "refuse")
 
 
 def _sample(trajectory: Trajectory, advantage: float) -> Sample:

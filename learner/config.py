@@ -102,7 +102,7 @@ class OptimizerConfig(Config):
     """Upper bound on the global gradient norm; `inf` turns clipping off."""
 
     max_skipped_in_a_row: int = Field(10, ge=1)
-    """Steps whose loss or gradient is not finite are skipped; so many one after another end the run."""
+    """Updates whose loss or gradient is not finite are skipped; so many one after another end the run."""
 
     @model_validator(mode="after")
     def _moments_can_move(self) -> Self:
@@ -376,11 +376,3 @@ class LearnerConfig(Config):
 
     publication: PublicationConfig = PublicationConfig()
     """Versions on their way to the actors."""
-
-    @model_validator(mode="after")
-    def _offload_needs_the_distributed_optimizer(self) -> Self:
-        if self.optimizer.offload and not self.parallel.distributed_optimizer:
-            raise ValueError(
-                f"optimizer.offload={self.optimizer.offload} needs parallel.distributed_optimizer=true"
-            )
-        return self

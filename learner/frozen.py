@@ -18,9 +18,12 @@ Weights = list[dict[str, Tensor]]
 class FrozenPolicies:
     """Weights by tag, such as "reference": this rank's part of each, in main memory, as the model has them.
 
-    To switch is to copy, bit for bit, and needs no other rank, so it works however the ranks share the model.
+    To switch is to copy, bit for bit, so it works however the ranks share the model. The copy needs no other
+    rank, but the current parameters are settled before it, a collective under `overlap_param_gather`: every
+    rank calls `hold`, `load` and `in_place`, and `weights` of a tag that is not held, in the same order.
     Each tag takes as much main memory on a rank as the rank's parameters, and the current policy as much
-    again from the first switch on; where there is CUDA all of it is page-locked.
+    again from the first switch on; where there is CUDA all of it is page-locked, each tensor in a block of
+    the next power of two bytes.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], settle: Callable[[], None]) -> None:

@@ -33,7 +33,8 @@ class TrainedStep:
     """Nats, mean over the trained tokens."""
     lr: float | None = None
     skipped: bool | None = None
-    """The weights are as before: loss or gradient were not finite, or there was nothing to train."""
+    """At least one of its updates left the weights as they were: loss or gradient were not finite, or there
+    was nothing to train."""
 
     @classmethod
     def parse(cls, line: bytes) -> "TrainedStep | None":

@@ -129,9 +129,20 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         weight = self.output_layer.weight
         if weight is None:
             weight = self.shared_embedding_or_output_weight()
+        else:
+            _finish_gathering(self.output_layer)
         first = self.pg_collection.tp.rank() * len(weight)
         real = self.real_vocab_size - first
         return first, weight[:real] if real < len(weight) else weight
+
+
+def _finish_gathering(layer: torch.nn.Module) -> None:
+    """Do what a call of `layer` would do first: megatron-core's hooks wait there for its updated weights.
+
+    Without a call nothing waits for them, and a gather that outlives the pass takes the place of the next.
+    """
+    for hook in layer._forward_pre_hooks.values():
+        hook(layer, ())
 
 
 def build_chunks(

@@ -117,15 +117,8 @@ class TrainedTokens:
         return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
 
-def pack(
-    samples: Sequence[Sample], tokens_per_micro_batch: int, *, refuse_oversized: bool = False
-) -> list[MicroBatch]:
-    """Put each sample, in order, into the first micro-batch with room; a larger one is alone in its own.
-
-    With `refuse_oversized` that raises `ConfigError` instead.
-    """
-    if refuse_oversized:
-        _refuse_oversized(samples, tokens_per_micro_batch)
+def pack(samples: Sequence[Sample], tokens_per_micro_batch: int) -> list[MicroBatch]:
+    """Put each sample, in order, into the first micro-batch with room; a larger one is alone in its own."""
     bins = first_fit([len(sample.token_ids) for sample in samples], tokens_per_micro_batch)
     return [micro_batch_of([samples[i] for i in members]) for members in bins]
 
@@ -161,7 +154,8 @@ def empty_micro_batch() -> MicroBatch:
     )
 
 
-def _refuse_oversized(samples: Sequence[Sample], tokens_per_micro_batch: int) -> None:
+def refuse_oversized(samples: Sequence[Sample], tokens_per_micro_batch: int) -> None:
+    """Raise `ConfigError` with the name of the longest sample if it is over the budget."""
     longest = max(samples, key=lambda sample: len(sample.token_ids), default=None)
     if longest is not None and len(longest.token_ids) > tokens_per_micro_batch:
         raise ConfigError(

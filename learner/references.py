@@ -21,7 +21,7 @@ from learner.trainer import Trainer
 def hold_frozen_policies(
     trainer: Trainer, settings: LearnerSettings, learner: LearnerConfig, *, stage: Stage, step: int
 ) -> None:
-    """Hold what `learner` wants and no checkpoint has brought. Every rank calls this.
+    """Hold what `learner` wants and no checkpoint has brought, and nothing else. Every rank calls this.
 
     To call before the first step and again when reinforcement learning begins: a reference without a
     directory is the policy of that moment. `stage` and `step` say where the trainer's weights stand.
@@ -30,12 +30,13 @@ def hold_frozen_policies(
     learning began with is no longer there.
     """
     wanted, frozen = Objective.of(learner).frozen, trainer.frozen
+    frozen.keep_only(set(wanted))
     teacher, reference = learner.teacher, learner.reference
     if "teacher" in wanted and teacher.path is not None and frozen.sources.get("teacher") != teacher.path:
         _load(trainer, settings, "teacher", teacher.path)
-    if "reference" not in wanted or _is_held(frozen, reference):
-        return
     source = reference.path or (None if settings.warmup.steps else settings.model_directory)
+    if "reference" not in wanted or _is_held(frozen, reference, source):
+        return
     if source is not None:
         _load(trainer, settings, "reference", source)
     elif stage == "rl" and step == 0:
@@ -43,8 +44,8 @@ def hold_frozen_policies(
     elif stage != "warmup":
         raise ConfigError(
             f"learner.reference.kl_coef={reference.kl_coef} needs a reference, but step {step} was trained "
-            "without one, and the policy after the warm-up is gone: give a Hugging Face directory with "
-            "--learner.reference.path"
+            "without one, or with a directory's, and the policy after the warm-up is gone: give a Hugging "
+            "Face directory with --learner.reference.path"
         )
 
 
@@ -55,11 +56,14 @@ def refresh_reference(trainer: Trainer, learner: LearnerConfig, step: int) -> No
         trainer.frozen.hold("reference")
 
 
-def _is_held(frozen: FrozenPolicies, reference: ReferenceConfig) -> bool:
-    """Whether there is a reference, and not another one than the configuration names."""
-    if reference.path is None or (reference.refresh_every is not None and "reference" in frozen.own):
-        return "reference" in frozen
-    return frozen.sources.get("reference") == reference.path
+def _is_held(frozen: FrozenPolicies, reference: ReferenceConfig, source: Path | None) -> bool:
+    """Whether there is a reference, and not another one than the configuration names.
+
+    Without a `reference.path` that may be the run's own policy once, or what was read from `source`.
+    """
+    if "reference" in frozen.own:
+        return reference.path is None or reference.refresh_every is not None
+    return "reference" in frozen and frozen.sources["reference"] == source
 
 
 def _load(trainer: Trainer, settings: LearnerSettings, tag: str, directory: Path) -> None:

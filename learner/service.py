@@ -22,7 +22,6 @@ from learner.config import OptimizerConfig, ParallelConfig
 from learner.conversion.base import State
 from learner.conversion.files import load_hf_directory, load_tokenizer, refuse_other_vocabulary
 from learner.hosts import refuse_unshared, world_rank, world_size
-from learner.losses.select import Objective
 from learner.parallel import close_world, init_world
 from learner.progress import Progress
 from learner.rank import Rank, in_thread
@@ -114,7 +113,6 @@ def build(
         progress.stage = "rl" if progress.stage == "done" else progress.stage
         log.info("resumed", checkpoint=str(latest), stage=progress.stage, step=progress.step)
     hold_frozen_policies(trainer, settings, settings.learner, stage=progress.stage, step=progress.step)
-    trainer.frozen.keep_only(set(Objective.of(settings.learner).frozen))
     rank = Rank(trainer, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread)
     return Built(World(channel, rank, settings), progress)
 

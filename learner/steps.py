@@ -1,14 +1,16 @@
 """One step of reinforcement learning on the groups it was given: the same for whoever trains on them."""
 
 from collections.abc import Sequence
+from math import isfinite
 
 from bus.messages import Trajectory
 from bus.requests import GroupRef
-from learner.batches import StepBatch, make_step_batch, packed
+from learner.batches import StepBatch, make_step_batch
 from learner.config import LearnerConfig
 from learner.data_parallel import equally_many, of_all_ranks
 from learner.lineage import TrainedStep
 from learner.losses.select import Objective
+from learner.packing import pack, refuse_oversized
 from learner.passes import with_logprobs
 from learner.references import refresh_reference
 from learner.trainer import StepResult, Trainer
@@ -25,6 +27,7 @@ def train_on(
     `step` counts from 1. Of several ranks each gives its own groups; the batch's counts and the result are
     those of all. Raises `ConfigError` for a trajectory over the token budget, if such are to be refused.
     """
+    updates, budget = learner.batch.updates, learner.batch.tokens_per_micro_batch
     batch = of_all_ranks(
         make_step_batch(
             groups,
@@ -33,11 +36,12 @@ def train_on(
             advantage=learner.advantage,
         )
     )
+    if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
+        refuse_oversized(batch.samples, budget)
     samples = with_logprobs(trainer, batch.samples, learner, temperature=temperature)
-    updates = learner.batch.updates
     results = [
         trainer.train_step(
-            equally_many(packed([s for s in samples if s.part % updates == n], learner.batch)),
+            equally_many(pack([s for s in samples if s.part % updates == n], budget)),
             Objective.of(learner),
             temperature=temperature,
             policy_version=policy_version,
@@ -49,7 +53,8 @@ def train_on(
 
 
 def _together(updates: Sequence[StepResult]) -> StepResult:
-    """Several updates as one result: means by their tokens, the largest gradient, the last learning rate."""
+    """Several updates as one result: means by their tokens, the largest gradient norm or one that is
+    not finite, the last learning rate."""
     if len(updates) == 1:
         return updates[0]
     tokens = sum(update.tokens for update in updates)
@@ -60,7 +65,7 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
     names = dict.fromkeys(name for update in updates for name in update.diagnostics)
     return StepResult(
         loss=mean([(update.loss, update.tokens) for update in updates]),
-        grad_norm=max(update.grad_norm for update in updates),
+        grad_norm=max((update.grad_norm for update in updates), key=_alarming),
         lr=updates[-1].lr,
         tokens=tokens,
         skipped=any(update.skipped for update in updates),
@@ -69,6 +74,11 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
             for name in names
         },
     )
+
+
+def _alarming(norm: float) -> tuple[bool, float]:
+    """Sorts gradient norms: whatever is not finite comes last, since comparing with NaN sorts nothing."""
+    return (False, norm) if isfinite(norm) else (True, 0.0)
 
 
 def lineage_line(

@@ -62,7 +62,8 @@ class StepResult:
     tokens: int
     """Trained tokens."""
     skipped: bool
-    """The loss or the gradient was not finite, or no token was trained: the weights are as before."""
+    """The loss or the gradient was not finite, or no token was trained: the weights are as before. Where
+    several updates share a step (learner/steps.py): at least one of them was skipped."""
     diagnostics: dict[str, float]
     """Means over the trained tokens; names and units in learner/corrections.py."""
 
@@ -103,7 +104,7 @@ class Trainer:
         self.updates_done = 0
         """Updates by this optimizer, which the schedule counts."""
         self.not_finite_in_a_row = 0
-        """Steps skipped since the last whose loss and gradient were finite."""
+        """Updates skipped since the last whose loss and gradient were finite."""
 
     def train_step(
         self,
@@ -170,7 +171,7 @@ class Trainer:
         self.not_finite_in_a_row = 0 if finite else self.not_finite_in_a_row + 1
         if self.not_finite_in_a_row >= self.optimizer_config.max_skipped_in_a_row:
             raise TrainingError(
-                f"{self.not_finite_in_a_row} steps in a row were skipped: their loss or gradient was not "
+                f"{self.not_finite_in_a_row} updates in a row were skipped: their loss or gradient was not "
                 f"finite (the last: loss {loss}, gradient norm {norm}). Go on from an older checkpoint with "
                 f"optimizer.lr below {self.optimizer_config.lr}, or raise optimizer.max_skipped_in_a_row"
             )

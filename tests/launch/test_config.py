@@ -147,6 +147,17 @@ def test_every_problem_is_told_on_a_line_of_its_own():
             {"learner": {"batch": {"updates": 5}}, "admission": {"samples_per_prompt": 4}},
             "set it to 4 or less",
         ),
+        (
+            {"learner": {"optimizer": {"offload": 0.5}, "parallel": {"distributed_optimizer": False}}},
+            "learner.optimizer.offload=0.5 needs learner.parallel.distributed_optimizer=true",
+        ),
+        (
+            {
+                "learner": {"parallel": {"distributed_optimizer": False}},
+                "warmup": {"optimizer": {"offload": 1}},
+            },
+            "warmup.optimizer.offload=1.0 needs learner.parallel.distributed_optimizer=true",
+        ),
     ],
 )
 def test_settings_that_need_each_other_say_so(layer: dict, remedy: str):

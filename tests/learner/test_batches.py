@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 from factories import make_trajectory
 
-from learner.batches import DIGESTS, make_step_batch, packed
-from learner.config import BatchConfig, GRPOAdvantage
+from learner.batches import DIGESTS, make_step_batch
+from learner.config import GRPOAdvantage
+from learner.packing import pack
 
 
 def batch_of(groups, *, policy_version=5):
@@ -21,7 +22,7 @@ def test_advantages_are_relative_to_the_own_group():
         [with_reward(make_trajectory(0, n, group_size=2), reward) for n, reward in enumerate((0.0, 1.0))],
         [with_reward(make_trajectory(1, n, group_size=2), reward) for n, reward in enumerate((5.0, 7.0))],
     ]
-    [micro_batch] = packed(batch_of(groups).samples, BatchConfig())
+    [micro_batch] = pack(batch_of(groups).samples, 16384)
     first_token = micro_batch.cu_seqlens[:-1].long()
     assert micro_batch.advantages[first_token].tolist() == [-1.0, 1.0, -1.0, 1.0]
 
@@ -35,7 +36,7 @@ def test_importance_weight_of_a_group_multiplies_its_advantages():
     batch = make_step_batch(
         groups, weights=[1.0, 0.25], policy_version=5, advantage=GRPOAdvantage(std_floor=0.0)
     )
-    [micro_batch] = packed(batch.samples, BatchConfig())
+    [micro_batch] = pack(batch.samples, 16384)
     first_token = micro_batch.cu_seqlens[:-1].long()
     assert micro_batch.advantages[first_token].tolist() == [-1.0, 1.0, -0.25, 0.25]
 
@@ -62,7 +63,7 @@ def test_counts_cover_every_micro_batch():
     groups = [[make_trajectory(lease, n, group_size=2) for n in range(2)] for lease in range(3)]
     length = len(groups[0][0].token_ids)
     batch = batch_of(groups)
-    assert len(packed(batch.samples, BatchConfig(tokens_per_micro_batch=2 * length))) == 3
+    assert len(pack(batch.samples, 2 * length)) == 3
     assert batch.trajectories == 6
     assert batch.tokens == 6 * length
 

@@ -97,6 +97,9 @@ CASES = {
         {"pipeline": 2, "virtual_pipeline": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
         FOUR_LAYERS,
     ),
+    "dp2 pp2 tied overlapped": Case(
+        4, {"pipeline": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}, TIED
+    ),
     "cp4": Case(4, {"context": 4}, LLAMA),
 }
 IN_EVERY_RUN = ("tp2 sp",)

@@ -10,7 +10,7 @@ import torch
 from bus.errors import ConfigError
 from learner.config import SFTLoss, TISLoss
 from learner.data_parallel import equally_many
-from learner.packing import empty_micro_batch, pack
+from learner.packing import empty_micro_batch, pack, refuse_oversized
 from learner.trainer import Trainer
 from tests.learner.ranks_worker import LOSSES, step
 from tests.learner.test_checkpoint import OPTIMIZER
@@ -50,10 +50,11 @@ def test_a_rank_without_groups_takes_an_empty_turn():
 def test_a_trajectory_over_the_budget_is_refused_by_name_where_that_is_asked_for():
     samples = random_samples([5, 17, 2])
     assert len(pack(samples, 10)) == 2
+    refuse_oversized(samples, 17)
     with pytest.raises(
         ConfigError, match=r"a sample has 17 tokens, .*tokens_per_micro_batch is 10: raise it to 17"
     ):
-        pack(samples, 10, refuse_oversized=True)
+        refuse_oversized(samples, 10)
 
 
 @pytest.mark.slow

@@ -192,6 +192,26 @@ def test_after_a_warm_up_the_reference_waits_for_its_end(tmp_path):
     assert trainer.frozen.own == {"reference"}
 
 
+def test_without_the_directory_that_was_named_before_the_reference_is_the_initial_model_again(tmp_path):
+    trainer, settings = trainer_and_settings(tmp_path, **KL)
+    named = ReferenceConfig(kl_coef=0.5, path=other_model(tmp_path / "named", settings))
+    hold_frozen_policies(trainer, settings, LearnerConfig(reference=named), stage="rl", step=7)
+    with pytest.raises(ConfigError, match=r"the policy after the warm-up is gone"):
+        hold_frozen_policies(trainer, settings, settings.learner, stage="rl", step=7)
+    settings = replace(settings, warmup=WarmupConfig(steps=0))
+    hold_frozen_policies(trainer, settings, settings.learner, stage="rl", step=7)
+    assert trainer.frozen.sources == {"reference": settings.model_directory}
+    hold_frozen_policies(trainer, settings, settings.learner, stage="rl", step=8)
+    assert trainer.frozen.sources == {"reference": settings.model_directory}
+
+
+def test_what_the_objective_does_not_want_is_not_kept(tmp_path):
+    trainer, settings = trainer_and_settings(tmp_path)
+    trainer.frozen.hold("reference")  # as a checkpoint of another objective brings it
+    hold_frozen_policies(trainer, settings, settings.learner, stage="rl", step=7)
+    assert "reference" not in trainer.frozen
+
+
 def other_model(directory: Path, settings, **changes) -> Path:
     """A model directory like the run's, but for `changes` of its configuration."""
     config = AutoConfig.from_pretrained(settings.model_directory)

@@ -1,8 +1,13 @@
 """A step of several updates on one batch."""
 
+import math
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
+from bus.errors import ConfigError
 from learner.batches import make_step_batch
 from learner.config import BatchConfig, LearnerConfig, OptimizerConfig, TISLoss
 from learner.packing import pack
@@ -36,3 +41,29 @@ def test_a_step_of_two_updates_is_both_of_them_one_after_the_other():
     entropies = [(u.diagnostics["entropy_nats"], u.tokens) for u in (one, two)]
     expected = sum(entropy * tokens for entropy, tokens in entropies) / result.tokens
     assert result.diagnostics["entropy_nats"] == pytest.approx(expected)
+
+
+def test_a_step_one_of_whose_updates_was_not_finite_says_so_whichever_it_was():
+    learner = LearnerConfig(batch=BatchConfig(updates=2))
+    for bad in range(2):
+        of_bad = group(1)
+        poisoned = next(n for n, one in enumerate(of_bad) if (one.lease_id + one.sample) % 2 == bad)
+        broken = np.full_like(of_bad[poisoned].behaviour_logprobs, math.nan)
+        of_bad[poisoned] = replace(of_bad[poisoned], behaviour_logprobs=broken)
+        _, result = train_on(
+            trainer_of(), [of_bad, group(2)], [1.0, 1.0], learner, step=1, policy_version=4, temperature=1.0
+        )
+        assert result.skipped
+        assert math.isnan(result.grad_norm)
+
+
+def test_a_trajectory_that_only_a_later_update_trains_is_refused_before_the_first():
+    trainer, groups = trainer_of(), [group(1), group(2)]
+    longest = max((one for each in groups for one in each), key=lambda one: len(one.token_ids))
+    assert (longest.lease_id + longest.sample) % 2 == 1
+    batch = BatchConfig(updates=2, oversized="refuse", tokens_per_micro_batch=len(longest.token_ids) - 1)
+    with pytest.raises(ConfigError, match=f"{longest.trajectory_id} has {len(longest.token_ids)} tokens"):
+        train_on(
+            trainer, groups, [1.0, 1.0], LearnerConfig(batch=batch), step=1, policy_version=4, temperature=1.0
+        )
+    assert trainer.steps_done == 0

@@ -99,7 +99,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_so(bad):
     assert math.isfinite(good.loss)
 
 
-def test_so_many_steps_in_a_row_that_are_not_finite_end_training():
+def test_so_many_updates_in_a_row_that_are_not_finite_end_training():
     trainer = trainer_of(tiny_model(), OPTIMIZER.model_copy(update={"max_skipped_in_a_row": 3}))
     good = random_samples(LENGTHS)
     bad = [dataclasses.replace(good[0], advantage=math.nan, loss_mask=np.ones(5, bool))]
@@ -111,7 +111,7 @@ def test_so_many_steps_in_a_row_that_are_not_finite_end_training():
         step(samples)
     assert step(bad).skipped
     with pytest.raises(
-        TrainingError, match=r"3 steps in a row were skipped.*loss nan.*optimizer\.lr below 0\.01"
+        TrainingError, match=r"3 updates in a row were skipped.*loss nan.*optimizer\.lr below 0\.01"
     ):
         step(bad)
 
