@@ -57,7 +57,7 @@ class EmbeddedEngineConfig(Config):
 
 
 class SglangEngineConfig(Config):
-    """SGLang servers: one that this process starts and keeps alive, or one that runs already."""
+    """An SGLang server: one that this process starts, or one that runs already."""
 
     type: Literal["sglang"] = "sglang"
     """Discriminates the engine union."""
@@ -99,10 +99,7 @@ class SglangEngineConfig(Config):
     """Between two looks at whether the server still generates."""
 
     health_timeout_s: float = Field(30.0, gt=0)
-    """A server that twice does not answer in this time is taken for dead."""
-
-    restarts: int = Field(3, ge=0)
-    """How often a server that died is started again before the actor gives up, if it does not come up."""
+    """A server that twice does not answer in this time is taken for dead: the fleet builds another engine."""
 
     @model_validator(mode="after")
     def _attached_servers_are_not_ours(self) -> Self:

@@ -58,16 +58,15 @@ def chosen(config: SglangEngineConfig) -> dict[str, SglangSetting]:
 
 
 def server_settings(
-    config: SglangEngineConfig, model: Path, *, host: str, port: int, policy_version: int
+    config: SglangEngineConfig, model: Path, *, host: str, port: int
 ) -> dict[str, SglangSetting]:
     """Every setting of a server for the model in a directory.
 
     Args:
         config: the engine's settings; its `server` table has the last word.
-        model: a directory with config.json and, unless the version is -1, weights.
+        model: a directory with config.json; weights come later, it starts with arbitrary ones.
         host: address to listen on.
         port: where to listen.
-        policy_version: what the weights there are; with -1 the server starts with arbitrary ones.
 
     Raises `ConfigError` for settings that the engine decides, and for a model without architectures."""
     given = chosen(config)
@@ -80,8 +79,8 @@ def server_settings(
         "model_path": str(model),
         "host": host,
         "port": port,
-        "load_format": "auto" if policy_version >= 0 else "dummy",
-        "weight_version": str(policy_version),
+        "load_format": "dummy",
+        "weight_version": "-1",
     }
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from bus.errors import ConfigError, EngineError
 
@@ -29,7 +28,7 @@ State = Mapping[str, torch.Tensor]
 
 
 class HeldWeights:
-    """The newest weights, whole, in `directory` beside the model's config: a server can start from it.
+    """The newest weights, whole, in `directory` beside the model's config: where a server reads them.
 
     Tensors are copied in where they lie in the file, so it is at no time larger than the model."""
 
@@ -66,11 +65,6 @@ class HeldWeights:
         changed.unlink(missing_ok=True)  # a server may still have the old one mapped
         _fill(changed, _create(changed, state), state)
         return self._changed
-
-    def tensors(self) -> State:
-        """Everything that is held."""
-        state: State = load_file(self.directory / "model.safetensors")
-        return state
 
     def close(self) -> None:
         """Remove the files."""

@@ -109,7 +109,7 @@ def test_weights_are_held_whole_while_only_the_changed_come(held):
     changed = {"b": torch.zeros(5, dtype=torch.bfloat16)}
     directory = held.keep(changed, 1)
     assert load_file(directory / "model.safetensors").keys() == {"b"}
-    everything = held.tensors()
+    everything = load_file(held.directory / "model.safetensors")
     assert everything.keys() == STATE.keys()
     for name, tensor in {**STATE, **changed}.items():
         assert torch.equal(everything[name], tensor)
@@ -124,7 +124,7 @@ def test_weights_of_another_model_are_not_taken(held):
         held.keep({"a": torch.zeros(2, 3), "d": torch.zeros(1)}, 1)
     with pytest.raises(EngineError, match=r"tensor a is torch.bfloat16 \(2, 3\), and was torch.float32"):
         held.keep({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, 1)
-    assert torch.equal(held.tensors()["a"], STATE["a"])
+    assert torch.equal(load_file(held.directory / "model.safetensors")["a"], STATE["a"])
     assert held.policy_version == 0
 
 
@@ -161,25 +161,25 @@ def test_tensors_go_together_as_far_as_they_are_small():
 
 def test_a_server_gets_our_settings_then_the_users(model_dir):
     config = SglangEngineConfig(server={"device": "cpu", "max-running-requests": 7, "dtype": "bfloat16"})
-    settings = server_settings(config, model_dir, host="::1", port=7, policy_version=-1)
+    settings = server_settings(config, model_dir, host="::1", port=7)
     assert settings["max_running_requests"] == 7
     assert settings["dtype"] == "bfloat16"
     assert settings["attention_backend"] == "torch_native"
     assert (settings["load_format"], settings["weight_version"]) == ("dummy", "-1")
-    again = server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, policy_version=3)
-    assert (again["dtype"], again["load_format"], again["weight_version"]) == ("float32", "auto", "3")
+    again = server_settings(SglangEngineConfig(), model_dir, host="::1", port=7)
+    assert again["dtype"] == "float32"
 
 
 def test_settings_that_are_the_engines_own_are_refused(model_dir):
     config = SglangEngineConfig(server={"weight-version": "7"})
     with pytest.raises(ConfigError, match=r"server\.weight_version='7': the engine sets this itself"):
-        server_settings(config, model_dir, host="::1", port=7, policy_version=0)
+        server_settings(config, model_dir, host="::1", port=7)
 
 
 def test_a_model_that_names_no_architecture_is_refused(model_dir):
     (model_dir / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="names no architectures"):
-        server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, policy_version=0)
+        server_settings(SglangEngineConfig(), model_dir, host="::1", port=7)
 
 
 def test_settings_become_flags_as_the_command_line_wants_them():
