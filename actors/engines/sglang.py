@@ -124,9 +124,11 @@ class SglangEngine:
     async def load_weights(self, state: Mapping[str, torch.Tensor], policy_version: int) -> float:
         """Take the tensors (HF names; the first time all of them); return the seconds generation stood still.
 
+        Without any the smallest is sent again: the server learns of a version with tensors only.
         Raises EngineError for another model's tensors, and when the server fails at it: then it is killed."""
         async with self._changing:
             self._check()
+            state = state or await asyncio.to_thread(self._held.smallest)
             directory = await asyncio.to_thread(self._held.keep, state, policy_version)
             try:
                 pause_s = await self._swap(directory, state)

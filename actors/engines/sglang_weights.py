@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
 
 from bus.errors import ConfigError, EngineError
 
@@ -65,6 +66,14 @@ class HeldWeights:
         changed.unlink(missing_ok=True)  # a server may still have the old one mapped
         _fill(changed, _create(changed, state), state)
         return self._changed
+
+    def smallest(self) -> State:
+        """The tensor of the fewest bytes. Raises `EngineError` when none is held."""
+        if not self._layout:
+            raise EngineError("the first weights of an engine must be all of them: there were none")
+        name = min(self._layout, key=lambda name: self._layout[name].end - self._layout[name].start)
+        with safe_open(self.directory / "model.safetensors", framework="pt") as file:
+            return {name: file.get_tensor(name)}
 
     def close(self) -> None:
         """Remove the files."""

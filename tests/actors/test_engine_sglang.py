@@ -152,8 +152,10 @@ async def test_weights_arrive_whole_and_in_part(engine, update, monkeypatch):
     assert {name for name in after if partly[name] != after[name]} == {"model.norm.weight"}
     await engine.load_weights(FIRST.state_dict(), 3)
     assert await engine.checksums() == before
+    await engine.load_weights({}, 4)
+    assert await engine.checksums() == before
     generation = await engine.generate(request(f"after-{update}", PROMPT, new=8))
-    assert set(generation.policy_versions.tolist()) == {3}
+    assert set(generation.policy_versions.tolist()) == {4}
 
 
 @pytest.mark.parametrize("update", ["disk", "tensor"])

@@ -82,3 +82,17 @@ async def test_a_server_that_is_away_is_waited_for_and_then_named(server, attach
     with pytest.raises(EngineError, match="no answer from an SGLang server at"):
         await asyncio.wait_for(engine.start(), TIMEOUT_S)
     await engine.close()
+
+
+@pytest.mark.parametrize("update", ["disk", "tensor"])
+async def test_a_version_without_a_changed_tensor_reaches_the_server(server, attach, update):
+    engine = attach(update=update)
+    await engine.start()
+    with pytest.raises(EngineError, match="the first weights of an engine must be all of them"):
+        await engine.load_weights({}, 0)
+    await engine.load_weights(STATE, 0)
+    await engine.load_weights({}, 1)
+    generation = await engine.generate(request("after", [1], new=4))
+    await engine.close()
+    assert generation.policy_versions.tolist() == [1] * 4
+    assert server.versions == ["0", "1"]

@@ -118,6 +118,12 @@ def test_weights_are_held_whole_while_only_the_changed_come(held):
     assert (held.directory / "config.json").is_file()
 
 
+def test_the_smallest_tensor_that_is_held_is_its_newest(held):
+    held.keep(STATE, 0)
+    held.keep({"c": torch.tensor(4, dtype=torch.int64)}, 1)
+    assert held.smallest() == {"c": torch.tensor(4)}
+
+
 def test_weights_of_another_model_are_not_taken(held):
     held.keep(STATE, 0)
     with pytest.raises(EngineError, match="tensor d is not one of this model"):
