@@ -315,6 +315,25 @@ async def test_weights_reach_a_part_of_the_engines_at_a_time():
         assert sorted(set((await task).policy_versions.tolist())) == [1, 2]
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left"), RuntimeError("CUDA"), ConfigError("no room for the weights")]
+)
+@virtual
+async def test_an_engine_that_cannot_take_an_update_for_whatever_reason_is_built_again(error):
+    async with Yard(2, backoff_s=1) as yard:
+        failing = yard.engine("e0")
+
+        async def refuse(state, policy_version):
+            raise error
+
+        failing.load_weights = refuse
+        await yard.fleet.load_weights({"a": 2}, 2)
+        is_right(await yard.ask("a"))
+        assert failing.closed
+        assert yard.engine("e0") is not failing
+        assert [yard.engine(name).weights["a"] for name in ("e0", "e1")] == [2, 2]
+
+
 @virtual
 async def test_a_younger_version_supersedes_one_that_is_on_its_way():
     async with Yard(4, update_s=10, updated_at_once=0.25) as yard:

@@ -3,6 +3,7 @@
 import json
 import resource
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -134,15 +135,31 @@ def test_weights_of_another_model_are_not_taken(held):
     assert held.policy_version == 0
 
 
-def test_weights_for_which_there_is_no_room_are_refused(held):
+@contextmanager
+def files_of_at_most(size_bytes):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:
-        with pytest.raises(ConfigError, match=r"no room for [\d,]+ bytes .* actors.engine.weights_directory"):
-            held.keep(STATE, 0)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_weights_for_which_there_is_no_room_are_refused(held):
+    full = pytest.raises(ConfigError, match=r"no room for [\d,]+ bytes .* actors.engine.weights_directory")
+    with files_of_at_most(64), full:
+        held.keep(STATE, 0)
     assert held.policy_version == -1
+
+
+def test_without_room_for_the_changed_tensors_all_are_read(held):
+    held.keep(STATE, 0)
+    changed = {"b": torch.zeros(5, dtype=torch.bfloat16)}
+    with files_of_at_most(64):
+        assert held.keep(changed, 1) == held.directory
+    assert torch.equal(load_file(held.directory / "model.safetensors")["b"], changed["b"])
+    assert not list(held.directory.parent.glob("changed/*"))
+    assert held.keep(changed, 2) != held.directory
 
 
 def test_what_a_killed_process_left_behind_is_removed(model_dir, tmp_path, monkeypatch):
