@@ -48,7 +48,9 @@ class SglangEngine:
     processes are killed, the requests in flight raise EngineError and so does every call after it: the fleet
     builds another engine."""
 
-    def __init__(self, model_dir: Path, config: SglangEngineConfig, log_file: Path) -> None:
+    def __init__(
+        self, model_dir: Path, config: SglangEngineConfig, log_file: Path, *, number: int = 0
+    ) -> None:
         self.failure = ""
         """Why it has stopped for good; empty as long as it has not."""
         self.tokens_generated = 0
@@ -57,7 +59,7 @@ class SglangEngine:
         self._server: Server = (
             AttachedServer(config)
             if config.url is not None
-            else OwnServer(config, self._held.directory, log_file)
+            else OwnServer(config, self._held.directory, log_file, number)
         )
         self._client: SglangClient | None = None
         self._facts: ServerFacts | None = None

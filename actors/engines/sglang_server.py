@@ -38,16 +38,17 @@ class Server(Protocol):
 class OwnServer:
     """A server that this process starts."""
 
-    def __init__(self, config: SglangEngineConfig, model: Path, log_file: Path) -> None:
+    def __init__(self, config: SglangEngineConfig, model: Path, log_file: Path, number: int) -> None:
         self.process: ServerProcess | None = None
         self._config = config
         self._model = model
         self._log_file = log_file
+        self._number = number
 
     async def start(self) -> str:
         """Start a process, with arbitrary weights."""
         port = free_port(HOST)
-        settings = server_settings(self._config, self._model, host=HOST, port=port)
+        settings = server_settings(self._config, self._model, host=HOST, port=port, number=self._number)
         environment = server_environment(self._config, settings)
         python = interpreter(self._config)
         self.process = await ServerProcess.start(python, settings, environment, self._log_file)

@@ -14,7 +14,7 @@ from actors.config import SglangEngineConfig
 from actors.engines import sglang_weights
 from actors.engines.sglang_answers import read_answer
 from actors.engines.sglang_launcher import _flags
-from actors.engines.sglang_settings import server_settings
+from actors.engines.sglang_settings import base_gpu_id, server_settings
 from actors.engines.sglang_weights import HeldWeights, buckets
 from bus.errors import ConfigError, EngineError
 from tests.actors.tiny import request
@@ -184,25 +184,52 @@ def test_tensors_go_together_as_far_as_they_are_small():
 
 def test_a_server_gets_our_settings_then_the_users(model_dir):
     config = SglangEngineConfig(server={"device": "cpu", "max-running-requests": 7, "dtype": "bfloat16"})
-    settings = server_settings(config, model_dir, host="::1", port=7)
+    settings = server_settings(config, model_dir, host="::1", port=7, number=0)
     assert settings["max_running_requests"] == 7
     assert settings["dtype"] == "bfloat16"
     assert settings["attention_backend"] == "torch_native"
     assert (settings["load_format"], settings["weight_version"]) == ("dummy", "-1")
-    again = server_settings(SglangEngineConfig(), model_dir, host="::1", port=7)
+    again = server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, number=0)
     assert again["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("given", "first_gpus"),
+    [
+        ({}, [0, 1, 2]),
+        ({"tp_size": 2}, [0, 2, 4]),
+        ({"tensor_parallel_size": "2", "pp_size": 2}, [0, 4, 8]),
+        ({"tp_size": 2, "base_gpu_id": 3}, [3, 3, 3]),
+    ],
+)
+def test_each_engine_has_gpus_of_its_own_unless_the_user_said_which(given, first_gpus):
+    assert [base_gpu_id(given, number) for number in range(3)] == first_gpus
+
+
+def test_engines_are_told_their_gpus_on_cuda_only(model_dir):
+    found = {}
+    for device in ("cuda", "cpu"):
+        config = SglangEngineConfig(server={"device": device, "tp-size": 2})
+        settings = server_settings(config, model_dir, host="::1", port=7, number=1)
+        found[device] = settings.get("base_gpu_id")
+    assert found == {"cuda": 2, "cpu": None}
+
+
+def test_a_parallel_size_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match=r"server\.tp_size='two' is not a whole number"):
+        base_gpu_id({"tp_size": "two"}, 1)
 
 
 def test_settings_that_are_the_engines_own_are_refused(model_dir):
     config = SglangEngineConfig(server={"weight-version": "7"})
     with pytest.raises(ConfigError, match=r"server\.weight_version='7': the engine sets this itself"):
-        server_settings(config, model_dir, host="::1", port=7)
+        server_settings(config, model_dir, host="::1", port=7, number=0)
 
 
 def test_a_model_that_names_no_architecture_is_refused(model_dir):
     (model_dir / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="names no architectures"):
-        server_settings(SglangEngineConfig(), model_dir, host="::1", port=7)
+        server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, number=0)
 
 
 def test_settings_become_flags_as_the_command_line_wants_them():
