@@ -101,7 +101,9 @@ class AttachedServer:
         return self._config.url
 
     async def until_ready(self, client: SglangClient) -> None:
-        """Return when it answers; it may be starting, or starting again."""
+        """Return when it answers; it may be starting, or starting again.
+
+        An actor that was killed in an update left it paused, and so it would generate nothing."""
         deadline = time.monotonic() + self._config.start_timeout_s
         waiting = False
         while True:
@@ -115,6 +117,7 @@ class AttachedServer:
                 waiting = True
                 await asyncio.sleep(POLL_S)
             else:
+                await client.resume()
                 return
 
     async def ended(self, *, within_s: float) -> str:

@@ -263,6 +263,7 @@ async def test_logprobs_that_are_not_finite_are_an_error(engine):
 async def test_an_engine_may_attach_to_a_server_and_bring_it_to_its_weights(engine, model_dir, tmp_path):
     config = SglangEngineConfig(type="sglang", url=engine._client.url, update="tensor")
     attached = SglangEngine(model_dir, config, tmp_path / "unused.log")
+    await engine._client.pause("in_place")  # as an actor leaves it that is killed in an update
     await attached.start()
     await attached.load_weights(SECOND.state_dict(), 7)
     generation = await attached.generate(request("attached", PROMPT, new=16))

@@ -96,3 +96,12 @@ async def test_a_version_without_a_changed_tensor_reaches_the_server(server, att
     await engine.close()
     assert generation.policy_versions.tolist() == [1] * 4
     assert server.versions == ["0", "1"]
+
+
+async def test_a_server_that_was_left_paused_goes_on_when_an_engine_attaches(server, attach):
+    server.running.clear()
+    engine = attach()
+    await asyncio.wait_for(engine.start(), TIMEOUT_S)
+    await engine.load_weights(STATE, 0)
+    assert len((await engine.generate(request("after", [1], new=4))).token_ids) == 4
+    await engine.close()
