@@ -91,7 +91,8 @@ class SglangEngineConfig(Config):
     """How long a server may take to start; the first start on a GPU compiles kernels."""
 
     request_timeout_s: float = Field(3600.0, gt=0)
-    """How long one generation may take; after it, it is aborted and counts as failed."""
+    """How long one generation may take; after it, it is aborted and counts as failed. The fleet's limit of
+    this name, unless it is longer, interrupts it before."""
 
     update_timeout_s: float = Field(600.0, gt=0)
     """How long the server may take to load weights; with `drain`, also to end what is in flight."""
@@ -167,4 +168,17 @@ class ActorsConfig(Config):
                 f"engine.url={url!r} is one engine, fleet.engines={self.fleet.engines}: "
                 "start an actor for each URL"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _an_engine_speaks_before_the_fleet_gives_it_up(self) -> Self:
+        """An engine that ran out of time says of what; the fleet can only say that it took too long."""
+        if isinstance(self.engine, SglangEngineConfig):
+            for limit in ("start_timeout_s", "update_timeout_s"):
+                own, fleets = getattr(self.engine, limit), getattr(self.fleet, limit)
+                if own >= fleets:
+                    raise ValueError(
+                        f"engine.{limit}={own:g} is not below fleet.{limit}={fleets:g}: lower the "
+                        "engine's or raise the fleet's"
+                    )
         return self

@@ -261,6 +261,13 @@ def test_one_url_is_not_several_engines():
         ActorsConfig(engine=SglangEngineConfig(url="http://host:1"), fleet=FleetConfig(engines=2))
 
 
+@pytest.mark.parametrize("limit", ["start_timeout_s", "update_timeout_s"])
+def test_an_engines_limit_that_the_fleets_would_hide_is_refused(limit):
+    ActorsConfig(engine=SglangEngineConfig())
+    with pytest.raises(ValueError, match=rf"engine\.{limit}=5 is not below fleet\.{limit}=5: lower the"):
+        ActorsConfig(engine=SglangEngineConfig(**{limit: 5.0}), fleet=FleetConfig(**{limit: 5.0}))
+
+
 @virtual
 async def test_a_request_that_kills_its_engines_fails_alone():
     async with Yard(2, attempts=2, backoff_s=0.1) as yard:
