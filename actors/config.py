@@ -57,7 +57,7 @@ class EmbeddedEngineConfig(Config):
 
 
 class SglangEngineConfig(Config):
-    """SGLang servers: one that this process starts and keeps alive, or one that runs already."""
+    """An SGLang server: one that this process starts, or one that runs already."""
 
     type: Literal["sglang"] = "sglang"
     """Discriminates the engine union."""
@@ -84,13 +84,15 @@ class SglangEngineConfig(Config):
     `retract`: they compute it again with the new weights. `drain`: the update waits for their end."""
 
     weights_directory: Path | None = None
-    """Where a copy of the weights is kept, of the size of the model; without it in memory, /dev/shm."""
+    """Where each engine keeps a copy of the weights, of the size of the model, and for updates up to half of
+    that again if there is room; without it in memory, /dev/shm."""
 
     start_timeout_s: float = Field(900.0, gt=0)
     """How long a server may take to start; the first start on a GPU compiles kernels."""
 
     request_timeout_s: float = Field(3600.0, gt=0)
-    """How long one generation may take; after it, it is aborted and counts as failed."""
+    """How long one generation may take; after it, it is aborted and counts as failed. The fleet's limit of
+    this name, unless it is longer, interrupts it before."""
 
     update_timeout_s: float = Field(600.0, gt=0)
     """How long the server may take to load weights; with `drain`, also to end what is in flight."""
@@ -99,10 +101,7 @@ class SglangEngineConfig(Config):
     """Between two looks at whether the server still generates."""
 
     health_timeout_s: float = Field(30.0, gt=0)
-    """A server that twice does not answer in this time is taken for dead."""
-
-    restarts: int = Field(3, ge=0)
-    """How often a server that died is started again before the actor gives up, if it does not come up."""
+    """A server that twice does not answer in this time is taken for dead: the fleet builds another engine."""
 
     @model_validator(mode="after")
     def _attached_servers_are_not_ours(self) -> Self:
@@ -169,4 +168,17 @@ class ActorsConfig(Config):
                 f"engine.url={url!r} is one engine, fleet.engines={self.fleet.engines}: "
                 "start an actor for each URL"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _an_engine_speaks_before_the_fleet_gives_it_up(self) -> Self:
+        """An engine that ran out of time says of what; the fleet can only say that it took too long."""
+        if isinstance(self.engine, SglangEngineConfig):
+            for limit in ("start_timeout_s", "update_timeout_s"):
+                own, fleets = getattr(self.engine, limit), getattr(self.fleet, limit)
+                if own >= fleets:
+                    raise ValueError(
+                        f"engine.{limit}={own:g} is not below fleet.{limit}={fleets:g}: lower the "
+                        "engine's or raise the fleet's"
+                    )
         return self

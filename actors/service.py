@@ -156,9 +156,10 @@ class _Actor:
 def _fleet(settings: ActorSettings, model: Path) -> Fleet:
     """The engines of this process, not started."""
     engine, builds = settings.actors.engine, {}
-    for name in (f"engine-{n}" for n in range(settings.actors.fleet.engines)):
-        log_file = settings.logs / f"{name}-{actor_name()}.log"
-        builds[name] = partial(asyncio.to_thread, build_engine, engine, model, log_file)
+    for number in range(settings.actors.fleet.engines):
+        log_file = settings.logs / f"engine-{number}-{actor_name()}.log"
+        build = partial(build_engine, engine, model, log_file, number=number)
+        builds[f"engine-{number}"] = partial(asyncio.to_thread, build)
     return Fleet(builds, settings.actors.fleet)
 
 

@@ -95,7 +95,18 @@ class Worker:
         return self._keep(group.rewards)
 
     async def _gather(self, group: Group, version: int) -> None:
-        """Roll out what is missing, and send what is finished ahead of siblings that take long."""
+        """Roll out what is missing, and send what is finished ahead of siblings that take long.
+
+        Raises `HandBackError`, plain, when one of them is to be done elsewhere."""
+        try:
+            await self._gather_all(group, version)
+        except ExceptionGroup as errors:
+            handed_back, others = errors.split(HandBackError)
+            if handed_back is None or others is not None:
+                raise
+            raise handed_back.exceptions[0] from None
+
+    async def _gather_all(self, group: Group, version: int) -> None:
         async with asyncio.TaskGroup() as tasks:
             running = {
                 tasks.create_task(self._episode(group.lease, sample, version)): sample
@@ -115,7 +126,7 @@ class Worker:
         while True:
             try:
                 episode = await self._environment.run(task, self._policy.fresh(task.task_id))
-            except EngineLostError:  # not the rollout's fault: the lease is another actor's
+            except (EngineLostError, HandBackError):  # not the rollout's fault: the lease is another actor's
                 raise
             except SluiceError as error:
                 log.warning("rollout_failed", task=task.task_id, reason=str(error))
@@ -125,6 +136,8 @@ class Worker:
             log.info("rolled_out_again", task=task.task_id, reason="a resumed learner's older weights came")
             try:
                 lowered = await self._may_sample(lease, asks=True)
+            except HandBackError:
+                raise
             except SluiceError as error:
                 return str(error)
             if lowered is None:

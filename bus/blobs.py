@@ -11,7 +11,7 @@ import nats.errors
 import xxhash
 
 from bus.connection import Bus
-from bus.errors import BusError
+from bus.errors import BusError, DamagedError
 from bus.messages import BlobRef
 from bus.publish import Publisher, together
 
@@ -58,9 +58,9 @@ async def get_blob(bus: Bus, ref: BlobRef) -> bytes:
 
 
 def checked(ref: BlobRef, data: B) -> B:
-    """Return `data` if it is what `ref` stands for, however it came. Raises `BusError` else."""
+    """Return `data` if it is what `ref` stands for, however it came. Raises `DamagedError` else."""
     if len(data) != ref.size_bytes or xxhash.xxh3_128_hexdigest(data) != ref.digest:
-        raise BusError(f"{ref.subject}: {len(data)} bytes do not have the digest {ref.digest}")
+        raise DamagedError(f"{ref.subject}: {len(data)} bytes do not have the digest {ref.digest}")
     return data
 
 

@@ -28,6 +28,10 @@ class BusError(SluiceError):
     """The bus refused, is missing, or did not answer in time."""
 
 
+class DamagedError(BusError):
+    """Bytes came that are not what was announced: where they came from is not to be trusted."""
+
+
 class FencedError(SluiceError):
     """Another process took over this role: stop at once, write nothing more."""
 

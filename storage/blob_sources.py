@@ -1,6 +1,8 @@
 """Where actors get published weights from: what the reference says, by way of a relay where there is one."""
 
 import asyncio
+import math
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +16,7 @@ import structlog
 from bus.blobs import get_blob
 from bus.codec import Message
 from bus.connection import Bus
-from bus.errors import BusError
+from bus.errors import BusError, DamagedError
 from bus.messages import BlobRef
 from bus.requests import BlobAsked, BlobOffer
 from storage.blob_files import FileBlobs, read_file
@@ -22,6 +24,10 @@ from storage.blob_http import BlobServer, download
 from storage.transport_config import RelayConfig
 
 log = structlog.get_logger()
+UNREACHABLE_S = 60.0
+"""How long a relay is not asked that did not serve what it offered."""
+CANCEL_S = 5.0
+"""A fetch that does not end in this time is left behind."""
 
 
 class BlobSource(Protocol):
@@ -37,8 +43,8 @@ class Blobs:
     def __init__(self, bus: Bus, config: RelayConfig | None = None) -> None:
         self._bus = bus
         self._config = config or RelayConfig()
-        self._dropped: set[str] = set()
-        """Relays that served what was not asked for."""
+        self._dropped: dict[str, float] = {}
+        """Relays that are not asked, and until when by the monotonic clock."""
 
     async def get(self, ref: BlobRef) -> bytes | bytearray:
         """The bytes behind `ref`. Raises `BusError` when they are gone or damaged."""
@@ -63,13 +69,14 @@ class Blobs:
         except BusError as error:
             log.warning("relay_failed", site=self._config.via, reason=str(error))
             return None
-        if offer.url in self._dropped:
+        if time.monotonic() < self._dropped.get(offer.url, 0.0):
             return None
         try:
             return await download(offer.url, ref)
         except BusError as error:
-            log.warning("relay_dropped", url=offer.url, reason=str(error))
-            self._dropped.add(offer.url)
+            for_s = math.inf if isinstance(error, DamagedError) else UNREACHABLE_S
+            log.warning("relay_dropped", url=offer.url, for_s=for_s, reason=str(error))
+            self._dropped[offer.url] = time.monotonic() + for_s
             return None
 
 
@@ -93,7 +100,12 @@ class Relay:
         await self._bus.serve(self._bus.subject("relay", self._config.site), BlobAsked, self._offer)
 
     async def close(self) -> None:
-        """Serve no longer."""
+        """Serve no longer, and fetch nothing more."""
+        fetching = list(self._fetching.values())
+        for task in fetching:
+            task.cancel()
+        if fetching:
+            await asyncio.wait(fetching, timeout=CANCEL_S)
         await self._server.close()
 
     async def get(self, ref: BlobRef) -> bytes | bytearray:
@@ -105,11 +117,17 @@ class Relay:
                 return await asyncio.to_thread(read_file, self._files.directory, ref)
             except BusError as error:
                 log.warning("relayed_file_is_damaged", reason=str(error))
-                del self._kept[ref]
+                self._kept.pop(ref, None)  # another that asked may have found it, too
         if ref not in self._fetching:
             task = self._fetching[ref] = asyncio.create_task(self._fetch(ref), name=f"relay {ref.subject}")
             task.add_done_callback(lambda _: self._fetching.pop(ref, None))
-        return await asyncio.shield(self._fetching[ref])
+        fetching = self._fetching[ref]
+        try:
+            return await asyncio.shield(fetching)
+        except asyncio.CancelledError:
+            if fetching.cancelled():
+                raise BusError(f"{ref.subject}: the relay of {self._config.site} was closed") from None
+            raise
 
     async def _fetch(self, ref: BlobRef) -> bytes | bytearray:
         data = await self._source.get(ref)

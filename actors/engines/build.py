@@ -6,20 +6,21 @@ from actors.config import EmbeddedEngineConfig, EngineConfig
 from actors.engines.base import Engine
 
 
-def build_engine(config: EngineConfig, model: Path, log_file: Path) -> Engine:
+def build_engine(config: EngineConfig, model: Path, log_file: Path, *, number: int = 0) -> Engine:
     """An engine for the model in a directory, not started.
 
     Args:
         config: which one, and its settings.
         model: config.json and tokenizer; weights come by `load_weights`.
-        log_file: what an engine in a process of its own prints."""
+        log_file: what an engine in a process of its own prints.
+        number: which of the process's engines, from 0: it decides on the GPUs of a server."""
     if isinstance(config, EmbeddedEngineConfig):
         from actors.engines.embedded import EmbeddedEngine
 
         return EmbeddedEngine.from_directory(model, config)
     from actors.engines.sglang import SglangEngine
 
-    return SglangEngine(model, config, log_file)
+    return SglangEngine(model, config, log_file, number=number)
 
 
 def evaluation_engine(config: EngineConfig, model: Path) -> Engine:

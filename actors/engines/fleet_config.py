@@ -33,11 +33,11 @@ class FleetConfig(Config):
     request_timeout_s: float = Field(1800.0, gt=0)
     """After this a generation is interrupted, and goes on from its tokens where there is room."""
 
-    start_timeout_s: float = Field(900.0, gt=0)
-    """Longest that an engine may take to build and start."""
+    start_timeout_s: float = Field(1200.0, gt=0)
+    """Longest that an engine may take to build and start; more than its own limit, which says why."""
 
-    update_timeout_s: float = Field(600.0, gt=0)
-    """Longest that an engine may take to load weights."""
+    update_timeout_s: float = Field(900.0, gt=0)
+    """Longest that an engine may take to load weights; more than its own limit, which says why."""
 
     health_period_s: float = Field(5.0, gt=0)
     """Between two looks at an engine's health."""

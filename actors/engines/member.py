@@ -179,9 +179,9 @@ class Member:
             async with life.update:
                 if not life.gone.is_set() and life.serial != self._weights().serial:
                     seconds = await self._load(life)
-        except EngineError as error:
+        except Exception as error:  # noqa: BLE001  # of this engine alone, whatever it is; the limit makes it loud
             if life is self._life:
-                self.fail(f"new weights: {error}")
+                self.fail(f"new weights: {_said(error)}")
         return seconds
 
     def _ended(self, life: _Life, task: asyncio.Task[Generation]) -> None:
@@ -204,7 +204,7 @@ class Member:
                 await unless(self._out, self._load(self._life))
         except Exception as error:  # noqa: BLE001  # whatever keeps it from starting; the limit makes it loud
             self.misconfigured = error if isinstance(error, ConfigError) else None
-            self.fail(str(error) if isinstance(error, SluiceError) else repr(error))
+            self.fail(_said(error))
         if self._out.is_set():
             return
         # nothing is awaited between the comparison and this: who does not serve misses the next update
@@ -331,6 +331,10 @@ class Member:
         self._enter("waiting")
         await set_within(self._out, config.backoff_after_s(len(self._failures_s)))
         return True
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, SluiceError) else repr(error)
 
 
 def _partial(request: GenerationRequest, error: EngineError) -> Generation:

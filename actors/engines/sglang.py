@@ -1,4 +1,4 @@
-"""SGLang behind the Engine protocol: a server that is started, watched and started again, or attached to."""
+"""SGLang behind the Engine protocol: a server that is started and watched, or attached to."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ from actors.engines.base import Generation, GenerationRequest
 from actors.engines.sglang_client import ServerFacts, SglangClient, UnreachableError
 from actors.engines.sglang_server import AttachedServer, OwnServer, Server
 from actors.engines.sglang_weights import HeldWeights, buckets
-from bus.errors import ConfigError, EngineError, RequestRefusedError
+from bus.errors import EngineError, RequestRefusedError
 
 log = structlog.get_logger()
 ABORT_AGAIN_S = 0.5
@@ -42,32 +42,34 @@ class _Flight:
 
 
 class SglangEngine:
-    """Serves one model through one SGLang server.
+    """Serves one model through one SGLang server, for as long as that lives.
 
-    Requests wait while there is no server to serve them or no weights; those in flight when a server dies
-    raise EngineError. A server that died is killed whole, started again from the newest weights, and serves
-    when it is up."""
+    Requests wait for the first weights. When the server ends, hangs or does not take weights, all of its
+    processes are killed, the requests in flight raise EngineError and so does every call after it: the fleet
+    builds another engine."""
 
-    def __init__(self, model_dir: Path, config: SglangEngineConfig, log_file: Path) -> None:
+    def __init__(
+        self, model_dir: Path, config: SglangEngineConfig, log_file: Path, *, number: int = 0
+    ) -> None:
         self.failure = ""
         """Why it has stopped for good; empty as long as it has not."""
         self.tokens_generated = 0
         self._config = config
         self._held = HeldWeights(model_dir, config.weights_directory)
         self._server: Server = (
-            AttachedServer(config) if config.url is not None else OwnServer(config, self._held, log_file)
+            AttachedServer(config)
+            if config.url is not None
+            else OwnServer(config, self._held.directory, log_file, number)
         )
         self._client: SglangClient | None = None
         self._facts: ServerFacts | None = None
-        self._down = ""
-        """Why there is no server just now, after one died."""
         self._version = -1
         self._loads = 0
         self._serving = asyncio.Event()
         self._doubted = asyncio.Event()
         """Set when a request found the server unreachable: it is looked at now, and new requests wait."""
         self._changing = asyncio.Lock()
-        """Held while weights are loaded or the server is brought up again."""
+        """Held while weights are loaded."""
         self._flights: dict[str, _Flight] = {}
         self._rids = (f"{uuid.uuid4().hex}-{number:012d}" for number in count())  # none is another's prefix
         self._background: set[asyncio.Task[None]] = set()
@@ -85,7 +87,7 @@ class SglangEngine:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a server or for weights."""
+        """Requests that wait for weights, or for a look at a server that did not answer."""
         return len(self._flights) - self.running
 
     @property
@@ -98,7 +100,13 @@ class SglangEngine:
 
         Raises ConfigError for settings that this SGLang does not have, EngineError with the server's last
         lines when it does not come up."""
-        await self._bring_up()
+        url = await self._server.start()
+        self._client = SglangClient.connect(url)
+        await self._server.until_ready(self._client)
+        self._facts = await self._client.facts()
+        log.info("sglang_ready", url=url, version=self._facts.version)
+        if not self._facts.reports_spans and self._config.pause != "drain":
+            log.warning("sglang_reports_no_versions_per_token", version=self._facts.version, pause="drain")
         self._watcher = asyncio.create_task(self._watch())
         self._watcher.add_done_callback(self._watching_ended)
 
@@ -118,16 +126,18 @@ class SglangEngine:
     async def load_weights(self, state: Mapping[str, torch.Tensor], policy_version: int) -> float:
         """Take the tensors (HF names; the first time all of them); return the seconds generation stood still.
 
-        A server that fails at it is started again, from these weights."""
+        Without any the smallest is sent again: the server learns of a version with tensors only.
+        Raises EngineError for another model's tensors, and when the server fails at it: then it is killed."""
         async with self._changing:
             self._check()
+            state = state or await asyncio.to_thread(self._held.smallest)
             directory = await asyncio.to_thread(self._held.keep, state, policy_version)
-            begun = time.perf_counter()
             try:
                 pause_s = await self._swap(directory, state)
             except EngineError as error:
-                await self._start_over(f"it did not take policy version {policy_version}: {error}")
-                pause_s = time.perf_counter() - begun
+                await self._fail(f"it did not take policy version {policy_version}: {error}")
+                raise EngineError(self._stopped()) from error
+            self._check()  # it may have died, or been closed, meanwhile
             self._version = policy_version
             self._loads += 1
             self._serving.set()
@@ -143,10 +153,8 @@ class SglangEngine:
             await self._abort_until_it_ends(flight)
 
     async def check_health(self) -> None:
-        """Raise EngineError while there is no server that works; it is looked at all the time."""
+        """Raise EngineError when the server has failed; it is looked at all the time."""
         self._check()
-        if self._down:
-            raise EngineError(f"the SGLang server is being replaced: {self._down}")
 
     async def close(self) -> None:
         """End the server if it is ours; requests in flight raise EngineError."""
@@ -270,37 +278,19 @@ class SglangEngine:
 
     # The server's life.
 
-    async def _bring_up(self) -> None:
-        if self._client is not None:
-            await self._client.close()
-        url = await self._server.start()
-        self._client = SglangClient.connect(url)
-        await self._server.until_ready(self._client)
-        self._facts = await self._client.facts()
-        log.info(
-            "sglang_ready", url=url, version=self._facts.version, policy_version=self._held.policy_version
-        )
-        if not self._facts.reports_spans and self._config.pause != "drain":
-            log.warning("sglang_reports_no_versions_per_token", version=self._facts.version, pause="drain")
-
     async def _watch(self) -> None:
-        while True:
-            life = self._server.lives
-            reason = await self._until_it_fails()
-            if self._server.lives != life:
-                continue  # a load of weights failed with it, and starts the next
-            self._down = reason
-            self._serving.clear()
-            self._fail_flights(reason)
-            await self._server.kill()
-            async with self._changing:
-                if self._server.lives == life:
-                    await self._start_over(reason)
-            self._open()
+        await self._fail(await self._until_it_fails())
 
     def _watching_ended(self, watcher: asyncio.Task[None]) -> None:
         if not watcher.cancelled() and (error := watcher.exception()):
-            self._stop_for_good(str(error))
+            self._stop_for_good(f"its server is watched no more: {error!r}")
+
+    async def _fail(self, reason: str) -> None:
+        """End the server, and all that waits for it, for good."""
+        if not self.failure:
+            log.warning("sglang_failed", reason=reason)
+        self._stop_for_good(reason)
+        await self._server.kill()
 
     async def _until_it_fails(self) -> str:
         failed = 0
@@ -335,27 +325,6 @@ class SglangEngine:
         if self._version >= 0 and not self._changing.locked():
             self._serving.set()
 
-    async def _start_over(self, reason: str) -> None:
-        """Bring a new server up with the newest weights; `_changing` is held. Raises EngineError."""
-        self._down = reason
-        self._serving.clear()
-        self._fail_flights(reason)
-        for attempt in range(1, self._config.restarts + 1):
-            log.warning("sglang_starts_again", attempt=attempt, reason=reason)
-            await self._server.kill()
-            try:
-                await self._bring_up()
-                if not self._server.has_weights and self._held.policy_version >= 0:
-                    state = await asyncio.to_thread(self._held.tensors)
-                    await self._swap(self._held.directory, state)
-            except (EngineError, ConfigError) as error:
-                reason = str(error)
-            else:
-                self._down = ""
-                return
-        self._stop_for_good(f"its server failed {self._config.restarts + 1} times, at last so: {reason}")
-        self._check()
-
     def _stop_for_good(self, reason: str) -> None:
         self.failure = self.failure or reason
         self._fail_flights(self.failure)
@@ -363,7 +332,10 @@ class SglangEngine:
 
     def _check(self) -> None:
         if self.failure:
-            raise EngineError(f"the SGLang engine has stopped: {self.failure}")
+            raise EngineError(self._stopped())
+
+    def _stopped(self) -> str:
+        return f"the SGLang engine has stopped: {self.failure}"
 
     def _connected(self) -> SglangClient:
         if self._client is None:

@@ -147,7 +147,7 @@ class SglangClient:
 
     async def weight_version(self) -> str:
         """The version that the server says its weights are."""
-        return str((await self._call("GET", "/model_info"))["weight_version"])
+        return str((await self._call("GET", "/model_info")).get("weight_version", ""))
 
     async def checksums(self) -> dict[str, str]:
         """A checksum of each of its parameters on the first rank, by the server's own names."""

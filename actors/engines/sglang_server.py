@@ -5,28 +5,25 @@ import time
 from pathlib import Path
 from typing import Protocol
 
+import structlog
+
 from actors.config import SglangEngineConfig
-from actors.engines.sglang_client import SglangClient
+from actors.engines.sglang_client import SglangClient, UnreachableError
 from actors.engines.sglang_process import ServerProcess
 from actors.engines.sglang_settings import interpreter, server_environment, server_settings
-from actors.engines.sglang_weights import HeldWeights
 from bus.errors import EngineError
 from bus.server import free_port
 
+log = structlog.get_logger()
 HOST = "127.0.0.1"
 POLL_S = 0.25
 
 
 class Server(Protocol):
-    """One server after another, of which at most one lives."""
-
-    lives: int
-    """How many there have been."""
-    has_weights: bool
-    """Whether it came up with the newest weights, so that none need be sent."""
+    """The one server of an engine."""
 
     async def start(self) -> str:
-        """Begin a life; returns the URL."""
+        """Start it or find it; returns the URL."""
 
     async def until_ready(self, client: SglangClient) -> None:
         """Return when it serves. Raises EngineError or ConfigError when it does not."""
@@ -41,23 +38,17 @@ class Server(Protocol):
 class OwnServer:
     """A server that this process starts."""
 
-    has_weights = True
-
-    def __init__(self, config: SglangEngineConfig, held: HeldWeights, log_file: Path) -> None:
-        self.lives = 0
+    def __init__(self, config: SglangEngineConfig, model: Path, log_file: Path, number: int) -> None:
         self.process: ServerProcess | None = None
         self._config = config
-        self._held = held
+        self._model = model
         self._log_file = log_file
+        self._number = number
 
     async def start(self) -> str:
-        """Start a process; its `policy_version` is that of the weights that are held."""
-        self.lives += 1
+        """Start a process, with arbitrary weights."""
         port = free_port(HOST)
-        held = self._held
-        settings = server_settings(
-            self._config, held.directory, host=HOST, port=port, policy_version=held.policy_version
-        )
+        settings = server_settings(self._config, self._model, host=HOST, port=port, number=self._number)
         environment = server_environment(self._config, settings)
         python = interpreter(self._config)
         self.process = await ServerProcess.start(python, settings, environment, self._log_file)
@@ -99,31 +90,34 @@ class OwnServer:
 
 
 class AttachedServer:
-    """A server that runs already: it is watched, waited for when it is away, and brought to our weights."""
-
-    has_weights = False
+    """A server that runs already: it is waited for, watched, and brought to our weights."""
 
     def __init__(self, config: SglangEngineConfig) -> None:
-        self.lives = 0
         self._config = config
 
     async def start(self) -> str:
-        """Look at the URL."""
-        self.lives += 1
+        """Name the URL."""
         assert self._config.url is not None, "the engine makes one for a URL only"
         return self._config.url
 
     async def until_ready(self, client: SglangClient) -> None:
-        """Return when it answers as SGLang. A server that was there before is waited for."""
+        """Return when it answers; it may be starting, or starting again.
+
+        An actor that was killed in an update left it paused, and so it would generate nothing."""
         deadline = time.monotonic() + self._config.start_timeout_s
+        waiting = False
         while True:
             try:
                 await client.weight_version()
-            except EngineError:
-                if self.lives == 1 or time.monotonic() > deadline:
+            except UnreachableError as error:
+                if time.monotonic() > deadline:
                     raise
+                if not waiting:
+                    log.warning("sglang_waited_for", url=client.url, reason=str(error))
+                waiting = True
                 await asyncio.sleep(POLL_S)
             else:
+                await client.resume()
                 return
 
     async def ended(self, *, within_s: float) -> str:

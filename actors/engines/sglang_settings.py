@@ -57,17 +57,33 @@ def chosen(config: SglangEngineConfig) -> dict[str, SglangSetting]:
     return given
 
 
+def base_gpu_id(given: Settings, number: int) -> int:
+    """The first GPU of one of several engines of a process: each takes as many as its parallel sizes say.
+
+    Args:
+        given: the user's settings by SGLang's names.
+        number: which engine, from 0.
+
+    Raises `ConfigError` for a size that is no number."""
+    if (first := given.get("base_gpu_id")) is not None:
+        return _number("base_gpu_id", first)
+    gpus = 1
+    for name, longer in (("tp_size", "tensor_parallel_size"), ("pp_size", "pipeline_parallel_size")):
+        gpus *= _number(name, given.get(name, given.get(longer, 1)))
+    return number * gpus
+
+
 def server_settings(
-    config: SglangEngineConfig, model: Path, *, host: str, port: int, policy_version: int
+    config: SglangEngineConfig, model: Path, *, host: str, port: int, number: int
 ) -> dict[str, SglangSetting]:
     """Every setting of a server for the model in a directory.
 
     Args:
         config: the engine's settings; its `server` table has the last word.
-        model: a directory with config.json and, unless the version is -1, weights.
+        model: a directory with config.json; weights come later, it starts with arbitrary ones.
         host: address to listen on.
         port: where to listen.
-        policy_version: what the weights there are; with -1 the server starts with arbitrary ones.
+        number: of the engine in its process, from 0; on CUDA each has GPUs of its own.
 
     Raises `ConfigError` for settings that the engine decides, and for a model without architectures."""
     given = chosen(config)
@@ -76,12 +92,13 @@ def server_settings(
         "skip_tokenizer_init": True,  # token ids in and out
         "dtype": _dtype(model) or ("float32" if device == "cpu" else "bfloat16"),
         **(ON_CPU if device == "cpu" else {}),
+        **({"base_gpu_id": base_gpu_id(given, number)} if device == "cuda" else {}),
         **given,
         "model_path": str(model),
         "host": host,
         "port": port,
-        "load_format": "auto" if policy_version >= 0 else "dummy",
-        "weight_version": str(policy_version),
+        "load_format": "dummy",
+        "weight_version": "-1",
     }
 
 
@@ -92,6 +109,13 @@ def server_environment(config: SglangEngineConfig, settings: Settings) -> dict[s
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     cpu = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if settings.get("device") == "cpu" else {}
     return inherited | {"HF_HUB_OFFLINE": "1"} | cpu | config.environment
+
+
+def _number(name: str, value: SglangSetting) -> int:
+    try:
+        return int(str(value))
+    except ValueError:
+        raise ConfigError(f"actors.engine.server.{name}={value!r} is not a whole number") from None
 
 
 def _dtype(model: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
 
 from bus.errors import ConfigError, EngineError
 
@@ -29,9 +29,10 @@ State = Mapping[str, torch.Tensor]
 
 
 class HeldWeights:
-    """The newest weights, whole, in `directory` beside the model's config: a server can start from it.
+    """The newest weights, whole, in `directory` beside the model's config: where a server reads them.
 
-    Tensors are copied in where they lie in the file, so it is at no time larger than the model."""
+    Tensors are copied in where they lie in the file, so it is as large as the model. Where there is room,
+    those that changed lie in a file of their own besides, which is at most half as large."""
 
     def __init__(self, model_dir: Path, parent: Path | None) -> None:
         parent = parent or (IN_MEMORY if IN_MEMORY.is_dir() else Path(tempfile.gettempdir()))
@@ -50,8 +51,8 @@ class HeldWeights:
     def keep(self, state: State, policy_version: int) -> Path:
         """Take the tensors, the first time all of them; return a directory that holds the changed ones.
 
-        Raises `EngineError`, and takes none, when they are another model's; `ConfigError` when there is no
-        room for them."""
+        That is the one of all weights if there is no room to have these once more. Raises `EngineError`, and
+        takes none, when they are another model's; `ConfigError` when there is no room for all of them."""
         file = self.directory / "model.safetensors"
         if self.policy_version < 0:
             self._layout = _create(file, state)
@@ -64,13 +65,21 @@ class HeldWeights:
         self._changed.mkdir(exist_ok=True)
         changed = self._changed / "model.safetensors"
         changed.unlink(missing_ok=True)  # a server may still have the old one mapped
-        _fill(changed, _create(changed, state), state)
+        try:
+            places = _create(changed, state)
+        except ConfigError:  # then the server reads all of it
+            changed.unlink(missing_ok=True)
+            return self.directory
+        _fill(changed, places, state)
         return self._changed
 
-    def tensors(self) -> State:
-        """Everything that is held."""
-        state: State = load_file(self.directory / "model.safetensors")
-        return state
+    def smallest(self) -> State:
+        """The tensor of the fewest bytes. Raises `EngineError` when none is held."""
+        if not self._layout:
+            raise EngineError("the first weights of an engine must be all of them: there were none")
+        name = min(self._layout, key=lambda name: self._layout[name].end - self._layout[name].start)
+        with safe_open(self.directory / "model.safetensors", framework="pt") as file:
+            return {name: file.get_tensor(name)}
 
     def close(self) -> None:
         """Remove the files."""

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors.config import SglangEngineConfig
+from actors.engines.fleet import Fleet
+from actors.engines.fleet_config import FleetConfig
 from actors.engines.sglang import SglangEngine
 from actors.engines.sglang_process import group_members
 from actors.engines.sglang_server import OwnServer
@@ -150,8 +152,10 @@ async def test_weights_arrive_whole_and_in_part(engine, update, monkeypatch):
     assert {name for name in after if partly[name] != after[name]} == {"model.norm.weight"}
     await engine.load_weights(FIRST.state_dict(), 3)
     assert await engine.checksums() == before
+    await engine.load_weights({}, 4)
+    assert await engine.checksums() == before
     generation = await engine.generate(request(f"after-{update}", PROMPT, new=8))
-    assert set(generation.policy_versions.tolist()) == {3}
+    assert set(generation.policy_versions.tolist()) == {4}
 
 
 @pytest.mark.parametrize("update", ["disk", "tensor"])
@@ -259,6 +263,7 @@ async def test_logprobs_that_are_not_finite_are_an_error(engine):
 async def test_an_engine_may_attach_to_a_server_and_bring_it_to_its_weights(engine, model_dir, tmp_path):
     config = SglangEngineConfig(type="sglang", url=engine._client.url, update="tensor")
     attached = SglangEngine(model_dir, config, tmp_path / "unused.log")
+    await engine._client.pause("in_place")  # as an actor leaves it that is killed in an update
     await attached.start()
     await attached.load_weights(SECOND.state_dict(), 7)
     generation = await attached.generate(request("attached", PROMPT, new=16))
@@ -268,43 +273,59 @@ async def test_an_engine_may_attach_to_a_server_and_bring_it_to_its_weights(engi
     assert not engine._server.process.ended
 
 
-async def test_a_killed_server_fails_what_is_in_flight_and_comes_back_with_the_newest_weights(engine):
-    await engine.load_weights(SECOND.state_dict(), 4)
-    before = await engine.checksums()
-    flight = started(engine, "crash", new=3000)
-    await in_flight(engine, flight)
-    os.kill(engine._server.process.pid, signal.SIGKILL)
-    with pytest.raises(EngineError):
-        await flight
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rebuilt(model_dir, tmp_path_factory) -> AsyncIterator[tuple[Fleet, list[SglangEngine]]]:
+    """A fleet of one engine, and every engine that it ever built."""
+    directory, built = tmp_path_factory.mktemp("fleet"), []
 
-    async def unwell():
-        try:
-            await engine.check_health()
-        except EngineError as error:
-            return "ended with status -9" in str(error)
-        return False
+    async def build():
+        built.append(SglangEngine(model_dir, SglangEngineConfig(**CONFIG), directory / "engine.log"))
+        return built[-1]
 
-    await until(unwell, "the engine to notice")
-    generation = await engine.generate(request("after", PROMPT, new=16))
-    await engine.check_health()
+    fleet = Fleet({"engine-0": build}, FleetConfig(health_period_s=1.0, backoff_s=0.1))
+    try:
+        await fleet.start()
+        await fleet.load_weights(FIRST.state_dict(), 3)
+        await fleet.load_weights(SECOND.state_dict(), 4)
+        yield fleet, built
+    finally:
+        await fleet.close()
+    assert [group_of(engine) for engine in built] == [[]] * len(built)
+
+
+async def is_served_by_another(fleet, built, flight, why):
+    """The present engine fails, and what was in flight comes from the next, by the newest weights."""
+    failed, count = built[-1], len(built)
+    generation = await flight
+    assert why in failed.failure
+    with pytest.raises(EngineError, match="has stopped"):
+        await failed.check_health()
+    assert len(built) == count + 1
+    assert fleet.engines["engine-0"]["state"] == "serving"
     assert set(generation.policy_versions.tolist()) == {4}
     np.testing.assert_allclose(generation.logprobs, recomputed(SECOND, PROMPT, generation), atol=1e-5)
-    assert await engine.checksums() == before
-    assert engine._server.lives == 2
+    assert group_of(failed) == []
 
 
-async def test_a_server_that_hangs_is_killed_and_started_again(engine, monkeypatch):
-    impatient = engine._config.model_copy(update={"health_every_s": 1.0, "health_timeout_s": 5.0})
-    monkeypatch.setattr(engine, "_config", impatient)
-    lives, flight = engine._server.lives, started(engine, "hang", new=3000)
-    await in_flight(engine, flight)
-    for pid in group_of(engine):
+async def test_a_killed_server_is_replaced_by_the_fleet_with_the_newest_weights(rebuilt):
+    fleet, built = rebuilt
+    flight, before = started(fleet, "crash"), await built[-1].checksums()
+    await in_flight(built[-1], flight)
+    os.kill(built[-1]._server.process.pid, signal.SIGKILL)
+    await is_served_by_another(fleet, built, flight, "ended with status -9")
+    assert await built[-1].checksums() == before
+
+
+async def test_a_server_that_hangs_is_killed_and_replaced_by_the_fleet(rebuilt, monkeypatch):
+    fleet, built = rebuilt
+    hung = built[-1]
+    impatient = hung._config.model_copy(update={"health_every_s": 1.0, "health_timeout_s": 5.0})
+    monkeypatch.setattr(hung, "_config", impatient)
+    flight = started(fleet, "hang")
+    await in_flight(hung, flight)
+    for pid in group_of(hung):
         os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(EngineError, match="did not generate within 5 s, 2 times"):
-        await flight
-    assert engine.waiting == 0
-    assert len((await engine.generate(request("after", PROMPT, new=8))).token_ids) == 8
-    assert engine._server.lives == lives + 1
+    await is_served_by_another(fleet, built, flight, "did not generate within 5 s, 2 times")
 
 
 async def test_a_mixture_of_experts_takes_published_weights(tmp_path):

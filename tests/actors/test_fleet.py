@@ -261,6 +261,13 @@ def test_one_url_is_not_several_engines():
         ActorsConfig(engine=SglangEngineConfig(url="http://host:1"), fleet=FleetConfig(engines=2))
 
 
+@pytest.mark.parametrize("limit", ["start_timeout_s", "update_timeout_s"])
+def test_an_engines_limit_that_the_fleets_would_hide_is_refused(limit):
+    ActorsConfig(engine=SglangEngineConfig())
+    with pytest.raises(ValueError, match=rf"engine\.{limit}=5 is not below fleet\.{limit}=5: lower the"):
+        ActorsConfig(engine=SglangEngineConfig(**{limit: 5.0}), fleet=FleetConfig(**{limit: 5.0}))
+
+
 @virtual
 async def test_a_request_that_kills_its_engines_fails_alone():
     async with Yard(2, attempts=2, backoff_s=0.1) as yard:
@@ -313,6 +320,25 @@ async def test_weights_reach_a_part_of_the_engines_at_a_time():
         assert yard.fleet.policy_version == 2
         assert await updating == 10
         assert sorted(set((await task).policy_versions.tolist())) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left"), RuntimeError("CUDA"), ConfigError("no room for the weights")]
+)
+@virtual
+async def test_an_engine_that_cannot_take_an_update_for_whatever_reason_is_built_again(error):
+    async with Yard(2, backoff_s=1) as yard:
+        failing = yard.engine("e0")
+
+        async def refuse(state, policy_version):
+            raise error
+
+        failing.load_weights = refuse
+        await yard.fleet.load_weights({"a": 2}, 2)
+        is_right(await yard.ask("a"))
+        assert failing.closed
+        assert yard.engine("e0") is not failing
+        assert [yard.engine(name).weights["a"] for name in ("e0", "e1")] == [2, 2]
 
 
 @virtual

@@ -262,6 +262,21 @@ async def test_a_rollout_into_which_older_weights_came_is_repeated(bus, engine):
     assert len(engine.requests) == 2
 
 
+async def test_a_rollout_that_waits_to_be_repeated_is_handed_back_when_its_actor_stops(bus, engine):
+    await engine.load_weights({}, 5)
+    engine.hold()
+    worker, stop = make_worker(bus, engine, Scripted()), asyncio.Event()
+    working = asyncio.create_task(worker.run(stop, groups_at_once=1))
+    await publish_lease(bus, make_lease(0, samples=2, policy_version=5))
+    await until(lambda: engine.running == 2)
+    await engine.load_weights({}, 3)
+    stop.set()
+    engine.release()
+    await asyncio.wait_for(working, 20)
+    await has(bus, "TASKS", 1)
+    assert worker.counts["rejected"] == 0
+
+
 # --- quarantine ---
 
 

@@ -3,6 +3,7 @@
 import json
 import resource
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from actors.config import SglangEngineConfig
 from actors.engines import sglang_weights
 from actors.engines.sglang_answers import read_answer
 from actors.engines.sglang_launcher import _flags
-from actors.engines.sglang_settings import server_settings
+from actors.engines.sglang_settings import base_gpu_id, server_settings
 from actors.engines.sglang_weights import HeldWeights, buckets
 from bus.errors import ConfigError, EngineError
 from tests.actors.tiny import request
@@ -109,7 +110,7 @@ def test_weights_are_held_whole_while_only_the_changed_come(held):
     changed = {"b": torch.zeros(5, dtype=torch.bfloat16)}
     directory = held.keep(changed, 1)
     assert load_file(directory / "model.safetensors").keys() == {"b"}
-    everything = held.tensors()
+    everything = load_file(held.directory / "model.safetensors")
     assert everything.keys() == STATE.keys()
     for name, tensor in {**STATE, **changed}.items():
         assert torch.equal(everything[name], tensor)
@@ -118,25 +119,47 @@ def test_weights_are_held_whole_while_only_the_changed_come(held):
     assert (held.directory / "config.json").is_file()
 
 
+def test_the_smallest_tensor_that_is_held_is_its_newest(held):
+    held.keep(STATE, 0)
+    held.keep({"c": torch.tensor(4, dtype=torch.int64)}, 1)
+    assert held.smallest() == {"c": torch.tensor(4)}
+
+
 def test_weights_of_another_model_are_not_taken(held):
     held.keep(STATE, 0)
     with pytest.raises(EngineError, match="tensor d is not one of this model"):
         held.keep({"a": torch.zeros(2, 3), "d": torch.zeros(1)}, 1)
     with pytest.raises(EngineError, match=r"tensor a is torch.bfloat16 \(2, 3\), and was torch.float32"):
         held.keep({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, 1)
-    assert torch.equal(held.tensors()["a"], STATE["a"])
+    assert torch.equal(load_file(held.directory / "model.safetensors")["a"], STATE["a"])
     assert held.policy_version == 0
 
 
-def test_weights_for_which_there_is_no_room_are_refused(held):
+@contextmanager
+def files_of_at_most(size_bytes):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
     try:
-        with pytest.raises(ConfigError, match=r"no room for [\d,]+ bytes .* actors.engine.weights_directory"):
-            held.keep(STATE, 0)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_weights_for_which_there_is_no_room_are_refused(held):
+    full = pytest.raises(ConfigError, match=r"no room for [\d,]+ bytes .* actors.engine.weights_directory")
+    with files_of_at_most(64), full:
+        held.keep(STATE, 0)
     assert held.policy_version == -1
+
+
+def test_without_room_for_the_changed_tensors_all_are_read(held):
+    held.keep(STATE, 0)
+    changed = {"b": torch.zeros(5, dtype=torch.bfloat16)}
+    with files_of_at_most(64):
+        assert held.keep(changed, 1) == held.directory
+    assert torch.equal(load_file(held.directory / "model.safetensors")["b"], changed["b"])
+    assert not list(held.directory.parent.glob("changed/*"))
+    assert held.keep(changed, 2) != held.directory
 
 
 def test_what_a_killed_process_left_behind_is_removed(model_dir, tmp_path, monkeypatch):
@@ -161,25 +184,52 @@ def test_tensors_go_together_as_far_as_they_are_small():
 
 def test_a_server_gets_our_settings_then_the_users(model_dir):
     config = SglangEngineConfig(server={"device": "cpu", "max-running-requests": 7, "dtype": "bfloat16"})
-    settings = server_settings(config, model_dir, host="::1", port=7, policy_version=-1)
+    settings = server_settings(config, model_dir, host="::1", port=7, number=0)
     assert settings["max_running_requests"] == 7
     assert settings["dtype"] == "bfloat16"
     assert settings["attention_backend"] == "torch_native"
     assert (settings["load_format"], settings["weight_version"]) == ("dummy", "-1")
-    again = server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, policy_version=3)
-    assert (again["dtype"], again["load_format"], again["weight_version"]) == ("float32", "auto", "3")
+    again = server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, number=0)
+    assert again["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("given", "first_gpus"),
+    [
+        ({}, [0, 1, 2]),
+        ({"tp_size": 2}, [0, 2, 4]),
+        ({"tensor_parallel_size": "2", "pp_size": 2}, [0, 4, 8]),
+        ({"tp_size": 2, "base_gpu_id": 3}, [3, 3, 3]),
+    ],
+)
+def test_each_engine_has_gpus_of_its_own_unless_the_user_said_which(given, first_gpus):
+    assert [base_gpu_id(given, number) for number in range(3)] == first_gpus
+
+
+def test_engines_are_told_their_gpus_on_cuda_only(model_dir):
+    found = {}
+    for device in ("cuda", "cpu"):
+        config = SglangEngineConfig(server={"device": device, "tp-size": 2})
+        settings = server_settings(config, model_dir, host="::1", port=7, number=1)
+        found[device] = settings.get("base_gpu_id")
+    assert found == {"cuda": 2, "cpu": None}
+
+
+def test_a_parallel_size_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match=r"server\.tp_size='two' is not a whole number"):
+        base_gpu_id({"tp_size": "two"}, 1)
 
 
 def test_settings_that_are_the_engines_own_are_refused(model_dir):
     config = SglangEngineConfig(server={"weight-version": "7"})
     with pytest.raises(ConfigError, match=r"server\.weight_version='7': the engine sets this itself"):
-        server_settings(config, model_dir, host="::1", port=7, policy_version=0)
+        server_settings(config, model_dir, host="::1", port=7, number=0)
 
 
 def test_a_model_that_names_no_architecture_is_refused(model_dir):
     (model_dir / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="names no architectures"):
-        server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, policy_version=0)
+        server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, number=0)
 
 
 def test_settings_become_flags_as_the_command_line_wants_them():

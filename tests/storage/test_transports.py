@@ -1,7 +1,9 @@
 """Every way that published weights take: what arrives is what was put, or it is refused."""
 
 import asyncio
+import math
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from bus.errors import BusError, ConfigError
+from bus.messages import BlobRef
 from bus.server import free_port
 from storage import blob_http
 from storage.blob_files import file_name
@@ -216,11 +219,46 @@ async def test_a_relay_that_serves_bad_bytes_is_dropped_and_the_learner_asked(bu
     damage(tmp_path / "relay", first)
     leaf = Blobs(bus, RelayConfig(via="near"))
     assert len(await leaf.get(first)) == 9000
-    assert leaf._dropped == {relay.url}
+    assert leaf._dropped == {relay.url: math.inf}
     assert await relay.get(first) == await leaf.get(first)  # it mended its own file
     await relay.get(second)
     await relay.close()
     assert await leaf.get(second) == b"second"
+
+
+async def test_a_relay_that_served_nothing_is_asked_again_after_a_minute(bus, origin, relay, tmp_path):
+    first, second = await origin.put(b"first", "one", 1), await origin.put(b"second", "one", 2)
+    await relay.get(first)
+    leaf = Blobs(bus, RelayConfig(via="near"))
+    (tmp_path / "relay" / file_name(first)).unlink()
+    assert await leaf.get(first) == b"first"
+    assert leaf._dropped[relay.url] <= time.monotonic() + 60.0
+    leaf._dropped[relay.url] = time.monotonic()  # it is over
+    await relay.get(second)
+    await origin.close()
+    assert await leaf.get(second) == b"second"
+
+
+async def test_two_that_find_a_relays_file_damaged_both_get_the_blob(bus, origin, relay, tmp_path):
+    ref = await origin.put(os.urandom(9000), "one", 1)
+    data = await relay.get(ref)
+    damage(tmp_path / "relay", ref)
+    assert await asyncio.gather(relay.get(ref), relay.get(ref)) == [data, data]
+
+
+async def test_a_relay_that_closes_ends_what_it_fetches(bus, tmp_path):
+    class Silent:
+        async def get(self, ref):
+            await asyncio.Event().wait()
+
+    relay = Relay(bus, Silent(), RelayConfig(site="near", host="127.0.0.1"), tmp_path / "relay")
+    await relay.start()
+    ref = BlobRef(subject="one", chunks=1, size_bytes=1, digest="", origin="http://127.0.0.1:1")
+    asked = asyncio.create_task(relay.get(ref))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(relay.close(), TIMEOUT_S)
+    with pytest.raises(BusError, match="the relay of near was closed"):
+        await asyncio.wait_for(asked, TIMEOUT_S)
 
 
 async def test_without_any_relay_the_learner_is_asked_at_once(bus, origin):
@@ -237,7 +275,7 @@ async def test_a_relay_that_cannot_get_a_blob_says_so_and_recovers(bus, origin, 
         await leaf.get(ref)
     assert await origin.put(b"x" * 10, "one", 1) == ref
     assert await leaf.get(ref) == b"x" * 10
-    assert leaf._dropped == set()
+    assert not leaf._dropped
 
 
 async def test_a_relay_keeps_the_newest_blobs(bus, origin, relay, tmp_path):

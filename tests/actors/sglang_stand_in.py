@@ -1,0 +1,71 @@
+"""What the engine uses of an SGLang server, over HTTP: it generates at once, and can hang."""
+
+import asyncio
+
+from aiohttp import web
+
+TOKEN = 5
+
+
+class StandIn:
+    """Answers as 0.5.23 does; `said` is every path that was asked for, in order."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.versions: list[str | None] = []
+        """Of each request that carried weights."""
+        self.version = "default"
+        self.refuses_weights = False
+        self.running = asyncio.Event()
+        """Cleared while it is paused or hangs."""
+        self.running.set()
+        self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        path = request.match_info["path"]
+        self.said.append(path)
+        body = await request.json() if request.method == "POST" else {}
+        match path:
+            case "model_info":
+                return web.json_response({"weight_version": self.version, "model_path": "stand-in"})
+            case "server_info":
+                return web.json_response({"version": "0.5.23", "tp_size": 1})
+            case "openapi.json":
+                return web.json_response({"paths": {"/begin_weight_update": {}}})
+            case "generate":
+                await self.running.wait()
+                return web.json_response(self._generated(body["sampling_params"]["max_new_tokens"]))
+            case "health_generate":
+                await self.running.wait()
+            case "pause_generation":
+                self.running.clear()
+            case "continue_generation":
+                self.running.set()
+            case "update_weights_from_disk" | "update_weights_from_tensor":
+                if self.refuses_weights:
+                    return web.json_response({"success": False, "message": "out of memory"})
+                self.versions.append(body["weight_version"])
+                self.version = body["weight_version"] or self.version
+        return web.json_response({"success": True})
+
+    def _generated(self, count: int) -> dict[str, object]:
+        meta = {
+            "finish_reason": {"type": "length", "length": count},
+            "output_token_logprobs": [[-1.0, TOKEN, None]] * count,
+            "weight_version": self.version,
+            "weight_versions": [{"version": self.version, "start": 0, "end": count}],
+        }
+        return {"output_ids": [TOKEN] * count, "meta_info": meta}
