@@ -20,7 +20,7 @@ from storage.replay import ReplayStore
 from tests.learner.mini_run import LEARNER, MiniRun, in_one_process, mini_run, past_run
 from tests.storage.serving import SHARDS
 
-pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("in_process")]
+pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.usefixtures("in_process")]
 
 
 def replayed(run: MiniRun, from_step: int, to_step: int, **options):
