@@ -1,6 +1,6 @@
 """AdamW whose moments are kept in bfloat16: half the memory of the state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,24 +36,40 @@ class BFloat16StateAdamW(AdamW):
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         moments = [state[name].float() for name in ("exp_avg", "exp_avg_sq")]
-        beta1, beta2 = group["betas"]
-        adamw(
-            [parameter],
-            [grad],
-            [moments[0]],
-            [moments[1]],
-            [],
-            [state["step"]],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+        fused_update(
+            parameter,
+            grad,
+            moments,
+            state["step"],
+            group,
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
         )
         state["exp_avg"].copy_(moments[0])
         state["exp_avg_sq"].copy_(moments[1])
+
+
+def fused_update(
+    parameter: Tensor, grad: Tensor, moments: Sequence[Tensor], step: Tensor, group: dict[str, Any], *,
+    grad_scale: Tensor | None, found_inf: Tensor | None,
+) -> None:  # fmt: skip
+    """Torch's fused AdamW on one parameter, its two moments and its count of steps, in place."""
+    beta1, beta2 = group["betas"]
+    adamw(
+        [parameter],
+        [grad],
+        [moments[0]],
+        [moments[1]],
+        [],
+        [step],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import AdamW, adamw
+from torch.optim.adamw import AdamW
 
+from learner.bf16_adamw import fused_update
 from learner.megatron import DistributedOptimizer, param_is_not_shared, tensor_parallel
 
 BUCKET_BYTES = 64 * 2**20
@@ -74,22 +75,12 @@ class OffloadedAdamW(AdamW):
         self, parameter: Tensor, group: dict[str, Any], grad_scale: Tensor, found_inf: Tensor
     ) -> None:
         state = self.state[parameter]
-        beta1, beta2 = group["betas"]
-        adamw(
-            [parameter],
-            [self.received[parameter]],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"]],
-            fused=True,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+        fused_update(
+            parameter,
+            self.received[parameter],
+            (state["exp_avg"], state["exp_avg_sq"]),
+            state["step"],
+            group,
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
