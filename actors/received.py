@@ -11,14 +11,10 @@ from bus.messages import DeltaRef, PolicyManifest
 from bus.publish import together
 from storage.blob_sources import BlobSource
 from storage.deltas import apply_delta
-from storage.weights import HostTensor, Weights, read_snapshot
+from storage.weights import TORCH_DTYPES, HostTensor, Weights, read_snapshot
 
 log = structlog.get_logger()
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+DTYPES = {name: getattr(torch, dtype) for name, dtype in TORCH_DTYPES.items()}
 
 
 class Receiver:

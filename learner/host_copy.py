@@ -6,14 +6,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from storage.weights import WORD, HostTensor
+from storage.weights import TORCH_DTYPES, WORD, HostTensor
 
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-"""Names of safetensors."""
+NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
+"""Of safetensors."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -56,5 +52,5 @@ def host_tensors(state: Mapping[str, Tensor]) -> dict[str, HostTensor]:
     for name, tensor in state.items():
         size = tensor.element_size()
         words = tensor.detach().reshape(-1).view(INTEGERS[size]).numpy().view(WORD[size])
-        found[name] = HostTensor(DTYPES[tensor.dtype], tuple(tensor.shape), words)
+        found[name] = HostTensor(NAMES[tensor.dtype], tuple(tensor.shape), words)
     return found

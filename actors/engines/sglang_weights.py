@@ -14,17 +14,14 @@ import torch
 from safetensors import safe_open
 
 from bus.errors import ConfigError, EngineError
+from storage.weights import TORCH_DTYPES
 
 IN_MEMORY = Path("/dev/shm")
 PREFIX = "sluice-weights-"
 SETTLED_S = 60.0
 BUCKET_BYTES = 256 << 20
 """Of tensors in the body of one request."""
-_DTYPES = {
-    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
 State = Mapping[str, torch.Tensor]
 
 
@@ -122,11 +119,11 @@ def _create(file: Path, state: State) -> dict[str, _Place]:
     """Write a safetensors file's header, with room for the tensors; return where they belong."""
     end, header, places = 0, {}, {}
     for name, tensor in state.items():
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in NAMES:
             raise EngineError(f"tensor {name} is {tensor.dtype}, which no safetensors file can hold")
         places[name] = place = _Place(tensor, end)
         header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [end, place.end],
         }
