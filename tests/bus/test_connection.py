@@ -37,7 +37,7 @@ async def test_unreachable_bus_is_named_with_its_remedy_within_the_timeout():
     began = time.monotonic()
     with capture_logs() as logs:
         message = await refusal(url)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 4
     assert url in message
     assert "Connect call failed" in message
     assert "`launch bus`" in message
@@ -57,7 +57,7 @@ async def test_peer_that_is_no_nats_server_is_refused():
 async def test_url_that_cannot_be_read_is_refused_at_once(url: str):
     began = time.monotonic()
     assert url in await refusal(url, timeout_s=5)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 4
 
 
 @pytest.mark.nats
@@ -72,7 +72,7 @@ async def test_wrong_credentials_are_refused_at_once_and_not_shown(tmp_path: Pat
         assert "Authorization Violation" in message
         assert "wrong" not in message
         assert "Authorization Violation" in await refusal(server.url, timeout_s=10)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
         async with Bus.connect(BusConfig(url=server.url.replace("//", "//u:right@")), "test", name="t"):
             pass
 
@@ -90,7 +90,7 @@ async def test_request_without_a_responder_fails_at_once(bus: Bus):
         await bus.request("test.nobody", ASK, Done, timeout_s=10)
     with pytest.raises(BusError, match=r"nobody serves test\.nobody"):
         await bus.request_many("test.nobody", ASK, Done, timeout_s=10)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 4
 
 
 @pytest.mark.nats
@@ -284,4 +284,4 @@ async def test_leaving_does_not_wait_for_a_bus_that_is_gone(server: NatsServer, 
     async with connect("t"):
         await server.kill()
         began = time.monotonic()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 4

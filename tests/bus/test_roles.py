@@ -22,8 +22,8 @@ KEY = "role.learner"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "RENEW_S", 0.1)
-    monkeypatch.setattr(roles, "EXPIRE_S", 0.6)
+    monkeypatch.setattr(roles, "RENEW_S", 0.3)
+    monkeypatch.setattr(roles, "EXPIRE_S", 1.8)
 
 
 async def holder(bus: Bus) -> RoleHolder | None:
@@ -38,7 +38,7 @@ async def test_second_holder_is_refused_and_told_who_holds_it(bus: Bus, connect:
         with pytest.raises(ConfigError, match=rf"process {os.getpid()} on {platform.node()}"):
             async with hold_role(other, "learner", "b"):
                 pytest.fail("two learners")
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 1.4
         async with hold_role(other, "dispatcher", "b"):
             pass  # another role is free
         assert await holder(bus) == RoleHolder(incarnation="a", host=platform.node(), pid=os.getpid())
@@ -50,7 +50,7 @@ async def test_released_role_can_be_taken_at_once(bus: Bus, connect: Connect):
         for incarnation in "abc":
             began = time.monotonic()
             async with hold_role(other if incarnation == "b" else bus, "learner", incarnation):
-                assert time.monotonic() - began < 0.1
+                assert time.monotonic() - began < 1.4
     assert await holder(bus) is None
 
 
@@ -67,7 +67,7 @@ async def test_role_of_a_silent_holder_elsewhere_is_taken_over_after_a_while(bus
     await bus.put(KEY, RoleHolder(incarnation="dead", host="elsewhere", pid=1))
     began = time.monotonic()
     async with hold_role(bus, "learner", "b"):
-        assert 0.5 < time.monotonic() - began < 2
+        assert 1.5 < time.monotonic() - began < 6
         found = await holder(bus)
         assert found is not None
         assert found.incarnation == "b"
@@ -80,7 +80,7 @@ async def test_role_of_a_process_that_ended_on_this_host_is_taken_over_at_once(b
     await bus.put(KEY, RoleHolder(incarnation="dead", host=platform.node(), pid=child.pid))
     began = time.monotonic()
     async with hold_role(bus, "learner", "b"):
-        assert time.monotonic() - began < 0.3
+        assert time.monotonic() - began < 1.4
 
 
 @pytest.mark.nats
@@ -125,7 +125,7 @@ async def test_role_survives_a_restart_of_the_bus(server: NatsServer, bus: Bus, 
     async with hold_role(bus, "learner", "a") as holding:
         before = await bus.get(KEY, RoleHolder)
         await server.kill()
-        await asyncio.wait([holding], timeout=0.5)  # several renewals fail
+        await asyncio.wait([holding], timeout=1.0)  # several renewals fail
         await server.start()
         async with connect("second") as other:
             with pytest.raises(ConfigError, match="already has a learner"):
@@ -153,7 +153,7 @@ async def test_role_is_left_quickly_when_the_bus_is_gone(server: NatsServer, bus
     async with hold_role(bus, "learner", "a"):
         await server.kill()
         began = time.monotonic()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 4
 
 
 @pytest.mark.nats
