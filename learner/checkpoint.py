@@ -6,9 +6,8 @@ Each holds megatron-core's sharded files (`torch_dist`), the model's `config.jso
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,10 @@ SHARDING = {
 """How megatron-core lays out the state: this way another number of ranks can load it."""
 WRITING_TIMEOUT_S = 3600.0
 """A rank that has not written its files by then has failed."""
+
+# What megatron-core still uses of torch. For good: filters belong to the process, not to a thread.
+for _message in ("`load_state_dict` is deprecated", "Please use DTensor instead"):
+    warnings.filterwarnings("ignore", message=_message)
 
 
 class PendingCheckpoint:
@@ -116,13 +119,12 @@ def start_checkpoint(
         checkpoints.temporary(root, step)
     dist.barrier()
     temporary, final = checkpoints.temporary(root, step), checkpoints.directory(root, step)
-    with _megatron_deprecations_silenced():
-        request = dist_checkpointing.save(
-            _sharded_state(trainer, trainer.frozen.own, is_loading=False),
-            str(temporary),
-            async_sharded_save=True,
-            content_metadata=dict(SHARDING),
-        )
+    request = dist_checkpointing.save(
+        _sharded_state(trainer, trainer.frozen.own, is_loading=False),
+        str(temporary),
+        async_sharded_save=True,
+        content_metadata=dict(SHARDING),
+    )
     training = _training(trainer)
 
     def publish(digests: Mapping[str, str]) -> None:
@@ -156,8 +158,7 @@ def load_checkpoint(trainer: Trainer, directory: Path) -> dict[str, JsonValue]:
     if training["ranks"] != dist.get_world_size():  # whose would they be?
         del wanted["rng"]
     try:
-        with _megatron_deprecations_silenced():
-            state = dist_checkpointing.load(wanted, str(directory))
+        state = dist_checkpointing.load(wanted, str(directory))
     except (CheckpointingException, CheckpointException, RuntimeError, OSError) as error:
         raise StorageError(f"cannot read checkpoint {directory}: {error}") from error
     for name, chunk in _chunks(trainer).items():
@@ -179,15 +180,6 @@ def latest_checkpoint(root: Path) -> Path | None:
 def read_extra(directory: Path) -> dict[str, JsonValue]:
     """Return what was saved as `extra`, before there is a trainer to load. Raises `StorageError`."""
     return dict(read_manifest(directory)["extra"])
-
-
-@contextmanager
-def _megatron_deprecations_silenced() -> Iterator[None]:
-    """Silence torch on parts of its API that megatron-core still uses."""
-    with warnings.catch_warnings():
-        for message in ("`load_state_dict` is deprecated", "Please use DTensor instead"):
-            warnings.filterwarnings("ignore", message=message)
-        yield
 
 
 def _sharded_state(trainer: Trainer, policies: Iterable[str], *, is_loading: bool) -> dict[str, Any]:

@@ -85,7 +85,6 @@ def test_training_starts_from_a_converted_directory(tmp_path, family):
     equal_bits(exported, weights(source))
 
 
-@pytest.mark.filterwarnings("ignore:`load_state_dict` is deprecated", "ignore:Please use DTensor")
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_megatron_core_itself_reads_what_was_converted(tmp_path, family):
     source = written(tmp_path / "hf", family)
