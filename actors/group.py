@@ -109,6 +109,8 @@ class Group:
         return range(sample * each, (sample + 1) * each)
 
     def _trajectory(self, place: int, size: int, part: AgentTrajectory) -> Trajectory:
+        routed = part.routed_experts
+        layers, per_token = (0, 0) if routed is None else routed.shape[1:]
         return Trajectory(
             trajectory_id=f"{self.lease.group_id}.{place}",
             group_id=self.lease.group_id,
@@ -126,4 +128,7 @@ class Group:
             metadata=dict(part.metadata),
             reward_due=part.reward_due,
             run=self.lease.run,
+            routed_experts=b"" if routed is None else routed.tobytes(),
+            moe_layers=layers,
+            experts_per_token=per_token,
         )

@@ -15,10 +15,11 @@ import torch
 
 from actors.config import SglangEngineConfig
 from actors.engines.base import Generation, GenerationRequest
+from actors.engines.routing import Routing
 from actors.engines.sglang_client import ServerFacts, SglangClient, UnreachableError
 from actors.engines.sglang_server import AttachedServer, OwnServer, Server
 from actors.engines.sglang_weights import HeldWeights, buckets
-from bus.errors import EngineError, RequestRefusedError
+from bus.errors import ConfigError, EngineError, RequestRefusedError
 
 log = structlog.get_logger()
 ABORT_AGAIN_S = 0.5
@@ -63,6 +64,7 @@ class SglangEngine:
         )
         self._client: SglangClient | None = None
         self._facts: ServerFacts | None = None
+        self._routing = Routing.of_model(model_dir) if config.routed_experts else None
         self._version = -1
         self._loads = 0
         self._serving = asyncio.Event()
@@ -105,6 +107,11 @@ class SglangEngine:
         await self._server.until_ready(self._client)
         self._facts = await self._client.facts()
         log.info("sglang_ready", url=url, version=self._facts.version)
+        if self._routing is not None and not self._facts.returns_experts:
+            raise ConfigError(
+                f"actors.engine.routed_experts: the server at {url} does not return them: start it with "
+                "--enable-return-routed-experts"
+            )
         if not self._facts.reports_spans and self._config.pause != "drain":
             log.warning("sglang_reports_no_versions_per_token", version=self._facts.version, pause="drain")
         self._watcher = asyncio.create_task(self._watch())
@@ -181,7 +188,9 @@ class SglangEngine:
         request, timeout_s = flight.request, self._config.request_timeout_s
         salt = f"{self._version}.{self._loads}"
         flight.sent = asyncio.create_task(
-            self._connected().generate(request, rid=flight.rid, salt=salt, timeout_s=timeout_s)
+            self._connected().generate(
+                request, rid=flight.rid, salt=salt, timeout_s=timeout_s, routing=self._routing
+            )
         )
         try:
             await asyncio.wait({flight.sent})

@@ -6,16 +6,20 @@ from typing import Any
 import numpy as np
 
 from actors.engines.base import FinishReason, Generation, GenerationRequest
+from actors.engines.routing import Routing
 from bus.errors import EngineError
 
 REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-def read_answer(answer: Mapping[str, Any], request: GenerationRequest) -> Generation:
-    """The tokens of an answer with their log-probs and versions.
+def read_answer(
+    answer: Mapping[str, Any], request: GenerationRequest, routing: Routing | None = None
+) -> Generation:
+    """The tokens of an answer with their log-probs, versions and, of a model with `routing`, experts.
 
     Raises `EngineError` for an answer that cannot be a generation: log-probs that are not finite or not one
-    for each token, versions that are none of ours, a finish reason that is an error."""
+    for each token, versions that are none of ours, experts that are none of the model's, a finish reason that
+    is an error."""
     try:
         meta = answer["meta_info"]
         tokens = np.array(answer["output_ids"], np.int32)
@@ -32,6 +36,7 @@ def read_answer(answer: Mapping[str, Any], request: GenerationRequest) -> Genera
         logprobs=_logprobs(pairs, tokens, request),
         policy_versions=_versions(meta, len(tokens), request),
         finish_reason=REASONS[finish["type"]],
+        routed_experts=_routed(meta, len(tokens), request, routing),
     )
 
 
@@ -64,6 +69,26 @@ def _versions(meta: Mapping[str, Any], length: int, request: GenerationRequest) 
     if (versions < 0).any():
         raise EngineError(f"{_name(request)}: some of its tokens are of no version: {meta}")
     return versions
+
+
+def _routed(
+    meta: Mapping[str, Any], length: int, request: GenerationRequest, routing: Routing | None
+) -> np.ndarray | None:
+    """The experts of the tokens from `experts_from` on; a request that waits when it is aborted has none."""
+    if routing is None or request.experts_from is None:
+        return None
+    text = meta.get("routed_experts")
+    if text is None:
+        if meta["finish_reason"]["type"] == "abort":
+            return None
+        raise EngineError(
+            f"{_name(request)}: its routed experts did not come: start the server with "
+            "--enable-return-routed-experts"
+        )
+    try:
+        return routing.read(text, max(0, len(request.token_ids) + length - 1 - request.experts_from))
+    except EngineError as error:
+        raise EngineError(f"{_name(request)}: {error}") from error
 
 
 def _name(request: GenerationRequest) -> str:

@@ -13,6 +13,7 @@ import aiohttp
 import torch
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
+from actors.engines.routing import Routing
 from actors.engines.sglang_answers import read_answer
 from bus.errors import EngineError, RequestRefusedError
 
@@ -36,6 +37,8 @@ class ServerFacts:
     """Tensors are taken between /begin_weight_update and /end_weight_update only (0.5.23, not 0.5.17)."""
     reports_spans: bool
     """Answers say which tokens are of which weights; without it a generation must not see an update."""
+    returns_experts: bool
+    """Answers say where the tokens of a mixture of experts went."""
     tensor_ranks: int
     """Ranks that each take a copy of the tensors in a request."""
 
@@ -64,7 +67,7 @@ class SglangClient:
         if "weight_version" not in model or "version" not in server:
             raise EngineError(f"{self.url} answers, but is not an SGLang server of version 0.5.17 or later")
         paths = (await self._call("GET", "/openapi.json")).get("paths", {})
-        probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1))
+        probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1), experts_from=0)
         answer = await self._call(
             "POST", "/generate", request_body(probe, rid=f"probe-{uuid.uuid4().hex}", salt="probe")
         )
@@ -73,16 +76,17 @@ class SglangClient:
             model=str(model["model_path"]),
             update_sessions="/begin_weight_update" in paths,
             reports_spans="weight_versions" in answer.get("meta_info", {}),
+            returns_experts="routed_experts" in answer.get("meta_info", {}),
             tensor_ranks=int(server.get("tp_size", 1)),
         )
 
     async def generate(
-        self, request: GenerationRequest, *, rid: str, salt: str, timeout_s: float
+        self, request: GenerationRequest, *, rid: str, salt: str, timeout_s: float, routing: Routing | None
     ) -> Generation:
         """Continue a prompt; requests with another `salt` share no cached prefix with it."""
         body = request_body(request, rid=rid, salt=salt)
         answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
-        return read_answer(answer, request)
+        return read_answer(answer, request, routing)
 
     async def abort(self, rid: str) -> None:
         """End a request, and any other whose rid begins so."""
@@ -191,6 +195,7 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
     """What /generate wants for a request."""
     sampling = request.sampling
     stops = list(sampling.stop_token_ids)
+    routed = {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
     return {
         "rid": rid,
         "input_ids": [int(token) for token in request.token_ids],
@@ -204,6 +209,7 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
         },
         "return_logprob": True,
         "extra_key": salt,
+        **(routed if request.experts_from is not None else {}),
     }
 
 

@@ -92,6 +92,7 @@ def server_settings(
         "skip_tokenizer_init": True,  # token ids in and out
         "dtype": _dtype(model) or ("float32" if device == "cpu" else "bfloat16"),
         **(ON_CPU if device == "cpu" else {}),
+        **({"enable_return_routed_experts": True} if config.routed_experts else {}),
         **({"base_gpu_id": base_gpu_id(given, number)} if device == "cuda" else {}),
         **given,
         "model_path": str(model),
