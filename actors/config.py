@@ -100,6 +100,10 @@ class SglangEngineConfig(Config):
     update_timeout_s: float = Field(600.0, gt=0)
     """How long the server may take to load weights; with `drain`, also to end what is in flight."""
 
+    stream_interval: int = Field(128, ge=0)
+    """Tokens after which a server hands out what it has drawn of a generation: one that dies costs so many of
+    each at most. 0 has it hand them out at the end only."""
+
     routed_experts: bool = False
     """Record to which experts a mixture of experts sent each token, in every layer: trajectories carry it."""
 

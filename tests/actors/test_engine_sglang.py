@@ -295,6 +295,17 @@ async def rebuilt(model_dir, tmp_path_factory) -> AsyncIterator[tuple[Fleet, lis
     assert [group_of(engine) for engine in built] == [[]] * len(built)
 
 
+async def tokens_handed_out(engine) -> list[int]:
+    """Those of its only request, as soon as there are more than the first, which comes at once."""
+    [flight] = engine._flights.values()
+
+    async def several():
+        return len(flight.streamed.kept().token_ids) > 1
+
+    await until(several, "a piece of the stream")
+    return flight.streamed.kept().token_ids.tolist()
+
+
 async def is_served_by_another(fleet, built, flight, why):
     """The present engine fails, and what was in flight comes from the next, by the newest weights."""
     failed, count = built[-1], len(built)
@@ -314,9 +325,12 @@ async def test_a_killed_server_is_replaced_by_the_fleet_with_the_newest_weights(
     fleet, built = rebuilt
     flight, before = started(fleet, "crash"), await built[-1].checksums()
     await in_flight(built[-1], flight)
+    tokens = await tokens_handed_out(built[-1])
     os.kill(built[-1]._server.process.pid, signal.SIGKILL)
     await is_served_by_another(fleet, built, flight, "ended with status -9")
     assert await built[-1].checksums() == before
+    assert flight.result().token_ids[: len(tokens)].tolist() == tokens
+    assert built[-1].tokens_generated <= LONG - len(tokens)
 
 
 async def test_a_server_that_hangs_is_killed_and_replaced_by_the_fleet(rebuilt, monkeypatch):
