@@ -29,8 +29,12 @@ class Ticket:
     """Its request's name there."""
     refusals: dict[str, Exception] = field(default_factory=dict)
     """Engines that can never serve it."""
-    strikes: int = 0
-    """Engines that failed under it."""
+    errors: int = 0
+    """Times that it failed at engines that went on."""
+    failures: int = 0
+    """Engines that failed under it, whatever they failed of."""
+    alone: bool = False
+    """Whether the latest of them had no other request."""
     aborted: bool = False
     """Its caller wants what there is."""
 
@@ -48,6 +52,11 @@ class Ticket:
         if self.sampled >= max(1, sampling.max_new_tokens):
             return "length"
         return "abort" if self.aborted else None
+
+    @property
+    def faults(self) -> int:
+        """Failures that can be no other request's fault, once one of them is certain not to be."""
+        return self.errors + (self.failures if self.alone else 0)
 
     @property
     def sampled(self) -> int:
