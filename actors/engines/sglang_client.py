@@ -5,7 +5,7 @@ import json
 import pickle
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -178,8 +178,11 @@ class SglangClient:
 
     async def _stream(self, path: str, body: Json, streamed: Streamed, timeout_s: float) -> None:
         """Ask for a stream and take it to its end."""
-        async with self._answered("POST", path, {**body, "stream": True}, timeout_s) as response:
-            async for chunk in read_events(response.content.iter_any()):
+        async with (
+            self._answered("POST", path, {**body, "stream": True}, timeout_s) as response,
+            aclosing(read_events(response.content.iter_any())) as chunks,
+        ):
+            async for chunk in chunks:
                 if said := chunk.get("error"):
                     failure = RequestRefusedError if said.get("code") == BAD_REQUEST else EngineError
                     raise failure(f"{self.url}{path}: {said.get('message', said)}")

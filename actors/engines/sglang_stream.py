@@ -2,7 +2,7 @@
 
 import json
 from array import array
-from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,7 @@ class Streamed:
         return Generation(tokens, logprobs, np.full(len(tokens), self._policy_version, np.int32), "abort")
 
 
-async def read_events(content: AsyncIterable[bytes]) -> AsyncIterator[dict[str, Any]]:
+async def read_events(content: AsyncIterable[bytes]) -> AsyncGenerator[dict[str, Any], None]:
     """The JSON objects of a stream of server-sent events, until it says that it is over or breaks off.
 
     Raises EngineError for anything else."""
