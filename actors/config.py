@@ -55,6 +55,9 @@ class EmbeddedEngineConfig(Config):
     close_timeout_s: float = Field(30.0, gt=0)
     """How long closing waits for the decode step under way."""
 
+    routed_experts: Literal[False] = False
+    """This engine does not record where tokens were routed: the sglang engine does."""
+
 
 class SglangEngineConfig(Config):
     """An SGLang server: one that this process starts, or one that runs already."""
@@ -96,6 +99,13 @@ class SglangEngineConfig(Config):
 
     update_timeout_s: float = Field(600.0, gt=0)
     """How long the server may take to load weights; with `drain`, also to end what is in flight."""
+
+    stream_interval: int = Field(128, ge=0)
+    """Tokens after which a server hands out what it has drawn of a generation: one that dies costs so many of
+    each at most. 0 has it hand them out at the end only."""
+
+    routed_experts: bool = False
+    """Record to which experts a mixture of experts sent each token, in every layer: trajectories carry it."""
 
     health_every_s: float = Field(10.0, gt=0)
     """Between two looks at whether the server still generates."""

@@ -68,7 +68,13 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
             follower = PolicyFollower(bus, engine, blobs)
             worker = Worker(
                 bus,
-                Policy(engine, tokenizer, sampled, mask_older_versions=settings.actors.mask_older_versions),
+                Policy(
+                    engine,
+                    tokenizer,
+                    sampled,
+                    mask_older_versions=settings.actors.mask_older_versions,
+                    routed_experts=settings.actors.engine.routed_experts,
+                ),
                 environment,
                 follower=follower,
                 keep=keep,

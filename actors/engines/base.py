@@ -48,6 +48,8 @@ class GenerationRequest:
     """Unique among the requests in flight."""
     token_ids: Sequence[int]
     sampling: Sampling
+    experts_from: int | None = None
+    """First token whose routed experts are wanted, among `token_ids`; None for no experts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +63,10 @@ class Generation:
     policy_versions: np.ndarray
     """int32 [N], the weights that drew each token."""
     finish_reason: FinishReason
+    routed_experts: np.ndarray | None = None
+    """uint8 [R, layers, experts per token]: where the tokens from `experts_from` to the last but one went,
+    each in the pass that computed its keys and values; no pass has read the last one. None when the engine
+    cannot tell: who goes on with these tokens asks from the same one on."""
 
 
 NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")

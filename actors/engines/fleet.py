@@ -227,10 +227,10 @@ class Fleet:
 
     async def _attempt(self, ticket: Ticket) -> None:
         """Wait for a place and have that engine go on with it."""
-        if ticket.strikes >= self._config.attempts:
+        if ticket.faults >= self._config.attempts:
             raise EngineError(
-                f"{ticket.request.request_id} failed {ticket.strikes} times, or its engines under it: it may "
-                "be what they fail of"
+                f"{ticket.request.request_id} failed {ticket.faults} times, or its engines under it, at last "
+                "with no other request there: it is what they fail of"
             )
         try:
             await self._wait_for_seat(ticket)
@@ -261,16 +261,25 @@ class Fleet:
                 self._queue.remove(ticket)
 
     def _dispatch(self) -> None:
-        """Give places to those that wait, the oldest first."""
+        """Give places to those that wait, the oldest first.
+
+        A request under which engines have failed waits for a place among few enough others; nobody younger
+        goes to the least busy engine meanwhile, or it would never be less so."""
         for ticket in [ticket for ticket in self._queue if ticket.refusals]:
             self._refuse_for_good(ticket)
+        kept_free: Member | None = None
         for ticket in list(self._queue):
-            free = [member for member in self._members.values() if self._has_room(member)]
+            free = [m for m in self._members.values() if self._has_room(m) and m is not kept_free]
             if not free:
                 return
             if ticket.seat is None or ticket.seat.done():
                 continue
-            if member := self._choose(ticket, free):
+            company = self._config.company_after(ticket.failures)
+            open_to_it = [member for member in free if member.load < company]
+            if not open_to_it and kept_free is None:
+                able = (member for member in free if member.name not in ticket.refusals)
+                kept_free = min(able, key=lambda member: member.load, default=None)
+            elif member := self._choose(ticket, open_to_it):
                 self._queue.remove(ticket)
                 ticket.member = member
                 member.seated.add(ticket)
@@ -279,11 +288,7 @@ class Fleet:
                 ticket.seat.set_result(None)
 
     def _has_room(self, member: Member) -> bool:
-        return (
-            member.state == "serving"
-            and member.policy_version >= 0
-            and member.load < self._config.requests_per_engine
-        )
+        return member.state == "serving" and member.policy_version >= 0 and member.load < member.company
 
     def _choose(self, ticket: Ticket, free: Iterable[Member]) -> Member | None:
         """The least busy, unless another has its beginning and is not much busier."""

@@ -38,6 +38,8 @@ class _Life:
     """The update it has; 0 for the weights that it came with."""
     errors: int = 0
     """Requests that failed in a row."""
+    failed_under: int = 0
+    """Requests that it had when it failed."""
     ending: set[asyncio.Task[Generation]] = field(default_factory=set)
     """Requests whose callers are gone, until it has aborted them."""
     update: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -99,6 +101,12 @@ class Member:
         return len(self.seated) + (len(self._life.ending) if self._life else 0)
 
     @property
+    def company(self) -> int:
+        """Requests that may be here at once, for the sake of those under which engines have failed."""
+        suspicion = max((ticket.failures for ticket in self.seated), default=0)
+        return self._config.company_after(suspicion)
+
+    @property
     def tokens_generated(self) -> int:
         """By all its engines."""
         return self._tokens_before + (self._life.engine.tokens_generated if self._life else 0)
@@ -128,6 +136,8 @@ class Member:
         if not self._out.is_set():
             log.warning("engine_lost", engine=self.name, reason=reason, requests=len(self._asked))
             self.reason = reason
+            if self._life is not None:
+                self._life.failed_under = len(self._asked) + len(self._life.ending)
             self._out.set()
             if self.state == "serving":
                 self._enter("stopping")
@@ -150,13 +160,12 @@ class Member:
             if not self._asked:
                 self._idle.set()
         ticket.pieces.append(piece)
-        asked_to = self._leaving or ticket.aborted
-        if (
-            piece.finish_reason == "abort"
-            and not asked_to
-            and (self._out.is_set() or not len(piece.token_ids))
-        ):
-            ticket.strikes += 1
+        if piece.finish_reason != "abort" or self._leaving or ticket.aborted:
+            return
+        if life.failed_under:
+            ticket.failures, ticket.alone = ticket.failures + 1, life.failed_under == 1
+        elif not len(piece.token_ids):
+            ticket.errors += 1
 
     async def abort(self, request_id: str) -> None:
         """Have the engine end a request."""

@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import structlog
 import torch
 
 from actors.config import SglangEngineConfig
-from actors.engines.base import Generation, GenerationRequest
+from actors.engines.base import NOTHING, Generation, GenerationRequest, InterruptedGenerationError
+from actors.engines.routing import Routing
 from actors.engines.sglang_client import ServerFacts, SglangClient, UnreachableError
 from actors.engines.sglang_server import AttachedServer, OwnServer, Server
+from actors.engines.sglang_stream import Streamed
 from actors.engines.sglang_weights import HeldWeights, buckets
-from bus.errors import EngineError, RequestRefusedError
+from bus.errors import ConfigError, EngineError, RequestRefusedError
 
 log = structlog.get_logger()
 ABORT_AGAIN_S = 0.5
@@ -37,6 +38,8 @@ class _Flight:
     rid: str
     """Its name at the server."""
     sent: asyncio.Task[Generation] | None = None
+    streamed: Streamed | None = None
+    """Its tokens so far, of a server that hands them out."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     failure: str = ""
 
@@ -63,6 +66,7 @@ class SglangEngine:
         )
         self._client: SglangClient | None = None
         self._facts: ServerFacts | None = None
+        self._routing = Routing.of_model(model_dir) if config.routed_experts else None
         self._version = -1
         self._loads = 0
         self._serving = asyncio.Event()
@@ -105,6 +109,11 @@ class SglangEngine:
         await self._server.until_ready(self._client)
         self._facts = await self._client.facts()
         log.info("sglang_ready", url=url, version=self._facts.version)
+        if self._routing is not None and not self._facts.returns_experts:
+            raise ConfigError(
+                f"actors.engine.routed_experts: the server at {url} does not return them: start it with "
+                "--enable-return-routed-experts"
+            )
         if not self._facts.reports_spans and self._config.pause != "drain":
             log.warning("sglang_reports_no_versions_per_token", version=self._facts.version, pause="drain")
         self._watcher = asyncio.create_task(self._watch())
@@ -177,29 +186,47 @@ class SglangEngine:
 
     async def _fly(self, flight: _Flight) -> Generation:
         if not await self._admitted(flight):
-            return Generation(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "abort")
+            return NOTHING
         request, timeout_s = flight.request, self._config.request_timeout_s
         salt = f"{self._version}.{self._loads}"
+        flight.streamed = Streamed(request, self._version) if self._streams else None
         flight.sent = asyncio.create_task(
-            self._connected().generate(request, rid=flight.rid, salt=salt, timeout_s=timeout_s)
-        )
+            self._connected().generate(
+                request, rid=flight.rid, salt=salt, timeout_s=timeout_s, routing=self._routing,
+                streamed=flight.streamed,
+            )
+        )  # fmt: skip
         try:
             await asyncio.wait({flight.sent})
         except asyncio.CancelledError:
             self._abandon(flight)
             raise
         if flight.failure:
-            raise EngineError(f"request {request.request_id}: the SGLang server failed: {flight.failure}")
+            failed = f"request {request.request_id}: the SGLang server failed: {flight.failure}"
+            raise self._interrupted(flight, failed)
         try:
             generation = flight.sent.result()
+        except RequestRefusedError:
+            raise
         except EngineError as error:
             self._abandon(flight)  # it may have been too slow only, or the connection broke
             if isinstance(error, UnreachableError):
-                self._serving.clear()
-                self._doubted.set()
-            raise
+                await self._looked_at()
+            raise self._interrupted(flight, self.failure or str(error)) from error
         self.tokens_generated += len(generation.token_ids)
         return generation
+
+    def _interrupted(self, flight: _Flight, reason: str) -> InterruptedGenerationError:
+        """The error of a request that ends before its time, with the tokens that are left of it."""
+        left = flight.streamed.kept() if flight.streamed else NOTHING
+        self.tokens_generated += len(left.token_ids)
+        return InterruptedGenerationError(reason, left)
+
+    async def _looked_at(self) -> None:
+        """Doubt the server; return when it serves or has failed: requests learn of that together."""
+        self._serving.clear()
+        self._doubted.set()
+        await self._serving.wait()  # the health checks' own timeouts bound this, and those of updates
 
     async def _admitted(self, flight: _Flight) -> bool:
         """Wait until the server serves; False when the request was aborted before."""
@@ -215,6 +242,10 @@ class SglangEngine:
                     wait.cancel()
         self._check()
         return not flight.aborted.is_set()
+
+    @property
+    def _streams(self) -> bool:
+        return self._config.stream_interval > 0 and self._facts is not None and self._facts.streams
 
     def _abandon(self, flight: _Flight) -> None:
         """End at the worker what nobody waits for any more."""
@@ -251,6 +282,9 @@ class SglangEngine:
         mode = config.pause if facts.reports_spans else "drain"
         if mode == "drain":
             await self._drained()
+        for flight in self._flights.values():
+            if flight.streamed is not None:
+                flight.streamed.weights_change()
         begun = time.perf_counter()
         if mode != "drain":
             await client.pause(mode)

@@ -4,7 +4,8 @@ import base64
 import json
 import pickle
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -13,7 +14,9 @@ import aiohttp
 import torch
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
-from actors.engines.sglang_answers import read_answer
+from actors.engines.routing import Routing
+from actors.engines.sglang_answers import BAD_REQUEST, read_answer
+from actors.engines.sglang_stream import Streamed, read_events
 from bus.errors import EngineError, RequestRefusedError
 
 
@@ -23,6 +26,7 @@ class UnreachableError(EngineError):
 
 SHORT_S = 30.0
 """For requests that a working server answers at once."""
+OK = 200
 Json = dict[str, Any]
 
 
@@ -36,6 +40,10 @@ class ServerFacts:
     """Tensors are taken between /begin_weight_update and /end_weight_update only (0.5.23, not 0.5.17)."""
     reports_spans: bool
     """Answers say which tokens are of which weights; without it a generation must not see an update."""
+    returns_experts: bool
+    """Answers say where the tokens of a mixture of experts went."""
+    streams: bool
+    """It hands out tokens piece by piece, each once, as it draws them."""
     tensor_ranks: int
     """Ranks that each take a copy of the tensors in a request."""
 
@@ -64,7 +72,7 @@ class SglangClient:
         if "weight_version" not in model or "version" not in server:
             raise EngineError(f"{self.url} answers, but is not an SGLang server of version 0.5.17 or later")
         paths = (await self._call("GET", "/openapi.json")).get("paths", {})
-        probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1))
+        probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1), experts_from=0)
         answer = await self._call(
             "POST", "/generate", request_body(probe, rid=f"probe-{uuid.uuid4().hex}", salt="probe")
         )
@@ -73,16 +81,24 @@ class SglangClient:
             model=str(model["model_path"]),
             update_sessions="/begin_weight_update" in paths,
             reports_spans="weight_versions" in answer.get("meta_info", {}),
+            returns_experts="routed_experts" in answer.get("meta_info", {}),
+            streams=bool(server.get("incremental_streaming_output")),
             tensor_ranks=int(server.get("tp_size", 1)),
         )
 
     async def generate(
-        self, request: GenerationRequest, *, rid: str, salt: str, timeout_s: float
-    ) -> Generation:
-        """Continue a prompt; requests with another `salt` share no cached prefix with it."""
+        self, request: GenerationRequest, *, rid: str, salt: str, timeout_s: float,
+        routing: Routing | None = None, streamed: Streamed | None = None,
+    ) -> Generation:  # fmt: skip
+        """Continue a prompt; requests with another `salt` share no cached prefix with it.
+
+        With `streamed` the server is asked for tokens as it draws them, and they are put there."""
         body = request_body(request, rid=rid, salt=salt)
-        answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
-        return read_answer(answer, request)
+        if streamed is None:
+            answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
+            return read_answer(answer, request, routing)
+        await self._stream("/generate", body, streamed, timeout_s)
+        return streamed.generation(routing)
 
     async def abort(self, rid: str) -> None:
         """End a request, and any other whose rid begins so."""
@@ -160,14 +176,47 @@ class SglangClient:
         if not answer.get("success"):
             raise EngineError(f"{self.url}{path}: {answer.get('message', answer)}")
 
+    async def _stream(self, path: str, body: Json, streamed: Streamed, timeout_s: float) -> None:
+        """Ask for a stream and take it to its end."""
+        async with (
+            self._answered("POST", path, {**body, "stream": True}, timeout_s) as response,
+            aclosing(read_events(response.content.iter_any())) as chunks,
+        ):
+            async for chunk in chunks:
+                if said := chunk.get("error"):
+                    failure = RequestRefusedError if said.get("code") == BAD_REQUEST else EngineError
+                    raise failure(f"{self.url}{path}: {said.get('message', said)}")
+                streamed.add(chunk)
+                if streamed.complete:
+                    return
+            raise UnreachableError(f"{self.url}{path} broke off in the middle of an answer")
+
     async def _call(
         self, method: str, path: str, body: Json | None = None, *, timeout_s: float = SHORT_S
     ) -> Json:
         """The answer to a request; {} when it has no JSON object in it."""
+        async with self._answered(method, path, body, timeout_s) as response:
+            data = await response.read()
+        try:
+            answer = json.loads(data)
+        except ValueError:
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
+    @asynccontextmanager
+    async def _answered(
+        self, method: str, path: str, body: Json | None, timeout_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response of status 200, whose content may be read within the time that is left."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
-                data = await response.read()
+                if response.status != OK:
+                    said = (await response.read()).decode(errors="replace")[:500]
+                    refused = response.status == BAD_REQUEST and path == "/generate"  # too long, for instance
+                    failure = RequestRefusedError if refused else EngineError
+                    raise failure(f"{self.url}{path} answered with status {response.status}: {said}")
+                yield response
         except TimeoutError as error:
             raise EngineError(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
@@ -175,22 +224,13 @@ class SglangClient:
             raise UnreachableError(
                 f"no answer from an SGLang server at {self.url}{path}: {reason}"
             ) from error
-        if response.status != 200:
-            said = data.decode(errors="replace")[:500]
-            refused = response.status == 400 and path == "/generate"  # too long for it, for instance
-            failure = RequestRefusedError if refused else EngineError
-            raise failure(f"{self.url}{path} answered with status {response.status}: {said}")
-        try:
-            answer = json.loads(data)
-        except ValueError:
-            return {}
-        return answer if isinstance(answer, dict) else {}
 
 
 def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
     """What /generate wants for a request."""
     sampling = request.sampling
     stops = list(sampling.stop_token_ids)
+    routed = {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
     return {
         "rid": rid,
         "input_ids": [int(token) for token in request.token_ids],
@@ -204,6 +244,7 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
         },
         "return_logprob": True,
         "extra_key": salt,
+        **(routed if request.experts_from is not None else {}),
     }
 
 

@@ -92,6 +92,8 @@ def server_settings(
         "skip_tokenizer_init": True,  # token ids in and out
         "dtype": _dtype(model) or ("float32" if device == "cpu" else "bfloat16"),
         **(ON_CPU if device == "cpu" else {}),
+        **({"enable_return_routed_experts": True} if config.routed_experts else {}),
+        **(_streaming(config.stream_interval) if config.stream_interval else {}),
         **({"base_gpu_id": base_gpu_id(given, number)} if device == "cuda" else {}),
         **given,
         "model_path": str(model),
@@ -109,6 +111,10 @@ def server_environment(config: SglangEngineConfig, settings: Settings) -> dict[s
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     cpu = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if settings.get("device") == "cpu" else {}
     return inherited | {"HF_HUB_OFFLINE": "1"} | cpu | config.environment
+
+
+def _streaming(interval: int) -> Settings:
+    return {"stream_interval": interval, "incremental_streaming_output": True}
 
 
 def _number(name: str, value: SglangSetting) -> int:

@@ -1,6 +1,8 @@
 """What the engine uses of an SGLang server, over HTTP: it generates at once, and can hang."""
 
 import asyncio
+import json
+from typing import Any
 
 from aiohttp import web
 
@@ -16,6 +18,12 @@ class StandIn:
         """Of each request that carried weights."""
         self.version = "default"
         self.refuses_weights = False
+        self.streams = False
+        self.pieces: list[dict[str, object]] = []
+        """Said instead of a generation to who wants a stream; then the connection breaks."""
+        self.piece_sent = asyncio.Event()
+        self.goes_on = asyncio.Event()
+        """What a stream waits for between its pieces and its break."""
         self.running = asyncio.Event()
         """Cleared while it is paused or hangs."""
         self.running.set()
@@ -34,7 +42,7 @@ class StandIn:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
         path = request.match_info["path"]
         self.said.append(path)
         body = await request.json() if request.method == "POST" else {}
@@ -42,12 +50,14 @@ class StandIn:
             case "model_info":
                 return web.json_response({"weight_version": self.version, "model_path": "stand-in"})
             case "server_info":
-                return web.json_response({"version": "0.5.23", "tp_size": 1})
+                return web.json_response(
+                    {"version": "0.5.23", "tp_size": 1, "incremental_streaming_output": self.streams}
+                )
             case "openapi.json":
                 return web.json_response({"paths": {"/begin_weight_update": {}}})
             case "generate":
                 await self.running.wait()
-                return web.json_response(self._generated(body["sampling_params"]["max_new_tokens"]))
+                return await self._generating(request, body)
             case "health_generate":
                 await self.running.wait()
             case "pause_generation":
@@ -60,6 +70,19 @@ class StandIn:
                 self.versions.append(body["weight_version"])
                 self.version = body["weight_version"] or self.version
         return web.json_response({"success": True})
+
+    async def _generating(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not body.get("stream"):
+            return web.json_response(self._generated(body["sampling_params"]["max_new_tokens"]))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in self.pieces:
+            await response.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
+        self.piece_sent.set()
+        await self.goes_on.wait()
+        assert request.transport is not None
+        request.transport.abort()
+        return response
 
     def _generated(self, count: int) -> dict[str, object]:
         meta = {

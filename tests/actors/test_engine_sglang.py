@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from actors.engines.fleet_config import FleetConfig
 from actors.engines.sglang import SglangEngine
 from actors.engines.sglang_process import group_members
 from actors.engines.sglang_server import OwnServer
+from actors.engines.ticket import Ticket
 from bus.errors import ConfigError, EngineError
 from tests.actors.tiny import recomputed, request
 
@@ -293,6 +295,17 @@ async def rebuilt(model_dir, tmp_path_factory) -> AsyncIterator[tuple[Fleet, lis
     assert [group_of(engine) for engine in built] == [[]] * len(built)
 
 
+async def tokens_handed_out(engine) -> list[int]:
+    """Those of its only request, as soon as there are more than the first, which comes at once."""
+    [flight] = engine._flights.values()
+
+    async def several():
+        return len(flight.streamed.kept().token_ids) > 1
+
+    await until(several, "a piece of the stream")
+    return flight.streamed.kept().token_ids.tolist()
+
+
 async def is_served_by_another(fleet, built, flight, why):
     """The present engine fails, and what was in flight comes from the next, by the newest weights."""
     failed, count = built[-1], len(built)
@@ -312,9 +325,12 @@ async def test_a_killed_server_is_replaced_by_the_fleet_with_the_newest_weights(
     fleet, built = rebuilt
     flight, before = started(fleet, "crash"), await built[-1].checksums()
     await in_flight(built[-1], flight)
+    tokens = await tokens_handed_out(built[-1])
     os.kill(built[-1]._server.process.pid, signal.SIGKILL)
     await is_served_by_another(fleet, built, flight, "ended with status -9")
     assert await built[-1].checksums() == before
+    assert flight.result().token_ids[: len(tokens)].tolist() == tokens
+    assert built[-1].tokens_generated <= LONG - len(tokens)
 
 
 async def test_a_server_that_hangs_is_killed_and_replaced_by_the_fleet(rebuilt, monkeypatch):
@@ -329,7 +345,7 @@ async def test_a_server_that_hangs_is_killed_and_replaced_by_the_fleet(rebuilt, 
     await is_served_by_another(fleet, built, flight, "did not generate within 5 s, 2 times")
 
 
-async def test_a_mixture_of_experts_takes_published_weights(tmp_path):
+async def test_a_mixture_of_experts_takes_published_weights_and_says_where_it_sent_the_tokens(tmp_path):
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=40,
@@ -353,14 +369,37 @@ async def test_a_mixture_of_experts_takes_published_weights(tmp_path):
     model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(tmp_path / "model")  # under the names of files, as the learner publishes
     state = load_file(tmp_path / "model/model.safetensors")
-    engine = SglangEngine(tmp_path / "model", SglangEngineConfig(**CONFIG), tmp_path / "engine.log")
+    asked = SglangEngineConfig(**CONFIG, routed_experts=True)
+    engine = SglangEngine(tmp_path / "model", asked, tmp_path / "engine.log")
+    first = replace(request("experts", PROMPT, new=32), experts_from=0)
     try:
         await engine.start()
         await engine.load_weights(state, 0)
-        generation = await engine.generate(request("experts", PROMPT, new=32))
+        generation = await engine.generate(first)
+        ticket = Ticket(
+            0, replace(first, request_id="again", sampling=replace(first.sampling, max_new_tokens=200))
+        )
+        flight = asyncio.create_task(engine.generate(ticket.rest("cut")))
+        await in_flight(engine, flight)
+        await engine.abort("cut")
+        ticket.pieces = [await flight]
+        ticket.pieces.append(await engine.generate(ticket.rest("rest")))
     finally:
         await engine.close()
     np.testing.assert_allclose(generation.logprobs, recomputed(model, PROMPT, generation), atol=1e-5)
+    assert ticket.pieces[0].finish_reason == "abort"
+    for found, new in ((generation, 32), (ticket.generation(), 200)):
+        assert found.routed_experts.dtype == np.uint8
+        assert found.routed_experts.shape == (len(PROMPT) + new - 1, 2, 2)
+        np.testing.assert_array_equal(np.sort(found.routed_experts), routed_by(model, PROMPT, found))
+
+
+@torch.inference_mode()
+def routed_by(model, prompt, generation) -> np.ndarray:
+    """[L - 1, layers, experts per token] of transformers' routers over the whole sequence, in order."""
+    sequence = torch.tensor([[*prompt, *generation.token_ids.tolist()]])
+    layers = model(input_ids=sequence, use_cache=False, output_router_logits=True).router_logits
+    return torch.stack([layer.topk(2).indices.sort().values for layer in layers], 1)[:-1].numpy()
 
 
 ACTOR = """

@@ -304,7 +304,8 @@ def test_other_schema_version_is_refused(version: object, reason: str):
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Trajectory)])
 def test_missing_field_is_refused_unless_it_has_a_default(field: str):
     data = wire(make_trajectory(), **{field: ...})
-    if field in ("agent", "finish_reason", "actor", "metadata", "reward_due", "run"):
+    given = ("agent", "finish_reason", "actor", "metadata", "reward_due", "run")
+    if field in (*given, "routed_experts", "moe_layers", "experts_per_token"):
         assert decode(data, Trajectory).agent == "solver"
     else:
         with pytest.raises(SchemaError, match=f"trajectory.{field}: missing"):
