@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from actors.engines.fleet_config import FleetConfig
+from actors.environments.length_config import LengthProfileConfig
 from bus.config import Config
 from storage.transport_config import RelayConfig
 
@@ -128,6 +129,9 @@ class SingleTurnConfig(Config):
     """Longest that one call of the reward may take; after it the rollout counts as failed."""
 
 
+EnvironmentConfig = Annotated[SingleTurnConfig | LengthProfileConfig, Field(discriminator="type")]
+
+
 class ActorsConfig(Config):
     """One actor process: its engine, what it does with a prompt, how much at once."""
 
@@ -137,7 +141,7 @@ class ActorsConfig(Config):
     fleet: FleetConfig = FleetConfig()
     """How many such engines, how requests find one, and what becomes of one that fails."""
 
-    environment: SingleTurnConfig = SingleTurnConfig()
+    environment: EnvironmentConfig = SingleTurnConfig()
     """What a rollout is, and how it is rewarded."""
 
     weights: RelayConfig = RelayConfig()

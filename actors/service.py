@@ -17,7 +17,7 @@ from actors.config import ActorsConfig, SamplingConfig
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import build_engine, evaluation_engine
 from actors.engines.fleet import Fleet
-from actors.environments.single_turn import SingleTurn
+from actors.environments.build import build_environment
 from actors.evaluation import Evaluator
 from actors.filters import load_filter
 from actors.policy import Policy
@@ -47,7 +47,7 @@ class ActorSettings:
 
 async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> None:
     """Roll out until `stop`, or until the learner says that it is done."""
-    environment = SingleTurn.from_config(settings.actors.environment)
+    environment = build_environment(settings.actors.environment)
     keep = load_filter(settings.actors.group_filter)
     manifest = await _first_policy(bus, settings.actors.patience_s, stop)
     if manifest is None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from actors.config import ActorsConfig, SamplingConfig
+from actors.environments.length_config import LengthProfileConfig
 from bus.config import BusConfig, Config
 from bus.errors import ConfigError
 from learner.config import LearnerConfig, ModelConfig, WarmupConfig
@@ -208,6 +209,14 @@ def _may_be_none(location: tuple[str, ...]) -> bool:
 
 def _check_together(config: RunConfig) -> None:
     """What single sections cannot know of each other."""
+    environment = config.actors.environment
+    if isinstance(environment, LengthProfileConfig):
+        longest, limit = environment.lengths.longest, config.sampling.max_new_tokens
+        if longest > limit:
+            raise ConfigError(
+                f"actors.environment.lengths: answers of up to {longest} tokens, but "
+                f"sampling.max_new_tokens={limit}: raise that, or lower the longest"
+            )
     generated = config.data.task is not None and config.data.prompts is None
     if config.learner.target_accuracy and not (config.data.heldout or generated):
         raise ConfigError(

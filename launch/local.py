@@ -13,7 +13,7 @@ import psutil
 import structlog
 from rich.console import Console
 
-from actors.environments.single_turn import SingleTurn
+from actors.environments.build import build_environment
 from actors.filters import load_filter
 from bus.codec import Json
 from bus.connection import RETRY_S, Bus
@@ -57,7 +57,7 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
 
 def _check_early(config: RunConfig, run: RunDirectory) -> None:
     """What can be wrong is said before anything starts; generated prompts are written here, once."""
-    SingleTurn.from_config(config.actors.environment)
+    build_environment(config.actors.environment)
     load_filter(config.actors.group_filter)
     if config.model.path is not None and not (config.model.path / "config.json").is_file():
         raise ConfigError(f"model.path: {config.model.path} is not a model directory: it has no config.json")

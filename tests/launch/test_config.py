@@ -166,7 +166,9 @@ def test_settings_that_need_each_other_say_so(layer: dict, remedy: str):
 
 
 def test_an_unknown_preset_is_answered_with_the_nearest_and_all():
-    with pytest.raises(ConfigError, match=r"no preset 'sotr': did you mean 'sort'\? .*: addition, sort"):
+    with pytest.raises(
+        ConfigError, match=r"no preset 'sotr': did you mean 'sort'\? .*: addition, load, sort"
+    ):
         preset("sotr")
 
 
@@ -223,3 +225,8 @@ def test_a_transport_is_chosen_by_its_type():
     assert found == FilesTransport(directory=Path("/nfs"))
     assert "transport.type: no 'pigeon'" in refusal(chosen(type="pigeon"))
     assert "transport.directory" in refusal(chosen(type="files"))
+
+
+def test_forced_lengths_fit_the_longest_completion():
+    said = refusal({"actors": {"environment": {"type": "length_profile"}}})
+    assert "answers of up to 4096 tokens, but sampling.max_new_tokens=512: raise that" in said
