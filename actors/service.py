@@ -21,6 +21,7 @@ from actors.environments.build import build_environment
 from actors.evaluation import Evaluator
 from actors.filters import load_filter
 from actors.policy import Policy
+from actors.reporting import report_metrics
 from actors.weights import PolicyFollower, fetch_model_files
 from actors.worker import Worker
 from bus.codec import Json
@@ -105,6 +106,9 @@ class _Actor:
             tasks.create_task(
                 report_status(self._bus, source=actor_name(), role="actor", look=self._look, stop=finished)
             )
+            tasks.create_task(
+                report_metrics(self._bus, source=actor_name(), look=self._counters, stop=finished)
+            )
             tasks.create_task(self._stop_when_done(stop))
             try:
                 async with asyncio.TaskGroup() as work:
@@ -128,6 +132,16 @@ class _Actor:
                     await stop.wait()
             except TimeoutError:
                 continue
+
+    def _counters(self) -> tuple[int, dict[str, Json]]:
+        engine = self._engine
+        return max(0, engine.policy_version), {
+            "engine/count": len(engine.engines),
+            "engine/busy_s": engine.busy_s,
+            "engine/request_s": engine.request_s,
+            "engine/tokens": engine.tokens_generated,
+            "engine/pause_s": self._follower.pause_s,
+        }
 
     def _look(self) -> tuple[str, dict[str, Json]]:
         engine = self._engine
