@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import psutil
@@ -115,7 +116,9 @@ async def _parts(
     try:
         if own_bus:
             port = int(config.bus.url.rpartition(":")[2])
-            await supervisor.start(_bus_part(run, port), ready=partial(_listens, port))
+            await supervisor.start(
+                _with_variables(config, _bus_part(run, port)), ready=partial(_listens, port)
+            )
         async with Bus.connect(config.bus, config.run, name="supervisor") as bus:
             gone = asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
@@ -143,11 +146,16 @@ def _bus_part(run: RunDirectory, port: int) -> Part:
 def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
     """The same commands that separate hosts would use."""
     join = ("--bus", config.bus.url, "--run", config.run, "--directory", str(config.directory))
-    return (
+    parts = (
         Part("storage", _command("storage", "--config", str(run.config))),
         Part("actors", _command("actors", *join)),
         Part("learner", _command("learner", *join), ends_run=True, drain_s=LEARNER_DRAIN_S),
     )
+    return tuple(_with_variables(config, part) for part in parts)
+
+
+def _with_variables(config: RunConfig, part: Part) -> Part:
+    return replace(part, environment=config.supervision.environment.get(part.name, {}))
 
 
 def _command(*arguments: str) -> tuple[str, ...]:

@@ -230,3 +230,8 @@ def test_a_transport_is_chosen_by_its_type():
 def test_forced_lengths_fit_the_longest_completion():
     said = refusal({"actors": {"environment": {"type": "length_profile"}}})
     assert "answers of up to 4096 tokens, but sampling.max_new_tokens=512: raise that" in said
+
+
+def test_variables_of_a_process_that_does_not_exist_are_refused():
+    said = refusal({"supervision": {"environment": {"actor": {"CUDA_VISIBLE_DEVICES": "1"}}}})
+    assert "environment has 'actor', the processes are: bus, storage, actors, learner" in said
