@@ -102,11 +102,12 @@ def server_settings(
     }
 
 
-def server_environment(config: SglangEngineConfig, settings: Settings) -> dict[str, str]:
+def server_environment(config: SglangEngineConfig, settings: Settings, python: Path) -> dict[str, str]:
     """This process's variables as a server needs them; those of the configuration have the last word.
 
-    Ours alone is left out: PYTHONPATH names packages of another environment."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    One is left out unless `python` is this process's own: PYTHONPATH names packages of its environment."""
+    shared = python == Path(sys.executable)
+    inherited = {name: value for name, value in os.environ.items() if shared or name != "PYTHONPATH"}
     cpu = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if settings.get("device") == "cpu" else {}
     return inherited | {"HF_HUB_OFFLINE": "1"} | cpu | config.environment
 

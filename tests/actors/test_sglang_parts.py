@@ -2,8 +2,10 @@
 
 import json
 import resource
+import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from actors.config import SglangEngineConfig
 from actors.engines import sglang_weights
 from actors.engines.sglang_answers import read_answer
 from actors.engines.sglang_launcher import _flags
-from actors.engines.sglang_settings import base_gpu_id, server_settings
+from actors.engines.sglang_settings import base_gpu_id, server_environment, server_settings
 from actors.engines.sglang_weights import HeldWeights, buckets
 from bus.errors import ConfigError, EngineError
 from tests.actors.tiny import request
@@ -249,3 +251,13 @@ def test_settings_become_flags_as_the_command_line_wants_them():
 def test_a_server_of_somebody_else_takes_no_settings():
     with pytest.raises(ValueError, match="leave out server, environment and python"):
         SglangEngineConfig(url="http://127.0.0.1:1", server={"dtype": "float32"})
+
+
+def test_a_server_of_this_interpreter_sees_the_same_packages_and_another_does_not(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/site")
+    own = server_environment(SglangEngineConfig(), {}, Path(sys.executable))
+    assert own["PYTHONPATH"] == "/site"
+    other = server_environment(SglangEngineConfig(), {}, Path("/other/bin/python"))
+    assert "PYTHONPATH" not in other
+    set_there = SglangEngineConfig(environment={"PYTHONPATH": "/theirs"})
+    assert server_environment(set_there, {}, Path("/other/bin/python"))["PYTHONPATH"] == "/theirs"
