@@ -1,8 +1,9 @@
 """Settings of the environment that stands for real rollouts where weights are random. Loads without torch."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from bus.config import Config
 
@@ -62,7 +63,12 @@ class LengthProfileConfig(Config):
     """Discriminates the environment union."""
 
     lengths: LengthsConfig = LogNormalLengths()
-    """How long answers are."""
+    """How long answers are: log_normal, where no type is named."""
 
     seed: int = Field(0, ge=0)
     """Of lengths and rewards: a task's sample has the same of both whenever it is rolled out."""
+
+    @field_validator("lengths", mode="before")
+    @classmethod
+    def _name_the_profile(cls, given: object) -> object:
+        return {"type": "log_normal", **given} if isinstance(given, Mapping) else given
