@@ -111,6 +111,8 @@ def bench_actors(
     engine = validate({"actors": {"engine": {"type": "sglang"}}}, flags(settings)).actors.engine
     if engine.type != "sglang":
         raise ConfigError(f"--actors.engine.type {engine.type}: this command measures an SGLang server")
+    if engine.urls:
+        raise ConfigError("--actors.engine.urls: one server is measured, name it with --actors.engine.url")
     load = ActorLoad(concurrency=concurrency, new_tokens=new_tokens, rounds=rounds)
     _show(measured(engine, partial(random_model, model), load, embedded=not server_only), as_json=as_json)
 

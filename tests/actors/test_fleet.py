@@ -257,7 +257,7 @@ async def test_settings_with_which_no_engine_starts_are_reported_as_such():
 
 
 def test_one_url_is_not_several_engines():
-    with pytest.raises(ValueError, match="start an actor for each URL"):
+    with pytest.raises(ValueError, match="each URL is an engine"):
         ActorsConfig(engine=SglangEngineConfig(url="http://host:1"), fleet=FleetConfig(engines=2))
 
 
