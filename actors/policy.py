@@ -3,8 +3,9 @@
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import count
 from typing import Protocol
 
@@ -161,7 +162,7 @@ class Policy:
 
     async def _complete(self, token_ids: Sequence[int], agent: str, rendered: str | None) -> Completion:
         request_id = f"{next(self._calls)}-{self._rollout_id}"  # none is another's prefix, as SGLang needs
-        generation = await self._engine.generate(GenerationRequest(request_id, token_ids, self.sampling))
+        generation = await self._engine.generate(GenerationRequest(request_id, token_ids, self._seeded()))
         strand = self._strand(agent, token_ids)
         strand.extend(token_ids, generation)
         if rendered is not None:
@@ -170,6 +171,12 @@ class Policy:
             )
         text = self._format.decode(generation.token_ids.tolist())
         return Completion(text, generation.token_ids, generation.finish_reason)
+
+    def _seeded(self) -> Sampling:
+        """The sampling of the next completion, whose seed is other than its siblings' and always the same."""
+        done = sum(len(strand.sampled) for strand in self._strands)
+        digest = blake2b(f"{self._rollout_id}/{done}".encode(), digest_size=8).digest()
+        return replace(self.sampling, seed=int.from_bytes(digest, "big") >> 1)
 
     def _strand(self, agent: str, token_ids: Sequence[int]) -> _Strand:
         """Return the newest strand that `token_ids` continues, or a new one."""
