@@ -145,7 +145,7 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     engine_device
         GPU of the actors.
     steps
-        Measured in each turn, after max_staleness + 2 in which the mode settles.
+        Measured in each turn, after some in which the mode settles.
     rounds
         Each is a turn of one mode, then one of the other.
     prompt_tokens

@@ -180,15 +180,15 @@ async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> d
 
 async def _turn(local: Victim, config: RunConfig, plan: Plan, mode: str, *, begins: bool) -> Turn:
     """Change to the mode, let it settle, and train the steps that count."""
+    bound = config.admission.max_staleness if mode == "async" else 0
     if not begins:
-        bound = config.admission.max_staleness if mode == "async" else 0
         await asyncio.to_thread(_set_bound, local.run, bound)
         local.terminate("storage")
     now = (await asyncio.to_thread(Heard.of, local.run)).step
-    settled = now + config.admission.max_staleness + 2
+    settled = now + bound + 2
     heard = await _until(
         local,
-        lambda heard: heard.step >= settled and (mode == "async" or _staleness(heard, heard.step) == 0),
+        lambda heard: heard.step >= settled and (mode == "async" or _on_policy(heard, heard.step)),
         START_TIMEOUT_S if begins else STEP_TIMEOUT_S,
     )
     turn = Turn(mode, heard.step, heard.step + plan.steps)
@@ -216,6 +216,11 @@ async def _until(local: Victim, found: Callable[[Heard], bool], timeout_s: float
         if time.monotonic() > deadline:
             raise SluiceError(f"no step after {step} for {timeout_s:g} s: see {local.log}, {local.run.logs}")
         await asyncio.sleep(POLL_S)
+
+
+def _on_policy(heard: Heard, step: int) -> bool:
+    """Whether it and the step before were: what began under another bound is over."""
+    return all(earlier in heard.steps and _staleness(heard, earlier) == 0 for earlier in (step - 1, step))
 
 
 def _staleness(heard: Heard, step: int) -> float:
