@@ -54,7 +54,7 @@ def added(given: Settings) -> dict[str, SglangSetting]:
 
 def replicas(given: Settings) -> int:
     """Copies of the model that one server has, each on GPUs of its own."""
-    return 1 if is_on(given.get("enable_dp_attention")) else whole("dp_size", given.get("dp_size", 1))
+    return 1 if is_on(given.get("enable_dp_attention")) else size(given, "dp_size", "data_parallel_size")
 
 
 def is_on(value: SglangSetting | None) -> bool:
@@ -62,16 +62,20 @@ def is_on(value: SglangSetting | None) -> bool:
     return value is not None and str(value).lower() not in ("false", "none", "0", "1")
 
 
-def whole(name: str, value: SglangSetting) -> int:
-    """A size. Raises `ConfigError` for one that is no number."""
-    try:
-        return int(str(value))
-    except ValueError:
-        raise ConfigError(f"actors.engine.server.{name}={value!r} is not a whole number") from None
+def size(given: Settings, *names: str) -> int:
+    """The first of these settings that is given, 1 without any. Raises `ConfigError` for no number."""
+    for name in names:
+        if (value := given.get(name)) is not None:
+            try:
+                return int(str(value))
+            except ValueError:
+                raise ConfigError(f"actors.engine.server.{name}={value!r} is not a whole number") from None
+    return 1
 
 
 def _check_replicas(config: SglangEngineConfig, given: Settings) -> None:
-    ranks, copies = whole("tp_size", given.get("tp_size", 1)), whole("dp_size", given.get("dp_size", 1))
+    ranks = size(given, "tp_size", "tensor_parallel_size")
+    copies = size(given, "dp_size", "data_parallel_size")
     if is_on(given.get("enable_dp_attention")) and (copies < 2 or ranks % copies):
         raise _refusal(
             given,

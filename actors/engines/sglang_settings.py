@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from actors.config import SglangEngineConfig, SglangSetting
-from actors.engines.sglang_features import added, refuse_unfit, replicas, whole
+from actors.engines.sglang_features import added, refuse_unfit, replicas, size
 from bus.errors import ConfigError
 
 Settings = Mapping[str, SglangSetting]
@@ -66,11 +66,11 @@ def base_gpu_id(given: Settings, number: int) -> int:
         number: which engine, from 0.
 
     Raises `ConfigError` for a size that is no number."""
-    if (first := given.get("base_gpu_id")) is not None:
-        return whole("base_gpu_id", first)
+    if given.get("base_gpu_id") is not None:
+        return size(given, "base_gpu_id")
     gpus = replicas(given)
     for name, longer in (("tp_size", "tensor_parallel_size"), ("pp_size", "pipeline_parallel_size")):
-        gpus *= whole(name, given.get(name, given.get(longer, 1)))
+        gpus *= size(given, name, longer)
     return number * gpus
 
 

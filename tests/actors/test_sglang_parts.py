@@ -318,4 +318,4 @@ def test_settings_that_serve_rollouts_pass_to_the_server(model_dir):
 
 def test_replicas_of_one_server_have_gpus_of_their_own():
     assert base_gpu_id({"tp_size": 2, "dp_size": 2}, 1) == 4
-    assert base_gpu_id({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, 1) == 2
+    assert base_gpu_id({"tp_size": 2, "data_parallel_size": 2, "enable_dp_attention": True}, 1) == 2
