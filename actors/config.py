@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from actors.engines.fleet_config import FleetConfig
+from actors.environments.length_config import LengthProfileConfig
 from bus.config import Config
 from storage.transport_config import RelayConfig
 
@@ -68,6 +69,9 @@ class SglangEngineConfig(Config):
     url: str | None = None
     """Attach to the SGLang server at http://host:port, instead of starting one."""
 
+    urls: tuple[str, ...] = ()
+    """Attach to several: the fleet has an engine for each. More join and leave with `launch engines`."""
+
     python: Path | None = None
     """Interpreter of the environment that SGLang is installed in. Without it: the one that runs this, if it
     has SGLang, else that of `make sglang`."""
@@ -115,11 +119,29 @@ class SglangEngineConfig(Config):
 
     @model_validator(mode="after")
     def _attached_servers_are_not_ours(self) -> Self:
-        if self.url is not None and (self.server or self.environment or self.python):
-            raise ValueError(
-                f"url={self.url!r} attaches to a server that runs: leave out server, environment and python"
-            )
+        for url in self.attached:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"url={url!r} is no URL: write it as http://host:port")
+            if self.server or self.environment or self.python:
+                raise ValueError(
+                    f"url={url!r} attaches to a server that runs: leave out server, environment and python"
+                )
+        if self.url is not None and self.urls:
+            raise ValueError(f"url={self.url!r} beside urls: put it among them")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"urls={list(self.urls)} names a server twice: each would load weights twice")
         return self
+
+    @property
+    def attached(self) -> tuple[str, ...]:
+        """Servers that run already; empty where this process starts its own."""
+        return self.urls or (() if self.url is None else (self.url,))
+
+    def attached_to(self, url: str) -> "SglangEngineConfig":
+        """The settings of an engine at one of them."""
+        return self.model_copy(
+            update={"url": url.rstrip("/"), "urls": (), "server": {}, "environment": {}, "python": None}
+        )
 
 
 EngineConfig = Annotated[EmbeddedEngineConfig | SglangEngineConfig, Field(discriminator="type")]
@@ -138,6 +160,9 @@ class SingleTurnConfig(Config):
     """Longest that one call of the reward may take; after it the rollout counts as failed."""
 
 
+EnvironmentConfig = Annotated[SingleTurnConfig | LengthProfileConfig, Field(discriminator="type")]
+
+
 class ActorsConfig(Config):
     """One actor process: its engine, what it does with a prompt, how much at once."""
 
@@ -147,7 +172,7 @@ class ActorsConfig(Config):
     fleet: FleetConfig = FleetConfig()
     """How many such engines, how requests find one, and what becomes of one that fails."""
 
-    environment: SingleTurnConfig = SingleTurnConfig()
+    environment: EnvironmentConfig = SingleTurnConfig()
     """What a rollout is, and how it is rewarded."""
 
     weights: RelayConfig = RelayConfig()
@@ -172,11 +197,11 @@ class ActorsConfig(Config):
 
     @model_validator(mode="after")
     def _a_url_is_one_engine(self) -> Self:
-        url = getattr(self.engine, "url", None)
-        if url is not None and self.fleet.engines > 1:
+        urls = self.engine.attached if isinstance(self.engine, SglangEngineConfig) else ()
+        if urls and self.fleet.engines not in (1, len(urls)):
             raise ValueError(
-                f"engine.url={url!r} is one engine, fleet.engines={self.fleet.engines}: "
-                "start an actor for each URL"
+                f"engine.urls names {len(urls)} servers, fleet.engines={self.fleet.engines}: leave that out, "
+                "each URL is an engine"
             )
         return self
 

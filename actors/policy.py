@@ -3,8 +3,9 @@
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import count
 from typing import Protocol
 
@@ -176,9 +177,8 @@ class Policy:
 
     async def _complete(self, token_ids: Sequence[int], agent: str, rendered: str | None) -> Completion:
         request_id = f"{next(self._calls)}-{self._rollout_id}"  # none is another's prefix, as SGLang needs
-        request = GenerationRequest(
-            request_id, token_ids, self.sampling, self._experts_from(agent, token_ids)
-        )
+        experts_from = self._experts_from(agent, token_ids)
+        request = GenerationRequest(request_id, token_ids, self._seeded(request_id), experts_from)
         generation = await self._engine.generate(request)
         strand = self._continued(agent, token_ids)
         if strand is None:
@@ -190,6 +190,11 @@ class Policy:
             )
         text = self._format.decode(generation.token_ids.tolist())
         return Completion(text, generation.token_ids, generation.finish_reason)
+
+    def _seeded(self, request_id: str) -> Sampling:
+        """The sampling of one request, whose seed is other than its siblings' and always the same."""
+        digest = blake2b(request_id.encode(), digest_size=8).digest()
+        return replace(self.sampling, seed=int.from_bytes(digest, "big") >> 1)
 
     def _experts_from(self, agent: str, token_ids: Sequence[int]) -> int | None:
         """First of the tokens whose experts are not recorded yet; None when none are."""

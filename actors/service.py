@@ -17,10 +17,12 @@ from actors.config import ActorsConfig, SamplingConfig
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import build_engine, evaluation_engine
 from actors.engines.fleet import Fleet
-from actors.environments.single_turn import SingleTurn
+from actors.engines.joining import EngineDesk, attached_builds
+from actors.environments.build import build_environment
 from actors.evaluation import Evaluator
 from actors.filters import load_filter
 from actors.policy import Policy
+from actors.reporting import report_metrics
 from actors.weights import PolicyFollower, fetch_model_files
 from actors.worker import Worker
 from bus.codec import Json
@@ -47,7 +49,7 @@ class ActorSettings:
 
 async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> None:
     """Roll out until `stop`, or until the learner says that it is done."""
-    environment = SingleTurn.from_config(settings.actors.environment)
+    environment = build_environment(settings.actors.environment)
     keep = load_filter(settings.actors.group_filter)
     manifest = await _first_policy(bus, settings.actors.patience_s, stop)
     if manifest is None:
@@ -85,7 +87,8 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
             evaluator = Evaluator(
                 bus, build_evaluator, tokenizer, environment, sampled=sampled, greedy=greedy, blobs=blobs
             )
-            actor = _Actor(bus, engine, follower, worker, evaluator)
+            desk = EngineDesk(bus, engine, settings.actors.engine, model, actor=actor_name())
+            actor = _Actor(bus, engine, follower, worker, evaluator, desk)
             await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
         finally:
             await engine.close()
@@ -95,13 +98,15 @@ class _Actor:
     """The parts of an actor process, run together, and what they show."""
 
     def __init__(
-        self, bus: Bus, engine: Fleet, follower: PolicyFollower, worker: Worker, evaluator: Evaluator
-    ) -> None:
+        self, bus: Bus, engine: Fleet, follower: PolicyFollower, worker: Worker, evaluator: Evaluator,
+        desk: EngineDesk,
+    ) -> None:  # fmt: skip
         self._bus = bus
         self._engine = engine
         self._follower = follower
         self._worker = worker
         self._evaluator = evaluator
+        self._desk = desk
         self._seen = (time.monotonic(), 0)
 
     async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
@@ -111,6 +116,10 @@ class _Actor:
             tasks.create_task(
                 report_status(self._bus, source=actor_name(), role="actor", look=self._look, stop=finished)
             )
+            tasks.create_task(
+                report_metrics(self._bus, source=actor_name(), look=self._counters, stop=finished)
+            )
+            tasks.create_task(self._desk.run(finished))
             tasks.create_task(self._stop_when_done(stop))
             try:
                 async with asyncio.TaskGroup() as work:
@@ -134,6 +143,16 @@ class _Actor:
                     await stop.wait()
             except TimeoutError:
                 continue
+
+    def _counters(self) -> tuple[int, dict[str, Json]]:
+        engine = self._engine
+        return max(0, engine.policy_version), {
+            "engine/count": len(engine.engines),
+            "engine/busy_s": engine.busy_s,
+            "engine/request_s": engine.request_s,
+            "engine/tokens": engine.tokens_generated,
+            "engine/pause_s": self._follower.pause_s,
+        }
 
     def _look(self) -> tuple[str, dict[str, Json]]:
         engine = self._engine
@@ -166,7 +185,7 @@ def _fleet(settings: ActorSettings, model: Path) -> Fleet:
         log_file = settings.logs / f"engine-{number}-{actor_name()}.log"
         build = partial(build_engine, engine, model, log_file, number=number)
         builds[f"engine-{number}"] = partial(asyncio.to_thread, build)
-    return Fleet(builds, settings.actors.fleet)
+    return Fleet(attached_builds(engine, model) or builds, settings.actors.fleet)
 
 
 def actor_name() -> str:

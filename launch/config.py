@@ -6,18 +6,21 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from actors.config import ActorsConfig, SamplingConfig
+from actors.environments.length_config import LengthProfileConfig
 from bus.config import BusConfig, Config
 from bus.errors import ConfigError
 from learner.config import LearnerConfig, ModelConfig, WarmupConfig
 from storage.config import AdmissionConfig, DataConfig, EvaluationConfig, ReplayConfig
 
 Layer = Mapping[str, Any]
+PARTS = ("bus", "storage", "actors", "learner")
+"""The processes of `launch local`."""
 
 
 class ProcessConfig(Config):
@@ -81,8 +84,18 @@ class SupervisionConfig(Config):
     longest_pause_s: float = Field(30.0, ge=0)
     """Before any restart."""
 
+    environment: dict[str, dict[str, str]] = Field(default_factory=dict)
+    """Environment variables of single processes, by the name of each: bus, storage, actors, learner. On two
+    GPUs: `learner.CUDA_VISIBLE_DEVICES = "0"`, `actors.CUDA_VISIBLE_DEVICES = "1"`."""
+
     failed_drain_s: float = Field(30.0, gt=0)
     """Once a process has failed for good the others may take no longer to end: they may wait for that one."""
+
+    @model_validator(mode="after")
+    def _processes_are_there(self) -> Self:
+        if unknown := sorted(set(self.environment) - set(PARTS)):
+            raise ValueError(f"environment has {unknown[0]!r}, the processes are: {', '.join(PARTS)}")
+        return self
 
 
 class RunConfig(ProcessConfig):
@@ -208,6 +221,14 @@ def _may_be_none(location: tuple[str, ...]) -> bool:
 
 def _check_together(config: RunConfig) -> None:
     """What single sections cannot know of each other."""
+    environment = config.actors.environment
+    if isinstance(environment, LengthProfileConfig):
+        longest, limit = environment.lengths.longest, config.sampling.max_new_tokens
+        if longest > limit:
+            raise ConfigError(
+                f"actors.environment.lengths: answers of up to {longest} tokens, but "
+                f"sampling.max_new_tokens={limit}: raise that, or lower the longest"
+            )
     generated = config.data.task is not None and config.data.prompts is None
     if config.learner.target_accuracy and not (config.data.heldout or generated):
         raise ConfigError(

@@ -194,14 +194,14 @@ def _refuse_no_checkpoint(directory: Path | None) -> None:
 
 async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:
     """One actor process until `stop` or the end of the run."""
-    from actors.environments.single_turn import SingleTurn
+    from actors.environments.build import build_environment
     from actors.filters import load_filter
 
     async with Bus.connect(where.bus, where.run, name="actors") as bus:
         config = await joined(bus, where, overrides, stop)
         if config is None:
             return
-        SingleTurn.from_config(config.actors.environment)  # before torch loads: a wrong name shows at once
+        build_environment(config.actors.environment)  # before torch loads: a wrong name shows at once
         load_filter(config.actors.group_filter)
         log.info("actors_starting", run=config.run)
         from actors.service import ActorSettings, run_actors

@@ -27,6 +27,8 @@ class Sampling:
     max_new_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends the generation and is its last token."""
+    seed: int | None = None
+    """Decides the tokens, at an engine that is deterministic; others draw as they like."""
 
     @classmethod
     def from_config(cls, config: SamplingConfig, stop_token_ids: Iterable[int]) -> Self:

@@ -48,6 +48,7 @@ class Fleet:
         self._turn = asyncio.Condition()
         self._end: EngineError | None = None
         self._tokens_of_the_left = 0
+        self._busy_s_of_the_left = self._request_s_of_the_left = 0.0
         for name, build in builds.items():
             self._add(name, build)
 
@@ -71,6 +72,18 @@ class Fleet:
     def tokens_generated(self) -> int:
         """Tokens sampled since the start, also by engines that are gone."""
         return self._tokens_of_the_left + sum(member.tokens_generated for member in self._members.values())
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that engines had a request or more, added up over all engines that ever were."""
+        here = sum(member.occupancy.busy_s for member in self._members.values())
+        return self._busy_s_of_the_left + here
+
+    @property
+    def request_s(self) -> float:
+        """Seconds that requests had a place at an engine, added up over all of them."""
+        here = sum(member.occupancy.request_s for member in self._members.values())
+        return self._request_s_of_the_left + here
 
     @property
     def failure(self) -> str:
@@ -200,6 +213,8 @@ class Fleet:
     def _forget(self, member: Member) -> None:
         del self._members[member.name], self._living[member.name]
         self._tokens_of_the_left += member.tokens_generated
+        self._busy_s_of_the_left += member.occupancy.busy_s
+        self._request_s_of_the_left += member.occupancy.request_s
         self._affinity.forget(member.name)
 
     def _changed(self, name: str) -> None:
@@ -244,7 +259,7 @@ class Fleet:
             ticket.refusals[ticket.member.name] = error
         finally:
             if ticket.member is not None:
-                ticket.member.seated.discard(ticket)
+                ticket.member.unseat(ticket)
                 ticket.member = ticket.attempt_id = None
                 self._dispatch()
 
@@ -282,8 +297,7 @@ class Fleet:
             elif member := self._choose(ticket, open_to_it):
                 self._queue.remove(ticket)
                 ticket.member = member
-                member.seated.add(ticket)
-                member.served += 1
+                member.seat(ticket)
                 self._note_affinity(ticket, member)
                 ticket.seat.set_result(None)
 

@@ -19,6 +19,7 @@ from actors.engines.base import (
 )
 from actors.engines.fleet_config import FleetConfig
 from actors.engines.host_weights import HostWeights
+from actors.engines.occupancy import Occupancy
 from actors.engines.ticket import Ticket
 from actors.engines.waiting import bounded, first, hear, set_within, unless
 from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError
@@ -58,6 +59,8 @@ class Member:
         self.state: State = "starting"
         self.seated: set[Ticket] = set()
         """Requests that have a place here."""
+        self.occupancy = Occupancy()
+        """Of its places."""
         self.served = 0
         """Requests that ever had one."""
         self.restarts = 0
@@ -115,6 +118,17 @@ class Member:
     def hopeless(self) -> bool:
         """Whether no engine will serve here again."""
         return self.state in ("given up", "left")
+
+    def seat(self, ticket: Ticket) -> None:
+        """Give a request a place."""
+        self.seated.add(ticket)
+        self.served += 1
+        self.occupancy.note(len(self.seated))
+
+    def unseat(self, ticket: Ticket) -> None:
+        """Take its place from it."""
+        self.seated.discard(ticket)
+        self.occupancy.note(len(self.seated))
 
     async def live(self) -> None:
         """Serve until `leave`, or until too many engines failed here."""

@@ -241,6 +241,7 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
             "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": stops or None,
             "ignore_eos": not stops,
+            "sampling_seed": sampling.seed,  # a deterministic server would give all without one the same
         },
         "return_logprob": True,
         "extra_key": salt,

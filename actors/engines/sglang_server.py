@@ -49,8 +49,8 @@ class OwnServer:
         """Start a process, with arbitrary weights."""
         port = free_port(HOST)
         settings = server_settings(self._config, self._model, host=HOST, port=port, number=self._number)
-        environment = server_environment(self._config, settings)
         python = interpreter(self._config)
+        environment = server_environment(self._config, settings, python)
         self.process = await ServerProcess.start(python, settings, environment, self._log_file)
         return f"http://{HOST}:{port}"
 

@@ -257,7 +257,7 @@ async def test_settings_with_which_no_engine_starts_are_reported_as_such():
 
 
 def test_one_url_is_not_several_engines():
-    with pytest.raises(ValueError, match="start an actor for each URL"):
+    with pytest.raises(ValueError, match="each URL is an engine"):
         ActorsConfig(engine=SglangEngineConfig(url="http://host:1"), fleet=FleetConfig(engines=2))
 
 
@@ -453,3 +453,20 @@ async def test_request_ids_are_unique_among_those_in_flight():
         with pytest.raises(RequestRefusedError, match="already in flight"):
             await yard.ask("a")
         is_right(await first)
+
+
+@virtual
+async def test_busy_time_is_that_of_engines_with_a_request_and_outlives_them():
+    async with Yard(2, token_s=1.0, affinity_slack=0, requests_per_engine=1) as yard:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        assert yard.fleet.busy_s == 0
+        await asyncio.gather(*(yard.ask(f"r{n}", [n], new=10) for n in range(3)))
+        took = loop.time() - began
+        assert yard.fleet.request_s == pytest.approx(30, abs=3)
+        assert yard.fleet.busy_s == pytest.approx(yard.fleet.request_s)  # one at a time on each
+        assert yard.fleet.busy_s < 2 * took
+        before = yard.fleet.busy_s
+        await asyncio.sleep(50)
+        await yard.fleet.leave("e0")
+        assert yard.fleet.busy_s == before

@@ -2,8 +2,10 @@
 
 import json
 import resource
+import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from actors.config import SglangEngineConfig
 from actors.engines import sglang_weights
 from actors.engines.sglang_answers import read_answer
 from actors.engines.sglang_launcher import _flags
-from actors.engines.sglang_settings import base_gpu_id, server_settings
+from actors.engines.sglang_settings import base_gpu_id, server_environment, server_settings
 from actors.engines.sglang_weights import HeldWeights, buckets
 from bus.errors import ConfigError, EngineError
 from tests.actors.tiny import request
@@ -249,3 +251,71 @@ def test_settings_become_flags_as_the_command_line_wants_them():
 def test_a_server_of_somebody_else_takes_no_settings():
     with pytest.raises(ValueError, match="leave out server, environment and python"):
         SglangEngineConfig(url="http://127.0.0.1:1", server={"dtype": "float32"})
+
+
+def test_a_server_of_this_interpreter_sees_the_same_packages_and_another_does_not(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/site")
+    own = server_environment(SglangEngineConfig(), {}, Path(sys.executable))
+    assert own["PYTHONPATH"] == "/site"
+    other = server_environment(SglangEngineConfig(), {}, Path("/other/bin/python"))
+    assert "PYTHONPATH" not in other
+    set_there = SglangEngineConfig(environment={"PYTHONPATH": "/theirs"})
+    assert server_environment(set_there, {}, Path("/other/bin/python"))["PYTHONPATH"] == "/theirs"
+
+
+@pytest.mark.parametrize(
+    ("server", "engine", "says"),
+    [
+        (
+            {"speculative_algorithm": "NGRAM"},
+            {},
+            "needs a GPU, this server is on the CPU: its kernels",
+        ),
+        ({"enable-deterministic-inference": True}, {}, "needs a GPU, .* batch-invariant kernels"),
+        ({"enable_dp_attention": "true", "tp_size": 2, "dp_size": 2}, {}, "its ranks are GPUs"),
+        ({"device": "cuda", "disaggregation_mode": "prefill"}, {}, "half of a pair"),
+        (
+            {"device": "cuda", "speculative_accept_threshold_acc": 0.9},
+            {},
+            "would be of others. Set 1",
+        ),
+        (
+            {"device": "cuda", "enable_dp_attention": True, "tp_size": 4, "dp_size": 3},
+            {},
+            "divides tp_size=4 by dp_size=3: give a divisor",
+        ),
+        ({"device": "cuda", "dp_size": 2}, {"update": "tensor"}, "set actors.fleet.engines instead"),
+        ({"device": "cuda", "dp_size": "two"}, {}, "dp_size='two' is not a whole number"),
+    ],
+)
+def test_settings_that_a_run_would_suffer_from_are_refused(model_dir, server, engine, says):
+    config = SglangEngineConfig(server={"device": "cpu", **server}, **engine)
+    with pytest.raises(ConfigError, match=f"actors.engine.server.*{says}"):
+        server_settings(config, model_dir, host="h", port=1, number=0)
+
+
+def test_settings_that_serve_rollouts_pass_to_the_server(model_dir):
+    chosen = {
+        "device": "cuda",
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": "/draft",
+        "speculative_accept_threshold_acc": 1.0,
+        "enable_deterministic_inference": True,
+        "attention_backend": "fa3",
+        "enable_dp_attention": True,
+        "tp_size": 4,
+        "dp_size": 2,
+    }
+    config = SglangEngineConfig(server=chosen)
+    settings = server_settings(config, model_dir, host="h", port=1, number=1)
+    assert settings.items() >= chosen.items()
+    assert settings["speculative_draft_load_format"] == "auto", "the policy's own weights come later"
+    assert settings["base_gpu_id"] == 4
+    own = SglangEngineConfig(server={**chosen, "speculative_draft_load_format": "dummy"})
+    format_ = server_settings(own, model_dir, host="h", port=1, number=0)["speculative_draft_load_format"]
+    assert format_ == "dummy"
+
+
+def test_replicas_of_one_server_have_gpus_of_their_own():
+    assert base_gpu_id({"tp_size": 2, "dp_size": 2}, 1) == 4
+    assert base_gpu_id({"tp_size": 2, "data_parallel_size": 2, "enable_dp_attention": True}, 1) == 2
