@@ -8,7 +8,7 @@ from bus.errors import BusError, ConfigError
 from bus.messages import AnchorWanted, PolicyManifest
 from learner import publish as publishing
 from learner.config import PublicationConfig
-from learner.host_copy import HostCopy, host_tensors
+from learner.host_copy import host_tensors
 from learner.publish import WeightPublisher
 from storage.blob_sources import Blobs
 from storage.blob_stores import BusBlobs
@@ -263,15 +263,3 @@ async def test_a_model_too_large_for_the_stream_names_the_other_transports(bus):
     await bus.js.update_stream(config.evolve(max_bytes=100 << 20))
     with pytest.raises(ConfigError, match=r"transport\.type to http or files"):
         await BusBlobs(bus).put(bytes(64 << 20), "one", 0)
-
-
-def test_host_copies_take_turns_and_convert():
-    copies = HostCopy(torch.bfloat16)
-    first = copies.take([("a", torch.ones(3)), ("b", torch.full((2, 2), 1 / 3))])
-    second = copies.take([("a", torch.zeros(3)), ("b", torch.zeros(2, 2))])
-    assert (first["a"].tolist(), second["a"].tolist()) == ([1] * 3, [0] * 3)
-    assert first["b"].dtype == torch.bfloat16
-    third = copies.take([("a", torch.full((3,), 2.0)), ("b", torch.zeros(2, 2))])
-    assert third["a"].data_ptr() == first["a"].data_ptr()
-    words = host_tensors(third)["a"]
-    assert (words.dtype, words.shape, words.words.tolist()) == ("BF16", (3,), [0x4000] * 3)
