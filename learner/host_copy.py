@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
-from math import prod
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from storage.weights import TORCH_DTYPES, WORD, HostTensor
 NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
 """Of safetensors."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-ALIGNED_BYTES = 64
 SHORT_BYTES = 512 << 20
 """Copied where it is asked for, on a CPU: to wake the thread, and be woken, takes a tenth as long or more."""
 
@@ -95,13 +93,9 @@ class _Buffers:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         self.shapes = shapes
-        apart = ALIGNED_BYTES // dtype.itemsize
-        sizes = [-(-prod(shape) // apart) * apart for shape in shapes.values()]
-        flat = host_memory((sum(sizes),), dtype, page_locked=device().type == "cuda")
-        self.tensors = {
-            name: piece[: prod(shape)].view(shape)
-            for (name, shape), piece in zip(shapes.items(), torch.split(flat, sizes), strict=True)
-        }
+        wanted = ((shape, dtype) for shape in shapes.values())
+        memory = host_memory(wanted, page_locked=device().type == "cuda")
+        self.tensors = dict(zip(shapes, memory, strict=True))
         self.words = host_tensors(self.tensors)
         self._weights: Exported | None = None
         self._sources: list[Tensor] = []

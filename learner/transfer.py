@@ -2,6 +2,7 @@
 
 import mmap
 import weakref
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import numpy as np
@@ -11,6 +12,8 @@ from torch import Tensor
 from bus.errors import TrainingError
 
 CUDA_SUCCESS = 0
+ALIGNED_BYTES = 64
+"""Between the beginnings of two tensors."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -24,18 +27,24 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def host_memory(sizes: tuple[int, ...], dtype: torch.dtype, *, page_locked: bool) -> Tensor:
-    """Return zeros in memory of the host that stays where it is if `page_locked`, for copies beside the work.
+def host_memory(wanted: Iterable[tuple[Sequence[int], torch.dtype]], *, page_locked: bool) -> list[Tensor]:
+    """Return zeros of these shapes and dtypes, all in one piece of the host's memory.
 
-    Takes whole pages, and no more: what torch pins takes the next power of two bytes, and is never given
-    back. Raises `TrainingError` when the system does not let so much be locked.
+    Locked, the pages stay where they are, so that copies run beside the work. They take no more than the
+    tensors: what torch pins is rounded up to a power of two bytes, tensor by tensor, and never given back.
+    Raises `TrainingError` when the system does not let so much be locked.
     """
-    size_bytes = prod(sizes) * dtype.itemsize
-    pages = mmap.mmap(-1, page_bytes(size_bytes))
-    memory = np.frombuffer(pages, np.uint8)
+    wanted = list(wanted)
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
+    rooms = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
+    memory = np.frombuffer(mmap.mmap(-1, page_bytes(sum(rooms))), np.uint8)
     if page_locked:
         _lock(memory)
-    return torch.from_numpy(memory)[:size_bytes].view(dtype).view(sizes)
+    pieces = torch.split(torch.from_numpy(memory)[: sum(rooms)], rooms)
+    return [
+        piece[:size].view(dtype).view(tuple(shape))
+        for piece, size, (shape, dtype) in zip(pieces, sizes, wanted, strict=True)
+    ]
 
 
 def page_bytes(size_bytes: int) -> int:
