@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -13,7 +14,7 @@ from actors.received import Receiver, torch_tensors
 from bus.blobs import get_blob
 from bus.codec import decode
 from bus.connection import Bus
-from bus.errors import BusError, StorageError
+from bus.errors import BusError, ConfigError, StorageError
 from bus.messages import AnchorWanted, BlobRef, ModelFiles, PolicyManifest
 from storage.blob_sources import Blobs, BlobSource
 from storage.model_files import unbundle
@@ -38,6 +39,33 @@ async def fetch_model_files(bus: Bus, ref: BlobRef, directory: Path) -> Path:
     files = decode(await get_blob(bus, ref), ModelFiles)
     await asyncio.to_thread(unbundle, files, directory)
     return directory
+
+
+async def obtain_model(
+    bus: Bus, manifest: PolicyManifest, directory: Path, *, patience_s: float, stop: asyncio.Event
+) -> Path | None:
+    """As `fetch_model_files`, of the policy announced last; the learner is asked for what the bus lost.
+
+    None on `stop`. Raises `ConfigError` after `patience_s`."""
+    deadline = time.monotonic() + patience_s
+    while not stop.is_set():
+        try:
+            return await fetch_model_files(bus, manifest.model, directory)
+        except BusError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"waited {patience_s:g} s for the model's config and tokenizer: {error}. "
+                    "Is `launch learner` running for this run?"
+                ) from error
+            log.warning("model_files_not_fetched", reason=str(error))
+            wanted = AnchorWanted(incarnation="", policy_version=-1, reason=str(error))
+            await bus.notify(bus.subject("notice", "anchor"), wanted)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await stop.wait()
+        found = await bus.get("policy", PolicyManifest)
+        manifest = found[0] if found else manifest
+    return None
 
 
 class PolicyFollower:

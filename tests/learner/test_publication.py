@@ -3,7 +3,7 @@ import asyncio
 import pytest
 import torch
 
-from actors.weights import fetch_model_files, fetch_state
+from actors.weights import fetch_model_files, fetch_state, obtain_model
 from bus.errors import BusError, ConfigError
 from bus.messages import AnchorWanted, PolicyManifest
 from learner import publish as publishing
@@ -255,6 +255,27 @@ async def test_the_announcement_comes_again_when_its_key_was_lost(bus, served):
             await bus.notify(bus.subject("notice", "anchor"), wanted)
             await asyncio.sleep(0.02)
     assert await announced(bus) == manifest
+
+
+async def test_config_and_tokenizer_that_the_bus_lost_are_stored_again_for_who_asks(bus, served, tmp_path):
+    manifest = await publish(served, 0)
+    await bus.js.purge_stream(bus.topology.stream("WEIGHTS"), subject=f"{manifest.model.subject}.*")
+    with pytest.raises(BusError, match="not on the bus"):
+        await fetch_model_files(bus, manifest.model, tmp_path / "there")
+    stop = asyncio.Event()
+    async with asyncio.timeout(TIMEOUT_S):
+        there = await obtain_model(bus, manifest, tmp_path / "there", patience_s=TIMEOUT_S, stop=stop)
+    assert [path.name for path in there.iterdir()] == ["config.json"]
+    assert (await announced(bus)).snapshot == manifest.snapshot, "the weights were there all the time"
+
+
+async def test_who_waits_for_a_model_that_nobody_stores_is_told_so_or_stops(bus, publisher, tmp_path):
+    manifest, stop = await publish(publisher, 0), asyncio.Event()
+    await bus.js.purge_stream(bus.topology.stream("WEIGHTS"))
+    with pytest.raises(ConfigError, match=r"waited 0 s for the model's config .* not on the bus"):
+        await obtain_model(bus, manifest, tmp_path, patience_s=0.0, stop=stop)
+    stop.set()
+    assert await obtain_model(bus, manifest, tmp_path, patience_s=TIMEOUT_S, stop=stop) is None
 
 
 async def test_a_model_too_large_for_the_stream_names_the_other_transports(bus):
