@@ -23,6 +23,8 @@ class UnreachableError(EngineError):
 
 SHORT_S = 30.0
 """For requests that a working server answers at once."""
+NONE_OPEN = (400, 404)
+"""No update is open; it has no such sessions (0.5.17)."""
 Json = dict[str, Any]
 
 
@@ -144,6 +146,14 @@ class SglangClient:
             await self._update("/update_weights_from_tensor", body, timeout_s)
         if facts.update_sessions:
             await self._update("/end_weight_update", {}, timeout_s)
+
+    async def end_open_update(self) -> None:
+        """End an update that somebody began and did not end: as long as it is open, no other may begin."""
+        try:
+            await self._call("POST", "/end_weight_update", {})
+        except EngineError as error:
+            if not any(f"answered with status {status}" in str(error) for status in NONE_OPEN):
+                raise
 
     async def weight_version(self) -> str:
         """The version that the server says its weights are."""

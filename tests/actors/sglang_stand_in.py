@@ -16,6 +16,8 @@ class StandIn:
         """Of each request that carried weights."""
         self.version = "default"
         self.refuses_weights = False
+        self.updating = False
+        """Between /begin_weight_update and /end_weight_update."""
         self.running = asyncio.Event()
         """Cleared while it is paused or hangs."""
         self.running.set()
@@ -54,6 +56,10 @@ class StandIn:
                 self.running.clear()
             case "continue_generation":
                 self.running.set()
+            case "begin_weight_update" | "end_weight_update":
+                if self.updating == (path == "begin_weight_update"):
+                    return web.json_response({"success": False, "message": "wrong order"}, status=400)
+                self.updating = not self.updating
             case "update_weights_from_disk" | "update_weights_from_tensor":
                 if self.refuses_weights:
                     return web.json_response({"success": False, "message": "out of memory"})

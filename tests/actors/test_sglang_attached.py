@@ -98,10 +98,12 @@ async def test_a_version_without_a_changed_tensor_reaches_the_server(server, att
     assert server.versions == ["0", "1"]
 
 
-async def test_a_server_that_was_left_paused_goes_on_when_an_engine_attaches(server, attach):
+async def test_a_server_that_was_left_in_an_update_goes_on_when_an_engine_attaches(server, attach):
     server.running.clear()
-    engine = attach()
+    server.updating = True
+    engine = attach(update="tensor")
     await asyncio.wait_for(engine.start(), TIMEOUT_S)
     await engine.load_weights(STATE, 0)
+    assert not server.updating
     assert len((await engine.generate(request("after", [1], new=4))).token_ids) == 4
     await engine.close()
