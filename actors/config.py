@@ -9,6 +9,8 @@ from actors.engines.fleet_config import FleetConfig
 from bus.config import Config
 from storage.transport_config import RelayConfig
 
+REST_S = 90.0
+"""Longest that a SGLang server is paused, continued and ended, besides starting or loading weights."""
 SglangSetting = bool | int | float | str | tuple[int | float | str, ...]
 
 
@@ -95,7 +97,7 @@ class SglangEngineConfig(Config):
     this name, unless it is longer, interrupts it before."""
 
     update_timeout_s: float = Field(600.0, gt=0)
-    """How long the server may take to load weights; with `drain`, also to end what is in flight."""
+    """How long an update may take, with `drain` from the moment on when no request is let through."""
 
     health_every_s: float = Field(10.0, gt=0)
     """Between two looks at whether the server still generates."""
@@ -176,9 +178,10 @@ class ActorsConfig(Config):
         if isinstance(self.engine, SglangEngineConfig):
             for limit in ("start_timeout_s", "update_timeout_s"):
                 own, fleets = getattr(self.engine, limit), getattr(self.fleet, limit)
-                if own >= fleets:
+                if own + REST_S > fleets:
                     raise ValueError(
-                        f"engine.{limit}={own:g} is not below fleet.{limit}={fleets:g}: lower the "
-                        "engine's or raise the fleet's"
+                        f"engine.{limit}={own:g} and {REST_S:g} s to pause and end a server are more than "
+                        f"fleet.{limit}={fleets:g}: lower the engine's, or raise the fleet's to "
+                        f"{own + REST_S:g}"
                     )
         return self

@@ -14,6 +14,7 @@ import torch
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.sglang_answers import read_answer
+from actors.engines.waiting import bounded
 from bus.errors import EngineError, RequestRefusedError
 
 
@@ -131,21 +132,24 @@ class SglangClient:
         flush: bool,
         timeout_s: float,
     ) -> None:
-        """Take tensors from the bodies of requests, one for each bucket; the last sets the version."""
-        if facts.update_sessions:
-            await self._update("/begin_weight_update", {}, timeout_s)
-        waiting = list(buckets)
-        for bucket in waiting:
-            last = bucket is waiting[-1]
-            body = {
-                "serialized_named_tensors": [_pickled(bucket)] * facts.tensor_ranks,
-                "flush_cache": flush and last,
-                "weight_version": str(policy_version) if last else None,
-                "abort_all_requests": False,
-            }
-            await self._update("/update_weights_from_tensor", body, timeout_s)
-        if facts.update_sessions:
-            await self._update("/end_weight_update", {}, timeout_s)
+        """Take tensors from the bodies of requests, one for each bucket; the last sets the version.
+
+        All of it takes no longer than `timeout_s`."""
+        async with bounded(timeout_s, f"{self.url} did not take all tensors"):
+            if facts.update_sessions:
+                await self._update("/begin_weight_update", {}, timeout_s)
+            waiting = list(buckets)
+            for bucket in waiting:
+                last = bucket is waiting[-1]
+                body = {
+                    "serialized_named_tensors": [_pickled(bucket)] * facts.tensor_ranks,
+                    "flush_cache": flush and last,
+                    "weight_version": str(policy_version) if last else None,
+                    "abort_all_requests": False,
+                }
+                await self._update("/update_weights_from_tensor", body, timeout_s)
+            if facts.update_sessions:
+                await self._update("/end_weight_update", {}, timeout_s)
 
     async def end_open_update(self) -> None:
         """End an update that somebody began and did not end: as long as it is open, no other may begin."""

@@ -57,14 +57,22 @@ class StandIn:
             case "continue_generation":
                 self.running.set()
             case "begin_weight_update" | "end_weight_update":
-                if self.updating == (path == "begin_weight_update"):
-                    return web.json_response({"success": False, "message": "wrong order"}, status=400)
-                self.updating = not self.updating
+                return self._session(begins=path == "begin_weight_update")
             case "update_weights_from_disk" | "update_weights_from_tensor":
-                if self.refuses_weights:
-                    return web.json_response({"success": False, "message": "out of memory"})
-                self.versions.append(body["weight_version"])
-                self.version = body["weight_version"] or self.version
+                return self._updated(body["weight_version"])
+        return web.json_response({"success": True})
+
+    def _session(self, *, begins: bool) -> web.Response:
+        if self.updating == begins:
+            return web.json_response({"success": False, "message": "wrong order"}, status=400)
+        self.updating = begins
+        return web.json_response({"success": True})
+
+    def _updated(self, version: str | None) -> web.Response:
+        if self.refuses_weights:
+            return web.json_response({"success": False, "message": "out of memory"})
+        self.versions.append(version)
+        self.version = version or self.version
         return web.json_response({"success": True})
 
     def _generated(self, count: int) -> dict[str, object]:
