@@ -69,7 +69,7 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         try:
             if not await _started(bus, engine, stop):
                 return
-            follower = PolicyFollower(bus, engine, blobs)
+            follower = PolicyFollower(bus, engine, blobs, loads_at_once=2)
             worker = Worker(
                 bus,
                 Policy(engine, tokenizer, sampled, mask_older_versions=settings.actors.mask_older_versions),
