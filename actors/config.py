@@ -86,8 +86,8 @@ class SglangEngineConfig(Config):
     `retract`: they compute it again with the new weights. `drain`: the update waits for their end."""
 
     weights_directory: Path | None = None
-    """Where each engine keeps a copy of the weights, of the size of the model, and for updates up to half of
-    that again if there is room; without it in memory, /dev/shm."""
+    """Where the tensors of an update lie while a server reads them, the first time of the size of the model;
+    without it in memory, /dev/shm."""
 
     start_timeout_s: float = Field(900.0, gt=0)
     """How long a server may take to start; the first start on a GPU compiles kernels."""

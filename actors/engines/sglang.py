@@ -57,7 +57,8 @@ class SglangEngine:
         """Why it has stopped for good; empty as long as it has not."""
         self.tokens_generated = 0
         self._config = config
-        self._held = HeldWeights(model_dir, config.weights_directory)
+        in_files = config.update != "tensor"
+        self._held = HeldWeights(model_dir, config.weights_directory, in_files=in_files)
         self._server: Server = (
             AttachedServer(config)
             if config.url is not None
@@ -262,6 +263,7 @@ class SglangEngine:
         try:
             if config.update == "disk":
                 await client.load_files(directory, version, flush=flush, timeout_s=timeout_s)
+                await asyncio.to_thread(self._held.drop)
             else:
                 parts = buckets(state)
                 await client.load_tensors(parts, version, facts, flush=flush, timeout_s=timeout_s)

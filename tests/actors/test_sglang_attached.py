@@ -86,7 +86,7 @@ async def test_a_server_that_is_away_is_waited_for_and_then_named(server, attach
 
 
 @pytest.mark.parametrize("update", ["disk", "tensor"])
-async def test_a_version_without_a_changed_tensor_reaches_the_server(server, attach, update):
+async def test_a_version_without_a_changed_tensor_reaches_the_server(server, attach, update, tmp_path):
     engine = attach(update=update)
     await engine.start()
     with pytest.raises(EngineError, match="the first weights of an engine must be all of them"):
@@ -94,6 +94,7 @@ async def test_a_version_without_a_changed_tensor_reaches_the_server(server, att
     await engine.load_weights(STATE, 0)
     await engine.load_weights({}, 1)
     generation = await engine.generate(request("after", [1], new=4))
+    assert not list(tmp_path.rglob("*.safetensors")), "the host holds the weights once, and not in files"
     await engine.close()
     assert generation.policy_versions.tolist() == [1] * 4
     assert server.versions == ["0", "1"]
