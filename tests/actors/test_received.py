@@ -199,6 +199,17 @@ async def test_a_late_joiner_takes_the_anchor_and_what_came_after_it(bus, tmp_pa
     assert same(torch_tensors(weights.tensors), state(6))
 
 
+async def test_an_anchor_takes_no_memory_for_what_is_held_already(bus, publisher, tmp_path):
+    receiver = Receiver(Blobs(bus))
+    held = await receiver.advance(await publish(publisher, 0))
+    successor = await start(bus, tmp_path, incarnation="two")
+    manifest = await publish(successor, 1)
+    weights = await receiver.advance(manifest)
+    assert manifest.deltas == ()
+    assert weights.tensors["still"] is held.tensors["still"]
+    assert same(torch_tensors(weights.tensors), state(1))
+
+
 async def test_one_who_is_behind_the_last_anchor_still_goes_by_deltas(bus, tmp_path):
     publisher = await start(bus, tmp_path, anchor_every=4)
     receiver = Receiver(Blobs(bus))
