@@ -104,6 +104,7 @@ class Trainer:
         load_hf_weights(self.chunks, hf_config, state)
         self.trainable = trainable
         trainable.freeze_others(self.chunks, hf_config)
+        self._parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         self._holders: Holders | None = None
         self._exported: Exported | None = None
         self._places: list[int] = []
@@ -213,7 +214,7 @@ class Trainer:
     def exported(self) -> Exported:
         """The weights as rank 0 has them, to copy them at once; every other rank exhausts `stream`."""
         self.settle_parameters()
-        places = [p.data_ptr() for chunk in self.chunks for p in chunk.parameters()]
+        places = [parameter.data_ptr() for parameter in self._parameters]
         if self._exported is None or self._places != places:
             holders = self._holders = self._holders or find_holders(self.chunks)
             here = whole_on_rank_0(self.chunks, self.hf_config, holders)
@@ -232,7 +233,7 @@ class Trainer:
     @property
     def size_bytes(self) -> int:
         """Of the weights on this rank."""
-        return sum(p.nbytes for chunk in self.chunks for p in chunk.parameters())
+        return sum(parameter.nbytes for parameter in self._parameters)
 
     def keep_until(self, read: torch.cuda.Event) -> None:
         """Have the device change no weight before `read`; the host does not wait."""
