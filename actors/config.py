@@ -10,6 +10,8 @@ from actors.environments.length_config import LengthProfileConfig
 from bus.config import Config
 from storage.transport_config import RelayConfig
 
+REST_S = 90.0
+"""Longest that a SGLang server is paused, continued and ended, besides starting or loading weights."""
 SglangSetting = bool | int | float | str | tuple[int | float | str, ...]
 
 
@@ -91,8 +93,8 @@ class SglangEngineConfig(Config):
     `retract`: they compute it again with the new weights. `drain`: the update waits for their end."""
 
     weights_directory: Path | None = None
-    """Where each engine keeps a copy of the weights, of the size of the model, and for updates up to half of
-    that again if there is room; without it in memory, /dev/shm."""
+    """Where the tensors of an update lie while a server reads them, the first time of the size of the model;
+    without it in memory, /dev/shm."""
 
     start_timeout_s: float = Field(900.0, gt=0)
     """How long a server may take to start; the first start on a GPU compiles kernels."""
@@ -102,7 +104,7 @@ class SglangEngineConfig(Config):
     this name, unless it is longer, interrupts it before."""
 
     update_timeout_s: float = Field(600.0, gt=0)
-    """How long the server may take to load weights; with `drain`, also to end what is in flight."""
+    """How long an update may take, with `drain` from the moment on when no request is let through."""
 
     stream_interval: int = Field(128, ge=0)
     """Tokens after which a server hands out what it has drawn of a generation: one that dies costs so many of
@@ -211,9 +213,10 @@ class ActorsConfig(Config):
         if isinstance(self.engine, SglangEngineConfig):
             for limit in ("start_timeout_s", "update_timeout_s"):
                 own, fleets = getattr(self.engine, limit), getattr(self.fleet, limit)
-                if own >= fleets:
+                if own + REST_S > fleets:
                     raise ValueError(
-                        f"engine.{limit}={own:g} is not below fleet.{limit}={fleets:g}: lower the "
-                        "engine's or raise the fleet's"
+                        f"engine.{limit}={own:g} and {REST_S:g} s to pause and end a server are more than "
+                        f"fleet.{limit}={fleets:g}: lower the engine's, or raise the fleet's to "
+                        f"{own + REST_S:g}"
                     )
         return self

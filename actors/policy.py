@@ -142,12 +142,13 @@ class Policy:
         self._format = ChatFormat(tokenizer)
         self._calls = count()
         self._rollout_id = "rollout"
+        self._completions = count()
         self._strands: list[_Strand] = []
 
     def fresh(self, rollout_id: str) -> "Policy":
         """Return a policy with nothing recorded, which shares the engine and the remembered prompts."""
         policy = copy(self)
-        policy._rollout_id, policy._strands = rollout_id, []
+        policy._rollout_id, policy._completions, policy._strands = rollout_id, count(), []
         return policy
 
     async def chat(self, messages: Sequence[ChatMessage] | str, agent: str = "solver") -> Completion:
@@ -178,7 +179,7 @@ class Policy:
     async def _complete(self, token_ids: Sequence[int], agent: str, rendered: str | None) -> Completion:
         request_id = f"{next(self._calls)}-{self._rollout_id}"  # none is another's prefix, as SGLang needs
         experts_from = self._experts_from(agent, token_ids)
-        request = GenerationRequest(request_id, token_ids, self._seeded(request_id), experts_from)
+        request = GenerationRequest(request_id, token_ids, self._seeded(), experts_from)
         generation = await self._engine.generate(request)
         strand = self._continued(agent, token_ids)
         if strand is None:
@@ -191,9 +192,10 @@ class Policy:
         text = self._format.decode(generation.token_ids.tolist())
         return Completion(text, generation.token_ids, generation.finish_reason)
 
-    def _seeded(self, request_id: str) -> Sampling:
-        """The sampling of one request, whose seed is other than its siblings' and always the same."""
-        digest = blake2b(request_id.encode(), digest_size=8).digest()
+    def _seeded(self) -> Sampling:
+        """The sampling of the next completion, whose seed is other than its siblings' and always the same."""
+        name = f"{self._rollout_id}/{next(self._completions)}"
+        digest = blake2b(name.encode(), digest_size=8).digest()
         return replace(self.sampling, seed=int.from_bytes(digest, "big") >> 1)
 
     def _experts_from(self, agent: str, token_ids: Sequence[int]) -> int | None:

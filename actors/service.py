@@ -23,7 +23,7 @@ from actors.evaluation import Evaluator
 from actors.filters import load_filter
 from actors.policy import Policy
 from actors.reporting import report_metrics
-from actors.weights import PolicyFollower, fetch_model_files
+from actors.weights import PolicyFollower, obtain_model
 from actors.worker import Worker
 from bus.codec import Json
 from bus.connection import RETRY_S, Bus
@@ -57,7 +57,11 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
     async with AsyncExitStack() as open_parts:
         directory = open_parts.enter_context(tempfile.TemporaryDirectory(prefix="sluice-model-"))
         blobs = await open_parts.enter_async_context(blob_source(bus, settings.actors.weights))
-        model = await fetch_model_files(bus, manifest.model, Path(directory))
+        model = await obtain_model(
+            bus, manifest, Path(directory), patience_s=settings.actors.patience_s, stop=stop
+        )
+        if model is None:
+            return
         tokenizer = AutoTokenizer.from_pretrained(model)
         ends = stop_tokens(model, tokenizer)
         sampled = Sampling.from_config(settings.sampling, ends)
@@ -67,7 +71,7 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         try:
             if not await _started(bus, engine, stop):
                 return
-            follower = PolicyFollower(bus, engine, blobs)
+            follower = PolicyFollower(bus, engine, blobs, loads_at_once=2)
             worker = Worker(
                 bus,
                 Policy(

@@ -3,20 +3,23 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
 import torch
 
 from actors.engines.base import Engine
+from actors.newest import Newest
 from actors.received import Receiver, torch_tensors
 from bus.blobs import get_blob
 from bus.codec import decode
 from bus.connection import Bus
-from bus.errors import BusError, StorageError
+from bus.errors import BusError, ConfigError, StorageError
 from bus.messages import AnchorWanted, BlobRef, ModelFiles, PolicyManifest
 from storage.blob_sources import Blobs, BlobSource
 from storage.model_files import unbundle
+from storage.weights import HostTensor, Weights
 
 log = structlog.get_logger()
 POLL_S = 1.0
@@ -40,23 +43,54 @@ async def fetch_model_files(bus: Bus, ref: BlobRef, directory: Path) -> Path:
     return directory
 
 
+async def obtain_model(
+    bus: Bus, manifest: PolicyManifest, directory: Path, *, patience_s: float, stop: asyncio.Event
+) -> Path | None:
+    """As `fetch_model_files`, of the policy announced last; the learner is asked for what the bus lost.
+
+    None on `stop`. Raises `ConfigError` after `patience_s`."""
+    deadline = time.monotonic() + patience_s
+    while not stop.is_set():
+        try:
+            return await fetch_model_files(bus, manifest.model, directory)
+        except BusError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"waited {patience_s:g} s for the model's config and tokenizer: {error}. "
+                    "Is `launch learner` running for this run?"
+                ) from error
+            log.warning("model_files_not_fetched", reason=str(error))
+            wanted = AnchorWanted(incarnation="", policy_version=-1, reason=str(error))
+            await bus.notify(bus.subject("notice", "anchor"), wanted)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await stop.wait()
+        found = await bus.get("policy", PolicyManifest)
+        manifest = found[0] if found else manifest
+    return None
+
+
 class PolicyFollower:
     """Keeps one engine at the latest version it can get; in between versions are skipped."""
 
-    def __init__(self, bus: Bus, engine: Engine, blobs: BlobSource | None = None) -> None:
-        self.latest: PolicyManifest | None = None
+    def __init__(
+        self, bus: Bus, engine: Engine, blobs: BlobSource | None = None, *, loads_at_once: int = 1
+    ) -> None:
+        """`loads_at_once` above 1 is for an engine in which a later call supersedes one at work."""
         self.pause_s = 0.0
         """Seconds generation stood still for the latest swap."""
         self._bus = bus
         self._engine = engine
-        self._news = asyncio.Event()
         self._swapped = asyncio.Condition()
-        self._in_use: PolicyManifest | None = None
         self._receiver = Receiver(blobs or Blobs(bus))
-        self._given: Mapping[str, bytes] = {}
-        """Digests of the tensors that the engine has."""
+        self._newest = Newest(self._receive, self._load, loads_at_once=loads_at_once)
         self._failed: tuple[PolicyManifest | None, float] = None, 0.0
         """What could not be had, and until when not to try it again."""
+
+    @property
+    def latest(self) -> PolicyManifest | None:
+        """What was announced last."""
+        return self._newest.announced
 
     @property
     def stage(self) -> str:
@@ -65,17 +99,18 @@ class PolicyFollower:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Follow until `stop`."""
-        listening = await self._bus.listen(self._bus.subject("notice", "policy"), PolicyManifest, self._hear)
-        while not stop.is_set():
-            found = await self._bus.get("policy", PolicyManifest)
-            if found is not None:
-                self._hear(found[0])
-            await self._swap_if_new()
-            try:
-                async with asyncio.timeout(POLL_S):
-                    await self._news.wait()
-            except TimeoutError:
-                continue
+        newest = self._newest
+        listening = await self._bus.listen(self._bus.subject("notice", "policy"), PolicyManifest, newest.hear)
+        async with asyncio.TaskGroup() as tasks:
+            while not stop.is_set():
+                found = await self._bus.get("policy", PolicyManifest)
+                if found is not None:
+                    newest.hear(found[0])
+                await newest.pursue(tasks)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S):
+                        await newest.news.wait()
+            await newest.stop_fetching()
         await listening.unsubscribe()
 
     async def at_least(self, policy_version: int) -> None:
@@ -87,37 +122,22 @@ class PolicyFollower:
         async with self._swapped:
             await self._swapped.wait_for(lambda: self._engine.policy_version >= policy_version)
 
-    def _hear(self, manifest: PolicyManifest) -> None:
-        known = self.latest
-        same_learner = known is not None and known.incarnation == manifest.incarnation
-        if known is not None and same_learner and manifest.policy_version < known.policy_version:
-            return
-        if manifest != known:
-            self.latest = manifest
-            self._news.set()
-
-    async def _swap_if_new(self) -> None:
-        self._news.clear()
-        manifest = self.latest
-        if manifest is None or _same_weights(manifest, self._in_use) or self._refused(manifest):
-            return
+    async def _receive(self, manifest: PolicyManifest) -> Weights | None:
+        tried, until = self._failed
+        if manifest == tried and time.monotonic() < until:
+            return None
         try:
-            weights = await self._receiver.advance(manifest)
+            return await self._receiver.advance(manifest)
         except (BusError, StorageError) as error:  # the old version goes on meanwhile
             log.warning("weights_not_fetched", policy_version=manifest.policy_version, reason=str(error))
             await self._ask_for_anchor(manifest, str(error))
-            return
-        changed = torch_tensors(weights.changed_since(self._given))
-        self.pause_s = await self._engine.load_weights(changed, manifest.policy_version)
-        self._given, self._in_use = weights.digests, manifest
-        log.debug("weights_swapped", policy_version=manifest.policy_version, pause_s=round(self.pause_s, 4))
+            return None
+
+    async def _load(self, changed: Mapping[str, HostTensor], policy_version: int) -> None:
+        self.pause_s = await self._engine.load_weights(torch_tensors(changed), policy_version)
+        log.debug("weights_swapped", policy_version=policy_version, pause_s=round(self.pause_s, 4))
         async with self._swapped:
             self._swapped.notify_all()
-
-    def _refused(self, manifest: PolicyManifest) -> bool:
-        """Whether exactly this was tried a moment ago, in vain."""
-        tried, until = self._failed
-        return manifest == tried and time.monotonic() < until
 
     async def _ask_for_anchor(self, manifest: PolicyManifest, reason: str) -> None:
         """The learner answers with a whole snapshot, unless a later version has come meanwhile."""
@@ -126,10 +146,3 @@ class PolicyFollower:
             incarnation=manifest.incarnation, policy_version=manifest.policy_version, reason=reason
         )
         await self._bus.notify(self._bus.subject("notice", "anchor"), wanted)
-
-
-def _same_weights(one: PolicyManifest, other: PolicyManifest | None) -> bool:
-    return other is not None and (one.incarnation, one.policy_version) == (
-        other.incarnation,
-        other.policy_version,
-    )

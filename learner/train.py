@@ -279,9 +279,10 @@ class Learner:
         """Copy the weights, then publish them while training goes on; one publication at a time."""
         progress = self.progress
         await self._published()
-        tensors = await self._world.copy_weights()
+        copied = await self._world.copy_weights()
 
         async def publish(version: int, stage: str, trains_from: int) -> None:
+            tensors = await copied.arrived()
             await self._weights.publish(tensors, policy_version=version, stage=stage, trains_from=trains_from)
 
         self._publishing = asyncio.create_task(

@@ -15,10 +15,10 @@ from learner.balancing import balanced, group_flops
 from learner.batches import StepBatch
 from learner.channel import Channel
 from learner.commands import COMMANDS, Begin, Command, End, Export, Fetch, Save, Saved, Train, WarmUp
+from learner.host_copy import Copied
 from learner.rank import Rank
 from learner.settings import LearnerSettings
 from learner.trainer import StepResult
-from storage.weights import HostTensor
 
 log = structlog.get_logger()
 BEAT_S = 1.0
@@ -77,8 +77,8 @@ class World:
         await self._tell(Export())
         return await self.rank.export()
 
-    async def copy_weights(self) -> dict[str, HostTensor]:
-        """The weights on the host, as they are to be published; they stay until the copy after the next."""
+    async def copy_weights(self) -> Copied:
+        """The weights on their way to the host, to be published; they stay until the copy after the next."""
         await self._tell(Export())
         return await self.rank.copy_weights()
 

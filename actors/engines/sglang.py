@@ -26,6 +26,8 @@ ABORT_AGAIN_S = 0.5
 """An abort that overtakes its request is not heard: it is said until the request ends."""
 DYING_S = 1.0
 """Between a broken connection and the end of the process it led to."""
+AT_LEAST_S = 0.01
+"""0 would be no limit."""
 FAILED_LOOKS = 2
 """So many health checks in a row take a server for dead."""
 
@@ -58,7 +60,8 @@ class SglangEngine:
         """Why it has stopped for good; empty as long as it has not."""
         self.tokens_generated = 0
         self._config = config
-        self._held = HeldWeights(model_dir, config.weights_directory)
+        in_files = config.update != "tensor"
+        self._held = HeldWeights(model_dir, config.weights_directory, in_files=in_files)
         self._server: Server = (
             AttachedServer(config)
             if config.url is not None
@@ -280,6 +283,7 @@ class SglangEngine:
         assert facts is not None, "set together with the client"
         self._serving.clear()
         mode = config.pause if facts.reports_spans else "drain"
+        end_s = time.monotonic() + config.update_timeout_s  # of draining and loading together
         if mode == "drain":
             await self._drained()
         for flight in self._flights.values():
@@ -288,10 +292,12 @@ class SglangEngine:
         begun = time.perf_counter()
         if mode != "drain":
             await client.pause(mode)
-        flush, timeout_s, version = mode == "retract", config.update_timeout_s, self._held.policy_version
+        flush, version = mode == "retract", self._held.policy_version
+        timeout_s = max(end_s - time.monotonic(), AT_LEAST_S)
         try:
             if config.update == "disk":
                 await client.load_files(directory, version, flush=flush, timeout_s=timeout_s)
+                await asyncio.to_thread(self._held.drop)
             else:
                 parts = buckets(state)
                 await client.load_tensors(parts, version, facts, flush=flush, timeout_s=timeout_s)

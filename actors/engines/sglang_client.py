@@ -17,6 +17,7 @@ from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.routing import Routing
 from actors.engines.sglang_answers import BAD_REQUEST, read_answer
 from actors.engines.sglang_stream import Streamed, read_events
+from actors.engines.waiting import bounded
 from bus.errors import EngineError, RequestRefusedError
 
 
@@ -27,6 +28,8 @@ class UnreachableError(EngineError):
 SHORT_S = 30.0
 """For requests that a working server answers at once."""
 OK = 200
+NONE_OPEN = (400, 404)
+"""No update is open; it has no such sessions (0.5.17)."""
 Json = dict[str, Any]
 
 
@@ -145,21 +148,32 @@ class SglangClient:
         flush: bool,
         timeout_s: float,
     ) -> None:
-        """Take tensors from the bodies of requests, one for each bucket; the last sets the version."""
-        if facts.update_sessions:
-            await self._update("/begin_weight_update", {}, timeout_s)
-        waiting = list(buckets)
-        for bucket in waiting:
-            last = bucket is waiting[-1]
-            body = {
-                "serialized_named_tensors": [_pickled(bucket)] * facts.tensor_ranks,
-                "flush_cache": flush and last,
-                "weight_version": str(policy_version) if last else None,
-                "abort_all_requests": False,
-            }
-            await self._update("/update_weights_from_tensor", body, timeout_s)
-        if facts.update_sessions:
-            await self._update("/end_weight_update", {}, timeout_s)
+        """Take tensors from the bodies of requests, one for each bucket; the last sets the version.
+
+        All of it takes no longer than `timeout_s`."""
+        async with bounded(timeout_s, f"{self.url} did not take all tensors"):
+            if facts.update_sessions:
+                await self._update("/begin_weight_update", {}, timeout_s)
+            waiting = list(buckets)
+            for bucket in waiting:
+                last = bucket is waiting[-1]
+                body = {
+                    "serialized_named_tensors": [_pickled(bucket)] * facts.tensor_ranks,
+                    "flush_cache": flush and last,
+                    "weight_version": str(policy_version) if last else None,
+                    "abort_all_requests": False,
+                }
+                await self._update("/update_weights_from_tensor", body, timeout_s)
+            if facts.update_sessions:
+                await self._update("/end_weight_update", {}, timeout_s)
+
+    async def end_open_update(self) -> None:
+        """End an update that somebody began and did not end: as long as it is open, no other may begin."""
+        try:
+            await self._call("POST", "/end_weight_update", {})
+        except EngineError as error:
+            if not any(f"answered with status {status}" in str(error) for status in NONE_OPEN):
+                raise
 
     async def weight_version(self) -> str:
         """The version that the server says its weights are."""

@@ -24,6 +24,8 @@ class StandIn:
         self.piece_sent = asyncio.Event()
         self.goes_on = asyncio.Event()
         """What a stream waits for between its pieces and its break."""
+        self.updating = False
+        """Between /begin_weight_update and /end_weight_update."""
         self.running = asyncio.Event()
         """Cleared while it is paused or hangs."""
         self.running.set()
@@ -64,11 +66,23 @@ class StandIn:
                 self.running.clear()
             case "continue_generation":
                 self.running.set()
+            case "begin_weight_update" | "end_weight_update":
+                return self._session(begins=path == "begin_weight_update")
             case "update_weights_from_disk" | "update_weights_from_tensor":
-                if self.refuses_weights:
-                    return web.json_response({"success": False, "message": "out of memory"})
-                self.versions.append(body["weight_version"])
-                self.version = body["weight_version"] or self.version
+                return self._updated(body["weight_version"])
+        return web.json_response({"success": True})
+
+    def _session(self, *, begins: bool) -> web.Response:
+        if self.updating == begins:
+            return web.json_response({"success": False, "message": "wrong order"}, status=400)
+        self.updating = begins
+        return web.json_response({"success": True})
+
+    def _updated(self, version: str | None) -> web.Response:
+        if self.refuses_weights:
+            return web.json_response({"success": False, "message": "out of memory"})
+        self.versions.append(version)
+        self.version = version or self.version
         return web.json_response({"success": True})
 
     async def _generating(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

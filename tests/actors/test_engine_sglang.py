@@ -266,6 +266,7 @@ async def test_an_engine_may_attach_to_a_server_and_bring_it_to_its_weights(engi
     config = SglangEngineConfig(type="sglang", url=engine._client.url, update="tensor")
     attached = SglangEngine(model_dir, config, tmp_path / "unused.log")
     await engine._client.pause("in_place")  # as an actor leaves it that is killed in an update
+    await engine._client._update("/begin_weight_update", {}, 30.0)
     await attached.start()
     await attached.load_weights(SECOND.state_dict(), 7)
     generation = await attached.generate(request("attached", PROMPT, new=16))

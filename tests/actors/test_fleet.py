@@ -264,8 +264,11 @@ def test_one_url_is_not_several_engines():
 @pytest.mark.parametrize("limit", ["start_timeout_s", "update_timeout_s"])
 def test_an_engines_limit_that_the_fleets_would_hide_is_refused(limit):
     ActorsConfig(engine=SglangEngineConfig())
-    with pytest.raises(ValueError, match=rf"engine\.{limit}=5 is not below fleet\.{limit}=5: lower the"):
-        ActorsConfig(engine=SglangEngineConfig(**{limit: 5.0}), fleet=FleetConfig(**{limit: 5.0}))
+    engine = SglangEngineConfig(**{limit: 5.0})
+    ActorsConfig(engine=engine, fleet=FleetConfig(**{limit: 95.0}))
+    says = rf"engine\.{limit}=5 and 90 s .* more than fleet\.{limit}=94: .* raise the fleet's to 95"
+    with pytest.raises(ValueError, match=says):
+        ActorsConfig(engine=engine, fleet=FleetConfig(**{limit: 94.0}))
 
 
 @virtual

@@ -107,18 +107,46 @@ STATE = {
 }
 
 
-def test_weights_are_held_whole_while_only_the_changed_come(held):
+def in_file(held):
+    file = held.directory / "model.safetensors"
+    return load_file(file) if file.exists() else None
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_file_holds_what_is_to_be_read_until_it_was_read(held):
     assert held.keep(STATE, 0) == held.directory
+    assert same(in_file(held), STATE)
+    held.drop()
+    assert in_file(held) is None
     changed = {"b": torch.zeros(5, dtype=torch.bfloat16)}
-    directory = held.keep(changed, 1)
-    assert load_file(directory / "model.safetensors").keys() == {"b"}
-    everything = load_file(held.directory / "model.safetensors")
-    assert everything.keys() == STATE.keys()
-    for name, tensor in {**STATE, **changed}.items():
-        assert torch.equal(everything[name], tensor)
+    assert held.keep(changed, 1) == held.directory
+    assert same(in_file(held), changed)
     assert held.policy_version == 1
-    assert held.keep({name: STATE[name] for name in "ab"}, 2) == held.directory
+    held.drop()
+    assert held.whole() == held.directory
+    assert same(in_file(held), {**STATE, **changed})
     assert (held.directory / "config.json").is_file()
+
+
+def test_a_file_that_a_server_has_mapped_is_not_written_into(held):
+    held.keep(STATE, 0)
+    mapped = load_file(held.directory / "model.safetensors")
+    held.keep({"a": torch.zeros(2, 3)}, 1)
+    assert same(mapped, STATE)
+
+
+def test_tensors_are_held_once_and_without_files_for_a_server_that_reads_none(model_dir, tmp_path):
+    held = HeldWeights(model_dir, tmp_path / "weights", in_files=False)
+    held.keep(STATE, 0)
+    held.keep({"c": torch.tensor(4)}, 1)
+    assert in_file(held) is None
+    assert held.smallest()["c"].tolist() == 4
+    held.keep({"c": STATE["c"]}, 2)
+    assert held.smallest()["c"] is STATE["c"]
+    held.close()
 
 
 def test_the_smallest_tensor_that_is_held_is_its_newest(held):
@@ -133,7 +161,7 @@ def test_weights_of_another_model_are_not_taken(held):
         held.keep({"a": torch.zeros(2, 3), "d": torch.zeros(1)}, 1)
     with pytest.raises(EngineError, match=r"tensor a is torch.bfloat16 \(2, 3\), and was torch.float32"):
         held.keep({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, 1)
-    assert torch.equal(load_file(held.directory / "model.safetensors")["a"], STATE["a"])
+    assert same(in_file(held), STATE)
     assert held.policy_version == 0
 
 
@@ -152,16 +180,7 @@ def test_weights_for_which_there_is_no_room_are_refused(held):
     with files_of_at_most(64), full:
         held.keep(STATE, 0)
     assert held.policy_version == -1
-
-
-def test_without_room_for_the_changed_tensors_all_are_read(held):
-    held.keep(STATE, 0)
-    changed = {"b": torch.zeros(5, dtype=torch.bfloat16)}
-    with files_of_at_most(64):
-        assert held.keep(changed, 1) == held.directory
-    assert torch.equal(load_file(held.directory / "model.safetensors")["b"], changed["b"])
-    assert not list(held.directory.parent.glob("changed/*"))
-    assert held.keep(changed, 2) != held.directory
+    assert in_file(held) is None
 
 
 def test_what_a_killed_process_left_behind_is_removed(model_dir, tmp_path, monkeypatch):
