@@ -20,6 +20,7 @@ from learner.config import OptimizerConfig, SFTLoss
 from learner.data_parallel import data_parallel_rank, data_parallel_size, equally_many
 from learner.host_copy import HostCopy, host_tensors
 from learner.references import hold_frozen_policies
+from learner.room import make_room
 from learner.settings import LearnerSettings
 from learner.steps import train_on
 from learner.trainer import StepResult, Trainer
@@ -97,6 +98,10 @@ class Rank:
         """The weights by Hugging Face name in memory of the host; rank 0 alone calls this, for `export`."""
         copied = await self.in_thread(lambda: self._host.take(self._trainer.stream()))
         return host_tensors(copied)
+
+    async def make_room(self) -> None:
+        """Leave to others what the next step does not need of the device; the step takes it again."""
+        await self.in_thread(lambda: make_room(self._trainer.ddp))
 
     @property
     def copy_s(self) -> float:
