@@ -249,7 +249,7 @@ def _check_colocation(config: RunConfig) -> None:
         raise ConfigError(
             f"colocation.enabled with actors.engine.url={url!r}: only an engine that the actor starts frees "
             "its memory for the learner: leave out one of them, or start that actor with "
-            "--colocation.enabled false"
+            "--colocation.no-enabled"
         )
     server = {name.replace("-", "_"): value for name, value in getattr(engine, "server", {}).items()}
     if str(server.get("enable_memory_saver", True)).lower() == "false":
