@@ -6,13 +6,14 @@ import platform
 import tempfile
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import structlog
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from actors.colocation import Turns, able_to_release
 from actors.config import ActorsConfig, SamplingConfig
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import build_engine, evaluation_engine
@@ -26,6 +27,7 @@ from actors.reporting import report_metrics
 from actors.weights import PolicyFollower, obtain_model
 from actors.worker import Worker
 from bus.codec import Json
+from bus.config import ColocationConfig
 from bus.connection import RETRY_S, Bus
 from bus.errors import ConfigError, EngineLostError
 from bus.messages import AnchorWanted, PolicyManifest
@@ -45,6 +47,8 @@ class ActorSettings:
     shards: int
     logs: Path
     """Directory for what an engine in a process of its own prints."""
+    colocation: ColocationConfig = field(default_factory=ColocationConfig)
+    """Whether its engines share the devices of this host with the learner."""
 
 
 async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> None:
@@ -69,6 +73,9 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         engine = _fleet(settings, model)
         build_evaluator = partial(evaluation_engine, settings.actors.engine, model)
         try:
+            if settings.colocation.enabled:
+                turns = Turns(bus, engine, settings.colocation, actor=actor_name())
+                await open_parts.enter_async_context(turns.taken())
             if not await _started(bus, engine, stop):
                 return
             follower = PolicyFollower(bus, engine, blobs, loads_at_once=2)
@@ -166,6 +173,8 @@ class _Actor:
         if now - before > 1.0:
             self._seen = (now, engine.tokens_generated)
         doing = "generating" if engine.running else "waiting for leases"
+        if engine.released:
+            doing = "waiting while the learner has the device"
         if not engine.running and self._follower.stage == "warmup":
             doing = "waiting for the warm-up to end"
         if self._evaluator.doing:
@@ -185,6 +194,8 @@ class _Actor:
 def _fleet(settings: ActorSettings, model: Path) -> Fleet:
     """The engines of this process, not started."""
     engine, builds = settings.actors.engine, {}
+    if settings.colocation.enabled:
+        engine = able_to_release(engine)
     for number in range(settings.actors.fleet.engines):
         log_file = settings.logs / f"engine-{number}-{actor_name()}.log"
         build = partial(build_engine, engine, model, log_file, number=number)

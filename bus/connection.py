@@ -225,6 +225,20 @@ class Bus:
         except nats.errors.Error as error:
             raise BusError(f"cannot write {key!r} to the bus: {error}") from error
 
+    async def keys(self, prefix: str) -> list[str]:
+        """Every key that begins with `prefix` and a dot."""
+        found = []
+        try:
+            watcher = await (await self._bucket()).watch(f"{prefix}.>", ignore_deletes=True, meta_only=True)
+            async for entry in watcher:
+                if entry is None:  # those were all
+                    break
+                found.append(str(entry.key))
+            await watcher.stop()
+        except nats.errors.Error as error:
+            raise BusError(f"cannot list the keys {prefix!r} on the bus: {error}") from error
+        return found
+
     async def delete(self, key: str) -> None:
         """Remove `key`."""
         try:

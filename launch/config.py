@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from actors.config import ActorsConfig, SamplingConfig
 from actors.environments.length_config import LengthProfileConfig
-from bus.config import BusConfig, Config
+from bus.config import BusConfig, ColocationConfig, Config
 from bus.errors import ConfigError
 from learner.config import LearnerConfig, ModelConfig, WarmupConfig
 from storage.config import AdmissionConfig, DataConfig, EvaluationConfig, ReplayConfig
@@ -67,6 +67,9 @@ class ActorsProcess(ProcessConfig):
 
     actors: ActorsConfig = ActorsConfig()
     """Rollouts."""
+
+    colocation: ColocationConfig = ColocationConfig()
+    """Taking turns on devices with the learner."""
 
 
 class SupervisionConfig(Config):
@@ -130,6 +133,9 @@ class RunConfig(ProcessConfig):
 
     actors: ActorsConfig = ActorsConfig()
     """Rollouts."""
+
+    colocation: ColocationConfig = ColocationConfig()
+    """Learner and actors on the same devices, in turns."""
 
     supervision: SupervisionConfig = SupervisionConfig()
     """Restarts, for `launch local`."""
@@ -247,10 +253,40 @@ def _check_together(config: RunConfig) -> None:
                 f"{section}.optimizer.offload={optimizer.offload} needs "
                 "learner.parallel.distributed_optimizer=true: set it so, or the offload to 0"
             )
+    _check_colocation(config)
     if config.warmup.steps and not (config.warmup.demonstrations or config.data.task):
         raise ConfigError(
             "warmup.steps needs demonstrations: give them with --warmup.demonstrations, or turn the stage "
             "off with --warmup.steps 0"
+        )
+
+
+def _check_colocation(config: RunConfig) -> None:
+    """What makes it impossible that learner and engines take turns."""
+    if not config.colocation.enabled:
+        return
+    engine, fleet = config.actors.engine, config.actors.fleet
+    if url := getattr(engine, "url", None):
+        raise ConfigError(
+            f"colocation.enabled with actors.engine.url={url!r}: only an engine that the actor starts frees "
+            "its memory for the learner: leave out one of them, or start that actor with "
+            "--colocation.no-enabled"
+        )
+    server = {name.replace("-", "_"): value for name, value in getattr(engine, "server", {}).items()}
+    if str(server.get("enable_memory_saver", True)).lower() == "false":
+        raise ConfigError(
+            "colocation.enabled needs SGLang's memory saver, and actors.engine.server.enable_memory_saver is "
+            "false: leave it out, it is set where it is needed"
+        )
+    if config.learner.world.nodes > 1:
+        raise ConfigError(
+            f"colocation.enabled is for a learner on one host, and learner.world.nodes="
+            f"{config.learner.world.nodes}: turn one of them off"
+        )
+    if config.colocation.yield_timeout_s <= fleet.start_timeout_s:
+        raise ConfigError(
+            f"colocation.yield_timeout_s={config.colocation.yield_timeout_s:g} is not above "
+            f"actors.fleet.start_timeout_s={fleet.start_timeout_s:g}: an engine that starts is waited for"
         )
 
 

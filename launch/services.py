@@ -154,6 +154,7 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
         progress=directory.path / "progress.json",
         lineage=directory.path / "lineage.jsonl",
         export=directory.export,
+        colocation=config.colocation,
     )
     return settings, demonstrations
 
@@ -211,6 +212,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
             sampling=config.sampling,
             shards=config.replay.shards,
             logs=config.directory / config.run / "logs",
+            colocation=config.colocation,
         )
         await run_actors(bus, settings, stop)
 

@@ -20,6 +20,7 @@ from learner.config import OptimizerConfig, SFTLoss
 from learner.data_parallel import data_parallel_rank, data_parallel_size, equally_many
 from learner.host_copy import Copied, HostCopy, copy_weights
 from learner.references import hold_frozen_policies
+from learner.room import make_room
 from learner.settings import LearnerSettings
 from learner.steps import train_on
 from learner.trainer import StepResult, Trainer
@@ -95,6 +96,10 @@ class Rank:
     async def copy_weights(self) -> Copied:
         """The weights on their way to the host; rank 0 alone calls this, for `export`."""
         return await translated(copy_weights(self._host, self._trainer, self._thread))
+
+    async def make_room(self) -> None:
+        """Leave to others what the next step does not need of the device; the step takes it again."""
+        await self.in_thread(lambda: make_room(self._trainer.ddp))
 
     @property
     def copy_s(self) -> float:

@@ -42,6 +42,7 @@ from learner.parallel import (
     most_over_ranks,
     tensor_from_last_stage,
 )
+from learner.room import take_room
 from learner.schedule import learning_rate
 from learner.sharding import share_of_rank
 from learner.trainable import EVERYTHING, TrainableWeights
@@ -265,6 +266,7 @@ class Trainer:
         temperature: float,
         policy_version: int,
     ) -> tuple[list[str], Tensor]:
+        take_room(self.ddp)
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

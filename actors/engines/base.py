@@ -133,3 +133,16 @@ class HealthChecked(Protocol):
 
     async def check_health(self) -> None:
         """Return when the engine works; the caller bounds the wait. Raises EngineError when it does not."""
+
+
+@runtime_checkable
+class SharesDevice(Protocol):
+    """An engine that can leave its device to others for a while."""
+
+    async def release(self) -> None:
+        """Free what it holds of the device, weights too; nothing may be in flight, and what comes waits.
+
+        Weights may be loaded meanwhile."""
+
+    async def resume(self) -> None:
+        """Take the device back, with the weights loaded last, and go on."""

@@ -33,6 +33,8 @@ class Fleet:
     engines at a time, and an engine serves only when it has the newest that were given at its start."""
 
     def __init__(self, builds: Mapping[str, Build], config: FleetConfig) -> None:
+        self.released = False
+        """Whether others have the device."""
         self._config = config
         self._weights = HostWeights()
         self._members: dict[str, Member] = {}
@@ -113,7 +115,7 @@ class Fleet:
         for member in list(self._members.values()):
             await member.tried.wait()  # its own timeouts bound this
         members = list(self._members.values())
-        if members and all(member.state != "serving" for member in members):
+        if members and not any(member.state in ("serving", "resting") for member in members):
             await self.close()
             if error := next((member.misconfigured for member in members if member.misconfigured), None):
                 raise error
@@ -170,6 +172,19 @@ class Fleet:
         self._refuse_when_ended()
         return max((update.result() for update in updates), default=0.0)
 
+    async def release(self) -> None:
+        """Leave the device to others until `resume`: engines hand out their tokens and free it, none starts.
+
+        Requests wait, and go on from their tokens. Returns when all is free; an engine that was starting is
+        waited for, one that cannot free its device is closed."""
+        self.released = True
+        await asyncio.gather(*(member.turn.rest() for member in self._members.values()))
+
+    async def resume(self) -> None:
+        """Take the device back: engines serve again, with the newest weights."""
+        self.released = False
+        await asyncio.gather(*(member.turn.wake() for member in self._members.values()))
+
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
         ticket = self._tickets.get(request_id)
@@ -198,8 +213,13 @@ class Fleet:
         return member
 
     def _begin(self, member: Member) -> None:
-        task = self._living[member.name] = asyncio.create_task(member.live(), name=member.name)
+        task = self._living[member.name] = asyncio.create_task(self._live(member), name=member.name)
         task.add_done_callback(partial(self._ended, member))
+
+    async def _live(self, member: Member) -> None:
+        if self.released:  # it joined meanwhile
+            await member.turn.rest()
+        await member.live()
 
     def _ended(self, member: Member, task: asyncio.Task[None]) -> None:
         """An engine has left or was given up; anything else is a mistake in this program, and the end."""

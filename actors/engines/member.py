@@ -20,6 +20,7 @@ from actors.engines.base import (
 from actors.engines.fleet_config import FleetConfig
 from actors.engines.host_weights import HostWeights
 from actors.engines.occupancy import Occupancy
+from actors.engines.resting import Turn
 from actors.engines.ticket import Ticket
 from actors.engines.waiting import bounded, first, hear, set_within, unless
 from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError
@@ -27,7 +28,7 @@ from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceErro
 log = structlog.get_logger()
 Build = Callable[[], Awaitable[Engine]]
 """Makes an engine that was not started yet."""
-State = Literal["starting", "serving", "stopping", "waiting", "given up", "left"]
+State = Literal["starting", "serving", "resting", "stopping", "waiting", "given up", "left"]
 
 
 @dataclass(eq=False)
@@ -68,6 +69,8 @@ class Member:
         """Of the latest failure."""
         self.misconfigured: ConfigError | None = None
         """Set when the engine did not start for its settings."""
+        self.turn = Turn(self)
+        """On a device that it shares with other processes."""
         self.tried = asyncio.Event()
         """Set when the first engine serves or has failed."""
         self._build = build
@@ -153,7 +156,7 @@ class Member:
             if self._life is not None:
                 self._life.failed_under = len(self._asked) + len(self._life.ending)
             self._out.set()
-            if self.state == "serving":
+            if self.state in ("serving", "resting"):
                 self._enter("stopping")
 
     async def work_on(self, ticket: Ticket) -> None:
@@ -174,7 +177,8 @@ class Member:
             if not self._asked:
                 self._idle.set()
         ticket.pieces.append(piece)
-        if piece.finish_reason != "abort" or self._leaving or ticket.aborted:
+        asked_to = self._leaving or self.turn.over or ticket.aborted
+        if piece.finish_reason != "abort" or asked_to:
             return
         if life.failed_under:
             ticket.failures, ticket.alone = ticket.failures + 1, life.failed_under == 1
@@ -221,10 +225,20 @@ class Member:
         if self._leaving:
             return
         self._enter("starting")
+        if await unless(self._out, self.turn.device.acquire()):
+            try:
+                await self._begin_to_serve()
+            finally:
+                self.turn.device.release()
+        if not self._out.is_set():
+            self.tried.set()
+            await self._watch()
+
+    async def _begin_to_serve(self) -> None:
         try:
             await unless(self._out, self._bring_up())
-            while self._life and not self._out.is_set() and self._life.serial != self._weights().serial:
-                await unless(self._out, self._load(self._life))
+            if self._life:
+                await self._load_newest(self._life)
         except Exception as error:  # noqa: BLE001  # whatever keeps it from starting; the limit makes it loud
             self.misconfigured = error if isinstance(error, ConfigError) else None
             self.fail(_said(error))
@@ -237,14 +251,25 @@ class Member:
             engine=self.name,
             policy_version=self.policy_version,
         )
-        self.tried.set()
-        await self._watch()
 
     async def _bring_up(self) -> None:
         async with bounded(self._config.start_timeout_s, f"{self.name} did not start"):
             engine = await self._build()
             self._life = _Life(engine)
             await engine.start()
+
+    async def _interrupt(self, life: _Life) -> None:
+        """Have the engine hand out what it has sampled of all its requests."""
+        await asyncio.sleep(0)  # requests that were asked for in this turn of the loop get there first
+        await asyncio.gather(*(life.engine.abort(request_id) for request_id in self._asked))
+        if self._asked:
+            await self._idle.wait()
+        if life.ending:
+            await asyncio.wait(life.ending)
+
+    async def _load_newest(self, life: _Life) -> None:
+        while not self._out.is_set() and life.serial != self._weights().serial:
+            await unless(self._out, self._load(life))
 
     async def _load(self, life: _Life) -> float:
         weights = self._weights()

@@ -3,11 +3,12 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 import torch
@@ -22,6 +23,7 @@ from actors.engines.sglang_weights import HeldWeights, buckets
 from bus.errors import ConfigError, EngineError, RequestRefusedError
 
 log = structlog.get_logger()
+T = TypeVar("T")
 ABORT_AGAIN_S = 0.5
 """An abort that overtakes its request is not heard: it is said until the request ends."""
 DYING_S = 1.0
@@ -76,7 +78,10 @@ class SglangEngine:
         self._doubted = asyncio.Event()
         """Set when a request found the server unreachable: it is looked at now, and new requests wait."""
         self._changing = asyncio.Lock()
-        """Held while weights are loaded."""
+        """Held while weights are loaded, and while memory is released or taken back."""
+        self._looking = asyncio.Lock()
+        """Held while its health is looked at, which generates a token."""
+        self._released = False
         self._flights: dict[str, _Flight] = {}
         self._rids = (f"{uuid.uuid4().hex}-{number:012d}" for number in count())  # none is another's prefix
         self._background: set[asyncio.Task[None]] = set()
@@ -144,16 +149,39 @@ class SglangEngine:
             self._check()
             state = state or await asyncio.to_thread(self._held.smallest)
             directory = await asyncio.to_thread(self._held.keep, state, policy_version)
-            try:
-                pause_s = await self._swap(directory, state)
-            except EngineError as error:
-                await self._fail(f"it did not take policy version {policy_version}: {error}")
-                raise EngineError(self._stopped()) from error
-            self._check()  # it may have died, or been closed, meanwhile
+            pause_s = 0.0
+            if not self._released:
+                pause_s = await self._or_fail(
+                    self._swap(directory, state), f"take policy version {policy_version}"
+                )
             self._version = policy_version
             self._loads += 1
-            self._serving.set()
+            if not self._released:
+                self._serving.set()
         return pause_s
+
+    async def release(self) -> None:
+        """Free the device: weights, caches and graphs. Nothing may be in flight; new requests wait.
+
+        Weights that are loaded meanwhile are kept on the host. Raises EngineError when the server fails at
+        it: then it is killed, which frees the device too."""
+        async with self._changing, self._looking:  # a look at its health generates: the server must be idle
+            self._check()
+            self._serving.clear()
+            self._released = True
+            await self._or_fail(self._connected().release(self._config.update_timeout_s), "free its device")
+
+    async def resume(self) -> None:
+        """Take the device back, with the weights loaded last; what was on the device is gone."""
+        async with self._changing:
+            self._check()
+            if not self._released:
+                return
+            await self._or_fail(self._retake(), "take its device back")
+            self._released = False
+            self._loads += 1
+            if self._version >= 0:
+                self._serving.set()
 
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
@@ -306,6 +334,27 @@ class SglangEngine:
                 await client.resume()
         return time.perf_counter() - begun
 
+    async def _retake(self) -> None:
+        """The server's weights are arbitrary at first, and its caches empty."""
+        client, timeout_s = self._connected(), self._config.update_timeout_s
+        await client.retake(("weights",), timeout_s)
+        if self._held.policy_version >= 0:
+            directory = await asyncio.to_thread(self._held.whole)
+            version = self._held.policy_version
+            await client.load_files(directory, version, flush=False, timeout_s=timeout_s)
+            await asyncio.to_thread(self._held.drop)
+        await client.retake(("kv_cache", "cuda_graph"), timeout_s)
+
+    async def _or_fail(self, doing: Awaitable[T], what: str) -> T:
+        """The result; a server that cannot is killed, and one that died meanwhile has none."""
+        try:
+            result = await doing
+        except EngineError as error:
+            await self._fail(f"it did not {what}: {error}")
+            raise EngineError(self._stopped()) from error
+        self._check()
+        return result
+
     async def _drained(self) -> None:
         sent = {flight.sent for flight in self._flights.values() if flight.sent is not None}
         if sent:
@@ -337,12 +386,14 @@ class SglangEngine:
         while failed < FAILED_LOOKS:
             if reason := await self._ended_or_doubted():
                 return reason
-            if self._changing.locked():
-                continue
-            if await self._connected().healthy(self._config.health_timeout_s):
+            async with self._looking:
+                if self._busy:
+                    continue
+                healthy = await self._connected().healthy(self._config.health_timeout_s)
+            if healthy:
                 failed = 0
                 self._open()
-            elif not self._changing.locked():
+            elif not self._busy:
                 failed += 1
         return f"it did not generate within {self._config.health_timeout_s:g} s, {FAILED_LOOKS} times"
 
@@ -360,9 +411,14 @@ class SglangEngine:
         self._doubted.clear()
         return await self._server.ended(within_s=DYING_S)
 
+    @property
+    def _busy(self) -> bool:
+        """Whether it cannot generate now, and must not be asked to."""
+        return self._released or self._changing.locked()
+
     def _open(self) -> None:
         """Let requests through, if there are weights to serve them with."""
-        if self._version >= 0 and not self._changing.locked():
+        if self._version >= 0 and not self._busy:
             self._serving.set()
 
     def _stop_for_good(self, reason: str) -> None:

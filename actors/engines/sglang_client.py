@@ -1,5 +1,6 @@
 """SGLang's HTTP endpoints, as versions 0.5.17 to 0.5.23 have them."""
 
+import asyncio
 import base64
 import json
 import pickle
@@ -25,6 +26,8 @@ class UnreachableError(EngineError):
     """There was no connection, or it broke: the server may be dead."""
 
 
+IDLE_AGAIN_S = 0.05
+"""Until a server is asked again whether it is idle."""
 SHORT_S = 30.0
 """For requests that a working server answers at once."""
 OK = 200
@@ -174,6 +177,30 @@ class SglangClient:
         except EngineError as error:
             if not any(f"answered with status {status}" in str(error) for status in NONE_OPEN):
                 raise
+
+    async def release(self, timeout_s: float) -> None:
+        """Free the device, once nothing runs: the server would die of being asked while something does."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self._flushed():  # noqa: ASYNC110 - a server has no event for it
+                    await asyncio.sleep(IDLE_AGAIN_S)
+        except TimeoutError:
+            raise EngineError(f"{self.url} was not idle within {timeout_s:g} s") from None
+        await self._call("POST", "/release_memory_occupation", {}, timeout_s=timeout_s)
+
+    async def retake(self, tags: tuple[str, ...], timeout_s: float) -> None:
+        """Take memory of these kinds back; what was in it is lost."""
+        await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)}, timeout_s=timeout_s)
+
+    async def _flushed(self) -> bool:
+        """Whether the cached prefixes are gone, which takes an idle server."""
+        try:
+            await self._call("POST", "/flush_cache")
+        except UnreachableError:
+            raise
+        except EngineError:
+            return False
+        return True
 
     async def weight_version(self) -> str:
         """The version that the server says its weights are."""

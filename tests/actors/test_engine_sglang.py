@@ -255,6 +255,60 @@ async def test_bad_requests_and_weights_are_refused_and_leave_the_engine_as_it_w
     assert engine.policy_version == 0
 
 
+async def test_a_server_frees_its_device_and_comes_back_with_the_weights_loaded_last(engine):
+    before = await engine.checksums()
+    await engine.release()
+    waiting = started(engine, "meanwhile", new=32)
+    assert await engine.load_weights(SECOND.state_dict(), 1) == 0.0
+    assert await engine.checksums() == before, "the server is not told while it rests"
+    assert (engine.policy_version, engine.waiting, waiting.done()) == (1, 1, False)
+    await engine.resume()
+    generation = await waiting
+    assert set(generation.policy_versions.tolist()) == {1}
+    np.testing.assert_allclose(generation.logprobs, recomputed(SECOND, PROMPT, generation), atol=1e-5)
+    after = await engine.checksums()
+    await engine.release()
+    await engine.resume()
+    assert await engine.checksums() == after != before
+
+
+async def test_a_server_is_not_asked_to_free_its_device_while_it_is_at_work(engine):
+    flight = started(engine, "busy")
+    await in_flight(engine, flight)
+    with pytest.raises(EngineError, match="was not idle within"):
+        await engine._client.release(0.3)
+    assert len((await flight).token_ids) == LONG
+
+
+async def test_a_generation_outlives_the_turn_of_others_on_the_device(engine, monkeypatch):
+    async def lent():
+        return None
+
+    async def build():
+        return engine
+
+    monkeypatch.setattr(engine, "start", lent)
+    monkeypatch.setattr(engine, "close", lent)
+    fleet = Fleet({"one": build}, FleetConfig())
+    await fleet.start()
+    await fleet.load_weights(FIRST.state_dict(), 0)
+    task = asyncio.create_task(fleet.generate(request("turns", PROMPT, new=LONG)))
+    await in_flight(engine, task)
+    await fleet.release()
+    assert await requests_at_the_worker(engine) == 0
+    await fleet.load_weights(SECOND.state_dict(), 1)
+    await fleet.resume()
+    generation = await task
+    await fleet.close()
+    versions = generation.policy_versions.tolist()
+    first = versions.count(0)
+    assert versions == [0] * first + [1] * (LONG - first)
+    assert 0 <= first < LONG
+    for model, part in ((FIRST, slice(0, first)), (SECOND, slice(first, LONG))):
+        expected = recomputed(model, PROMPT, generation)[part]
+        np.testing.assert_allclose(generation.logprobs[part], expected, atol=2e-5)
+
+
 async def test_logprobs_that_are_not_finite_are_an_error(engine):
     broken = {"model.norm.weight": torch.full((32,), torch.nan)}
     await engine.load_weights(broken, 1)

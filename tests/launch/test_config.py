@@ -235,3 +235,19 @@ def test_forced_lengths_fit_the_longest_completion():
 def test_variables_of_a_process_that_does_not_exist_are_refused():
     said = refusal({"supervision": {"environment": {"actor": {"CUDA_VISIBLE_DEVICES": "1"}}}})
     assert "environment has 'actor', the processes are: bus, storage, actors, learner" in said
+
+
+def test_colocation_is_refused_where_turns_cannot_be_taken():
+    shared = {"colocation": {"enabled": True}}
+    assert resolve(shared).colocation.enabled
+    sglang = {"actors": {"engine": {"type": "sglang"}}}
+    assert resolve(shared, sglang).colocation.enabled
+    attached = {"actors": {"engine": {"type": "sglang", "url": "http://there:30000"}}}
+    assert "actors.engine.url='http://there:30000'" in refusal(shared, attached)
+    unable = {"actors": {"engine": {"type": "sglang", "server": {"enable-memory-saver": False}}}}
+    assert "enable_memory_saver is false" in refusal(shared, unable)
+    assert "learner.world.nodes=2" in refusal(shared, {"learner": {"world": {"nodes": 2}}})
+    assert "yield_timeout_s=600 is not above" in refusal(
+        {"colocation": {"enabled": True, "yield_timeout_s": 600}}
+    )
+    assert resolve(attached).actors.engine.url
