@@ -57,9 +57,8 @@ class InProcessWriter(FileSystemWriterAsync):  # type: ignore[misc]  # megatron-
 
 
 def install_in_process_writer() -> None:
-    """Make `dist_checkpointing.save` use `InProcessWriter`; comes before every call of it."""
-    results: queue.Queue[Any] = queue.Queue()
-    filesystem_async._get_write_results_queue = lambda: results
+    """Make `dist_checkpointing.save` use `InProcessWriter`, each with a queue of its own for its results."""
+    filesystem_async._get_write_results_queue = queue.Queue
     torch_dist_strategy.FileSystemWriterAsync = InProcessWriter
 
 

@@ -4,7 +4,8 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +37,12 @@ from storage.config import AdmissionConfig, EvaluationConfig
 from tests.factories import make_trajectory
 from tests.storage.serving import SHARDS, Storage, send, serving, until
 
+LIMIT_S = 120
+"""A learner or shadow of a few steps that takes longer, whatever else the machine does, stands still."""
 ADMISSION = AdmissionConfig(groups_per_step=2, samples_per_prompt=3, max_staleness=0)
 SCRATCH = ScratchModel(hidden_size=32, layers=1, heads=2, kv_heads=1, intermediate_size=32, context=64)
+TRAINS_FROM = 1
+"""The version that the warm-up makes."""
 LEARNER = LearnerConfig(
     steps=4,
     optimizer=OptimizerConfig(lr=1e-3),
@@ -91,6 +96,10 @@ class MiniRun:
     directory: Path
     storage: Storage
     demonstrations: Path
+    held_after: float = inf
+    """Leases of later policy versions are rolled out once `released` is set: until then no learner trains
+    a later step, for with no staleness a step's groups are of the version that the step before it made."""
+    released: asyncio.Event = field(default_factory=asyncio.Event)
 
     def settings(self, **changes: object) -> LearnerSettings:
         """Of the learner; `changes` are the section `learner`'s."""
@@ -111,16 +120,27 @@ class MiniRun:
 
     async def train(self, **changes: object) -> Progress:
         """A learner until its end."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             return await service.run(self.bus, self.settings(**changes), self.demonstrations, asyncio.Event())
 
     async def train_and_die(self, after_step: int, **changes: object) -> None:
-        """A learner that is gone at once when it has trained that step."""
-        learner = asyncio.create_task(self.train(**changes))
-        await until(lambda: after_step in self.steps() or learner.done(), seconds=60)
-        learner.cancel()
-        await asyncio.wait({learner})
+        """A learner that is gone at once when it has trained that step, and that comes no further."""
+        self.hold(after_step)
+        async with asyncio.TaskGroup() as tasks:
+            learner = tasks.create_task(self.train(**changes))
+            await until(lambda: after_step in self.steps(), seconds=LIMIT_S)
+            learner.cancel()
         assert learner.cancelled()
+        self.release()
+
+    def hold(self, after_step: int) -> None:
+        """Let no learner train a later step until `release`."""
+        self.held_after, self.released = TRAINS_FROM + after_step - 1, asyncio.Event()
+
+    def release(self) -> None:
+        """Roll out everything again, also what was held."""
+        self.held_after = inf
+        self.released.set()
 
     async def follow(
         self, stop: asyncio.Event, *, from_checkpoint: Path | None = None, **changes: object
@@ -131,7 +151,7 @@ class MiniRun:
         files = {name: kept / name for name in ("checkpoints", "progress", "lineage", "export")}
         own = replace(self.settings(**changes), **files)
         settings = ShadowSettings("other", own, kept / "metrics.jsonl", from_checkpoint)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_S):
             return await run_shadow(self.bus, settings, self.demonstrations, stop)
 
     def steps(self) -> dict[int, lineage.TrainedStep]:
@@ -143,11 +163,13 @@ class MiniRun:
         return lineage.steps(self.directory / "shadow" / "lineage")
 
 
-async def _roll_out(bus: Bus, leases: asyncio.Queue[Lease]) -> None:
+async def _roll_out(run: MiniRun, leases: asyncio.Queue[Lease]) -> None:
     """Answer every lease that appears on the bus."""
     while True:
         lease = await leases.get()
-        await send(bus, *(rollout(lease, sample) for sample in range(lease.samples)))
+        if lease.policy_version > run.held_after:
+            await run.released.wait()
+        await send(run.bus, *(rollout(lease, sample) for sample in range(lease.samples)))
 
 
 @asynccontextmanager
@@ -159,8 +181,9 @@ async def mini_run(bus: Bus, directory: Path) -> AsyncIterator[MiniRun]:
     leases: asyncio.Queue[Lease] = asyncio.Queue()
     await bus.listen(bus.subject("tasks", "rollout", "*"), Lease, leases.put_nowait)
     async with serving(bus, directory, ADMISSION) as storage, asyncio.TaskGroup() as tasks:
-        rolling_out = tasks.create_task(_roll_out(bus, leases))
-        yield MiniRun(bus, directory, storage, demonstrations)
+        run = MiniRun(bus, directory, storage, demonstrations)
+        rolling_out = tasks.create_task(_roll_out(run, leases))
+        yield run
         rolling_out.cancel()
 
 

@@ -74,9 +74,9 @@ async def test_a_resumed_run_has_the_reference_of_one_that_was_not_killed(bus, t
 @pytest.mark.usefixtures("in_process")
 async def test_a_shadow_with_the_learners_objective_takes_its_steps(bus, tmp_path):
     async with mini_run(bus, tmp_path) as run:
-        following = asyncio.create_task(run.follow(asyncio.Event(), **REFRESHED))
-        await run.train(**REFRESHED)
-        await following
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(run.follow(asyncio.Event(), **REFRESHED))
+            await run.train(**REFRESHED)
         ours, theirs = run.steps(), run.shadow_steps()
         assert [theirs[n].loss for n in range(1, 5)] == [ours[n].loss for n in range(1, 5)]
 

@@ -18,7 +18,7 @@ from learner.checkpoint import latest_checkpoint
 from learner.config import PPOClipLoss
 from learner.lineage import TrainedStep
 from storage import checkpoints
-from tests.learner.mini_run import LEARNER, MiniRun, mini_run
+from tests.learner.mini_run import LEARNER, LIMIT_S, MiniRun, mini_run
 from tests.storage.serving import SHARDS, LearnerStandIn, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("in_process")]
@@ -42,9 +42,10 @@ async def trained_beside(run: MiniRun, shadows: int) -> list[Metrics]:
     """A learner from beginning to end, a shadow beside it or not; the metrics that it sent."""
     heard: list[Metrics] = []
     await run.bus.listen(run.bus.subject("events", "metrics"), Metrics, heard.append)
-    following = [asyncio.create_task(run.follow(asyncio.Event(), loss=PPOClipLoss())) for _ in range(shadows)]
-    await run.train()
-    await asyncio.gather(*following)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(shadows):
+            tasks.create_task(run.follow(asyncio.Event(), loss=PPOClipLoss()))
+        await run.train()
     await run.bus.client.flush()
     return [metrics for metrics in heard if metrics.source == "learner"]
 
@@ -75,15 +76,18 @@ async def test_nobody_notices_a_shadow(server, tmp_path: Path):
 async def test_with_the_same_objective_it_comes_to_the_same_weights_also_over_a_restart(bus, tmp_path):
     heard: list[Status] = []
     await bus.listen(bus.subject("status", "shadow"), Status, heard.append)
-    async with mini_run(bus, tmp_path) as run:
-        await run.train()
+    async with mini_run(bus, tmp_path) as run, asyncio.TaskGroup() as tasks:
+        run.hold(after_step=2)
+        learner = tasks.create_task(run.train())
         stop = asyncio.Event()
-        following = asyncio.create_task(run.follow(stop))
-        await until(lambda: 1 in run.shadow_steps(), seconds=60)
+        following = tasks.create_task(run.follow(stop))
+        await until(lambda: 1 in run.shadow_steps(), seconds=LIMIT_S)
         stop.set()
         reached = (await following).step
+        run.release()
+        await learner
         progress = await run.follow(asyncio.Event())
-    assert 1 <= reached < 4
+    assert 1 <= reached <= 2
     assert what(run.shadow_steps()) == what(run.steps())
     assert (progress.step, progress.trajectories_trained, progress.rollbacks) == (4, 4 * 6, 0)
     numbers = [json.loads(line) for line in (tmp_path / "shadow/metrics.jsonl").read_text().splitlines()]
@@ -108,16 +112,20 @@ async def test_it_goes_back_with_a_learner_that_resumes_and_gets_other_groups(bu
     async with mini_run(bus, tmp_path) as run:
         unsaved = LEARNER.checkpoint.model_copy(update={"save_every": 1000})
         kept = LEARNER.checkpoint.model_copy(update={"keep": keep})
-        learner = asyncio.create_task(run.train(steps=100, checkpoint=unsaved))
-        following = asyncio.create_task(run.follow(asyncio.Event(), steps=100, checkpoint=kept))
-        await until(lambda: 5 in run.shadow_steps(), seconds=60)
-        learner.cancel()
-        await asyncio.wait({learner})
-        first_life = run.shadow_steps()
-        await LearnerStandIn(bus, "between").resume(0)
-        assert run.storage.ledger.reject(first_life[3].leases[0], "test")
-        await run.train(steps=6)
-        progress = await following
+        async with asyncio.TaskGroup() as tasks:  # one that fails ends the test at once
+            run.hold(after_step=5)
+            learner = tasks.create_task(run.train(steps=6, checkpoint=unsaved))
+            following = tasks.create_task(run.follow(asyncio.Event(), steps=6, checkpoint=kept))
+            await until(lambda: 5 in run.shadow_steps(), seconds=LIMIT_S)
+            learner.cancel()
+            await asyncio.wait({learner}, timeout=LIMIT_S)
+            assert learner.cancelled()
+            first_life = run.shadow_steps()
+            await LearnerStandIn(bus, "between").resume(0)
+            assert run.storage.ledger.reject(first_life[3].leases[0], "test")
+            run.release()
+            await run.train(steps=6)
+        progress = following.result()
     assert progress.rollbacks == 1
     lives = what(run.shadow_steps())
     assert lives == what(run.steps())
@@ -151,12 +159,12 @@ async def test_steps_whose_groups_were_retired_are_passed_over_and_counted(bus, 
 async def test_two_shadows_of_one_name_are_refused(bus, tmp_path, connect):
     async with mini_run(bus, tmp_path) as run, connect("second") as other:
         stop = asyncio.Event()
-        following = asyncio.create_task(run.follow(stop))
-        await until(lambda: holder_of(bus), seconds=60)
-        with pytest.raises(ConfigError, match="already has a learner-shadow-other: process"):
-            await replace(run, bus=other).follow(stop)
-        stop.set()
-        await following
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(run.follow(stop))
+            await until(lambda: holder_of(bus), seconds=LIMIT_S)
+            with pytest.raises(ConfigError, match="already has a learner-shadow-other: process"):
+                await replace(run, bus=other).follow(stop)
+            stop.set()
 
 
 async def holder_of(bus: Bus) -> bool:
