@@ -75,9 +75,10 @@ class SglangEngineConfig(Config):
     environment: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the server."""
 
-    update: Literal["disk", "tensor"] = "disk"
+    update: Literal["disk", "tensor", "group"] = "disk"
     """How weights get there: `disk` through files in `weights_directory`, which the server must see too;
-    `tensor` in the body of requests, slower, for a server on another host."""
+    `tensor` in the body of requests, slower, for a server on another host; `group` from the learner itself,
+    over NCCL or gloo, for a server in its cluster."""
 
     pause: Literal["in_place", "retract", "drain"] = "in_place"
     """What an update does to generations in flight. `in_place`: they go on with what they computed before.

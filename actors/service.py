@@ -65,7 +65,8 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         try:
             if not await _started(bus, engine, stop):
                 return
-            follower = PolicyFollower(bus, engine, blobs)
+            from_learner = getattr(settings.actors.engine, "update", "") == "group"
+            follower = PolicyFollower(bus, engine, blobs, from_learner=from_learner)
             worker = Worker(
                 bus,
                 Policy(engine, tokenizer, sampled, mask_older_versions=settings.actors.mask_older_versions),

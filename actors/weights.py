@@ -8,12 +8,13 @@ from pathlib import Path
 import structlog
 import torch
 
-from actors.engines.base import Engine
+from actors.engines.base import Engine, TakesPublished
+from actors.engines.published import Published
 from actors.received import Receiver, torch_tensors
 from bus.blobs import get_blob
 from bus.codec import decode
 from bus.connection import Bus
-from bus.errors import BusError, StorageError
+from bus.errors import BusError, StorageError, WeightsKeptError
 from bus.messages import AnchorWanted, BlobRef, ModelFiles, PolicyManifest
 from storage.blob_sources import Blobs, BlobSource
 from storage.model_files import unbundle
@@ -43,7 +44,10 @@ async def fetch_model_files(bus: Bus, ref: BlobRef, directory: Path) -> Path:
 class PolicyFollower:
     """Keeps one engine at the latest version it can get; in between versions are skipped."""
 
-    def __init__(self, bus: Bus, engine: Engine, blobs: BlobSource | None = None) -> None:
+    def __init__(
+        self, bus: Bus, engine: Engine, blobs: BlobSource | None = None, *, from_learner: bool = False
+    ) -> None:
+        """`from_learner`: the engine takes what is announced from the learner itself."""
         self.latest: PolicyManifest | None = None
         self.pause_s = 0.0
         """Seconds generation stood still for the latest swap."""
@@ -53,6 +57,8 @@ class PolicyFollower:
         self._swapped = asyncio.Condition()
         self._in_use: PolicyManifest | None = None
         self._receiver = Receiver(blobs or Blobs(bus))
+        self._receiving = asyncio.Lock()
+        self._sent_to = engine if from_learner and isinstance(engine, TakesPublished) else None
         self._given: Mapping[str, bytes] = {}
         """Digests of the tensors that the engine has."""
         self._failed: tuple[PolicyManifest | None, float] = None, 0.0
@@ -102,17 +108,28 @@ class PolicyFollower:
         if manifest is None or _same_weights(manifest, self._in_use) or self._refused(manifest):
             return
         try:
-            weights = await self._receiver.advance(manifest)
-        except (BusError, StorageError) as error:  # the old version goes on meanwhile
+            if self._sent_to is None:
+                weights = await self._receiver.advance(manifest)
+            else:
+                published = Published(self._bus, manifest, self._fetched)
+                self.pause_s = await self._sent_to.load_published(published)
+        except (BusError, StorageError, WeightsKeptError) as error:  # the old version goes on meanwhile
             log.warning("weights_not_fetched", policy_version=manifest.policy_version, reason=str(error))
             await self._ask_for_anchor(manifest, str(error))
             return
-        changed = torch_tensors(weights.changed_since(self._given))
-        self.pause_s = await self._engine.load_weights(changed, manifest.policy_version)
-        self._given, self._in_use = weights.digests, manifest
+        if self._sent_to is None:
+            changed = torch_tensors(weights.changed_since(self._given))
+            self.pause_s = await self._engine.load_weights(changed, manifest.policy_version)
+            self._given = weights.digests
+        self._in_use = manifest
         log.debug("weights_swapped", policy_version=manifest.policy_version, pause_s=round(self.pause_s, 4))
         async with self._swapped:
             self._swapped.notify_all()
+
+    async def _fetched(self, manifest: PolicyManifest) -> Mapping[str, torch.Tensor]:
+        """The tensors, for engines that the learner could not send them to."""
+        async with self._receiving:
+            return torch_tensors((await self._receiver.advance(manifest)).tensors)
 
     def _refused(self, manifest: PolicyManifest) -> bool:
         """Whether exactly this was tried a moment ago, in vain."""

@@ -16,6 +16,7 @@ from bus.requests import BatchLease
 from bus.status import report_status
 from learner import lineage
 from learner.batches import StepBatch
+from learner.broadcast import Broadcaster
 from learner.commands import Begin
 from learner.conversion.files import save_hf_directory
 from learner.heldout import HeldOut
@@ -54,6 +55,10 @@ class Learner:
         publication = settings.learner.publication
         store = blob_store(bus, publication.transport, settings.export.parent / "weights")
         self._weights = WeightPublisher(bus, store, publication, incarnation=incarnation)
+        self._broadcaster = Broadcaster(
+            bus, lambda: self._weights.announced,
+            incarnation=incarnation, timeout_s=publication.broadcast_timeout_s,
+        )  # fmt: skip
         self._heldout = HeldOut(bus, incarnation, self._on_evaluation)
         self._publishing: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[BatchLease] | None = None
@@ -85,6 +90,7 @@ class Learner:
                 finished.set()
                 if self._fetching is not None:
                     self._fetching.cancel()
+                await self._broadcaster.close()
                 await self._weights.close()
 
     async def _join(self) -> None:
@@ -95,6 +101,7 @@ class Learner:
             raise ConfigError("learner.target_accuracy needs held-out prompts: set data.heldout or data.task")
         await refuse_other_history(self.progress, self._settings.lineage, self._reader.given)
         await self._weights.start(self._settings.model_directory)
+        await self._broadcaster.start()
         await self._reader.resumed(self.progress.step)
         await self._publish()
         await self._published()

@@ -21,11 +21,13 @@ from actors.engines.fleet_config import FleetConfig
 from actors.engines.host_weights import HostWeights
 from actors.engines.ticket import Ticket
 from actors.engines.waiting import bounded, first, hear, set_within, unless
-from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError
+from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError, WeightsKeptError
 
 log = structlog.get_logger()
 Build = Callable[[], Awaitable[Engine]]
 """Makes an engine that was not started yet."""
+WEIGHTS_AGAIN_S = 2.0
+"""Until an engine without weights looks for them again."""
 State = Literal["starting", "serving", "stopping", "waiting", "given up", "left"]
 
 
@@ -171,7 +173,7 @@ class Member:
     async def update(self) -> float:
         """Load the newest weights unless it has them; return the seconds generation stood still.
 
-        An engine that cannot has failed, and returns 0."""
+        An engine that cannot has failed, and returns 0. Raises `WeightsKeptError` when there were none."""
         life, seconds = self._life, 0.0
         if life is None or self.state != "serving":  # one that starts takes the newest by itself
             return seconds
@@ -179,6 +181,8 @@ class Member:
             async with life.update:
                 if not life.gone.is_set() and life.serial != self._weights().serial:
                     seconds = await self._load(life)
+        except WeightsKeptError:  # it serves on; who wants the update asks again
+            raise
         except Exception as error:  # noqa: BLE001  # of this engine alone, whatever it is; the limit makes it loud
             if life is self._life:
                 self.fail(f"new weights: {_said(error)}")
@@ -201,7 +205,7 @@ class Member:
         try:
             await unless(self._out, self._bring_up())
             while self._life and not self._out.is_set() and self._life.serial != self._weights().serial:
-                await unless(self._out, self._load(self._life))
+                await unless(self._out, self._load_first(self._life))
         except Exception as error:  # noqa: BLE001  # whatever keeps it from starting; the limit makes it loud
             self.misconfigured = error if isinstance(error, ConfigError) else None
             self.fail(_said(error))
@@ -223,12 +227,19 @@ class Member:
             self._life = _Life(engine)
             await engine.start()
 
+    async def _load_first(self, life: _Life) -> None:
+        try:
+            await self._load(life)
+        except WeightsKeptError as error:  # the learner may be starting again
+            log.warning("weights_not_to_be_had", engine=self.name, reason=str(error))
+            await set_within(self._out, WEIGHTS_AGAIN_S)
+
     async def _load(self, life: _Life) -> float:
         weights = self._weights()
-        loading = life.engine.load_weights(weights.since(life.serial), weights.policy_version)
+        loading = weights.load_into(life.engine, life.serial)
         async with bounded(self._config.update_timeout_s, f"{self.name} did not load its weights"):
             seconds = await unless(life.gone, loading)
-        if life.engine.policy_version != weights.policy_version:
+        if not weights.are_in(life.engine):
             raise EngineError(
                 f"{self.name} says it has version {life.engine.policy_version} "
                 f"after version {weights.policy_version} was loaded"

@@ -15,9 +15,11 @@ import torch
 
 from actors.config import SglangEngineConfig
 from actors.engines.base import Generation, GenerationRequest
+from actors.engines.published import Published
 from actors.engines.sglang_client import ServerFacts, SglangClient, UnreachableError
+from actors.engines.sglang_loading import Load, Loading
 from actors.engines.sglang_server import AttachedServer, OwnServer, Server
-from actors.engines.sglang_weights import HeldWeights, buckets
+from actors.engines.sglang_weights import HeldWeights
 from bus.errors import EngineError, RequestRefusedError
 
 log = structlog.get_logger()
@@ -63,6 +65,7 @@ class SglangEngine:
         )
         self._client: SglangClient | None = None
         self._facts: ServerFacts | None = None
+        self._loading: Loading | None = None
         self._version = -1
         self._loads = 0
         self._serving = asyncio.Event()
@@ -104,6 +107,8 @@ class SglangEngine:
         self._client = SglangClient.connect(url)
         await self._server.until_ready(self._client)
         self._facts = await self._client.facts()
+        self._loading = Loading(self._held, self._client, self._facts)
+        self._loading.check(self._config)
         log.info("sglang_ready", url=url, version=self._facts.version)
         if not self._facts.reports_spans and self._config.pause != "drain":
             log.warning("sglang_reports_no_versions_per_token", version=self._facts.version, pause="drain")
@@ -130,18 +135,19 @@ class SglangEngine:
         Raises EngineError for another model's tensors, and when the server fails at it: then it is killed."""
         async with self._changing:
             self._check()
-            state = state or await asyncio.to_thread(self._held.smallest)
-            directory = await asyncio.to_thread(self._held.keep, state, policy_version)
-            try:
-                pause_s = await self._swap(directory, state)
-            except EngineError as error:
-                await self._fail(f"it did not take policy version {policy_version}: {error}")
-                raise EngineError(self._stopped()) from error
-            self._check()  # it may have died, or been closed, meanwhile
-            self._version = policy_version
-            self._loads += 1
-            self._serving.set()
-        return pause_s
+            load = await self._ready().tensors(self._config, state, policy_version)
+            return await self._swap(load, policy_version)
+
+    async def load_published(self, published: Published) -> float:
+        """Have the learner send the weights to the server; where that fails, fetch and load them.
+
+        Returns and raises as `load_weights`, and WeightsKeptError when they could not be had at all."""
+        async with self._changing:
+            self._check()
+            if self._ready().has(published, self._version):
+                return 0.0
+            load = await self._ready().published(self._config, published)
+            return await self._swap(load, published.policy_version)
 
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
@@ -165,6 +171,8 @@ class SglangEngine:
         if self._background:
             await asyncio.wait(self._background, timeout=ABORT_AGAIN_S * 4)
         await self._server.kill()
+        if self._loading is not None:
+            await self._loading.close()
         if self._client is not None:
             await self._client.close()
         self._held.close()
@@ -243,8 +251,21 @@ class SglangEngine:
 
     # Weights.
 
-    async def _swap(self, directory: Path, state: Mapping[str, torch.Tensor]) -> float:
-        """Make the server compute with the weights that were just kept; new requests wait meanwhile."""
+    async def _swap(self, load: Load, wanted: int) -> float:
+        """Make the server compute with what `load` has it take; return the seconds it stood still."""
+        try:
+            version, pause_s = await self._paused(load)
+        except EngineError as error:
+            await self._fail(f"it did not take policy version {wanted}: {error}")
+            raise EngineError(self._stopped()) from error
+        self._check()  # it may have died, or been closed, meanwhile
+        self._version = version
+        self._loads += 1
+        self._serving.set()
+        return pause_s
+
+    async def _paused(self, load: Load) -> tuple[int, float]:
+        """Run `load` while nothing is generated; return what it does, and how many seconds that took."""
         client, facts, config = self._connected(), self._facts, self._config
         assert facts is not None, "set together with the client"
         self._serving.clear()
@@ -254,17 +275,12 @@ class SglangEngine:
         begun = time.perf_counter()
         if mode != "drain":
             await client.pause(mode)
-        flush, timeout_s, version = mode == "retract", config.update_timeout_s, self._held.policy_version
         try:
-            if config.update == "disk":
-                await client.load_files(directory, version, flush=flush, timeout_s=timeout_s)
-            else:
-                parts = buckets(state)
-                await client.load_tensors(parts, version, facts, flush=flush, timeout_s=timeout_s)
+            version = await load(mode == "retract")
         finally:
             if mode != "drain":
                 await client.resume()
-        return time.perf_counter() - begun
+        return version, time.perf_counter() - begun
 
     async def _drained(self) -> None:
         sent = {flight.sent for flight in self._flights.values() if flight.sent is not None}
@@ -336,6 +352,11 @@ class SglangEngine:
 
     def _stopped(self) -> str:
         return f"the SGLang engine has stopped: {self.failure}"
+
+    def _ready(self) -> Loading:
+        if self._loading is None:
+            raise EngineError("the SGLang engine was not started")
+        return self._loading
 
     def _connected(self) -> SglangClient:
         if self._client is None:

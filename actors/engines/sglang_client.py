@@ -14,11 +14,16 @@ import torch
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.sglang_answers import read_answer
+from bus.broadcasts import OfferedBucket
 from bus.errors import EngineError, RequestRefusedError
 
 
 class UnreachableError(EngineError):
     """There was no connection, or it broke: the server may be dead."""
+
+
+class TooSlowError(EngineError):
+    """There was no answer in time: the server may still be at it."""
 
 
 SHORT_S = 30.0
@@ -38,6 +43,10 @@ class ServerFacts:
     """Answers say which tokens are of which weights; without it a generation must not see an update."""
     tensor_ranks: int
     """Ranks that each take a copy of the tensors in a request."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    """Where its weights are."""
+    replicas: int = 1
+    """Sets of such ranks, each with a copy of the model or a stage of it."""
 
 
 class SglangClient:
@@ -74,6 +83,8 @@ class SglangClient:
             update_sessions="/begin_weight_update" in paths,
             reports_spans="weight_versions" in answer.get("meta_info", {}),
             tensor_ranks=int(server.get("tp_size", 1)),
+            device="cpu" if server.get("device") == "cpu" else "cuda",
+            replicas=int(server.get("dp_size", 1)) * int(server.get("pp_size", 1)),
         )
 
     async def generate(
@@ -130,8 +141,7 @@ class SglangClient:
         timeout_s: float,
     ) -> None:
         """Take tensors from the bodies of requests, one for each bucket; the last sets the version."""
-        if facts.update_sessions:
-            await self._update("/begin_weight_update", {}, timeout_s)
+        await self.open_update(facts, timeout_s)
         waiting = list(buckets)
         for bucket in waiting:
             last = bucket is waiting[-1]
@@ -142,8 +152,46 @@ class SglangClient:
                 "abort_all_requests": False,
             }
             await self._update("/update_weights_from_tensor", body, timeout_s)
+        await self.close_update(facts, timeout_s)
+
+    async def open_update(self, facts: ServerFacts, timeout_s: float) -> None:
+        """Make the server take tensors, where it has to be told."""
+        if facts.update_sessions:
+            await self._update("/begin_weight_update", {}, timeout_s)
+
+    async def close_update(self, facts: ServerFacts, timeout_s: float) -> None:
+        """All tensors are there."""
         if facts.update_sessions:
             await self._update("/end_weight_update", {}, timeout_s)
+
+    async def join_group(self, offered: OfferedBucket, ranks: int, timeout_s: float) -> None:
+        """Have its `ranks` meet the learner in a group, as ranks 1 and up; it generates nothing meanwhile."""
+        body = {
+            "master_address": offered.host,
+            "master_port": offered.port,
+            "rank_offset": 1,
+            "world_size": 1 + ranks,
+            "group_name": offered.group,
+            "backend": offered.backend,
+        }
+        await self._update("/init_weights_update_group", body, timeout_s)
+
+    async def leave_group(self, name: str) -> None:
+        """Forget a group."""
+        await self._update("/destroy_weights_update_group", {"group_name": name}, SHORT_S)
+
+    async def receive(self, offered: OfferedBucket, *, last: bool, flush: bool, timeout_s: float) -> None:
+        """Take the tensors that the learner sends in the group; the last ones set the version."""
+        body = {
+            "names": offered.names,
+            "dtypes": offered.dtypes,
+            "shapes": offered.shapes,
+            "group_name": offered.group,
+            "flush_cache": flush and last,
+            "weight_version": str(offered.policy_version) if last else None,
+            "abort_all_requests": False,
+        }
+        await self._update("/update_weights_from_distributed", body, timeout_s)
 
     async def weight_version(self) -> str:
         """The version that the server says its weights are."""
@@ -169,7 +217,7 @@ class SglangClient:
             async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
                 data = await response.read()
         except TimeoutError as error:
-            raise EngineError(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
+            raise TooSlowError(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
             reason = str(error) or type(error).__name__
             raise UnreachableError(

@@ -2,7 +2,10 @@
 
 import asyncio
 
+import torch
 from aiohttp import web
+
+from tests.actors.gloo_rank import GlooRank
 
 TOKEN = 5
 
@@ -21,6 +24,12 @@ class StandIn:
         self.running.set()
         self.url = ""
         self._runner: web.AppRunner | None = None
+        self.tensor_ranks = 1
+        self.replicas = 1
+        self.received: dict[str, torch.Tensor] = {}
+        """What the learner sent."""
+        self.groups: dict[str, GlooRank] = {}
+        self.joins_within_s = 60.0
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
@@ -34,7 +43,7 @@ class StandIn:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def _answer(self, request: web.Request) -> web.Response:  # noqa: C901  # a case for each path
         path = request.match_info["path"]
         self.said.append(path)
         body = await request.json() if request.method == "POST" else {}
@@ -42,7 +51,14 @@ class StandIn:
             case "model_info":
                 return web.json_response({"weight_version": self.version, "model_path": "stand-in"})
             case "server_info":
-                return web.json_response({"version": "0.5.23", "tp_size": 1})
+                return web.json_response(
+                    {
+                        "version": "0.5.23",
+                        "tp_size": self.tensor_ranks,
+                        "dp_size": self.replicas,
+                        "device": "cpu",
+                    }
+                )
             case "openapi.json":
                 return web.json_response({"paths": {"/begin_weight_update": {}}})
             case "generate":
@@ -54,11 +70,28 @@ class StandIn:
                 self.running.clear()
             case "continue_generation":
                 self.running.set()
+            case "init_weights_update_group" | "update_weights_from_distributed":
+                return await self._in_group(path, body)
+            case "destroy_weights_update_group":
+                self.groups.pop(body["group_name"], None)
             case "update_weights_from_disk" | "update_weights_from_tensor":
                 if self.refuses_weights:
                     return web.json_response({"success": False, "message": "out of memory"})
                 self.versions.append(body["weight_version"])
                 self.version = body["weight_version"] or self.version
+        return web.json_response({"success": True})
+
+    async def _in_group(self, path: str, body: dict[str, object]) -> web.Response:
+        name = body["group_name"]
+        try:
+            if path == "init_weights_update_group":
+                self.groups[name] = await asyncio.to_thread(GlooRank, body, self.joins_within_s)
+                return web.json_response({"success": True})
+            self.received |= await asyncio.to_thread(self.groups[name].receive, body)
+        except (RuntimeError, ValueError) as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        self.versions.append(body["weight_version"])
+        self.version = body["weight_version"] or self.version
         return web.json_response({"success": True})
 
     def _generated(self, count: int) -> dict[str, object]:
