@@ -5,17 +5,25 @@ import json
 import signal
 import sys
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 import torch
 
 from actors.config import SglangEngineConfig
+from actors.engines.fleet import Fleet
+from actors.engines.fleet_config import FleetConfig
 from actors.engines.published import Published
 from actors.engines.sglang import SglangEngine
+from actors.weights import PolicyFollower
 from bus.errors import BusError, ConfigError, WeightsKeptError
 from bus.messages import BlobRef, PolicyManifest
 from learner.broadcast import Broadcaster
+from learner.config import PublicationConfig
 from learner.host_copy import host_tensors
+from learner.publish import WeightPublisher
+from storage.blob_sources import Blobs
+from storage.blob_stores import BusBlobs
 from storage.weights import Weights
 from tests.actors import gloo_rank
 from tests.actors.sglang_stand_in import StandIn
@@ -284,3 +292,42 @@ async def test_a_server_of_several_replicas_is_refused_at_its_start(serving):
         server.replicas = 2
         with pytest.raises(ConfigError, match="this server has 2"):
             await engine.start()
+
+
+async def test_a_fleet_follows_a_publisher_whose_tensors_come_in_groups(bus, tmp_path, serving):
+    class Cut(Blobs):
+        """The transport, which serves when it is let."""
+
+        open = False
+
+        async def get(self, ref):
+            if not self.open:
+                raise BusError("nothing may come by the transport")
+            return await super().get(ref)
+
+    publisher = WeightPublisher(bus, BusBlobs(bus), PublicationConfig(), incarnation="one")
+    await publisher.start(tmp_path)
+    broadcaster = Broadcaster(bus, lambda: publisher.announced, incarnation="one", timeout_s=TIMEOUT_S)
+    await broadcaster.start()
+    async with serving() as (one, server), serving() as (two, _):
+        built = {"one": one, "two": two}
+        fleet = Fleet({name: partial(asyncio.sleep, 0, built[name]) for name in built}, FleetConfig())
+        await fleet.start()
+        blobs, stop = Cut(bus), asyncio.Event()
+        follower = PolicyFollower(bus, fleet, blobs, from_learner=True)
+        running = asyncio.create_task(follower.run(stop))
+        async with asyncio.timeout(2 * TIMEOUT_S):
+            for version in range(3):
+                if version == 2:
+                    await broadcaster.close()  # it offers nothing any more
+                    blobs.open = True
+                tensors = host_tensors(state(version))
+                await publisher.publish(tensors, policy_version=version, stage="rl", trains_from=0)
+                await follower.at_least(version)
+                assert fleet.policy_version == version
+                if version < 2:
+                    assert same(server.received, state(version))
+        stop.set()
+        await asyncio.wait_for(running, TIMEOUT_S)
+        await fleet.close()
+    assert server.said.count("update_weights_from_tensor") == 1
