@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import secrets
+import signal
 import sys
 import weakref
 from collections.abc import Callable
@@ -85,6 +86,7 @@ class Broadcaster:
         group = self._groups.get(begin.group)
         if group is None or group.snapshot is None or group.snapshot.policy_version != begin.policy_version:
             raise BusError(f"version {begin.policy_version} is not offered to group {begin.group}")
+        group.due, group.snapshot = group.snapshot, None
         group.begun.set()
         return [Done()]
 
@@ -143,11 +145,11 @@ class Broadcaster:
             await process.says("joined", self._timeout_s)
             while await process.lives_until(group.begun, IDLE_S):
                 group.begun.clear()
-                snapshot, group.snapshot = group.snapshot, None
-                assert snapshot is not None, "what begins was offered"
-                await process.tell(snapshot.where())
+                assert group.due is not None, "set before"
+                await process.tell(group.due.where())
                 await process.says("sent", self._timeout_s)
-                log.debug("weights_broadcast", group=group.name, policy_version=snapshot.policy_version)
+                log.debug("weights_broadcast", group=group.name, policy_version=group.due.policy_version)
+                group.due = None
         except BusError as error:  # the engine hears of it by its own side of the group
             log.warning("group_given_up", group=group.name, reason=str(error))
         finally:
@@ -214,7 +216,9 @@ class _Group:
     backend: Literal["gloo", "nccl"]
     process: "_SenderProcess"
     snapshot: Snapshot | None = None
-    """Offered, and not sent yet."""
+    """Offered, and not asked for yet."""
+    due: Snapshot | None = None
+    """Being sent."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     living: "asyncio.Task[None]" = field(init=False)
 
@@ -285,6 +289,7 @@ class _SenderProcess:
         return event.is_set()
 
     async def end(self) -> None:
-        with suppress(ProcessLookupError):
-            self._process.kill()
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)  # `kill` could take its status from asyncio
         await self._process.communicate()  # waits for its end, and closes the pipes
