@@ -6,9 +6,12 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from actors.engines.fleet_config import FleetConfig
+from actors.environments.length_config import LengthProfileConfig
 from bus.config import Config
 from storage.transport_config import RelayConfig
 
+REST_S = 90.0
+"""Longest that a SGLang server is paused, continued and ended, besides starting or loading weights."""
 SglangSetting = bool | int | float | str | tuple[int | float | str, ...]
 
 
@@ -55,6 +58,9 @@ class EmbeddedEngineConfig(Config):
     close_timeout_s: float = Field(30.0, gt=0)
     """How long closing waits for the decode step under way."""
 
+    routed_experts: Literal[False] = False
+    """This engine does not record where tokens were routed: the sglang engine does."""
+
 
 class SglangEngineConfig(Config):
     """An SGLang server: one that this process starts, or one that runs already."""
@@ -64,6 +70,9 @@ class SglangEngineConfig(Config):
 
     url: str | None = None
     """Attach to the SGLang server at http://host:port, instead of starting one."""
+
+    urls: tuple[str, ...] = ()
+    """Attach to several: the fleet has an engine for each. More join and leave with `launch engines`."""
 
     python: Path | None = None
     """Interpreter of the environment that SGLang is installed in. Without it: the one that runs this, if it
@@ -85,8 +94,8 @@ class SglangEngineConfig(Config):
     `retract`: they compute it again with the new weights. `drain`: the update waits for their end."""
 
     weights_directory: Path | None = None
-    """Where each engine keeps a copy of the weights, of the size of the model, and for updates up to half of
-    that again if there is room; without it in memory, /dev/shm."""
+    """Where the tensors of an update lie while a server reads them, the first time of the size of the model;
+    without it in memory, /dev/shm."""
 
     start_timeout_s: float = Field(900.0, gt=0)
     """How long a server may take to start; the first start on a GPU compiles kernels."""
@@ -96,7 +105,14 @@ class SglangEngineConfig(Config):
     this name, unless it is longer, interrupts it before."""
 
     update_timeout_s: float = Field(600.0, gt=0)
-    """How long the server may take to load weights; with `drain`, also to end what is in flight."""
+    """How long an update may take, with `drain` from the moment on when no request is let through."""
+
+    stream_interval: int = Field(128, ge=0)
+    """Tokens after which a server hands out what it has drawn of a generation: one that dies costs so many of
+    each at most. 0 has it hand them out at the end only."""
+
+    routed_experts: bool = False
+    """Record to which experts a mixture of experts sent each token, in every layer: trajectories carry it."""
 
     health_every_s: float = Field(10.0, gt=0)
     """Between two looks at whether the server still generates."""
@@ -104,13 +120,36 @@ class SglangEngineConfig(Config):
     health_timeout_s: float = Field(30.0, gt=0)
     """A server that twice does not answer in this time is taken for dead: the fleet builds another engine."""
 
+    @property
+    def in_files(self) -> bool:
+        """Whether weights that this host has get to the server in files."""
+        return self.update == "disk" or (self.update == "group" and not self.attached)
+
     @model_validator(mode="after")
     def _attached_servers_are_not_ours(self) -> Self:
-        if self.url is not None and (self.server or self.environment or self.python):
-            raise ValueError(
-                f"url={self.url!r} attaches to a server that runs: leave out server, environment and python"
-            )
+        for url in self.attached:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"url={url!r} is no URL: write it as http://host:port")
+            if self.server or self.environment or self.python:
+                raise ValueError(
+                    f"url={url!r} attaches to a server that runs: leave out server, environment and python"
+                )
+        if self.url is not None and self.urls:
+            raise ValueError(f"url={self.url!r} beside urls: put it among them")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"urls={list(self.urls)} names a server twice: each would load weights twice")
         return self
+
+    @property
+    def attached(self) -> tuple[str, ...]:
+        """Servers that run already; empty where this process starts its own."""
+        return self.urls or (() if self.url is None else (self.url,))
+
+    def attached_to(self, url: str) -> "SglangEngineConfig":
+        """The settings of an engine at one of them."""
+        return self.model_copy(
+            update={"url": url.rstrip("/"), "urls": (), "server": {}, "environment": {}, "python": None}
+        )
 
 
 EngineConfig = Annotated[EmbeddedEngineConfig | SglangEngineConfig, Field(discriminator="type")]
@@ -129,6 +168,9 @@ class SingleTurnConfig(Config):
     """Longest that one call of the reward may take; after it the rollout counts as failed."""
 
 
+EnvironmentConfig = Annotated[SingleTurnConfig | LengthProfileConfig, Field(discriminator="type")]
+
+
 class ActorsConfig(Config):
     """One actor process: its engine, what it does with a prompt, how much at once."""
 
@@ -138,7 +180,7 @@ class ActorsConfig(Config):
     fleet: FleetConfig = FleetConfig()
     """How many such engines, how requests find one, and what becomes of one that fails."""
 
-    environment: SingleTurnConfig = SingleTurnConfig()
+    environment: EnvironmentConfig = SingleTurnConfig()
     """What a rollout is, and how it is rewarded."""
 
     weights: RelayConfig = RelayConfig()
@@ -163,11 +205,11 @@ class ActorsConfig(Config):
 
     @model_validator(mode="after")
     def _a_url_is_one_engine(self) -> Self:
-        url = getattr(self.engine, "url", None)
-        if url is not None and self.fleet.engines > 1:
+        urls = self.engine.attached if isinstance(self.engine, SglangEngineConfig) else ()
+        if urls and self.fleet.engines not in (1, len(urls)):
             raise ValueError(
-                f"engine.url={url!r} is one engine, fleet.engines={self.fleet.engines}: "
-                "start an actor for each URL"
+                f"engine.urls names {len(urls)} servers, fleet.engines={self.fleet.engines}: leave that out, "
+                "each URL is an engine"
             )
         return self
 
@@ -177,9 +219,10 @@ class ActorsConfig(Config):
         if isinstance(self.engine, SglangEngineConfig):
             for limit in ("start_timeout_s", "update_timeout_s"):
                 own, fleets = getattr(self.engine, limit), getattr(self.fleet, limit)
-                if own >= fleets:
+                if own + REST_S > fleets:
                     raise ValueError(
-                        f"engine.{limit}={own:g} is not below fleet.{limit}={fleets:g}: lower the "
-                        "engine's or raise the fleet's"
+                        f"engine.{limit}={own:g} and {REST_S:g} s to pause and end a server are more than "
+                        f"fleet.{limit}={fleets:g}: lower the engine's, or raise the fleet's to "
+                        f"{own + REST_S:g}"
                     )
         return self

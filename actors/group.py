@@ -79,15 +79,21 @@ class Group:
     def unsent(self) -> list[tuple[str, TrajectoryBatch]]:
         """What is finished and was not sent yet, as messages with their ids; from now on it counts as sent.
 
-        The whole group is one message, and a part of it one a sample: each is the same whoever sends it.
+        The whole group is one message, and a part of it one a sample: each is the same whoever sends it. With
+        routed experts, which are large, each sample is one whose place is known.
         """
         samples = sorted(self.episodes.keys() - self.sent)
-        whole = len(samples) == self.samples
+        whole = len(samples) == self.samples and (self.each is None or not self._is_large)
         self.sent.update(samples)
         self._unsent_since = None
         if whole:
             return [(self.lease.group_id, self._batch(samples))]
         return [(f"{self.lease.group_id}.{sample}", self._batch([sample])) for sample in samples]
+
+    @property
+    def _is_large(self) -> bool:
+        parts = (part for episode in self.episodes.values() for part in episode.trajectories)
+        return any(part.routed_experts is not None for part in parts)
 
     def _batch(self, samples: list[int]) -> TrajectoryBatch:
         parts = self._parts(samples)
@@ -109,6 +115,8 @@ class Group:
         return range(sample * each, (sample + 1) * each)
 
     def _trajectory(self, place: int, size: int, part: AgentTrajectory) -> Trajectory:
+        routed = part.routed_experts
+        layers, per_token = (0, 0) if routed is None else routed.shape[1:]
         return Trajectory(
             trajectory_id=f"{self.lease.group_id}.{place}",
             group_id=self.lease.group_id,
@@ -126,4 +134,7 @@ class Group:
             metadata=dict(part.metadata),
             reward_due=part.reward_due,
             run=self.lease.run,
+            routed_experts=b"" if routed is None else routed.tobytes(),
+            moe_layers=layers,
+            experts_per_token=per_token,
         )

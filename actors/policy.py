@@ -3,8 +3,9 @@
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import count
 from typing import Protocol
 
@@ -80,6 +81,12 @@ class _Strand:
     sampled: list[tuple[int, Generation]] = field(default_factory=list)
     """Completions and where they start."""
 
+    @property
+    def routed(self) -> list[np.ndarray]:
+        """The experts of its tokens, from the first on, in pieces."""
+        pieces = (generation.routed_experts for _, generation in self.sampled)
+        return [piece for piece in pieces if piece is not None]
+
     def extend(self, prompt: Sequence[int], generation: Generation) -> None:
         """Append what `prompt` adds to the tokens so far, and a completion."""
         self.tokens.extend(prompt[len(self.tokens) :])
@@ -106,7 +113,14 @@ class _Strand:
             reward=reward,
             finish_reason=turns[-1].finish_reason,
             turns=tuple(turns),
+            routed_experts=self._experts(),
         )
+
+    def _experts(self) -> np.ndarray | None:
+        """Of all tokens but the last, or None: an engine that ended could not tell its latest."""
+        pieces = self.routed
+        complete = sum(map(len, pieces)) == len(self.tokens) - 1
+        return np.concatenate(pieces) if pieces and complete else None
 
 
 class Policy:
@@ -114,24 +128,27 @@ class Policy:
 
     A call whose context continues an earlier one of the same agent grows that trajectory; any other
     context (a rewritten history, a second agent) starts a new one. Sampled tokens are never re-tokenised.
-    With `mask_older_versions`, tokens that lag the trajectory's newest version by more are not trained on."""
+    With `mask_older_versions`, tokens that lag the trajectory's newest version by more are not trained on.
+    With `routed_experts` the engine is asked where it sent the tokens, once for each token."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, sampling: Sampling, *,
-        mask_older_versions: int | None = None,
+        mask_older_versions: int | None = None, routed_experts: bool = False,
     ) -> None:  # fmt: skip
         self.sampling = sampling
         self._max_lag = mask_older_versions
+        self._routed_experts = routed_experts
         self._engine = engine
         self._format = ChatFormat(tokenizer)
         self._calls = count()
         self._rollout_id = "rollout"
+        self._completions = count()
         self._strands: list[_Strand] = []
 
     def fresh(self, rollout_id: str) -> "Policy":
         """Return a policy with nothing recorded, which shares the engine and the remembered prompts."""
         policy = copy(self)
-        policy._rollout_id, policy._strands = rollout_id, []
+        policy._rollout_id, policy._completions, policy._strands = rollout_id, count(), []
         return policy
 
     async def chat(self, messages: Sequence[ChatMessage] | str, agent: str = "solver") -> Completion:
@@ -161,8 +178,12 @@ class Policy:
 
     async def _complete(self, token_ids: Sequence[int], agent: str, rendered: str | None) -> Completion:
         request_id = f"{next(self._calls)}-{self._rollout_id}"  # none is another's prefix, as SGLang needs
-        generation = await self._engine.generate(GenerationRequest(request_id, token_ids, self.sampling))
-        strand = self._strand(agent, token_ids)
+        experts_from = self._experts_from(agent, token_ids)
+        request = GenerationRequest(request_id, token_ids, self._seeded(), experts_from)
+        generation = await self._engine.generate(request)
+        strand = self._continued(agent, token_ids)
+        if strand is None:
+            self._strands.append(strand := _Strand(agent, None))
         strand.extend(token_ids, generation)
         if rendered is not None:
             strand.rendered = rendered + self._format.decode(
@@ -171,13 +192,25 @@ class Policy:
         text = self._format.decode(generation.token_ids.tolist())
         return Completion(text, generation.token_ids, generation.finish_reason)
 
-    def _strand(self, agent: str, token_ids: Sequence[int]) -> _Strand:
-        """Return the newest strand that `token_ids` continues, or a new one."""
+    def _seeded(self) -> Sampling:
+        """The sampling of the next completion, whose seed is other than its siblings' and always the same."""
+        name = f"{self._rollout_id}/{next(self._completions)}"
+        digest = blake2b(name.encode(), digest_size=8).digest()
+        return replace(self.sampling, seed=int.from_bytes(digest, "big") >> 1)
+
+    def _experts_from(self, agent: str, token_ids: Sequence[int]) -> int | None:
+        """First of the tokens whose experts are not recorded yet; None when none are."""
+        if not self._routed_experts:
+            return None
+        strand = self._continued(agent, token_ids)
+        return 0 if strand is None else sum(map(len, strand.routed))
+
+    def _continued(self, agent: str, token_ids: Sequence[int]) -> _Strand | None:
+        """Return the newest strand that `token_ids` continues."""
         for strand in self._of(agent):
             if list(token_ids[: len(strand.tokens)]) == strand.tokens:
                 return strand
-        self._strands.append(_Strand(agent, None))
-        return self._strands[-1]
+        return None
 
     def _of(self, agent: str) -> list[_Strand]:
         return [strand for strand in reversed(self._strands) if strand.agent == agent]

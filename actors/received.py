@@ -32,6 +32,8 @@ class Receiver:
         way leads there; what was held stays.
         """
         weights = await self._by_deltas(manifest) or await self.anchored(manifest)
+        if self.weights is not None:  # what did not change stays where it is: engines have it from there
+            weights = weights.sharing(self.weights)
         self.weights, self._incarnation = weights, manifest.incarnation
         return weights
 

@@ -6,24 +6,28 @@ import platform
 import tempfile
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import structlog
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
+from actors.colocation import Turns, able_to_release
 from actors.config import ActorsConfig, SamplingConfig
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import build_engine, evaluation_engine
 from actors.engines.fleet import Fleet
-from actors.environments.single_turn import SingleTurn
+from actors.engines.joining import EngineDesk, attached_builds
+from actors.environments.build import build_environment
 from actors.evaluation import Evaluator
 from actors.filters import load_filter
 from actors.policy import Policy
-from actors.weights import PolicyFollower, fetch_model_files
+from actors.reporting import report_metrics
+from actors.weights import PolicyFollower, obtain_model
 from actors.worker import Worker
 from bus.codec import Json
+from bus.config import ColocationConfig
 from bus.connection import RETRY_S, Bus
 from bus.errors import ConfigError, EngineLostError
 from bus.messages import AnchorWanted, PolicyManifest
@@ -43,11 +47,13 @@ class ActorSettings:
     shards: int
     logs: Path
     """Directory for what an engine in a process of its own prints."""
+    colocation: ColocationConfig = field(default_factory=ColocationConfig)
+    """Whether its engines share the devices of this host with the learner."""
 
 
 async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> None:
     """Roll out until `stop`, or until the learner says that it is done."""
-    environment = SingleTurn.from_config(settings.actors.environment)
+    environment = build_environment(settings.actors.environment)
     keep = load_filter(settings.actors.group_filter)
     manifest = await _first_policy(bus, settings.actors.patience_s, stop)
     if manifest is None:
@@ -55,7 +61,11 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
     async with AsyncExitStack() as open_parts:
         directory = open_parts.enter_context(tempfile.TemporaryDirectory(prefix="sluice-model-"))
         blobs = await open_parts.enter_async_context(blob_source(bus, settings.actors.weights))
-        model = await fetch_model_files(bus, manifest.model, Path(directory))
+        model = await obtain_model(
+            bus, manifest, Path(directory), patience_s=settings.actors.patience_s, stop=stop
+        )
+        if model is None:
+            return
         tokenizer = AutoTokenizer.from_pretrained(model)
         ends = stop_tokens(model, tokenizer)
         sampled = Sampling.from_config(settings.sampling, ends)
@@ -63,13 +73,22 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         engine = _fleet(settings, model)
         build_evaluator = partial(evaluation_engine, settings.actors.engine, model)
         try:
+            if settings.colocation.enabled:
+                turns = Turns(bus, engine, settings.colocation, actor=actor_name())
+                await open_parts.enter_async_context(turns.taken())
             if not await _started(bus, engine, stop):
                 return
             from_learner = getattr(settings.actors.engine, "update", "") == "group"
-            follower = PolicyFollower(bus, engine, blobs, from_learner=from_learner)
+            follower = PolicyFollower(bus, engine, blobs, loads_at_once=2, from_learner=from_learner)
             worker = Worker(
                 bus,
-                Policy(engine, tokenizer, sampled, mask_older_versions=settings.actors.mask_older_versions),
+                Policy(
+                    engine,
+                    tokenizer,
+                    sampled,
+                    mask_older_versions=settings.actors.mask_older_versions,
+                    routed_experts=settings.actors.engine.routed_experts,
+                ),
                 environment,
                 follower=follower,
                 keep=keep,
@@ -80,7 +99,8 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
             evaluator = Evaluator(
                 bus, build_evaluator, tokenizer, environment, sampled=sampled, greedy=greedy, blobs=blobs
             )
-            actor = _Actor(bus, engine, follower, worker, evaluator)
+            desk = EngineDesk(bus, engine, settings.actors.engine, model, actor=actor_name())
+            actor = _Actor(bus, engine, follower, worker, evaluator, desk)
             await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
         finally:
             await engine.close()
@@ -90,13 +110,15 @@ class _Actor:
     """The parts of an actor process, run together, and what they show."""
 
     def __init__(
-        self, bus: Bus, engine: Fleet, follower: PolicyFollower, worker: Worker, evaluator: Evaluator
-    ) -> None:
+        self, bus: Bus, engine: Fleet, follower: PolicyFollower, worker: Worker, evaluator: Evaluator,
+        desk: EngineDesk,
+    ) -> None:  # fmt: skip
         self._bus = bus
         self._engine = engine
         self._follower = follower
         self._worker = worker
         self._evaluator = evaluator
+        self._desk = desk
         self._seen = (time.monotonic(), 0)
 
     async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
@@ -106,6 +128,10 @@ class _Actor:
             tasks.create_task(
                 report_status(self._bus, source=actor_name(), role="actor", look=self._look, stop=finished)
             )
+            tasks.create_task(
+                report_metrics(self._bus, source=actor_name(), look=self._counters, stop=finished)
+            )
+            tasks.create_task(self._desk.run(finished))
             tasks.create_task(self._stop_when_done(stop))
             try:
                 async with asyncio.TaskGroup() as work:
@@ -130,6 +156,16 @@ class _Actor:
             except TimeoutError:
                 continue
 
+    def _counters(self) -> tuple[int, dict[str, Json]]:
+        engine = self._engine
+        return max(0, engine.policy_version), {
+            "engine/count": len(engine.engines),
+            "engine/busy_s": engine.busy_s,
+            "engine/request_s": engine.request_s,
+            "engine/tokens": engine.tokens_generated,
+            "engine/pause_s": self._follower.pause_s,
+        }
+
     def _look(self) -> tuple[str, dict[str, Json]]:
         engine = self._engine
         before, tokens = self._seen
@@ -138,6 +174,8 @@ class _Actor:
         if now - before > 1.0:
             self._seen = (now, engine.tokens_generated)
         doing = "generating" if engine.running else "waiting for leases"
+        if engine.released:
+            doing = "waiting while the learner has the device"
         if not engine.running and self._follower.stage == "warmup":
             doing = "waiting for the warm-up to end"
         if self._evaluator.doing:
@@ -157,11 +195,13 @@ class _Actor:
 def _fleet(settings: ActorSettings, model: Path) -> Fleet:
     """The engines of this process, not started."""
     engine, builds = settings.actors.engine, {}
+    if settings.colocation.enabled:
+        engine = able_to_release(engine)
     for number in range(settings.actors.fleet.engines):
         log_file = settings.logs / f"engine-{number}-{actor_name()}.log"
         build = partial(build_engine, engine, model, log_file, number=number)
         builds[f"engine-{number}"] = partial(asyncio.to_thread, build)
-    return Fleet(builds, settings.actors.fleet)
+    return Fleet(attached_builds(engine, model) or builds, settings.actors.fleet)
 
 
 def actor_name() -> str:

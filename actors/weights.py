@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -10,14 +11,16 @@ import torch
 
 from actors.engines.base import Engine, TakesPublished
 from actors.engines.published import Published
+from actors.newest import Newest
 from actors.received import Receiver, torch_tensors
 from bus.blobs import get_blob
 from bus.codec import decode
 from bus.connection import Bus
-from bus.errors import BusError, StorageError, WeightsKeptError
+from bus.errors import BusError, ConfigError, StorageError, WeightsKeptError
 from bus.messages import AnchorWanted, BlobRef, ModelFiles, PolicyManifest
 from storage.blob_sources import Blobs, BlobSource
 from storage.model_files import unbundle
+from storage.weights import Weights
 
 log = structlog.get_logger()
 POLL_S = 1.0
@@ -41,28 +44,69 @@ async def fetch_model_files(bus: Bus, ref: BlobRef, directory: Path) -> Path:
     return directory
 
 
+async def obtain_model(
+    bus: Bus, manifest: PolicyManifest, directory: Path, *, patience_s: float, stop: asyncio.Event
+) -> Path | None:
+    """As `fetch_model_files`, of the policy announced last; the learner is asked for what the bus lost.
+
+    None on `stop`. Raises `ConfigError` after `patience_s`."""
+    deadline = time.monotonic() + patience_s
+    while not stop.is_set():
+        try:
+            return await fetch_model_files(bus, manifest.model, directory)
+        except BusError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"waited {patience_s:g} s for the model's config and tokenizer: {error}. "
+                    "Is `launch learner` running for this run?"
+                ) from error
+            log.warning("model_files_not_fetched", reason=str(error))
+            wanted = AnchorWanted(incarnation="", policy_version=-1, reason=str(error))
+            await bus.notify(bus.subject("notice", "anchor"), wanted)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await stop.wait()
+        found = await bus.get("policy", PolicyManifest)
+        manifest = found[0] if found else manifest
+    return None
+
+
 class PolicyFollower:
     """Keeps one engine at the latest version it can get; in between versions are skipped."""
 
     def __init__(
-        self, bus: Bus, engine: Engine, blobs: BlobSource | None = None, *, from_learner: bool = False
-    ) -> None:
-        """`from_learner`: the engine takes what is announced from the learner itself."""
-        self.latest: PolicyManifest | None = None
+        self, bus: Bus, engine: Engine, blobs: BlobSource | None = None, *,
+        loads_at_once: int = 1, from_learner: bool = False,
+    ) -> None:  # fmt: skip
+        """Follow with `engine`, which takes the tensors from here.
+
+        Args:
+            bus: the run's.
+            engine: started, or about to be.
+            blobs: where what is announced comes from; the bus without it.
+            loads_at_once: above 1 for an engine in which a later call supersedes one at work.
+            from_learner: the engine is `TakesPublished`: the learner itself sends it what is announced."""
         self.pause_s = 0.0
         """Seconds generation stood still for the latest swap."""
         self._bus = bus
         self._engine = engine
-        self._news = asyncio.Event()
         self._swapped = asyncio.Condition()
-        self._in_use: PolicyManifest | None = None
         self._receiver = Receiver(blobs or Blobs(bus))
         self._receiving = asyncio.Lock()
-        self._sent_to = engine if from_learner and isinstance(engine, TakesPublished) else None
         self._given: Mapping[str, bytes] = {}
-        """Digests of the tensors that the engine has."""
+        """Digests of the tensors that the engine was given last."""
+        self._newest: Newest[Weights] | Newest[Published] = (
+            Newest(self._announce, self._have_sent, loads_at_once=loads_at_once)
+            if from_learner
+            else Newest(self._receive, self._load, loads_at_once=loads_at_once)
+        )
         self._failed: tuple[PolicyManifest | None, float] = None, 0.0
         """What could not be had, and until when not to try it again."""
+
+    @property
+    def latest(self) -> PolicyManifest | None:
+        """What was announced last."""
+        return self._newest.announced
 
     @property
     def stage(self) -> str:
@@ -71,17 +115,18 @@ class PolicyFollower:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Follow until `stop`."""
-        listening = await self._bus.listen(self._bus.subject("notice", "policy"), PolicyManifest, self._hear)
-        while not stop.is_set():
-            found = await self._bus.get("policy", PolicyManifest)
-            if found is not None:
-                self._hear(found[0])
-            await self._swap_if_new()
-            try:
-                async with asyncio.timeout(POLL_S):
-                    await self._news.wait()
-            except TimeoutError:
-                continue
+        newest = self._newest
+        listening = await self._bus.listen(self._bus.subject("notice", "policy"), PolicyManifest, newest.hear)
+        async with asyncio.TaskGroup() as tasks:
+            while not stop.is_set():
+                found = await self._bus.get("policy", PolicyManifest)
+                if found is not None:
+                    newest.hear(found[0])
+                await newest.pursue(tasks)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S):
+                        await newest.news.wait()
+            await newest.stop_fetching()
         await listening.unsubscribe()
 
     async def at_least(self, policy_version: int) -> None:
@@ -93,48 +138,56 @@ class PolicyFollower:
         async with self._swapped:
             await self._swapped.wait_for(lambda: self._engine.policy_version >= policy_version)
 
-    def _hear(self, manifest: PolicyManifest) -> None:
-        known = self.latest
-        same_learner = known is not None and known.incarnation == manifest.incarnation
-        if known is not None and same_learner and manifest.policy_version < known.policy_version:
-            return
-        if manifest != known:
-            self.latest = manifest
-            self._news.set()
-
-    async def _swap_if_new(self) -> None:
-        self._news.clear()
-        manifest = self.latest
-        if manifest is None or _same_weights(manifest, self._in_use) or self._refused(manifest):
-            return
+    async def _receive(self, manifest: PolicyManifest) -> Weights | None:
+        if self._refused(manifest):
+            return None
         try:
-            if self._sent_to is None:
-                weights = await self._receiver.advance(manifest)
-            else:
-                published = Published(self._bus, manifest, self._fetched)
-                self.pause_s = await self._sent_to.load_published(published)
-        except (BusError, StorageError, WeightsKeptError) as error:  # the old version goes on meanwhile
-            log.warning("weights_not_fetched", policy_version=manifest.policy_version, reason=str(error))
-            await self._ask_for_anchor(manifest, str(error))
-            return
-        if self._sent_to is None:
-            changed = torch_tensors(weights.changed_since(self._given))
-            self.pause_s = await self._engine.load_weights(changed, manifest.policy_version)
-            self._given = weights.digests
-        self._in_use = manifest
-        log.debug("weights_swapped", policy_version=manifest.policy_version, pause_s=round(self.pause_s, 4))
-        async with self._swapped:
-            self._swapped.notify_all()
+            return await self._receiver.advance(manifest)
+        except (BusError, StorageError) as error:  # the old version goes on meanwhile
+            await self._not_had(manifest, error)
+            return None
+
+    async def _load(self, weights: Weights) -> bool:
+        changed, self._given = weights.changed_since(self._given), weights.digests
+        pause_s = await self._engine.load_weights(torch_tensors(changed), weights.policy_version)
+        await self._loaded(weights.policy_version, pause_s)
+        return True
+
+    async def _announce(self, manifest: PolicyManifest) -> Published | None:
+        return None if self._refused(manifest) else Published(self._bus, manifest, self._fetched)
+
+    async def _have_sent(self, published: Published) -> bool:
+        """Have the engine take what the learner sends; False where there was no way."""
+        engine = self._engine
+        if not isinstance(engine, TakesPublished):
+            raise TypeError(f"{type(engine).__name__} takes weights from its host only")
+        try:
+            pause_s = await engine.load_published(published)
+        except WeightsKeptError as error:
+            await self._not_had(published.manifest, error)
+            return False
+        await self._loaded(published.policy_version, pause_s)
+        return True
 
     async def _fetched(self, manifest: PolicyManifest) -> Mapping[str, torch.Tensor]:
         """The tensors, for engines that the learner could not send them to."""
         async with self._receiving:
             return torch_tensors((await self._receiver.advance(manifest)).tensors)
 
+    async def _loaded(self, policy_version: int, pause_s: float) -> None:
+        self.pause_s = pause_s
+        log.debug("weights_swapped", policy_version=policy_version, pause_s=round(pause_s, 4))
+        async with self._swapped:
+            self._swapped.notify_all()
+
     def _refused(self, manifest: PolicyManifest) -> bool:
         """Whether exactly this was tried a moment ago, in vain."""
         tried, until = self._failed
         return manifest == tried and time.monotonic() < until
+
+    async def _not_had(self, manifest: PolicyManifest, error: Exception) -> None:
+        log.warning("weights_not_fetched", policy_version=manifest.policy_version, reason=str(error))
+        await self._ask_for_anchor(manifest, str(error))
 
     async def _ask_for_anchor(self, manifest: PolicyManifest, reason: str) -> None:
         """The learner answers with a whole snapshot, unless a later version has come meanwhile."""
@@ -143,10 +196,3 @@ class PolicyFollower:
             incarnation=manifest.incarnation, policy_version=manifest.policy_version, reason=reason
         )
         await self._bus.notify(self._bus.subject("notice", "anchor"), wanted)
-
-
-def _same_weights(one: PolicyManifest, other: PolicyManifest | None) -> bool:
-    return other is not None and (one.incarnation, one.policy_version) == (
-        other.incarnation,
-        other.policy_version,
-    )

@@ -20,3 +20,19 @@ class BusConfig(Config):
 
     join_timeout_s: float = Field(60.0, gt=0)
     """How long a learner or actor waits for the run's storage before it gives up."""
+
+
+class ColocationConfig(Config):
+    """Whether the learner and the actors of its host take turns on its devices."""
+
+    enabled: bool = False
+    """While the learner trains, engines on its host stand still and free their memory; while it waits for a
+    batch, they have it. Actors on other hosts go on. An actor with devices of its own says false."""
+
+    lapse_s: float = Field(15.0, ge=3)
+    """Who was not heard of for so long is taken for dead: then a learner's hold ends, and the learner waits
+    no longer for an actor. Both are heard of every second."""
+
+    yield_timeout_s: float = Field(1800.0, gt=0)
+    """Longest that the learner waits for the actors' engines to free their devices, one that is just starting
+    included; then it ends with an error that names them."""

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from itertools import count
 from typing import Self, TypeVar, cast
 
 import nats.errors
@@ -27,6 +28,8 @@ R = TypeVar("R", bound=Message)
 RETRY_S = 0.25
 PART = "Sluice-Part"
 """Header that numbers the messages of one answer: core NATS may lose some when a connection breaks."""
+MORE = "Sluice-More"
+"""Header of a message whose reply goes on in the next one: it is larger than the server takes."""
 DECODE_IN_THREAD_BYTES = 1 << 16
 """A long answer is decoded beside the event loop, part by part, from this size on."""
 HEADER_BYTES = 64
@@ -93,15 +96,22 @@ class Bus:
         )  # 0: drop none, we keep all anyway
         try:
             await self.client.publish(subject, encode(message), reply=inbox)
+            pieces: list[bytes] = []
+            parts = count()
             while True:
                 raw = await replies.next_msg(timeout=timeout_s)
-                if raw.headers and raw.headers.get("Status") == "503":
+                headers = raw.headers or {}
+                if headers.get("Status") == "503":
                     raise BusError(f"nobody serves {subject}")
-                answer = await self._decode(raw.data, expected, Done, Refused)
+                if headers.get(PART) != str(part := next(parts)):
+                    raise BusError(f"{subject}: part {part} of the answer was lost")
+                pieces.append(raw.data)
+                if MORE in headers:
+                    continue
+                answer = await self._decode(b"".join(pieces), expected, Done, Refused)
+                pieces.clear()
                 if isinstance(answer, Refused):
                     raise BusError(f"{subject}: {answer.reason}")
-                if raw.headers is None or raw.headers.get(PART) != str(len(answers)):
-                    raise BusError(f"{subject}: part {len(answers)} of the answer was lost")
                 if isinstance(answer, Done):
                     return answers
                 answers.append(cast(R, answer))
@@ -127,14 +137,17 @@ class Bus:
         running: set[asyncio.Task[None]] = set()
 
         async def answer(raw: Msg) -> None:
+            many = False
             try:
-                replies = [encode(reply) for reply in await handle(decode(raw.data, expected))]
+                answers = await handle(decode(raw.data, expected))
+                many = answers[-1:] == [Done()]  # who asked by `request` takes one message
+                replies = [encode(answer) for answer in answers]
             except SluiceError as error:
                 replies = [encode(Refused(reason=str(error)))]
             except Exception as error:  # in a task of its own nobody else would hear of it
                 log.exception("request_failed", subject=subject)
                 replies = [encode(Refused(reason=f"{type(error).__name__}: {error}"))]
-            await self._reply(raw, replies)
+            await self._reply(raw, replies, in_pieces=many)
 
         async def on_request(raw: Msg) -> None:  # long polls must not stand in each other's way
             task = asyncio.create_task(answer(raw), name=f"serve {subject}")
@@ -143,14 +156,17 @@ class Bus:
 
         return await self.client.subscribe(subject, cb=on_request)
 
-    async def _reply(self, raw: Msg, replies: list[bytes]) -> None:
-        largest = max(map(len, replies), default=0)
-        if largest + HEADER_BYTES > self.client.max_payload:
-            limit = self.client.max_payload
+    async def _reply(self, raw: Msg, replies: list[bytes], *, in_pieces: bool) -> None:
+        largest, limit = max(map(len, replies), default=0), self.client.max_payload
+        if largest + HEADER_BYTES > limit and not in_pieces:
             replies = [encode(Refused(reason=f"an answer of {largest} bytes exceeds max_payload {limit}"))]
+        numbers, step = count(), limit - HEADER_BYTES
         try:
-            for n, reply in enumerate(replies):
-                await self.client.publish(raw.reply, reply, headers={PART: str(n)})
+            for reply in replies:
+                for begin in range(0, len(reply), step):
+                    more = {MORE: "1"} if begin + step < len(reply) else {}
+                    headers = {PART: str(next(numbers)), **more}
+                    await self.client.publish(raw.reply, reply[begin : begin + step], headers=headers)
         except nats.errors.Error as error:  # the connection is gone: who asked will ask again
             log.warning("answer_not_sent", subject=raw.subject, reason=str(error))
 
@@ -208,6 +224,20 @@ class Bus:
             return None
         except nats.errors.Error as error:
             raise BusError(f"cannot write {key!r} to the bus: {error}") from error
+
+    async def keys(self, prefix: str) -> list[str]:
+        """Every key that begins with `prefix` and a dot."""
+        found = []
+        try:
+            watcher = await (await self._bucket()).watch(f"{prefix}.>", ignore_deletes=True, meta_only=True)
+            async for entry in watcher:
+                if entry is None:  # those were all
+                    break
+                found.append(str(entry.key))
+            await watcher.stop()
+        except nats.errors.Error as error:
+            raise BusError(f"cannot list the keys {prefix!r} on the bus: {error}") from error
+        return found
 
     async def delete(self, key: str) -> None:
         """Remove `key`."""

@@ -10,6 +10,7 @@ from math import isfinite
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bus.codec import BoolArray, Float32Array, Int32Array, Json, Message
 from bus.errors import SchemaError
@@ -98,6 +99,10 @@ class Trajectory(Message, tag="trajectory"):
     """Its reward comes later, as a `RewardGiven`; `reward` says nothing. Nobody trains on it before."""
     run: str = ""
     """Of its lease."""
+    routed_experts: bytes = b""
+    """`experts` as bytes; empty where they were not recorded."""
+    moe_layers: int = 0
+    experts_per_token: int = 0
 
     def check(self) -> None:
         """Refuse what would poison training: unequal lengths, non-finite numbers, nothing to train on."""
@@ -117,6 +122,23 @@ class Trajectory(Message, tag="trajectory"):
             raise SchemaError(f"{self.trajectory_id}: a token id or a sampled token's version is negative")
         if not 0 <= self.sample < self.group_size:
             raise SchemaError(f"{self.trajectory_id}: sample {self.sample} of a group of {self.group_size}")
+        layers, per_token = self.moe_layers, self.experts_per_token
+        if min(layers, per_token) < 0 or len(self.routed_experts) != (len(ids) - 1) * layers * per_token:
+            raise SchemaError(
+                f"{self.trajectory_id}: {len(self.routed_experts)} routed experts for {len(ids)} tokens, "
+                f"{layers} layers and {per_token} experts a token"
+            )
+
+    @property
+    def experts(self) -> NDArray[np.uint8] | None:
+        """[L - 1, moe_layers, experts_per_token]: where each token went as its keys and values were computed.
+
+        The last token has no row: no pass has read it. None where it was not recorded."""
+        if not self.routed_experts:
+            return None
+        return np.frombuffer(self.routed_experts, np.uint8).reshape(
+            -1, self.moe_layers, self.experts_per_token
+        )
 
     @property
     def oldest_version(self) -> int:

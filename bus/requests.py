@@ -343,3 +343,15 @@ class BlobOffer(Message, tag="blob_offer"):
 
     url: str
     """Of its server."""
+
+
+# --- actors are told about engines ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineChange(Message, tag="engine_change"):
+    """Asks an actor to take in an engine that runs already, or to let one of its engines go."""
+
+    action: Literal["join", "leave"]
+    engine: str
+    """URL of the server that joins; name of the engine that leaves, which of a joined one is its URL."""

@@ -40,7 +40,7 @@ from bus.server import NatsServer
 from bus.topology import ensure
 from learner.bench import OPTIMIZER, Workload, qwen3, qwen3_600m
 from learner.config import PublicationConfig, TISLoss
-from learner.host_copy import HostCopy, host_tensors
+from learner.host_copy import Copied, HostCopy, copy_weights
 from learner.packing import pack
 from learner.parallel import close_world, device, init_world
 from learner.publish import WeightPublisher
@@ -98,7 +98,7 @@ class Learning:
         self._trainer = Trainer(workload.model, state, OPTIMIZER, dtype=workload.dtype)
         self._samples, self._micro_batch = workload.samples(), workload.micro_batch
         self._seed = np.random.default_rng(1)
-        self._host = HostCopy(torch.bfloat16)
+        self._host, self._thread = HostCopy(torch.bfloat16), thread
         self._bare: list[Tensor] = []
         self.in_thread = _runner(thread)
 
@@ -112,9 +112,9 @@ class Learning:
         batches = pack(fresh, self._micro_batch)
         self._trainer.train_step(batches, TISLoss(), temperature=1.0, policy_version=0)
 
-    def copy(self) -> Mapping[str, Tensor]:
+    async def copy(self) -> Copied:
         """As the learner copies before it publishes."""
-        return self._host.take(self._trainer.stream())
+        return await copy_weights(self._host, self._trainer, self._thread)
 
     @property
     def copy_s(self) -> float:
@@ -188,8 +188,9 @@ async def _train_and_publish(
         bare_first = version % 2 == 0  # whichever copies second finds some of it in the caches
         bare = await learning.in_thread(learning.bare_copy_s) if bare_first else 0.0
         began = time.perf_counter()
-        tensors = host_tensors(await learning.in_thread(learning.copy))
+        copied = await learning.copy()
         stall = time.perf_counter() - began
+        tensors = await copied.arrived()
         bare = bare or await learning.in_thread(learning.bare_copy_s)
         async with _decoding(engine):
             serving = asyncio.create_task(_served(follower, version))
@@ -199,8 +200,8 @@ async def _train_and_publish(
             served = await serving
         if version >= FIRST:
             measured.add(
-                publisher.figures, pause=follower.pause_s, stall=stall, copy=learning.copy_s, bare_copy=bare,
-                publish=published - began, serving=served - began,
+                publisher.figures, pause=follower.pause_s, stall=stall, stall_over_copy=stall / bare,
+                copy=learning.copy_s, bare_copy=bare, publish=published - began, serving=served - began,
             )  # fmt: skip
     return measured
 
@@ -284,7 +285,7 @@ def _report(measured: Measured, absolute: dict[str, Json]) -> dict[str, Json]:
         "ratios": {
             "wire_over_full": median("wire_over_full"),
             "pause_s": max(values["pause"]),
-            "stall_over_copy": sum(values["stall"]) / sum(values["bare_copy"]),
+            "stall_over_copy": median("stall_over_copy"),
             "publish_to_serving_s": median("serving"),
         },
         "limits": LIMITS,

@@ -7,12 +7,12 @@ from cyclopts import CycloptsError
 from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
 
 from bus.errors import ConfigError, SluiceError
-from launch import process_commands, tool_commands
+from launch import bench_commands, engine_commands, process_commands, tool_commands
 from launch.app import app
 from launch.config import ActorsProcess, LearnerProcess, ProcessConfig, RunConfig
 from launch.runtime import fail
 
-COMMANDS = process_commands, tool_commands
+COMMANDS = bench_commands, engine_commands, process_commands, tool_commands
 """Importing them is what makes their commands known to `app`."""
 
 

@@ -6,18 +6,21 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from actors.config import ActorsConfig, SamplingConfig
-from bus.config import BusConfig, Config
+from actors.environments.length_config import LengthProfileConfig
+from bus.config import BusConfig, ColocationConfig, Config
 from bus.errors import ConfigError
 from learner.config import LearnerConfig, ModelConfig, WarmupConfig
 from storage.config import AdmissionConfig, DataConfig, EvaluationConfig, ReplayConfig
 
 Layer = Mapping[str, Any]
+PARTS = ("bus", "storage", "actors", "learner")
+"""The processes of `launch local`."""
 
 
 class ProcessConfig(Config):
@@ -65,6 +68,9 @@ class ActorsProcess(ProcessConfig):
     actors: ActorsConfig = ActorsConfig()
     """Rollouts."""
 
+    colocation: ColocationConfig = ColocationConfig()
+    """Taking turns on devices with the learner."""
+
 
 class SupervisionConfig(Config):
     """How `launch local` keeps its processes alive."""
@@ -81,8 +87,18 @@ class SupervisionConfig(Config):
     longest_pause_s: float = Field(30.0, ge=0)
     """Before any restart."""
 
+    environment: dict[str, dict[str, str]] = Field(default_factory=dict)
+    """Environment variables of single processes, by the name of each: bus, storage, actors, learner. On two
+    GPUs: `learner.CUDA_VISIBLE_DEVICES = "0"`, `actors.CUDA_VISIBLE_DEVICES = "1"`."""
+
     failed_drain_s: float = Field(30.0, gt=0)
     """Once a process has failed for good the others may take no longer to end: they may wait for that one."""
+
+    @model_validator(mode="after")
+    def _processes_are_there(self) -> Self:
+        if unknown := sorted(set(self.environment) - set(PARTS)):
+            raise ValueError(f"environment has {unknown[0]!r}, the processes are: {', '.join(PARTS)}")
+        return self
 
 
 class RunConfig(ProcessConfig):
@@ -117,6 +133,9 @@ class RunConfig(ProcessConfig):
 
     actors: ActorsConfig = ActorsConfig()
     """Rollouts."""
+
+    colocation: ColocationConfig = ColocationConfig()
+    """Learner and actors on the same devices, in turns."""
 
     supervision: SupervisionConfig = SupervisionConfig()
     """Restarts, for `launch local`."""
@@ -208,6 +227,14 @@ def _may_be_none(location: tuple[str, ...]) -> bool:
 
 def _check_together(config: RunConfig) -> None:
     """What single sections cannot know of each other."""
+    environment = config.actors.environment
+    if isinstance(environment, LengthProfileConfig):
+        longest, limit = environment.lengths.longest, config.sampling.max_new_tokens
+        if longest > limit:
+            raise ConfigError(
+                f"actors.environment.lengths: answers of up to {longest} tokens, but "
+                f"sampling.max_new_tokens={limit}: raise that, or lower the longest"
+            )
     generated = config.data.task is not None and config.data.prompts is None
     if config.learner.target_accuracy and not (config.data.heldout or generated):
         raise ConfigError(
@@ -226,10 +253,46 @@ def _check_together(config: RunConfig) -> None:
                 f"{section}.optimizer.offload={optimizer.offload} needs "
                 "learner.parallel.distributed_optimizer=true: set it so, or the offload to 0"
             )
+    _check_colocation(config)
     if config.warmup.steps and not (config.warmup.demonstrations or config.data.task):
         raise ConfigError(
             "warmup.steps needs demonstrations: give them with --warmup.demonstrations, or turn the stage "
             "off with --warmup.steps 0"
+        )
+
+
+def _check_colocation(config: RunConfig) -> None:
+    """What makes it impossible that learner and engines take turns."""
+    if not config.colocation.enabled:
+        return
+    engine, fleet = config.actors.engine, config.actors.fleet
+    if url := getattr(engine, "url", None):
+        raise ConfigError(
+            f"colocation.enabled with actors.engine.url={url!r}: only an engine that the actor starts frees "
+            "its memory for the learner: leave out one of them, or start that actor with "
+            "--colocation.no-enabled"
+        )
+    if getattr(engine, "update", "") == "group":
+        raise ConfigError(
+            'colocation.enabled with actors.engine.update="group": an engine takes its device back with '
+            "weights that its host holds, which then holds none: set actors.engine.update=disk, or leave out "
+            "colocation.enabled"
+        )
+    server = {name.replace("-", "_"): value for name, value in getattr(engine, "server", {}).items()}
+    if str(server.get("enable_memory_saver", True)).lower() == "false":
+        raise ConfigError(
+            "colocation.enabled needs SGLang's memory saver, and actors.engine.server.enable_memory_saver is "
+            "false: leave it out, it is set where it is needed"
+        )
+    if config.learner.world.nodes > 1:
+        raise ConfigError(
+            f"colocation.enabled is for a learner on one host, and learner.world.nodes="
+            f"{config.learner.world.nodes}: turn one of them off"
+        )
+    if config.colocation.yield_timeout_s <= fleet.start_timeout_s:
+        raise ConfigError(
+            f"colocation.yield_timeout_s={config.colocation.yield_timeout_s:g} is not above "
+            f"actors.fleet.start_timeout_s={fleet.start_timeout_s:g}: an engine that starts is waited for"
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from bus.errors import SluiceError
+from bus.process import die_with_parent
 from bus.topology import ACK_WAIT_S
 from storage.run import RunDirectory
 
@@ -56,6 +57,7 @@ class Victim:
                 sys.executable, "-m", "launch", "local", "--directory", str(self.run.path.parent),
                 *self.settings,
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                preexec_fn=die_with_parent(),
             )  # fmt: skip
 
     async def end(self) -> None:
@@ -93,6 +95,12 @@ class Victim:
                 f"the run gave up with status {self.process.returncode} after {dict(self.faults)}: "
                 f"see {self.log}"
             )
+
+    def terminate(self, name: str) -> None:
+        """Have a part end kindly; its supervisor starts it again."""
+        for process in self._find(name):
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
 
     # --- what is done to it ---
 

@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import psutil
 import structlog
 from rich.console import Console
 
-from actors.environments.single_turn import SingleTurn
+from actors.environments.build import build_environment
 from actors.filters import load_filter
 from bus.codec import Json
 from bus.connection import RETRY_S, Bus
@@ -57,7 +58,7 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
 
 def _check_early(config: RunConfig, run: RunDirectory) -> None:
     """What can be wrong is said before anything starts; generated prompts are written here, once."""
-    SingleTurn.from_config(config.actors.environment)
+    build_environment(config.actors.environment)
     load_filter(config.actors.group_filter)
     if config.model.path is not None and not (config.model.path / "config.json").is_file():
         raise ConfigError(f"model.path: {config.model.path} is not a model directory: it has no config.json")
@@ -115,7 +116,9 @@ async def _parts(
     try:
         if own_bus:
             port = int(config.bus.url.rpartition(":")[2])
-            await supervisor.start(_bus_part(run, port), ready=partial(_listens, port))
+            await supervisor.start(
+                _with_variables(config, _bus_part(run, port)), ready=partial(_listens, port)
+            )
         async with Bus.connect(config.bus, config.run, name="supervisor") as bus:
             gone = asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
@@ -143,11 +146,16 @@ def _bus_part(run: RunDirectory, port: int) -> Part:
 def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
     """The same commands that separate hosts would use."""
     join = ("--bus", config.bus.url, "--run", config.run, "--directory", str(config.directory))
-    return (
+    parts = (
         Part("storage", _command("storage", "--config", str(run.config))),
         Part("actors", _command("actors", *join)),
         Part("learner", _command("learner", *join), ends_run=True, drain_s=LEARNER_DRAIN_S),
     )
+    return tuple(_with_variables(config, part) for part in parts)
+
+
+def _with_variables(config: RunConfig, part: Part) -> Part:
+    return replace(part, environment=config.supervision.environment.get(part.name, {}))
 
 
 def _command(*arguments: str) -> tuple[str, ...]:

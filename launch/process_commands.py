@@ -58,7 +58,7 @@ def local(
     Parameters
     ----------
     preset_name
-        Settings that come with Sluice: sort, addition.
+        Settings that come with Sluice: sort, addition, load.
     config
         TOML or JSON file of settings, over the preset; flags go over both.
     bus
@@ -110,7 +110,7 @@ def storage(
     Parameters
     ----------
     preset_name
-        Settings that come with Sluice: sort, addition.
+        Settings that come with Sluice: sort, addition, load.
     config
         TOML or JSON file of settings, over the preset; flags go over both.
     bus

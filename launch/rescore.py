@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from actors.config import SingleTurnConfig
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.messages import Trajectory
@@ -103,7 +104,9 @@ async def run_rescore(
 
         chat = _chat(model or config.model.path or run.path / "model")
         prompts = PastPrompts(facts_of(run.ledger), run.data)
-        scorer = Scorer(reward, timeout_s=config.actors.environment.reward_timeout_s)
+        environment = config.actors.environment
+        scored = environment if isinstance(environment, SingleTurnConfig) else SingleTurnConfig()
+        scorer = Scorer(reward, timeout_s=scored.reward_timeout_s)
         found = Rescored()
         for first in range(0, len(leases), AT_ONCE):
             groups = await asyncio.to_thread(_read, stores, leases[first : first + AT_ONCE])

@@ -154,6 +154,7 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
         progress=directory.path / "progress.json",
         lineage=directory.path / "lineage.jsonl",
         export=directory.export,
+        colocation=config.colocation,
     )
     return settings, demonstrations
 
@@ -194,14 +195,14 @@ def _refuse_no_checkpoint(directory: Path | None) -> None:
 
 async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:
     """One actor process until `stop` or the end of the run."""
-    from actors.environments.single_turn import SingleTurn
+    from actors.environments.build import build_environment
     from actors.filters import load_filter
 
     async with Bus.connect(where.bus, where.run, name="actors") as bus:
         config = await joined(bus, where, overrides, stop)
         if config is None:
             return
-        SingleTurn.from_config(config.actors.environment)  # before torch loads: a wrong name shows at once
+        build_environment(config.actors.environment)  # before torch loads: a wrong name shows at once
         load_filter(config.actors.group_filter)
         log.info("actors_starting", run=config.run)
         from actors.service import ActorSettings, run_actors
@@ -211,6 +212,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
             sampling=config.sampling,
             shards=config.replay.shards,
             logs=config.directory / config.run / "logs",
+            colocation=config.colocation,
         )
         await run_actors(bus, settings, stop)
 

@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -32,6 +32,8 @@ class Part:
     command: Sequence[str]
     drain_s: float = 60.0
     """How long it may take to end after SIGTERM."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that it has besides those of this process."""
     ends_run: bool = False
     """Its ending with status 0 means that the run is over."""
     process: asyncio.subprocess.Process | None = None
@@ -142,7 +144,7 @@ class Supervisor:
                 start_new_session=True,  # Ctrl-C reaches us alone: we stop the parts in order
                 preexec_fn=die_with_parent(),
                 pass_fds=self._inherited,
-                env=os.environ | {SUPERVISOR: str(os.getpid())},
+                env=os.environ | part.environment | {SUPERVISOR: str(os.getpid())},
             )
 
     async def _end(self, part: Part) -> None:

@@ -4,7 +4,7 @@ import json
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -228,48 +228,3 @@ def soak(
     result = run(partial(run_soak, minutes, seed, directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}"))
     print(json.dumps(result, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
     raise SystemExit(exit_status(result))
-
-
-@app.command(usage="Usage: launch bench WHAT [OPTIONS]")
-def bench(
-    what: Literal["actors", "bus", "learner", "replay", "weights"],
-    *,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
-) -> None:
-    """Measure a part on this machine: ratios side by side in one run, with their limits beside them.
-
-    Parameters
-    ----------
-    what
-        actors: the embedded engine against batched generate, an actor against the bare SGLang server
-        where SGLang is installed. bus: publishing against TCP and the C
-        client. learner: a training step against a bare megatron-core loop and transformers, on the GPU if
-        there is one. replay: writing and reading segments against np.memmap. weights: a publication, from
-        the learner's step to the engine that serves it.
-    as_json
-        Print one JSON object on one line.
-    """
-    report = _measure(what)
-    print(json.dumps(report, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
-
-
-def _measure(what: str) -> object:
-    if what == "bus":
-        from bus.bench import bench_bus
-
-        return bench_bus()
-    if what == "replay":
-        from storage.bench import bench_replay
-
-        return bench_replay()
-    if what == "learner":
-        from learner.bench import bench_learner
-
-        return bench_learner()
-    if what == "weights":
-        from launch.bench_weights import bench_weights
-
-        return bench_weights()
-    from actors.engines.bench import bench_actors
-
-    return bench_actors()

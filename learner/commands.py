@@ -46,6 +46,11 @@ class Export(Message, tag="export"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MakeRoom(Message, tag="make_room"):
+    """Leave to others what the next step does not need of the device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Save(Message, tag="save"):
     """Begin to write a checkpoint of `step`."""
 
@@ -62,5 +67,5 @@ class End(Message, tag="end"):
     """Leave the world."""
 
 
-Command = Fetch | Train | WarmUp | Begin | Export | Save | Saved | End
-COMMANDS: tuple[type[Message], ...] = (Fetch, Train, WarmUp, Begin, Export, Save, Saved, End)
+Command = Fetch | Train | WarmUp | Begin | Export | MakeRoom | Save | Saved | End
+COMMANDS: tuple[type[Message], ...] = (Fetch, Train, WarmUp, Begin, Export, MakeRoom, Save, Saved, End)

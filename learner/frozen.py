@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from learner.conversion.base import State
 from learner.conversion.weights import load_hf_weights
+from learner.transfer import host_memory
 
 Weights = list[dict[str, Tensor]]
 """Of each piece of the model on this rank, by the names of its parameters."""
@@ -22,8 +23,7 @@ class FrozenPolicies:
     rank, but the current parameters are settled before it, a collective under `overlap_param_gather`: every
     rank calls `hold`, `load` and `in_place`, and `weights` of a tag that is not held, in the same order.
     Each tag takes as much main memory on a rank as the rank's parameters, and the current policy as much
-    again from the first switch on; where there is CUDA all of it is page-locked, each tensor in a block of
-    the next power of two bytes.
+    again from the first switch on; where there is CUDA all of it is page-locked, in whole pages.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], settle: Callable[[], None]) -> None:
@@ -107,11 +107,12 @@ class FrozenPolicies:
 
 
 def _room(weights: Sequence[Mapping[str, Tensor]]) -> Weights:
-    pinned = torch.cuda.is_available()
-    return [
-        {name: torch.empty_like(tensor, device="cpu", pin_memory=pinned) for name, tensor in chunk.items()}
-        for chunk in weights
-    ]
+    return [dict(zip(chunk, _like(list(chunk.values())), strict=True)) for chunk in weights]
+
+
+def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    wanted = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    return host_memory(wanted, page_locked=torch.cuda.is_available())
 
 
 @torch.no_grad()

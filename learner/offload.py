@@ -16,6 +16,7 @@ from torch.optim.adamw import AdamW
 
 from learner.bf16_adamw import fused_update
 from learner.megatron import DistributedOptimizer, param_is_not_shared, tensor_parallel
+from learner.transfer import host_memory
 
 BUCKET_BYTES = 64 * 2**20
 """Of gradients, copied and updated at a time."""
@@ -121,13 +122,18 @@ def offload(part: DistributedOptimizer, fraction: float) -> None:
     part.__class__, part.optimizer.__class__ = OffloadedOptimizer, OffloadedAdamW
     mains = part.get_parameters()
     left = fraction * sum(main.numel() for main in mains)
-    part.optimizer.gradients, part.optimizer.received = {}, {}
+    moved = []
     for main in mains:
         if left <= 0:
             break
         left -= main.numel()
-        part.optimizer.received[main] = _host_memory(main)
-        main.data = _host_memory(main).copy_(main)
+        moved.append(main)
+    locked = any(main.is_cuda for main in moved)
+    wanted = [(main.shape, main.dtype) for main in moved]
+    received, weights = (host_memory(wanted, page_locked=locked) for _ in range(2))
+    part.optimizer.gradients, part.optimizer.received = {}, dict(zip(moved, received, strict=True))
+    for main, weight in zip(moved, weights, strict=True):
+        main.data = weight.copy_(main)
 
 
 def _shards(part: DistributedOptimizer) -> Iterator[_Shard]:
@@ -161,7 +167,3 @@ def _buckets(parameters: Iterable[tuple[Tensor, dict[str, Any]]]) -> Iterator[_B
             bucket, size = [], 0
     if bucket:
         yield bucket
-
-
-def _host_memory(like: Tensor) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)

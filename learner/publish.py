@@ -62,7 +62,6 @@ class WeightPublisher:
         self._answer_given = -1, 0.0
         """The version that an anchor was stored of on demand, and until when not again."""
 
-    @property
     def announced(self) -> Weights | None:
         """The weights announced last; their tensors stay as they are until others are announced."""
         return self._weights

@@ -1,7 +1,7 @@
 """What every rank of the learner's world does in a step: its own share of the data, its part of the model."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from typing import TypeVar
 
@@ -18,14 +18,14 @@ from learner.checkpoint import PendingCheckpoint, start_checkpoint
 from learner.commands import Begin, Fetch, Train, WarmUp
 from learner.config import OptimizerConfig, SFTLoss
 from learner.data_parallel import data_parallel_rank, data_parallel_size, equally_many
-from learner.host_copy import HostCopy, host_tensors
+from learner.host_copy import Copied, HostCopy, copy_weights
 from learner.references import hold_frozen_policies
+from learner.room import make_room
 from learner.settings import LearnerSettings
 from learner.steps import train_on
 from learner.trainer import StepResult, Trainer
 from learner.warmup import Demonstrations
 from storage.reader import ReplayReader
-from storage.weights import HostTensor
 
 T = TypeVar("T")
 Groups = list[list[Trajectory]]
@@ -93,14 +93,17 @@ class Rank:
         """The weights by Hugging Face name."""
         return await self.in_thread(self._trainer.export)
 
-    async def copy_weights(self) -> dict[str, HostTensor]:
-        """The weights by Hugging Face name in memory of the host; rank 0 alone calls this, for `export`."""
-        copied = await self.in_thread(lambda: self._host.take(self._trainer.stream()))
-        return host_tensors(copied)
+    async def copy_weights(self) -> Copied:
+        """The weights on their way to the host; rank 0 alone calls this, for `export`."""
+        return await translated(copy_weights(self._host, self._trainer, self._thread))
+
+    async def make_room(self) -> None:
+        """Leave to others what the next step does not need of the device; the step takes it again."""
+        await self.in_thread(lambda: make_room(self._trainer.ddp))
 
     @property
     def copy_s(self) -> float:
-        """Seconds that the latest `copy_weights` took."""
+        """Seconds of the latest `copy_weights` that torch's work took."""
         return self._host.seconds
 
     async def save(self, step: int, extra: Mapping[str, JsonValue]) -> None:
@@ -151,8 +154,13 @@ class Rank:
 
 async def in_thread(thread: Executor, work: Callable[[], T]) -> T:
     """Run `work` on `thread`. Raises `WorldError` when a collective in it lost another rank."""
+    return await translated(asyncio.get_running_loop().run_in_executor(thread, work))
+
+
+async def translated(work: Awaitable[T]) -> T:
+    """What `work` returns. Raises `WorldError` when a collective in it lost another rank."""
     try:
-        return await asyncio.get_running_loop().run_in_executor(thread, work)
+        return await work
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise WorldError(f"rank {dist.get_rank()} of the learner lost another: {error}") from error

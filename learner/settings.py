@@ -1,8 +1,9 @@
 """What one learner process is told: its sections of the configuration, and where its files lie."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from bus.config import ColocationConfig
 from learner.config import LearnerConfig, ModelConfig, WarmupConfig
 from storage.config import EvaluationConfig
 
@@ -27,3 +28,5 @@ class LearnerSettings:
     lineage: Path
     """Where the groups of every step are written down."""
     export: Path
+    colocation: ColocationConfig = field(default_factory=ColocationConfig)
+    """Whether actors share this host's devices."""

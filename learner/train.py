@@ -19,6 +19,7 @@ from learner.batches import StepBatch
 from learner.broadcast import Broadcaster
 from learner.commands import Begin
 from learner.conversion.files import save_hf_directory
+from learner.device import Device
 from learner.heldout import HeldOut
 from learner.metrics import batch_values, read_values, step_values
 from learner.progress import Progress, refuse_other_history, values_to_save
@@ -56,23 +57,27 @@ class Learner:
         store = blob_store(bus, publication.transport, settings.export.parent / "weights")
         self._weights = WeightPublisher(bus, store, publication, incarnation=incarnation)
         self._broadcaster = Broadcaster(
-            bus, lambda: self._weights.announced,
-            incarnation=incarnation, timeout_s=publication.broadcast_timeout_s,
-        )  # fmt: skip
+            bus, self._weights.announced, incarnation=incarnation, timeout_s=publication.broadcast_timeout_s
+        )
+        self._device = Device(
+            bus,
+            settings.colocation,
+            incarnation=incarnation,
+            make_room=world.make_room,
+            on_wait=self._on_wait,
+        )
         self._heldout = HeldOut(bus, incarnation, self._on_evaluation)
         self._publishing: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[BatchLease] | None = None
         self._saving: tuple[int, dict[str, Any]] | None = None
         """Step and progress of the checkpoint that is being written."""
         self._background: set[asyncio.Task[None]] = set()
-        self._doing = "starting"
-        self._waiting_for = ""
+        self._doing, self._waiting_for = "starting", ""
         self._tokens_per_s = 0.0
 
     async def run(self) -> None:
         """Train until the configured end, or until `stop`; either way the state is saved."""
-        stop = self._stop
-        finished = asyncio.Event()
+        stop, finished = self._stop, asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
                 report_status(self._bus, source="learner", role="learner", look=self._look, stop=finished)
@@ -96,6 +101,7 @@ class Learner:
     async def _join(self) -> None:
         """Tell storage where training stands, and publish the weights it stands at."""
         self._doing = "joining the run"
+        await self._device.start()
         await self._heldout.find()
         if self._settings.learner.target_accuracy and self._heldout.prompts is None:
             raise ConfigError("learner.target_accuracy needs held-out prompts: set data.heldout or data.task")
@@ -111,32 +117,39 @@ class Learner:
     # --- warm-up ---
 
     async def _warm_up(self) -> None:
-        progress, warmup = self.progress, self._settings.warmup
+        progress = self.progress
         if progress.stage != "warmup":
             await self._world.begin(Begin(stage="rl"))
             return
-        if warmup.steps:
-            await self._world.begin(Begin(stage="warmup"))
-            while progress.warmup_step < warmup.steps and not self._stop.is_set():
-                started = time.monotonic()
-                self._doing = (
-                    f"warming up on demonstrations, step {progress.warmup_step + 1} of {warmup.steps}"
-                )
-                result = await self._world.warm_up(progress.warmup_step)
-                progress.warmup_step += 1
-                progress.warmup_s += time.monotonic() - started
-                self._report("warmup", progress.warmup_step, step_values(result))
-            if self._stop.is_set():
+        async with self._device.held(self._stop) as ours:
+            if not ours or not await self._warmed_up():
                 return
-            progress.policy_version += 1
-        progress.stage = "rl"
-        progress.trains_from = progress.policy_version
-        await self._world.begin(Begin(stage="rl", fresh_optimizer=True))
-        await self._publish()
+            progress.stage = "rl"
+            progress.trains_from = progress.policy_version
+            await self._world.begin(Begin(stage="rl", fresh_optimizer=True))
+            await self._publish()
         await self._published()
         if progress.policy_version > 0:
             await self._evaluate()
         await self._checkpoint()
+
+    async def _warmed_up(self) -> bool:
+        """All steps on demonstrations; False if `stop` came before the last."""
+        progress, warmup = self.progress, self._settings.warmup
+        if not warmup.steps:
+            return True
+        await self._world.begin(Begin(stage="warmup"))
+        while progress.warmup_step < warmup.steps and not self._stop.is_set():
+            started = time.monotonic()
+            self._doing = f"warming up on demonstrations, step {progress.warmup_step + 1} of {warmup.steps}"
+            result = await self._world.warm_up(progress.warmup_step)
+            progress.warmup_step += 1
+            progress.warmup_s += time.monotonic() - started
+            self._report("warmup", progress.warmup_step, step_values(result))
+        if self._stop.is_set():
+            return False
+        progress.policy_version += 1
+        return True
 
     # --- reinforcement learning ---
 
@@ -152,7 +165,7 @@ class Learner:
                     return
 
     async def _step(self) -> bool:
-        """One optimizer step and its publication; False if `stop` came while waiting for the batch."""
+        """One optimizer step and its publication; False if `stop` came before it."""
         progress = self.progress
         started = time.monotonic()
         lease = await self._next_groups()
@@ -160,17 +173,20 @@ class Learner:
             return False
         waited = time.monotonic() - started
         self._doing = f"training step {progress.step + 1}"
-        batch, result = await self._train_on(lease)
-        trained = time.monotonic()
-        progress.step += 1
-        progress.policy_version += 1
-        progress.groups[str(progress.step)] = [group.lease_id for group in lease.groups]
-        progress.trajectories_trained += batch.trajectories
-        progress.tokens_trained += batch.tokens
-        progress.steps_skipped += result.skipped
-        progress.max_staleness_seen = max(progress.max_staleness_seen, batch.staleness_max)
-        self._doing = "publishing weights"
-        await self._publish()
+        async with self._device.held(self._stop) as ours:
+            if not ours:
+                return False
+            batch, result = await self._train_on(lease)
+            trained = time.monotonic()
+            progress.step += 1
+            progress.policy_version += 1
+            progress.groups[str(progress.step)] = [group.lease_id for group in lease.groups]
+            progress.trajectories_trained += batch.trajectories
+            progress.tokens_trained += batch.tokens
+            progress.steps_skipped += result.skipped
+            progress.max_staleness_seen = max(progress.max_staleness_seen, batch.staleness_max)
+            self._doing = "publishing weights"
+            await self._publish()
         every = self._settings.evaluation.every_versions
         if every and progress.step % every == 0:
             await self._published()
@@ -182,7 +198,7 @@ class Learner:
             **batch_values(batch), **step_values(result),
             "time/step_s": seconds, "time/waiting_for_batch_s": waited,
             "time/publish_stall_s": time.monotonic() - trained,
-            "time/publish_copy_s": self._world.rank.copy_s, **self._weights.figures,
+            "time/publish_copy_s": self._world.rank.copy_s, **self._weights.figures, **self._device.figures,
             "train/policy_version": progress.policy_version,
             **read_values(self._reader.read),
         })  # fmt: skip
@@ -246,8 +262,10 @@ class Learner:
         await self._checkpointed()
         if complete:
             self._doing = "exporting"
-            await self._export()
-            await self._publish()
+            async with self._device.held(self._stop) as ours:
+                if ours:
+                    await self._export()
+                    await self._publish()
             await self._published()
         await asyncio.gather(*self._background)
 
@@ -286,9 +304,10 @@ class Learner:
         """Copy the weights, then publish them while training goes on; one publication at a time."""
         progress = self.progress
         await self._published()
-        tensors = await self._world.copy_weights()
+        copied = await self._world.copy_weights()
 
         async def publish(version: int, stage: str, trains_from: int) -> None:
+            tensors = await copied.arrived()
             await self._weights.publish(tensors, policy_version=version, stage=stage, trains_from=trains_from)
 
         self._publishing = asyncio.create_task(

@@ -1,11 +1,12 @@
 """One optimizer step at a time: model, gradients, update, diagnostics."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -14,9 +15,11 @@ from learner.config import UNDIVIDED, OptimizerConfig, ParallelConfig, PPOClipLo
 from learner.conversion.base import State
 from learner.conversion.weights import (
     Holders,
+    exported_shapes,
     find_holders,
     load_hf_weights,
     stream_hf_weights,
+    whole_on_rank_0,
 )
 from learner.corrections import off_policy_diagnostics, off_policy_sums
 from learner.frozen import FrozenPolicies
@@ -39,6 +42,7 @@ from learner.parallel import (
     most_over_ranks,
     tensor_from_last_stage,
 )
+from learner.room import take_room
 from learner.schedule import learning_rate
 from learner.sharding import share_of_rank
 from learner.trainable import EVERYTHING, TrainableWeights
@@ -68,6 +72,18 @@ class StepResult:
     """Means over the trained tokens; names and units in learner/corrections.py."""
 
 
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The weights by Hugging Face name, where they lie; `find_holders` says who has which."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all of them."""
+    here: Mapping[str, Tensor]
+    """Views of those that this rank has whole, their elements in order."""
+    rest: Callable[[], Iterator[tuple[str, Tensor]]]
+    """Gathers the others from all ranks, one after another, each good until the next."""
+
+
 class Trainer:
     """A model and its optimizer on this rank. `learner.parallel.init_world` comes first."""
 
@@ -89,7 +105,13 @@ class Trainer:
         load_hf_weights(self.chunks, hf_config, state)
         self.trainable = trainable
         trainable.freeze_others(self.chunks, hf_config)
+        self._parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         self._holders: Holders | None = None
+        self._exported: Exported | None = None
+        self._places: list[int] = []
+        """Where the parameters lay when `_exported` was made."""
+        self._read: torch.cuda.Event | None = None
+        """Until when no weight may change."""
         self.ddp = _data_parallel(self.chunks, parallel)
         self.frozen = FrozenPolicies(self.chunks, self.settle_parameters)
         self.steps_done = 0
@@ -153,6 +175,7 @@ class Trainer:
         norm = gradient_norm(self.optimizer) / divisor
         clipped = ((norm + CLIP_EPS) / self.optimizer_config.clip_grad).clamp(min=1)
         updated = (tokens > 0) & torch.isfinite(loss) & torch.isfinite(norm)
+        self._await_readers()
         update(self.optimizer, divisor=(divisor * clipped).float(), skip=1.0 - updated.float())
         if self.parallel.pipeline > 1:
             names, totals = from_last_stage((names, totals.cpu()))
@@ -189,11 +212,46 @@ class Trainer:
         self._holders = self._holders or find_holders(self.chunks)
         yield from stream_hf_weights(self.chunks, self.hf_config, self._holders)
 
+    def exported(self) -> Exported:
+        """The weights as rank 0 has them, to copy them at once; every other rank exhausts `stream`."""
+        self.settle_parameters()
+        places = [parameter.data_ptr() for parameter in self._parameters]
+        if self._exported is None or self._places != places:
+            holders = self._holders = self._holders or find_holders(self.chunks)
+            here = whole_on_rank_0(self.chunks, self.hf_config, holders)
+            shapes = exported_shapes(self.hf_config, holders)
+            rest = partial(stream_hf_weights, self.chunks, self.hf_config, holders, without=here)
+            if len(here) == len(shapes):
+                rest = partial(iter, ())  # nobody sends any
+            self._exported, self._places = Exported(shapes, here, rest), places
+        return self._exported
+
+    @property
+    def alone_on_cpu(self) -> bool:
+        """Whether no other rank and no device takes part in what this one does."""
+        return device().type == "cpu" and dist.get_world_size() == 1
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the weights on this rank."""
+        return sum(parameter.nbytes for parameter in self._parameters)
+
+    def keep_until(self, read: torch.cuda.Event) -> None:
+        """Have the device change no weight before `read`; the host does not wait."""
+        self._read = read
+
     def settle_parameters(self) -> None:
-        """Finish gathering updated parameters, which otherwise goes on until the next forward pass."""
+        """Finish what still reads or writes the parameters: a copy to the host, and the gathering of updated
+        ones, which otherwise goes on until the next forward pass."""
+        self._await_readers()
         if self.parallel.overlap_param_gather:
             for chunk in self.ddp:
                 chunk.start_param_sync(force_sync=True)
+
+    def _await_readers(self) -> None:
+        if self._read is not None:
+            torch.cuda.current_stream().wait_event(self._read)
+            self._read = None
 
     @property
     def model(self) -> PolicyModel:
@@ -208,6 +266,7 @@ class Trainer:
         temperature: float,
         policy_version: int,
     ) -> tuple[list[str], Tensor]:
+        take_room(self.ddp)
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

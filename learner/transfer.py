@@ -1,7 +1,19 @@
-"""Copies from the host that do not wait for what the device has still to do."""
+"""Copies between the host and the device that neither waits for, and the memory for them."""
 
+import mmap
+import weakref
+from collections.abc import Iterable, Sequence
+from math import prod
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from bus.errors import TrainingError
+
+CUDA_SUCCESS = 0
+ALIGNED_BYTES = 64
+"""Between the beginnings of two tensors."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -13,3 +25,41 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def host_memory(wanted: Iterable[tuple[Sequence[int], torch.dtype]], *, page_locked: bool) -> list[Tensor]:
+    """Return zeros of these shapes and dtypes, all in one piece of the host's memory.
+
+    Locked, the pages stay where they are, so that copies run beside the work. They take no more than the
+    tensors: what torch pins is rounded up to a power of two bytes, tensor by tensor, and never given back.
+    Raises `TrainingError` when the system does not let so much be locked.
+    """
+    wanted = list(wanted)
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
+    rooms = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
+    memory = np.frombuffer(mmap.mmap(-1, page_bytes(sum(rooms))), np.uint8)
+    if page_locked:
+        _lock(memory)
+    pieces = torch.split(torch.from_numpy(memory)[: sum(rooms)], rooms)
+    return [
+        piece[:size].view(dtype).view(tuple(shape))
+        for piece, size, (shape, dtype) in zip(pieces, sizes, wanted, strict=True)
+    ]
+
+
+def page_bytes(size_bytes: int) -> int:
+    """Bytes of the pages that so many bytes lie on, one at least."""
+    return max(1, -(-size_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+
+
+def _lock(memory: np.ndarray) -> None:
+    """Lock it for as long as it lives; the device must be done with it then."""
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+    if error != CUDA_SUCCESS:
+        raise TrainingError(
+            f"CUDA could not lock {memory.nbytes:,} bytes of the host's memory (error {error}): "
+            "free some, or raise the limit of this process (ulimit -l, the container's memory)"
+        )
+    unlocking = weakref.finalize(memory, cudart.cudaHostUnregister, memory.ctypes.data)
+    unlocking.atexit = False  # then CUDA may be gone

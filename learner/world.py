@@ -14,11 +14,23 @@ from bus.requests import BatchLease, GroupRef
 from learner.balancing import balanced, group_flops
 from learner.batches import StepBatch
 from learner.channel import Channel
-from learner.commands import COMMANDS, Begin, Command, End, Export, Fetch, Save, Saved, Train, WarmUp
+from learner.commands import (
+    COMMANDS,
+    Begin,
+    Command,
+    End,
+    Export,
+    Fetch,
+    MakeRoom,
+    Save,
+    Saved,
+    Train,
+    WarmUp,
+)
+from learner.host_copy import Copied
 from learner.rank import Rank
 from learner.settings import LearnerSettings
 from learner.trainer import StepResult
-from storage.weights import HostTensor
 
 log = structlog.get_logger()
 BEAT_S = 1.0
@@ -77,10 +89,15 @@ class World:
         await self._tell(Export())
         return await self.rank.export()
 
-    async def copy_weights(self) -> dict[str, HostTensor]:
-        """The weights on the host, as they are to be published; they stay until the copy after the next."""
+    async def copy_weights(self) -> Copied:
+        """The weights on their way to the host, to be published; they stay until the copy after the next."""
         await self._tell(Export())
         return await self.rank.copy_weights()
+
+    async def make_room(self) -> None:
+        """Leave to others what the next step does not need of the devices."""
+        await self._tell(MakeRoom())
+        await self.rank.make_room()
 
     async def save(self, step: int, extra: Mapping[str, JsonValue]) -> None:
         """Begin a checkpoint that holds `extra`."""
@@ -150,6 +167,8 @@ async def _carry_out(command: Command, rank: Rank) -> None:
             await rank.begin(command)
         case Export():
             await rank.export()
+        case MakeRoom():
+            await rank.make_room()
         case Save():
             await rank.save(command.step, {})
         case Saved():

@@ -194,7 +194,7 @@ def _packed(trajectories: Sequence[Trajectory]) -> Iterator[TrajectoryBatch]:
     size = 0
     for trajectory in trajectories:
         batch.append(trajectory)
-        size += 16 * len(trajectory.token_ids) + 512
+        size += 16 * len(trajectory.token_ids) + len(trajectory.routed_experts) + 512
         if size >= ANSWER_BYTES:
             yield TrajectoryBatch(trajectories=tuple(batch))
             batch, size = [], 0

@@ -95,25 +95,54 @@ class Weights:
             name: tensor for name, tensor in self.tensors.items() if digests.get(name) != self.digests[name]
         }
 
+    def sharing(self, other: "Weights") -> "Weights":
+        """The same weights; those tensors that `other` has too are its."""
+        tensors = dict(self.tensors)
+        for name in tensors.keys() & other.tensors.keys():
+            same = self.digests[name] == other.digests[name]
+            if same and tensors[name].same_kind(other.tensors[name]):
+                tensors[name] = other.tensors[name]
+        return Weights(self.policy_version, tensors, self.digests)
+
 
 def in_order(threads: Executor | None, work: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
     """`map`, on `threads` if there are any: numpy, zstd and xxhash let go of the interpreter."""
     return map(work, items) if threads is None else threads.map(work, items)
 
 
-def write_snapshot(weights: Weights) -> bytes:
-    """All tensors as a safetensors file."""
-    order = sorted(weights.tensors, key=lambda name: (-ITEM_BYTES[weights.tensors[name].dtype], name))
-    header: dict[str, object] = {"__metadata__": {"policy_version": str(weights.policy_version)}}
-    end = 0
-    for name in order:  # the widest first, so that each lies at a multiple of its element's size
-        tensor = weights.tensors[name]
-        begin, end = end, end + tensor.words.nbytes
-        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [begin, end]}
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor's bytes lie in a file."""
+
+    start: int
+    end: int
+
+
+def laid_out(
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, Place]]:
+    """How a safetensors file begins that holds tensors of these dtypes and shapes, and where each belongs.
+
+    The widest lie first, so that each lies at a multiple of its element's size."""
+    order = sorted(kinds, key=lambda name: (-ITEM_BYTES[kinds[name][0]], name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end, offsets = 0, {}
+    for name in order:
+        dtype, shape = kinds[name]
+        offsets[name] = begin, end = end, end + ITEM_BYTES[dtype] * prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    contents = [weights.tensors[name].words.data for name in order]
-    return b"".join([struct.pack("<Q", len(text)), text, *contents])
+    start = 8 + len(text)
+    places = {name: Place(start + begin, start + end) for name, (begin, end) in offsets.items()}
+    return struct.pack("<Q", len(text)) + text, places
+
+
+def write_snapshot(weights: Weights) -> bytes:
+    """All tensors as a safetensors file."""
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
+    beginning, places = laid_out(kinds, {"policy_version": str(weights.policy_version)})
+    return b"".join([beginning, *(weights.tensors[name].words.data for name in places)])
 
 
 def read_snapshot(data: bytes | bytearray, policy_version: int, threads: Executor | None = None) -> Weights:

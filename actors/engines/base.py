@@ -29,6 +29,8 @@ class Sampling:
     max_new_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends the generation and is its last token."""
+    seed: int | None = None
+    """Decides the tokens, at an engine that is deterministic; others draw as they like."""
 
     @classmethod
     def from_config(cls, config: SamplingConfig, stop_token_ids: Iterable[int]) -> Self:
@@ -50,6 +52,8 @@ class GenerationRequest:
     """Unique among the requests in flight."""
     token_ids: Sequence[int]
     sampling: Sampling
+    experts_from: int | None = None
+    """First token whose routed experts are wanted, among `token_ids`; None for no experts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +67,10 @@ class Generation:
     policy_versions: np.ndarray
     """int32 [N], the weights that drew each token."""
     finish_reason: FinishReason
+    routed_experts: np.ndarray | None = None
+    """uint8 [R, layers, experts per token]: where the tokens from `experts_from` to the last but one went,
+    each in the pass that computed its keys and values; no pass has read the last one. None when the engine
+    cannot tell: who goes on with these tokens asks from the same one on."""
 
 
 NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
@@ -137,3 +145,16 @@ class HealthChecked(Protocol):
 
     async def check_health(self) -> None:
         """Return when the engine works; the caller bounds the wait. Raises EngineError when it does not."""
+
+
+@runtime_checkable
+class SharesDevice(Protocol):
+    """An engine that can leave its device to others for a while."""
+
+    async def release(self) -> None:
+        """Free what it holds of the device, weights too; nothing may be in flight, and what comes waits.
+
+        Weights may be loaded meanwhile."""
+
+    async def resume(self) -> None:
+        """Take the device back, with the weights loaded last, and go on."""

@@ -21,9 +21,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from actors.config import EmbeddedEngineConfig
+from actors.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.base import GenerationRequest, Sampling
-from actors.engines.bench_actor import bench_actor
+from actors.engines.bench_actor import ActorLoad, bench_actor
 from actors.engines.embedded import EmbeddedEngine
 from bus.errors import ConfigError
 
@@ -71,13 +71,23 @@ def bench_embedded(repeats: int = 5) -> dict[str, float]:
     }
 
 
-def bench_actors() -> dict[str, float | str]:
-    """Measure the embedded engine and, where SGLang is installed, an actor on it."""
-    embedded: dict[str, float | str] = {**bench_embedded()}
+def bench_actors(
+    config: SglangEngineConfig, build: Callable[[], PreTrainedModel], load: ActorLoad, *, embedded: bool
+) -> dict[str, float | str]:
+    """Measure the embedded engine and, where SGLang is installed, an actor on it.
+
+    Args:
+        config: of the server.
+        build: makes the model that it serves.
+        load: what is asked of it.
+        embedded: False measures the server alone, and raises `ConfigError` where there is none."""
+    if not embedded:
+        return {**asyncio.run(bench_actor(config, build, load))}
+    measured: dict[str, float | str] = {**bench_embedded()}
     try:
-        return embedded | asyncio.run(bench_actor())
+        return measured | asyncio.run(bench_actor(config, build, load))
     except ConfigError as error:
-        return embedded | {"sglang": f"not measured: {error}"}
+        return measured | {"sglang": f"not measured: {error}"}
 
 
 def _measure(workload: Workload, ways: Sequence[Way], rounds: int) -> np.ndarray:

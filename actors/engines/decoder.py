@@ -33,7 +33,8 @@ class BatchedDecoder:
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[GenerationRequest] = deque()
         self._rows = Rows()
-        self._cache = SlotCache(text.num_hidden_layers, slots, self.context_length)
+        self._layers: int = text.num_hidden_layers
+        self.free_cache()
         self._generator = torch.Generator(model.device)
         self._generator.seed() if seed is None else self._generator.manual_seed(seed)
 
@@ -95,6 +96,12 @@ class BatchedDecoder:
             (request, self._rows.generation(row, "abort")) for row, request in enumerate(self._rows.requests)
         ]
         return [*rows, *((request, NOTHING) for request in self._waiting)]
+
+    def free_cache(self) -> None:
+        """Let go of the keys and values; raises EngineError while there are requests that need them."""
+        if self.running:
+            raise EngineError(f"{self.running} requests are being decoded: their cache cannot be freed")
+        self._cache = SlotCache(self._layers, self._slots, self.context_length)
 
     def swap_weights(self, prepared: Mapping[str, Tensor], policy_version: int) -> None:
         """Point the model at prepared tensors; the KV of rows in flight stays as the old weights made it."""

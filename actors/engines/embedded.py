@@ -48,6 +48,8 @@ class EmbeddedEngine:
         self._orders: set[asyncio.Future[float]] = set()
         """Swaps and health checks that the thread has not come to yet."""
         self._failure: str | None = "it was not started"
+        self._released = False
+        """Read and written by the thread."""
 
     @classmethod
     def from_directory(
@@ -131,6 +133,16 @@ class EmbeddedEngine:
         prepared = await asyncio.to_thread(prepare_weights, self._decoder.model, state, complete=first)
         return await self._obeyed(partial(self._swap, prepared, policy_version))
 
+    async def release(self) -> None:
+        """Decode nothing until `resume`, and free the cache; raises EngineError while requests are decoded.
+
+        The weights lie in the process's memory and stay there."""
+        await self._obeyed(self._release)
+
+    async def resume(self) -> None:
+        """Decode again."""
+        await self._obeyed(self._resume)
+
     async def check_health(self) -> None:
         """Return when the thread has ended its decode step. Raises EngineError when it has ended itself."""
         await self._obeyed(lambda done: self._to_loop(partial(self._deliver_order, done, 0.0)))
@@ -180,6 +192,10 @@ class EmbeddedEngine:
         if not done.done():
             done.set_result(seconds)
 
+    def _refuse_order(self, done: "asyncio.Future[float]", error: EngineError) -> None:
+        if not done.done():
+            done.set_exception(error)
+
     def _fail(self, reason: str, interrupted: Sequence[tuple[GenerationRequest, Generation]] = ()) -> None:
         """Tell every waiter that the thread ended, and those in `interrupted` what they had by then."""
         self._failure = self._failure or reason
@@ -212,7 +228,7 @@ class EmbeddedEngine:
         """Run queued commands, sleeping while there is nothing to decode; False asks to stop."""
         while True:
             try:
-                command = self._commands.get(block=not self._decoder.busy)
+                command = self._commands.get(block=self._released or not self._decoder.busy)
             except queue.Empty:
                 return True
             if command is None:
@@ -222,6 +238,19 @@ class EmbeddedEngine:
     def _abort(self, request_id: str) -> None:
         if aborted := self._decoder.abort(request_id):
             self._to_loop(partial(self._deliver, aborted))
+
+    def _release(self, done: "asyncio.Future[float]") -> None:
+        try:
+            self._decoder.free_cache()
+        except EngineError as error:
+            self._to_loop(partial(self._refuse_order, done, error))
+        else:
+            self._released = True
+            self._to_loop(partial(self._deliver_order, done, 0.0))
+
+    def _resume(self, done: "asyncio.Future[float]") -> None:
+        self._released = False
+        self._to_loop(partial(self._deliver_order, done, 0.0))
 
     def _swap(self, prepared: dict[str, Tensor], policy_version: int, done: "asyncio.Future[float]") -> None:
         start = time.perf_counter()

@@ -34,6 +34,8 @@ class Fleet:
     engines at a time, and an engine serves only when it has the newest that were given at its start."""
 
     def __init__(self, builds: Mapping[str, Build], config: FleetConfig) -> None:
+        self.released = False
+        """Whether others have the device."""
         self._config = config
         self._weights = HostWeights()
         self._members: dict[str, Member] = {}
@@ -49,6 +51,7 @@ class Fleet:
         self._turn = asyncio.Condition()
         self._end: EngineError | None = None
         self._tokens_of_the_left = 0
+        self._busy_s_of_the_left = self._request_s_of_the_left = 0.0
         for name, build in builds.items():
             self._add(name, build)
 
@@ -72,6 +75,18 @@ class Fleet:
     def tokens_generated(self) -> int:
         """Tokens sampled since the start, also by engines that are gone."""
         return self._tokens_of_the_left + sum(member.tokens_generated for member in self._members.values())
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that engines had a request or more, added up over all engines that ever were."""
+        here = sum(member.occupancy.busy_s for member in self._members.values())
+        return self._busy_s_of_the_left + here
+
+    @property
+    def request_s(self) -> float:
+        """Seconds that requests had a place at an engine, added up over all of them."""
+        here = sum(member.occupancy.request_s for member in self._members.values())
+        return self._request_s_of_the_left + here
 
     @property
     def failure(self) -> str:
@@ -101,7 +116,7 @@ class Fleet:
         for member in list(self._members.values()):
             await member.tried.wait()  # its own timeouts bound this
         members = list(self._members.values())
-        if members and all(member.state != "serving" for member in members):
+        if members and not any(member.state in ("serving", "resting") for member in members):
             await self.close()
             if error := next((member.misconfigured for member in members if member.misconfigured), None):
                 raise error
@@ -172,6 +187,19 @@ class Fleet:
                 raise result
         return max((seconds for seconds in updates if isinstance(seconds, float)), default=0.0)
 
+    async def release(self) -> None:
+        """Leave the device to others until `resume`: engines hand out their tokens and free it, none starts.
+
+        Requests wait, and go on from their tokens. Returns when all is free; an engine that was starting is
+        waited for, one that cannot free its device is closed."""
+        self.released = True
+        await asyncio.gather(*(member.turn.rest() for member in self._members.values()))
+
+    async def resume(self) -> None:
+        """Take the device back: engines serve again, with the newest weights."""
+        self.released = False
+        await asyncio.gather(*(member.turn.wake() for member in self._members.values()))
+
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
         ticket = self._tickets.get(request_id)
@@ -200,8 +228,13 @@ class Fleet:
         return member
 
     def _begin(self, member: Member) -> None:
-        task = self._living[member.name] = asyncio.create_task(member.live(), name=member.name)
+        task = self._living[member.name] = asyncio.create_task(self._live(member), name=member.name)
         task.add_done_callback(partial(self._ended, member))
+
+    async def _live(self, member: Member) -> None:
+        if self.released:  # it joined meanwhile
+            await member.turn.rest()
+        await member.live()
 
     def _ended(self, member: Member, task: asyncio.Task[None]) -> None:
         """An engine has left or was given up; anything else is a mistake in this program, and the end."""
@@ -215,6 +248,8 @@ class Fleet:
     def _forget(self, member: Member) -> None:
         del self._members[member.name], self._living[member.name]
         self._tokens_of_the_left += member.tokens_generated
+        self._busy_s_of_the_left += member.occupancy.busy_s
+        self._request_s_of_the_left += member.occupancy.request_s
         self._affinity.forget(member.name)
 
     def _changed(self, name: str) -> None:
@@ -242,10 +277,10 @@ class Fleet:
 
     async def _attempt(self, ticket: Ticket) -> None:
         """Wait for a place and have that engine go on with it."""
-        if ticket.strikes >= self._config.attempts:
+        if ticket.faults >= self._config.attempts:
             raise EngineError(
-                f"{ticket.request.request_id} failed {ticket.strikes} times, or its engines under it: it may "
-                "be what they fail of"
+                f"{ticket.request.request_id} failed {ticket.faults} times, or its engines under it, at last "
+                "with no other request there: it is what they fail of"
             )
         try:
             await self._wait_for_seat(ticket)
@@ -259,7 +294,7 @@ class Fleet:
             ticket.refusals[ticket.member.name] = error
         finally:
             if ticket.member is not None:
-                ticket.member.seated.discard(ticket)
+                ticket.member.unseat(ticket)
                 ticket.member = ticket.attempt_id = None
                 self._dispatch()
 
@@ -276,29 +311,33 @@ class Fleet:
                 self._queue.remove(ticket)
 
     def _dispatch(self) -> None:
-        """Give places to those that wait, the oldest first."""
+        """Give places to those that wait, the oldest first.
+
+        A request under which engines have failed waits for a place among few enough others; nobody younger
+        goes to the least busy engine meanwhile, or it would never be less so."""
         for ticket in [ticket for ticket in self._queue if ticket.refusals]:
             self._refuse_for_good(ticket)
+        kept_free: Member | None = None
         for ticket in list(self._queue):
-            free = [member for member in self._members.values() if self._has_room(member)]
+            free = [m for m in self._members.values() if self._has_room(m) and m is not kept_free]
             if not free:
                 return
             if ticket.seat is None or ticket.seat.done():
                 continue
-            if member := self._choose(ticket, free):
+            company = self._config.company_after(ticket.failures)
+            open_to_it = [member for member in free if member.load < company]
+            if not open_to_it and kept_free is None:
+                able = (member for member in free if member.name not in ticket.refusals)
+                kept_free = min(able, key=lambda member: member.load, default=None)
+            elif member := self._choose(ticket, open_to_it):
                 self._queue.remove(ticket)
                 ticket.member = member
-                member.seated.add(ticket)
-                member.served += 1
+                member.seat(ticket)
                 self._note_affinity(ticket, member)
                 ticket.seat.set_result(None)
 
     def _has_room(self, member: Member) -> bool:
-        return (
-            member.state == "serving"
-            and member.policy_version >= 0
-            and member.load < self._config.requests_per_engine
-        )
+        return member.state == "serving" and member.policy_version >= 0 and member.load < member.company
 
     def _choose(self, ticket: Ticket, free: Iterable[Member]) -> Member | None:
         """The least busy, unless another has its beginning and is not much busier."""

@@ -24,7 +24,9 @@ class FleetConfig(Config):
     """Share of the serving engines that take new weights at the same time; one may always."""
 
     attempts: int = Field(5, ge=1)
-    """Times that a request may fail, or its engine under it, before it counts as the request's fault."""
+    """Times that a request may fail, or its engine under it, before it counts as the request's fault: an
+    engine's failure only if the request was alone there. It is, in the end: with each failure after its first
+    it is among fewer others."""
 
     errors_in_a_row: int = Field(3, ge=1)
     """Requests that fail one after the other at an engine which says that it is well, before it is taken for
@@ -70,6 +72,16 @@ class FleetConfig(Config):
                 f"backoff_max_s={self.backoff_max_s:g} is below backoff_s={self.backoff_s:g}: raise it"
             )
         return self
+
+    def company_after(self, failures: int) -> int:
+        """Requests that an engine may have at once, one among them under which so many engines have failed.
+
+        After one failure as many as ever, for engines end of other causes, too. Then fewer and fewer, so that
+        it is alone when the next failure is to be the last of its `attempts`."""
+        if failures == 0:
+            return self.requests_per_engine
+        left = (self.attempts - 1 - failures) / max(1, self.attempts - 2)
+        return max(1, int(self.requests_per_engine ** min(1.0, max(0.0, left))))
 
     def backoff_after_s(self, failures: int) -> float:
         """Pause after so many failures in the window, >= 1."""

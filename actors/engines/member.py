@@ -6,19 +6,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-import numpy as np
 import structlog
 
-from actors.engines.base import (
-    NOTHING,
-    Engine,
-    Generation,
-    GenerationRequest,
-    HealthChecked,
-    InterruptedGenerationError,
-)
+from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked
 from actors.engines.fleet_config import FleetConfig
 from actors.engines.host_weights import HostWeights
+from actors.engines.occupancy import Occupancy
+from actors.engines.pieces import left_of, sound
+from actors.engines.resting import Turn
 from actors.engines.ticket import Ticket
 from actors.engines.waiting import bounded, first, hear, set_within, unless
 from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError, WeightsKeptError
@@ -28,7 +23,7 @@ Build = Callable[[], Awaitable[Engine]]
 """Makes an engine that was not started yet."""
 WEIGHTS_AGAIN_S = 2.0
 """Until an engine without weights looks for them again."""
-State = Literal["starting", "serving", "stopping", "waiting", "given up", "left"]
+State = Literal["starting", "serving", "resting", "stopping", "waiting", "given up", "left"]
 
 
 @dataclass(eq=False)
@@ -40,6 +35,8 @@ class _Life:
     """The update it has; 0 for the weights that it came with."""
     errors: int = 0
     """Requests that failed in a row."""
+    failed_under: int = 0
+    """Requests that it had when it failed."""
     ending: set[asyncio.Task[Generation]] = field(default_factory=set)
     """Requests whose callers are gone, until it has aborted them."""
     update: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -58,6 +55,8 @@ class Member:
         self.state: State = "starting"
         self.seated: set[Ticket] = set()
         """Requests that have a place here."""
+        self.occupancy = Occupancy()
+        """Of its places."""
         self.served = 0
         """Requests that ever had one."""
         self.restarts = 0
@@ -65,6 +64,8 @@ class Member:
         """Of the latest failure."""
         self.misconfigured: ConfigError | None = None
         """Set when the engine did not start for its settings."""
+        self.turn = Turn(self)
+        """On a device that it shares with other processes."""
         self.tried = asyncio.Event()
         """Set when the first engine serves or has failed."""
         self._build = build
@@ -101,6 +102,12 @@ class Member:
         return len(self.seated) + (len(self._life.ending) if self._life else 0)
 
     @property
+    def company(self) -> int:
+        """Requests that may be here at once, for the sake of those under which engines have failed."""
+        suspicion = max((ticket.failures for ticket in self.seated), default=0)
+        return self._config.company_after(suspicion)
+
+    @property
     def tokens_generated(self) -> int:
         """By all its engines."""
         return self._tokens_before + (self._life.engine.tokens_generated if self._life else 0)
@@ -109,6 +116,17 @@ class Member:
     def hopeless(self) -> bool:
         """Whether no engine will serve here again."""
         return self.state in ("given up", "left")
+
+    def seat(self, ticket: Ticket) -> None:
+        """Give a request a place."""
+        self.seated.add(ticket)
+        self.served += 1
+        self.occupancy.note(len(self.seated))
+
+    def unseat(self, ticket: Ticket) -> None:
+        """Take its place from it."""
+        self.seated.discard(ticket)
+        self.occupancy.note(len(self.seated))
 
     async def live(self) -> None:
         """Serve until `leave`, or until too many engines failed here."""
@@ -130,8 +148,10 @@ class Member:
         if not self._out.is_set():
             log.warning("engine_lost", engine=self.name, reason=reason, requests=len(self._asked))
             self.reason = reason
+            if self._life is not None:
+                self._life.failed_under = len(self._asked) + len(self._life.ending)
             self._out.set()
-            if self.state == "serving":
+            if self.state in ("serving", "resting"):
                 self._enter("stopping")
 
     async def work_on(self, ticket: Ticket) -> None:
@@ -152,13 +172,13 @@ class Member:
             if not self._asked:
                 self._idle.set()
         ticket.pieces.append(piece)
-        asked_to = self._leaving or ticket.aborted
-        if (
-            piece.finish_reason == "abort"
-            and not asked_to
-            and (self._out.is_set() or not len(piece.token_ids))
-        ):
-            ticket.strikes += 1
+        asked_to = self._leaving or self.turn.over or ticket.aborted
+        if piece.finish_reason != "abort" or asked_to:
+            return
+        if life.failed_under:
+            ticket.failures, ticket.alone = ticket.failures + 1, life.failed_under == 1
+        elif not len(piece.token_ids):
+            ticket.errors += 1
 
     async def abort(self, request_id: str) -> None:
         """Have the engine end a request."""
@@ -202,10 +222,20 @@ class Member:
         if self._leaving:
             return
         self._enter("starting")
+        if await unless(self._out, self.turn.device.acquire()):
+            try:
+                await self._begin_to_serve()
+            finally:
+                self.turn.device.release()
+        if not self._out.is_set():
+            self.tried.set()
+            await self._watch()
+
+    async def _begin_to_serve(self) -> None:
         try:
             await unless(self._out, self._bring_up())
-            while self._life and not self._out.is_set() and self._life.serial != self._weights().serial:
-                await unless(self._out, self._load_first(self._life))
+            if self._life:
+                await self._load_newest(self._life)
         except Exception as error:  # noqa: BLE001  # whatever keeps it from starting; the limit makes it loud
             self.misconfigured = error if isinstance(error, ConfigError) else None
             self.fail(_said(error))
@@ -218,8 +248,6 @@ class Member:
             engine=self.name,
             policy_version=self.policy_version,
         )
-        self.tried.set()
-        await self._watch()
 
     async def _bring_up(self) -> None:
         async with bounded(self._config.start_timeout_s, f"{self.name} did not start"):
@@ -227,7 +255,20 @@ class Member:
             self._life = _Life(engine)
             await engine.start()
 
-    async def _load_first(self, life: _Life) -> None:
+    async def _interrupt(self, life: _Life) -> None:
+        """Have the engine hand out what it has sampled of all its requests."""
+        await asyncio.sleep(0)  # requests that were asked for in this turn of the loop get there first
+        await asyncio.gather(*(life.engine.abort(request_id) for request_id in self._asked))
+        if self._asked:
+            await self._idle.wait()
+        if life.ending:
+            await asyncio.wait(life.ending)
+
+    async def _load_newest(self, life: _Life) -> None:
+        while not self._out.is_set() and life.serial != self._weights().serial:
+            await unless(self._out, self._load_patiently(life))
+
+    async def _load_patiently(self, life: _Life) -> None:
         try:
             await self._load(life)
         except WeightsKeptError as error:  # the learner may be starting again
@@ -285,13 +326,13 @@ class Member:
                 if not task.done():
                     self.fail(f"it goes on with {request.request_id} though that was aborted")
                     await life.gone.wait()  # `_take_down` bounds this
-            piece = _sound(request, task.result()) if task.done() else NOTHING
+            piece = sound(request, task.result()) if task.done() else NOTHING
             life.errors = 0
         except RequestRefusedError:
             raise
         except EngineError as error:
             await self._doubt(life, str(error))
-            return _partial(request, error)
+            return left_of(request, error)
         else:
             return piece
         finally:
@@ -346,27 +387,3 @@ class Member:
 
 def _said(error: Exception) -> str:
     return str(error) if isinstance(error, SluiceError) else repr(error)
-
-
-def _partial(request: GenerationRequest, error: EngineError) -> Generation:
-    """What is known of the tokens of a request that failed."""
-    if not isinstance(error, InterruptedGenerationError):
-        return NOTHING
-    try:
-        return _sound(request, error.partial)
-    except EngineError as unsound:
-        log.warning("tokens_not_kept", reason=str(unsound))
-        return NOTHING
-
-
-def _sound(request: GenerationRequest, generation: Generation) -> Generation:
-    """Raise EngineError for a generation that is none."""
-    lengths = [len(generation.token_ids), len(generation.logprobs), len(generation.policy_versions)]
-    if len(set(lengths)) > 1 or lengths[0] > request.sampling.max_new_tokens:
-        raise EngineError(
-            f"{request.request_id}: {lengths} tokens, log-probs and versions, where "
-            f"{request.sampling.max_new_tokens} at most were asked for"
-        )
-    if not np.isfinite(generation.logprobs).all():
-        raise EngineError(f"{request.request_id}: a log-prob is not finite")
-    return generation

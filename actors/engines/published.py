@@ -34,7 +34,7 @@ class Published:
         self.policy_version = manifest.policy_version
         self.incarnation = manifest.incarnation
         self._bus = bus
-        self._manifest = manifest
+        self.manifest = manifest
         self._fetch = fetch
         self._tensors: Mapping[str, torch.Tensor] | None = None
         self._fetching = asyncio.Lock()
@@ -76,5 +76,5 @@ class Published:
         Raises `BusError` or `StorageError`."""
         async with self._fetching:
             if self._tensors is None:
-                self._tensors = await self._fetch(self._manifest)
+                self._tensors = await self._fetch(self.manifest)
             return self._tensors

@@ -2,45 +2,31 @@
 
 import asyncio
 import time
-import uuid
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
-import numpy as np
 import structlog
 import torch
 
 from actors.config import SglangEngineConfig
-from actors.engines.base import Generation, GenerationRequest
+from actors.engines.base import NOTHING, Generation, GenerationRequest, InterruptedGenerationError
 from actors.engines.published import Published
+from actors.engines.routing import Routing
 from actors.engines.sglang_client import ServerFacts, SglangClient, UnreachableError
+from actors.engines.sglang_flights import Flight, Flights
 from actors.engines.sglang_loading import Load, Loading
 from actors.engines.sglang_server import AttachedServer, OwnServer, Server
+from actors.engines.sglang_stream import Streamed
 from actors.engines.sglang_weights import HeldWeights
-from bus.errors import EngineError, RequestRefusedError
+from bus.errors import ConfigError, EngineError, RequestRefusedError
 
 log = structlog.get_logger()
-ABORT_AGAIN_S = 0.5
-"""An abort that overtakes its request is not heard: it is said until the request ends."""
+T = TypeVar("T")
 DYING_S = 1.0
 """Between a broken connection and the end of the process it led to."""
 FAILED_LOOKS = 2
 """So many health checks in a row take a server for dead."""
-
-
-@dataclass(eq=False)
-class _Flight:
-    """A request that has not been answered."""
-
-    request: GenerationRequest
-    rid: str
-    """Its name at the server."""
-    sent: asyncio.Task[Generation] | None = None
-    aborted: asyncio.Event = field(default_factory=asyncio.Event)
-    failure: str = ""
 
 
 class SglangEngine:
@@ -57,7 +43,7 @@ class SglangEngine:
         """Why it has stopped for good; empty as long as it has not."""
         self.tokens_generated = 0
         self._config = config
-        self._held = HeldWeights(model_dir, config.weights_directory)
+        self._held = HeldWeights(model_dir, config.weights_directory, in_files=config.in_files)
         self._server: Server = (
             AttachedServer(config)
             if config.url is not None
@@ -66,16 +52,18 @@ class SglangEngine:
         self._client: SglangClient | None = None
         self._facts: ServerFacts | None = None
         self._loading: Loading | None = None
+        self._routing = Routing.of_model(model_dir) if config.routed_experts else None
         self._version = -1
         self._loads = 0
         self._serving = asyncio.Event()
         self._doubted = asyncio.Event()
         """Set when a request found the server unreachable: it is looked at now, and new requests wait."""
         self._changing = asyncio.Lock()
-        """Held while weights are loaded."""
-        self._flights: dict[str, _Flight] = {}
-        self._rids = (f"{uuid.uuid4().hex}-{number:012d}" for number in count())  # none is another's prefix
-        self._background: set[asyncio.Task[None]] = set()
+        """Held while weights are loaded, and while memory is released or taken back."""
+        self._looking = asyncio.Lock()
+        """Held while its health is looked at, which generates a token."""
+        self._released = False
+        self._flights = Flights(self._connected, number)
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -86,12 +74,12 @@ class SglangEngine:
     @property
     def running(self) -> int:
         """Requests at the server."""
-        return sum(flight.sent is not None for flight in self._flights.values())
+        return self._flights.running
 
     @property
     def waiting(self) -> int:
         """Requests that wait for weights, or for a look at a server that did not answer."""
-        return len(self._flights) - self.running
+        return self._flights.waiting
 
     @property
     def url(self) -> str:
@@ -110,6 +98,11 @@ class SglangEngine:
         self._loading = Loading(self._held, self._client, self._facts)
         self._loading.check(self._config)
         log.info("sglang_ready", url=url, version=self._facts.version)
+        if self._routing is not None and not self._facts.returns_experts:
+            raise ConfigError(
+                f"actors.engine.routed_experts: the server at {url} does not return them: start it with "
+                "--enable-return-routed-experts"
+            )
         if not self._facts.reports_spans and self._config.pause != "drain":
             log.warning("sglang_reports_no_versions_per_token", version=self._facts.version, pause="drain")
         self._watcher = asyncio.create_task(self._watch())
@@ -117,16 +110,8 @@ class SglangEngine:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Continue `request`; waits for the first weights. Cancelling the caller aborts the request."""
-        if request.request_id in self._flights:
-            raise RequestRefusedError(
-                f"request {request.request_id} is already in flight: ids must be unique"
-            )
-        flight = _Flight(request, f"{next(self._rids)}-{request.request_id}")
-        self._flights[request.request_id] = flight
-        try:
+        with self._flights.new(request) as flight:
             return await self._fly(flight)
-        finally:
-            del self._flights[request.request_id]
 
     async def load_weights(self, state: Mapping[str, torch.Tensor], policy_version: int) -> float:
         """Take the tensors (HF names; the first time all of them); return the seconds generation stood still.
@@ -136,7 +121,11 @@ class SglangEngine:
         async with self._changing:
             self._check()
             load = await self._ready().tensors(self._config, state, policy_version)
-            return await self._swap(load, policy_version)
+            if not self._released:
+                return await self._swap(load, policy_version)
+            self._version = policy_version  # `resume` loads it
+            self._loads += 1
+        return 0.0
 
     async def load_published(self, published: Published) -> float:
         """Have the learner send the weights to the server; where that fails, fetch and load them.
@@ -149,14 +138,34 @@ class SglangEngine:
             load = await self._ready().published(self._config, published)
             return await self._swap(load, published.policy_version)
 
+    async def release(self) -> None:
+        """Free the device: weights, caches and graphs. Nothing may be in flight; new requests wait.
+
+        Weights that are loaded meanwhile are kept on the host. Raises EngineError when the server fails at
+        it: then it is killed, which frees the device too; and for weights that only the learner has."""
+        async with self._changing, self._looking:  # a look at its health generates: the server must be idle
+            self._check()
+            if self._config.update == "group":
+                raise EngineError("its weights came from the learner: it could not take them back from here")
+            self._serving.clear()
+            self._released = True
+            await self._or_fail(self._connected().release(self._config.update_timeout_s), "free its device")
+
+    async def resume(self) -> None:
+        """Take the device back, with the weights loaded last; what was on the device is gone."""
+        async with self._changing:
+            self._check()
+            if not self._released:
+                return
+            await self._or_fail(self._retake(), "take its device back")
+            self._released = False
+            self._loads += 1
+            if self._version >= 0:
+                self._serving.set()
+
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
-        flight = self._flights.get(request_id)
-        if flight is None:
-            return
-        flight.aborted.set()
-        if flight.sent is not None:
-            await self._abort_until_it_ends(flight)
+        await self._flights.abort(request_id)
 
     async def check_health(self) -> None:
         """Raise EngineError when the server has failed; it is looked at all the time."""
@@ -168,8 +177,7 @@ class SglangEngine:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
-        if self._background:
-            await asyncio.wait(self._background, timeout=ABORT_AGAIN_S * 4)
+        await self._flights.aborted()
         await self._server.kill()
         if self._loading is not None:
             await self._loading.close()
@@ -183,82 +191,61 @@ class SglangEngine:
 
     # A request's way.
 
-    async def _fly(self, flight: _Flight) -> Generation:
-        if not await self._admitted(flight):
-            return Generation(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "abort")
+    async def _fly(self, flight: Flight) -> Generation:
+        await flight.admitted(self._serving)
+        self._check()
+        if flight.aborted.is_set():
+            return NOTHING
         request, timeout_s = flight.request, self._config.request_timeout_s
         salt = f"{self._version}.{self._loads}"
+        flight.streamed = Streamed(request, self._version) if self._streams else None
         flight.sent = asyncio.create_task(
-            self._connected().generate(request, rid=flight.rid, salt=salt, timeout_s=timeout_s)
-        )
+            self._connected().generate(
+                request, rid=flight.rid, salt=salt, timeout_s=timeout_s, routing=self._routing,
+                streamed=flight.streamed,
+            )
+        )  # fmt: skip
         try:
             await asyncio.wait({flight.sent})
         except asyncio.CancelledError:
-            self._abandon(flight)
+            self._flights.abandon(flight)
             raise
         if flight.failure:
-            raise EngineError(f"request {request.request_id}: the SGLang server failed: {flight.failure}")
+            failed = f"request {request.request_id}: the SGLang server failed: {flight.failure}"
+            raise self._interrupted(flight, failed)
         try:
             generation = flight.sent.result()
-        except EngineError as error:
-            self._abandon(flight)  # it may have been too slow only, or the connection broke
-            if isinstance(error, UnreachableError):
-                self._serving.clear()
-                self._doubted.set()
+        except RequestRefusedError:
             raise
+        except EngineError as error:
+            self._flights.abandon(flight)  # it may have been too slow only, or the connection broke
+            if isinstance(error, UnreachableError):
+                await self._looked_at()
+            raise self._interrupted(flight, self.failure or str(error)) from error
         self.tokens_generated += len(generation.token_ids)
         return generation
 
-    async def _admitted(self, flight: _Flight) -> bool:
-        """Wait until the server serves; False when the request was aborted before."""
-        while not self._serving.is_set() and not flight.aborted.is_set():
-            waits = {
-                asyncio.create_task(self._serving.wait()),
-                asyncio.create_task(flight.aborted.wait()),
-            }
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
-        self._check()
-        return not flight.aborted.is_set()
+    def _interrupted(self, flight: Flight, reason: str) -> InterruptedGenerationError:
+        """The error of a request that ends before its time, with the tokens that are left of it."""
+        left = flight.left()
+        self.tokens_generated += len(left.token_ids)
+        return InterruptedGenerationError(reason, left)
 
-    def _abandon(self, flight: _Flight) -> None:
-        """End at the worker what nobody waits for any more."""
-        if flight.sent is not None:
-            flight.sent.cancel()
+    async def _looked_at(self) -> None:
+        """Doubt the server; return when it serves or has failed: requests learn of that together."""
+        self._serving.clear()
+        self._doubted.set()
+        await self._serving.wait()  # the health checks' own timeouts bound this, and those of updates
 
-        async def abort() -> None:
-            with suppress(EngineError):  # a server that is gone runs nothing
-                await self._connected().abort(flight.rid)
-
-        task = asyncio.create_task(abort())
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _abort_until_it_ends(self, flight: _Flight) -> None:
-        while flight.sent is not None and not flight.sent.done():
-            with suppress(EngineError):  # the request hears of it too
-                await self._connected().abort(flight.rid)
-            await asyncio.wait({flight.sent}, timeout=ABORT_AGAIN_S)
-
-    def _fail_flights(self, reason: str) -> None:
-        for flight in self._flights.values():
-            if flight.sent is not None:
-                flight.failure = flight.failure or reason
-                flight.sent.cancel()
+    @property
+    def _streams(self) -> bool:
+        return self._config.stream_interval > 0 and self._facts is not None and self._facts.streams
 
     # Weights.
 
     async def _swap(self, load: Load, wanted: int) -> float:
         """Make the server compute with what `load` has it take; return the seconds it stood still."""
-        try:
-            version, pause_s = await self._paused(load)
-        except EngineError as error:
-            await self._fail(f"it did not take policy version {wanted}: {error}")
-            raise EngineError(self._stopped()) from error
-        self._check()  # it may have died, or been closed, meanwhile
+        version, pause_s = await self._or_fail(self._paused(load), f"take policy version {wanted}")
         self._version = version
         self._loads += 1
         self._serving.set()
@@ -270,27 +257,36 @@ class SglangEngine:
         assert facts is not None, "set together with the client"
         self._serving.clear()
         mode = config.pause if facts.reports_spans else "drain"
+        end_s = time.monotonic() + config.update_timeout_s  # of draining and loading together
         if mode == "drain":
-            await self._drained()
+            await self._flights.drained(config.update_timeout_s)
+        self._flights.weights_change()
         begun = time.perf_counter()
         if mode != "drain":
             await client.pause(mode)
         try:
-            version = await load(mode == "retract")
+            version = await load(mode == "retract", end_s)
         finally:
             if mode != "drain":
                 await client.resume()
         return version, time.perf_counter() - begun
 
-    async def _drained(self) -> None:
-        sent = {flight.sent for flight in self._flights.values() if flight.sent is not None}
-        if sent:
-            _, late = await asyncio.wait(sent, timeout=self._config.update_timeout_s)
-            if late:
-                raise EngineError(
-                    f"{len(late)} requests did not end within actors.engine.update_timeout_s="
-                    f"{self._config.update_timeout_s:g}"
-                )
+    async def _retake(self) -> None:
+        """The server's weights are arbitrary at first, and its caches empty."""
+        client, timeout_s = self._connected(), self._config.update_timeout_s
+        await client.retake(("weights",), timeout_s)
+        await self._ready().again(timeout_s)
+        await client.retake(("kv_cache", "cuda_graph"), timeout_s)
+
+    async def _or_fail(self, doing: Awaitable[T], what: str) -> T:
+        """The result; a server that cannot is killed, and one that died meanwhile has none."""
+        try:
+            result = await doing
+        except EngineError as error:
+            await self._fail(f"it did not {what}: {error}")
+            raise EngineError(self._stopped()) from error
+        self._check()
+        return result
 
     # The server's life.
 
@@ -313,12 +309,14 @@ class SglangEngine:
         while failed < FAILED_LOOKS:
             if reason := await self._ended_or_doubted():
                 return reason
-            if self._changing.locked():
-                continue
-            if await self._connected().healthy(self._config.health_timeout_s):
+            async with self._looking:
+                if self._busy:
+                    continue
+                healthy = await self._connected().healthy(self._config.health_timeout_s)
+            if healthy:
                 failed = 0
                 self._open()
-            elif not self._changing.locked():
+            elif not self._busy:
                 failed += 1
         return f"it did not generate within {self._config.health_timeout_s:g} s, {FAILED_LOOKS} times"
 
@@ -336,14 +334,19 @@ class SglangEngine:
         self._doubted.clear()
         return await self._server.ended(within_s=DYING_S)
 
+    @property
+    def _busy(self) -> bool:
+        """Whether it cannot generate now, and must not be asked to."""
+        return self._released or self._changing.locked()
+
     def _open(self) -> None:
         """Let requests through, if there are weights to serve them with."""
-        if self._version >= 0 and not self._changing.locked():
+        if self._version >= 0 and not self._busy:
             self._serving.set()
 
     def _stop_for_good(self, reason: str) -> None:
         self.failure = self.failure or reason
-        self._fail_flights(self.failure)
+        self._flights.fail(self.failure)
         self._serving.set()  # who waits is to hear of it
 
     def _check(self) -> None:

@@ -1,10 +1,12 @@
 """SGLang's HTTP endpoints, as versions 0.5.17 to 0.5.23 have them."""
 
+import asyncio
 import base64
 import json
 import pickle
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -13,7 +15,10 @@ import aiohttp
 import torch
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
-from actors.engines.sglang_answers import read_answer
+from actors.engines.routing import Routing
+from actors.engines.sglang_answers import BAD_REQUEST, read_answer
+from actors.engines.sglang_stream import Streamed, read_events
+from actors.engines.waiting import bounded
 from bus.broadcasts import OfferedBucket
 from bus.errors import EngineError, RequestRefusedError
 
@@ -26,8 +31,13 @@ class TooSlowError(EngineError):
     """There was no answer in time: the server may still be at it."""
 
 
+IDLE_AGAIN_S = 0.05
+"""Until a server is asked again whether it is idle."""
 SHORT_S = 30.0
 """For requests that a working server answers at once."""
+OK = 200
+NONE_OPEN = (400, 404)
+"""No update is open; it has no such sessions (0.5.17)."""
 Json = dict[str, Any]
 
 
@@ -41,6 +51,10 @@ class ServerFacts:
     """Tensors are taken between /begin_weight_update and /end_weight_update only (0.5.23, not 0.5.17)."""
     reports_spans: bool
     """Answers say which tokens are of which weights; without it a generation must not see an update."""
+    returns_experts: bool
+    """Answers say where the tokens of a mixture of experts went."""
+    streams: bool
+    """It hands out tokens piece by piece, each once, as it draws them."""
     tensor_ranks: int
     """Ranks that each take a copy of the tensors in a request."""
     device: Literal["cpu", "cuda"] = "cuda"
@@ -73,7 +87,7 @@ class SglangClient:
         if "weight_version" not in model or "version" not in server:
             raise EngineError(f"{self.url} answers, but is not an SGLang server of version 0.5.17 or later")
         paths = (await self._call("GET", "/openapi.json")).get("paths", {})
-        probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1))
+        probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1), experts_from=0)
         answer = await self._call(
             "POST", "/generate", request_body(probe, rid=f"probe-{uuid.uuid4().hex}", salt="probe")
         )
@@ -82,18 +96,26 @@ class SglangClient:
             model=str(model["model_path"]),
             update_sessions="/begin_weight_update" in paths,
             reports_spans="weight_versions" in answer.get("meta_info", {}),
+            returns_experts="routed_experts" in answer.get("meta_info", {}),
+            streams=bool(server.get("incremental_streaming_output")),
             tensor_ranks=int(server.get("tp_size", 1)),
             device="cpu" if server.get("device") == "cpu" else "cuda",
             replicas=int(server.get("dp_size", 1)) * int(server.get("pp_size", 1)),
         )
 
     async def generate(
-        self, request: GenerationRequest, *, rid: str, salt: str, timeout_s: float
-    ) -> Generation:
-        """Continue a prompt; requests with another `salt` share no cached prefix with it."""
+        self, request: GenerationRequest, *, rid: str, salt: str, timeout_s: float,
+        routing: Routing | None = None, streamed: Streamed | None = None,
+    ) -> Generation:  # fmt: skip
+        """Continue a prompt; requests with another `salt` share no cached prefix with it.
+
+        With `streamed` the server is asked for tokens as it draws them, and they are put there."""
         body = request_body(request, rid=rid, salt=salt)
-        answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
-        return read_answer(answer, request)
+        if streamed is None:
+            answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
+            return read_answer(answer, request, routing)
+        await self._stream("/generate", body, streamed, timeout_s)
+        return streamed.generation(routing)
 
     async def abort(self, rid: str) -> None:
         """End a request, and any other whose rid begins so."""
@@ -140,29 +162,68 @@ class SglangClient:
         flush: bool,
         timeout_s: float,
     ) -> None:
-        """Take tensors from the bodies of requests, one for each bucket; the last sets the version."""
-        await self.open_update(facts, timeout_s)
-        waiting = list(buckets)
-        for bucket in waiting:
-            last = bucket is waiting[-1]
-            body = {
-                "serialized_named_tensors": [_pickled(bucket)] * facts.tensor_ranks,
-                "flush_cache": flush and last,
-                "weight_version": str(policy_version) if last else None,
-                "abort_all_requests": False,
-            }
-            await self._update("/update_weights_from_tensor", body, timeout_s)
-        await self.close_update(facts, timeout_s)
+        """Take tensors from the bodies of requests, one for each bucket; the last sets the version.
 
-    async def open_update(self, facts: ServerFacts, timeout_s: float) -> None:
-        """Make the server take tensors, where it has to be told."""
-        if facts.update_sessions:
-            await self._update("/begin_weight_update", {}, timeout_s)
+        All of it takes no longer than `timeout_s`."""
+        async with bounded(timeout_s, f"{self.url} did not take all tensors"):
+            waiting = list(buckets)
+            async with self.updating(facts, timeout_s):
+                for bucket in waiting:
+                    last = bucket is waiting[-1]
+                    body = {
+                        "serialized_named_tensors": [_pickled(bucket)] * facts.tensor_ranks,
+                        "flush_cache": flush and last,
+                        "weight_version": str(policy_version) if last else None,
+                        "abort_all_requests": False,
+                    }
+                    await self._update("/update_weights_from_tensor", body, timeout_s)
 
-    async def close_update(self, facts: ServerFacts, timeout_s: float) -> None:
-        """All tensors are there."""
-        if facts.update_sessions:
-            await self._update("/end_weight_update", {}, timeout_s)
+    @asynccontextmanager
+    async def updating(self, facts: ServerFacts, timeout_s: float) -> AsyncIterator[None]:
+        """Inside, the server takes tensors. It hears of the end in any case: else no other could begin."""
+        if not facts.update_sessions:
+            yield
+            return
+        await self._update("/begin_weight_update", {}, timeout_s)
+        try:
+            yield
+        except BaseException:
+            with suppress(EngineError):  # what failed is raised; a server that is dead has nothing open
+                await self._update("/end_weight_update", {}, SHORT_S)
+            raise
+        await self._update("/end_weight_update", {}, timeout_s)
+
+    async def end_open_update(self) -> None:
+        """End an update that somebody began and did not end: as long as it is open, no other may begin."""
+        try:
+            await self._call("POST", "/end_weight_update", {})
+        except EngineError as error:
+            if not any(f"answered with status {status}" in str(error) for status in NONE_OPEN):
+                raise
+
+    async def release(self, timeout_s: float) -> None:
+        """Free the device, once nothing runs: the server would die of being asked while something does."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self._flushed():  # noqa: ASYNC110 - a server has no event for it
+                    await asyncio.sleep(IDLE_AGAIN_S)
+        except TimeoutError:
+            raise EngineError(f"{self.url} was not idle within {timeout_s:g} s") from None
+        await self._call("POST", "/release_memory_occupation", {}, timeout_s=timeout_s)
+
+    async def retake(self, tags: tuple[str, ...], timeout_s: float) -> None:
+        """Take memory of these kinds back; what was in it is lost."""
+        await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)}, timeout_s=timeout_s)
+
+    async def _flushed(self) -> bool:
+        """Whether the cached prefixes are gone, which takes an idle server."""
+        try:
+            await self._call("POST", "/flush_cache")
+        except UnreachableError:
+            raise
+        except EngineError:
+            return False
+        return True
 
     async def join_group(self, offered: OfferedBucket, ranks: int, timeout_s: float) -> None:
         """Have its `ranks` meet the learner in a group, as ranks 1 and up; it generates nothing meanwhile."""
@@ -208,14 +269,47 @@ class SglangClient:
         if not answer.get("success"):
             raise EngineError(f"{self.url}{path}: {answer.get('message', answer)}")
 
+    async def _stream(self, path: str, body: Json, streamed: Streamed, timeout_s: float) -> None:
+        """Ask for a stream and take it to its end."""
+        async with (
+            self._answered("POST", path, {**body, "stream": True}, timeout_s) as response,
+            aclosing(read_events(response.content.iter_any())) as chunks,
+        ):
+            async for chunk in chunks:
+                if said := chunk.get("error"):
+                    failure = RequestRefusedError if said.get("code") == BAD_REQUEST else EngineError
+                    raise failure(f"{self.url}{path}: {said.get('message', said)}")
+                streamed.add(chunk)
+                if streamed.complete:
+                    return
+            raise UnreachableError(f"{self.url}{path} broke off in the middle of an answer")
+
     async def _call(
         self, method: str, path: str, body: Json | None = None, *, timeout_s: float = SHORT_S
     ) -> Json:
         """The answer to a request; {} when it has no JSON object in it."""
+        async with self._answered(method, path, body, timeout_s) as response:
+            data = await response.read()
+        try:
+            answer = json.loads(data)
+        except ValueError:
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
+    @asynccontextmanager
+    async def _answered(
+        self, method: str, path: str, body: Json | None, timeout_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response of status 200, whose content may be read within the time that is left."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
-                data = await response.read()
+                if response.status != OK:
+                    said = (await response.read()).decode(errors="replace")[:500]
+                    refused = response.status == BAD_REQUEST and path == "/generate"  # too long, for instance
+                    failure = RequestRefusedError if refused else EngineError
+                    raise failure(f"{self.url}{path} answered with status {response.status}: {said}")
+                yield response
         except TimeoutError as error:
             raise TooSlowError(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
@@ -223,22 +317,13 @@ class SglangClient:
             raise UnreachableError(
                 f"no answer from an SGLang server at {self.url}{path}: {reason}"
             ) from error
-        if response.status != 200:
-            said = data.decode(errors="replace")[:500]
-            refused = response.status == 400 and path == "/generate"  # too long for it, for instance
-            failure = RequestRefusedError if refused else EngineError
-            raise failure(f"{self.url}{path} answered with status {response.status}: {said}")
-        try:
-            answer = json.loads(data)
-        except ValueError:
-            return {}
-        return answer if isinstance(answer, dict) else {}
 
 
 def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
     """What /generate wants for a request."""
     sampling = request.sampling
     stops = list(sampling.stop_token_ids)
+    routed = {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
     return {
         "rid": rid,
         "input_ids": [int(token) for token in request.token_ids],
@@ -249,9 +334,11 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
             "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": stops or None,
             "ignore_eos": not stops,
+            "sampling_seed": sampling.seed,  # a deterministic server would give all without one the same
         },
         "return_logprob": True,
         "extra_key": salt,
+        **(routed if request.experts_from is not None else {}),
     }
 
 

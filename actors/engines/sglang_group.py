@@ -7,7 +7,8 @@ from contextlib import suppress
 import structlog
 
 from actors.engines.published import Published
-from actors.engines.sglang_client import SHORT_S, ServerFacts, SglangClient
+from actors.engines.sglang_client import ServerFacts, SglangClient
+from actors.engines.waiting import left_s
 from bus.broadcasts import OfferedBucket
 from bus.errors import BusError, ConfigError, EngineError
 
@@ -60,19 +61,19 @@ class LearnerGroup:
         log.info("sglang_joined_learner", group=self.name, backend=offer[0].backend)
         return offer
 
-    async def receive(self, offer: Offer, published: Published, *, flush: bool, timeout_s: float) -> None:
-        """Take what was offered, while the server stands still; the last bucket sets the version.
+    async def receive(self, offer: Offer, published: Published, *, flush: bool, end_s: float) -> None:
+        """Take what was offered by `end_s` of the monotonic clock, while the server stands still.
+
+        The last bucket sets the version.
 
         Raises `EngineError` or `BusError` when not all of it came: the server's weights are then of no
         version."""
         client = self._client
-        await client.open_update(self._facts, timeout_s)  # before: a refusal would leave the learner waiting
-        try:
-            await published.begin(offer)
+        async with client.updating(self._facts, left_s(end_s)):
+            await published.begin(offer)  # in here: a refusal to update would leave the learner waiting
             for bucket in offer:
-                await client.receive(bucket, last=bucket is offer[-1], flush=flush, timeout_s=timeout_s)
-        finally:  # also where it failed: no other update is taken as long as this one is open
-            await client.close_update(self._facts, timeout_s=SHORT_S)
+                last = bucket is offer[-1]
+                await client.receive(bucket, last=last, flush=flush, timeout_s=left_s(end_s))
 
     async def leave(self, published: Published, reason: str) -> None:
         """The group failed: have nothing more to do with it, and with any for a while."""

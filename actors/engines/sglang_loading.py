@@ -9,10 +9,13 @@ from actors.engines.published import Published
 from actors.engines.sglang_client import ServerFacts, SglangClient, TooSlowError, UnreachableError
 from actors.engines.sglang_group import LearnerGroup, Offer
 from actors.engines.sglang_weights import HeldWeights, State, buckets
+from actors.engines.waiting import bounded, left_s
 from bus.errors import BusError, ConfigError, EngineError, StorageError, WeightsKeptError
 
-Load = Callable[[bool], Awaitable[int]]
-"""Has the server take weights, and drop what it cached if told so; returns their version."""
+Load = Callable[[bool, float], Awaitable[int]]
+"""Has the server take weights, and drop what it cached if told so; returns their version.
+
+The second argument says until when, by the monotonic clock."""
 
 
 class Loading:
@@ -56,6 +59,13 @@ class Loading:
         same_learner = held is not None and held.incarnation == published.incarnation
         return same_learner and policy_version >= published.policy_version
 
+    async def again(self, timeout_s: float) -> None:
+        """Have the server take all weights that this host holds, if it holds any."""
+        if self._held.policy_version >= 0:
+            directory, version = await asyncio.to_thread(self._held.whole), self._held.policy_version
+            await self._client.load_files(directory, version, flush=False, timeout_s=timeout_s)
+            await asyncio.to_thread(self._held.drop)
+
     async def close(self) -> None:
         """Leave the learner's group."""
         if self._published is not None:
@@ -63,13 +73,12 @@ class Loading:
 
     async def _kept(self, config: SglangEngineConfig, state: State, policy_version: int) -> Load:
         directory = await asyncio.to_thread(self._held.keep, state, policy_version)
-        reads_files = config.update == "disk" or (config.update == "group" and config.url is None)
-        timeout_s = config.update_timeout_s
 
-        async def load(flush: bool) -> int:
-            client, facts = self._client, self._facts
-            if reads_files:
+        async def load(flush: bool, end_s: float) -> int:
+            client, facts, timeout_s = self._client, self._facts, left_s(end_s)
+            if config.in_files:
                 await client.load_files(directory, policy_version, flush=flush, timeout_s=timeout_s)
+                await asyncio.to_thread(self._held.drop)
             else:
                 parts = buckets(state)
                 await client.load_tensors(parts, policy_version, facts, flush=flush, timeout_s=timeout_s)
@@ -78,20 +87,23 @@ class Loading:
         return load
 
     async def _receive(
-        self, config: SglangEngineConfig, offer: Offer, published: Published, flush: bool
+        self, config: SglangEngineConfig, offer: Offer, published: Published, flush: bool, end_s: float
     ) -> int:
         """Have the server take what the learner sends. Where that fails it gets all weights from here."""
-        self._published, timeout_s = published, config.update_timeout_s
+        self._published = published
         try:
-            await self._group.receive(offer, published, flush=flush, timeout_s=timeout_s)
+            await self._group.receive(offer, published, flush=flush, end_s=end_s)
         except (UnreachableError, TooSlowError):  # it is dead, or waits for the learner still
             raise
         except (EngineError, BusError) as error:
             await self._group.leave(published, str(error))
         else:
+            self._held.forget()  # they are older, if there are any
             return offer[0].policy_version
         try:
-            load = await self._kept(config, await published.tensors(), published.policy_version)
+            async with bounded(left_s(end_s), "the transport did not bring them"):
+                state = await published.tensors()
+            load = await self._kept(config, state, published.policy_version)
         except (BusError, StorageError, ConfigError) as error:
             raise EngineError(f"not all of version {offer[0].policy_version} came: {error}") from error
-        return await load(flush)
+        return await load(flush, end_s)

@@ -49,8 +49,8 @@ class OwnServer:
         """Start a process, with arbitrary weights."""
         port = free_port(HOST)
         settings = server_settings(self._config, self._model, host=HOST, port=port, number=self._number)
-        environment = server_environment(self._config, settings)
         python = interpreter(self._config)
+        environment = server_environment(self._config, settings, python)
         self.process = await ServerProcess.start(python, settings, environment, self._log_file)
         return f"http://{HOST}:{port}"
 
@@ -103,7 +103,8 @@ class AttachedServer:
     async def until_ready(self, client: SglangClient) -> None:
         """Return when it answers; it may be starting, or starting again.
 
-        An actor that was killed in an update left it paused, and so it would generate nothing."""
+        An actor that was killed in an update left that open, so that no other could begin, and the server
+        paused, so that it would generate nothing."""
         deadline = time.monotonic() + self._config.start_timeout_s
         waiting = False
         while True:
@@ -117,6 +118,7 @@ class AttachedServer:
                 waiting = True
                 await asyncio.sleep(POLL_S)
             else:
+                await client.end_open_update()
                 await client.resume()
                 return
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from actors.config import SglangEngineConfig, SglangSetting
+from actors.engines.sglang_features import added, refuse_unfit, replicas, size
 from bus.errors import ConfigError
 
 Settings = Mapping[str, SglangSetting]
@@ -65,11 +66,11 @@ def base_gpu_id(given: Settings, number: int) -> int:
         number: which engine, from 0.
 
     Raises `ConfigError` for a size that is no number."""
-    if (first := given.get("base_gpu_id")) is not None:
-        return _number("base_gpu_id", first)
-    gpus = 1
+    if given.get("base_gpu_id") is not None:
+        return size(given, "base_gpu_id")
+    gpus = replicas(given)
     for name, longer in (("tp_size", "tensor_parallel_size"), ("pp_size", "pipeline_parallel_size")):
-        gpus *= _number(name, given.get(name, given.get(longer, 1)))
+        gpus *= size(given, name, longer)
     return number * gpus
 
 
@@ -85,14 +86,19 @@ def server_settings(
         port: where to listen.
         number: of the engine in its process, from 0; on CUDA each has GPUs of its own.
 
-    Raises `ConfigError` for settings that the engine decides, and for a model without architectures."""
+    Raises `ConfigError` for settings that the engine decides or a run suffers from, and for a model without
+    architectures."""
     given = chosen(config)
     device = given.get("device", "cuda" if torch.cuda.is_available() else "cpu")
+    refuse_unfit(config, given, str(device))
     return {
         "skip_tokenizer_init": True,  # token ids in and out
         "dtype": _dtype(model) or ("float32" if device == "cpu" else "bfloat16"),
         **(ON_CPU if device == "cpu" else {}),
+        **({"enable_return_routed_experts": True} if config.routed_experts else {}),
+        **(_streaming(config.stream_interval) if config.stream_interval else {}),
         **({"base_gpu_id": base_gpu_id(given, number)} if device == "cuda" else {}),
+        **added(given),
         **given,
         "model_path": str(model),
         "host": host,
@@ -102,20 +108,18 @@ def server_settings(
     }
 
 
-def server_environment(config: SglangEngineConfig, settings: Settings) -> dict[str, str]:
+def server_environment(config: SglangEngineConfig, settings: Settings, python: Path) -> dict[str, str]:
     """This process's variables as a server needs them; those of the configuration have the last word.
 
-    Ours alone is left out: PYTHONPATH names packages of another environment."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    One is left out unless `python` is this process's own: PYTHONPATH names packages of its environment."""
+    shared = python == Path(sys.executable)
+    inherited = {name: value for name, value in os.environ.items() if shared or name != "PYTHONPATH"}
     cpu = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if settings.get("device") == "cpu" else {}
     return inherited | {"HF_HUB_OFFLINE": "1"} | cpu | config.environment
 
 
-def _number(name: str, value: SglangSetting) -> int:
-    try:
-        return int(str(value))
-    except ValueError:
-        raise ConfigError(f"actors.engine.server.{name}={value!r} is not a whole number") from None
+def _streaming(interval: int) -> Settings:
+    return {"stream_interval": interval, "incremental_streaming_output": True}
 
 
 def _dtype(model: Path) -> str:

@@ -1,7 +1,6 @@
-"""A copy of the engine's weights in one safetensors file, where a SGLang server reads them."""
+"""An engine's weights on their way into a SGLang server: in a file for as long as the server reads it."""
 
 import fcntl
-import json
 import os
 import shutil
 import tempfile
@@ -11,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
 from bus.errors import ConfigError, EngineError
-from storage.weights import TORCH_DTYPES
+from storage.weights import TORCH_DTYPES, laid_out
 
 IN_MEMORY = Path("/dev/shm")
 PREFIX = "sluice-weights-"
@@ -26,12 +24,13 @@ State = Mapping[str, torch.Tensor]
 
 
 class HeldWeights:
-    """The newest weights, whole, in `directory` beside the model's config: where a server reads them.
+    """The newest weights of one engine, and the files in which a server reads them.
 
-    Tensors are copied in where they lie in the file, so it is as large as the model. Where there is room,
-    those that changed lie in a file of their own besides, which is at most half as large."""
+    The tensors are those that it was given, not copies. A file exists from `keep` or `whole` on until `drop`:
+    it has what the server is to take. Beside it in `directory` lies the model's config."""
 
-    def __init__(self, model_dir: Path, parent: Path | None) -> None:
+    def __init__(self, model_dir: Path, parent: Path | None, *, in_files: bool = True) -> None:
+        """Without `in_files` no tensor is ever written to a file."""
         parent = parent or (IN_MEMORY if IN_MEMORY.is_dir() else Path(tempfile.gettempdir()))
         parent.mkdir(parents=True, exist_ok=True)
         _sweep(parent)
@@ -41,66 +40,64 @@ class HeldWeights:
         self.directory = self._root / "model"
         shutil.copytree(model_dir, self.directory, ignore=shutil.ignore_patterns("*.safetensors*"))
         self.policy_version = -1
-        """What is in the file; -1 when there is none yet."""
-        self._changed = self._root / "changed"
-        self._layout: dict[str, _Place] = {}
+        """Of the tensors; -1 when there are none yet."""
+        self._in_files = in_files
+        self._tensors: dict[str, torch.Tensor] = {}
 
     def keep(self, state: State, policy_version: int) -> Path:
-        """Take the tensors, the first time all of them; return a directory that holds the changed ones.
+        """Take the tensors, the first time all of them; return a directory with a file that holds them.
 
-        That is the one of all weights if there is no room to have these once more. Raises `EngineError`, and
-        takes none, when they are another model's; `ConfigError` when there is no room for all of them."""
-        file = self.directory / "model.safetensors"
-        if self.policy_version < 0:
-            self._layout = _create(file, state)
-        else:
+        Raises `EngineError`, and takes none, when they are another model's; `ConfigError` when there is no
+        room for the file."""
+        if self.policy_version >= 0:
             self._check(state)
-        _fill(file, self._layout, state)
+        if self._in_files:
+            _write(self._file, state)
+        self._tensors.update(state)
         self.policy_version = policy_version
-        if 2 * _size(state) >= _size_of(self._layout):
-            return self.directory
-        self._changed.mkdir(exist_ok=True)
-        changed = self._changed / "model.safetensors"
-        changed.unlink(missing_ok=True)  # a server may still have the old one mapped
-        try:
-            places = _create(changed, state)
-        except ConfigError:  # then the server reads all of it
-            changed.unlink(missing_ok=True)
-            return self.directory
-        _fill(changed, places, state)
-        return self._changed
+        return self.directory
+
+    def whole(self) -> Path:
+        """Return a directory with a file that holds all tensors. Raises `ConfigError` when it has no room."""
+        _write(self._file, self._tensors)
+        return self.directory
+
+    def drop(self) -> None:
+        """Remove the file, which was read; a server that still has it mapped keeps its pages."""
+        self._file.unlink(missing_ok=True)
 
     def smallest(self) -> State:
         """The tensor of the fewest bytes. Raises `EngineError` when none is held."""
-        if not self._layout:
+        if not self._tensors:
             raise EngineError("the first weights of an engine must be all of them: there were none")
-        name = min(self._layout, key=lambda name: self._layout[name].end - self._layout[name].start)
-        with safe_open(self.directory / "model.safetensors", framework="pt") as file:
-            return {name: file.get_tensor(name)}
+        name = min(self._tensors, key=lambda name: self._tensors[name].nbytes)
+        return {name: self._tensors[name]}
+
+    def forget(self) -> None:
+        """Hold no weights any more: the next are all of them."""
+        self._tensors = {}
+        self.policy_version = -1
 
     def close(self) -> None:
         """Remove the files."""
+        self._tensors.clear()
         shutil.rmtree(self._root, ignore_errors=True)
         self._lock.close()
 
+    @property
+    def _file(self) -> Path:
+        return self.directory / "model.safetensors"
+
     def _check(self, state: State) -> None:
         for name, tensor in state.items():
-            place = self._layout.get(name)
-            if place is None:
+            held = self._tensors.get(name)
+            if held is None:
                 raise EngineError(f"tensor {name} is not one of this model: another model's weights?")
-            if place.shape != tuple(tensor.shape) or place.dtype != tensor.dtype:
+            if held.shape != tensor.shape or held.dtype != tensor.dtype:
                 raise EngineError(
                     f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}, "
-                    f"and was {place.dtype} {place.shape}"
+                    f"and was {held.dtype} {tuple(held.shape)}"
                 )
-
-
-class _Place:
-    """Where a tensor's bytes lie in a file."""
-
-    def __init__(self, tensor: torch.Tensor, start: int) -> None:
-        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
-        self.start, self.end = start, start + tensor.numel() * tensor.element_size()
 
 
 def buckets(state: State, size_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, torch.Tensor]]:
@@ -115,52 +112,34 @@ def buckets(state: State, size_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, 
         yield bucket
 
 
-def _create(file: Path, state: State) -> dict[str, _Place]:
-    """Write a safetensors file's header, with room for the tensors; return where they belong."""
-    end, header, places = 0, {}, {}
-    for name, tensor in state.items():
-        if tensor.dtype not in NAMES:
-            raise EngineError(f"tensor {name} is {tensor.dtype}, which no safetensors file can hold")
-        places[name] = place = _Place(tensor, end)
-        header[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, place.end],
-        }
-        end = place.end
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    text += b" " * (-len(text) % 8)
-    size_bytes = 8 + len(text) + end
+def _write(file: Path, state: State) -> None:
+    """Make it a safetensors file of these tensors, in the place of the one before, which may be mapped."""
+    if unknown := [name for name, tensor in state.items() if tensor.dtype not in NAMES]:
+        dtype = state[unknown[0]].dtype
+        raise EngineError(f"tensor {unknown[0]} is {dtype}, which no safetensors file can hold")
+    kinds = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
+    beginning, places = laid_out(kinds, {"format": "pt"})
+    size_bytes = max((place.end for place in places.values()), default=len(beginning))
+    file.unlink(missing_ok=True)
     try:
         with file.open("wb") as out:
             os.posix_fallocate(out.fileno(), 0, size_bytes)  # else a full disk would kill us, by SIGBUS
-            out.write(len(text).to_bytes(8, "little") + text)
+            out.write(beginning)
     except OSError as error:
+        file.unlink(missing_ok=True)
         raise ConfigError(
             f"no room for {size_bytes:,} bytes of weights in {file.parent} ({error.strerror}): "
             "name a larger place with actors.engine.weights_directory"
         ) from error
-    for place in places.values():
-        place.start, place.end = place.start + 8 + len(text), place.end + 8 + len(text)
-    return places
-
-
-def _fill(file: Path, places: Mapping[str, _Place], state: State) -> None:
-    """Copy tensors to their places."""
     data = np.memmap(file, np.uint8, "r+")
-    for name, tensor in state.items():
-        place = places[name]
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    for name, place in places.items():
+        raw = state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         data[place.start : place.end] = raw
     data.flush()
 
 
 def _size(state: State) -> int:
     return sum(tensor.nbytes for tensor in state.values())
-
-
-def _size_of(layout: Mapping[str, _Place]) -> int:
-    return sum(place.end - place.start for place in layout.values())
 
 
 def _sweep(parent: Path) -> None:

@@ -29,8 +29,12 @@ class Ticket:
     """Its request's name there."""
     refusals: dict[str, Exception] = field(default_factory=dict)
     """Engines that can never serve it."""
-    strikes: int = 0
-    """Engines that failed under it."""
+    errors: int = 0
+    """Times that it failed at engines that went on."""
+    failures: int = 0
+    """Engines that failed under it, whatever they failed of."""
+    alone: bool = False
+    """Whether the latest of them had no other request."""
     aborted: bool = False
     """Its caller wants what there is."""
 
@@ -50,9 +54,19 @@ class Ticket:
         return "abort" if self.aborted else None
 
     @property
+    def faults(self) -> int:
+        """Failures that can be no other request's fault, once one of them is certain not to be."""
+        return self.errors + (self.failures if self.alone else 0)
+
+    @property
     def sampled(self) -> int:
         """Tokens so far."""
         return sum(len(piece.token_ids) for piece in self.pieces)
+
+    @property
+    def routed(self) -> int:
+        """Tokens whose experts are known so far."""
+        return sum(len(piece.routed_experts) for piece in self.pieces if piece.routed_experts is not None)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -66,21 +80,30 @@ class Ticket:
         return np.asarray(self.request.token_ids, np.int32)
 
     def rest(self, request_id: str) -> GenerationRequest:
-        """What is left to do, as a request of its own: the budget shrinks by what was sampled."""
+        """What is left to do, as a request of its own: the budget shrinks by what was sampled.
+
+        The experts wanted are those from the first token on whose own are not known: an engine that failed
+        told none, and the next one routes its tokens again."""
         if not self.pieces:
             return replace(self.request, request_id=request_id)
-        sampling = self.request.sampling
+        sampling, experts_from = self.request.sampling, self.request.experts_from
         left = replace(sampling, max_new_tokens=sampling.max_new_tokens - self.sampled)
         return replace(
-            self.request, request_id=request_id, token_ids=tuple(self.tokens.tolist()), sampling=left
+            self.request,
+            request_id=request_id,
+            token_ids=tuple(self.tokens.tolist()),
+            sampling=left,
+            experts_from=None if experts_from is None else experts_from + self.routed,
         )
 
     def generation(self) -> Generation:
         """All pieces as one."""
         pieces = [NOTHING, *self.pieces]
+        routed = [piece.routed_experts for piece in self.pieces if piece.routed_experts is not None]
         return Generation(
             token_ids=np.concatenate([piece.token_ids for piece in pieces]),
             logprobs=np.concatenate([piece.logprobs for piece in pieces]),
             policy_versions=np.concatenate([piece.policy_versions for piece in pieces]),
             finish_reason=self.finish_reason or "abort",
+            routed_experts=np.concatenate(routed) if routed else None,
         )

@@ -73,6 +73,8 @@ class AgentTrajectory:
     """Its reward comes later; `reward` says nothing."""
     metadata: Mapping[str, Json] = field(default_factory=dict)
     """What else is worth keeping with it."""
+    routed_experts: np.ndarray | None = None
+    """uint8 [L - 1, layers, experts per token], as `Generation` has it: the last token has no row."""
 
     @property
     def oldest_version(self) -> int:

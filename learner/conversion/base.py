@@ -64,6 +64,7 @@ class Layout:
 
     merge: Callable[[Sequence[Tensor], Shape], Tensor]
     split: Callable[[Tensor, Shape], Sequence[Tensor]]
+    """Views of the parts, with their elements in order; `part_shapes` are the shapes to give them."""
     part_shapes: Callable[[tuple[int, ...], Shape], Sequence[tuple[int, ...]]]
     """Shapes of the parts, from the shape of the whole."""
 
@@ -86,9 +87,7 @@ def _merge_qkv(parts: Sequence[Tensor], shape: Shape) -> Tensor:
 def _split_qkv(whole: Tensor, shape: Shape) -> Sequence[Tensor]:
     queries = shape.heads // shape.groups * shape.head_dim
     grouped = whole.reshape(shape.groups, -1, *whole.shape[1:])
-    return [
-        part.flatten(0, 1) for part in torch.split(grouped, [queries, shape.head_dim, shape.head_dim], dim=1)
-    ]
+    return torch.split(grouped, [queries, shape.head_dim, shape.head_dim], dim=1)
 
 
 def _qkv_shapes(whole: tuple[int, ...], shape: Shape) -> Sequence[tuple[int, ...]]:

@@ -75,7 +75,7 @@ class MegatronWeights(LazyWeights):
         if self._last is None or self._last[0] is not rule:  # the parts of a tensor are asked for together
             self._last = None
             self._last = rule, rule.layout.split(self._read(rule), self._shape)
-        return self._last[1][part]
+        return self._last[1][part].reshape(self.spec(name).shape)
 
     def __contains__(self, name: object) -> bool:
         return name in self._rule_of

@@ -6,7 +6,7 @@ than the caller keeps.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,24 +61,62 @@ def export_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedCo
 
 @torch.no_grad()
 def stream_hf_weights(
-    chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, holders: "Holders | None" = None
+    chunks: Sequence[torch.nn.Module],
+    hf_config: PretrainedConfig,
+    holders: "Holders | None" = None,
+    *,
+    without: Container[str] = (),
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights one after another on rank 0; what is yielded is good until the next.
 
     Every rank must exhaust this iterator; it yields nothing on the others. `holders` as `find_holders` gave
-    them spare all ranks that they tell each other what they have.
+    them spare all ranks that they tell each other what they have. `without`, on rank 0, names weights that
+    `whole_on_rank_0` has.
     """
     shape = shape_of(hf_config)
     slices = _slices(chunks)
     holders = _holders(slices) if holders is None else holders
     for rule in FAMILIES[hf_config.model_type].rules(shape):
         whole = _gather(slices.get(rule.megatron), holders[rule.megatron])
-        if whole is None:
+        if whole is None or rule.parts[0] in without:
             continue
         parts_of_slices = [rule.layout.split(piece, cut.shape(shape)) for piece, cut in whole]
         cut = whole[0][1]
-        for name, *pieces in zip(rule.parts, *parts_of_slices, strict=True):
-            yield name, cut.join(pieces, shape.vocab if rule in (EMBEDDING, OUTPUT) else None)
+        sizes = _part_shapes(rule, cut, shape)
+        for name, size, *pieces in zip(rule.parts, sizes, *parts_of_slices, strict=True):
+            yield name, cut.join(pieces, size)
+
+
+def exported_shapes(hf_config: PretrainedConfig, holders: "Holders") -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights that are exported, in the order of `stream_hf_weights`."""
+    shape = shape_of(hf_config)
+    return {
+        name: sizes
+        for rule in FAMILIES[hf_config.model_type].rules(shape)
+        for name, sizes in zip(rule.parts, _part_shapes(rule, holders[rule.megatron][0], shape), strict=True)
+    }
+
+
+def whole_on_rank_0(
+    chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, holders: "Holders"
+) -> dict[str, Tensor]:
+    """Return views of the weights of which rank 0 has all; the other ranks get nothing.
+
+    Their elements are in the order of the Hugging Face tensor, whose shape they need not have. They are good
+    as long as the parameters stay where they lie.
+    """
+    if dist.get_rank() != 0:
+        return {}
+    shape = shape_of(hf_config)
+    slices = _slices(chunks)
+    views: dict[str, Tensor] = {}
+    for rule in FAMILIES[hf_config.model_type].rules(shape):
+        mine = slices.get(rule.megatron)
+        if mine is not None and [holder.global_rank for holder in holders[rule.megatron]] == [0]:
+            parts = rule.layout.split(mine.parameter, shape)
+            rows = shape.vocab if rule in (EMBEDDING, OUTPUT) else None
+            views |= {name: part[:rows] for name, part in zip(rule.parts, parts, strict=True)}
+    return views
 
 
 @dataclass(frozen=True)
@@ -116,10 +154,10 @@ class Cut:
             piece = torch.cat((piece, piece.new_zeros(shape)), self.dimension)
         return piece
 
-    def join(self, pieces: Sequence[Tensor], size: int | None) -> Tensor:
-        """Undo `read`, leaving `size` rows if given."""
+    def join(self, pieces: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
+        """Undo `read`: the tensor of these sizes, without what was added so that it divides evenly."""
         whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), self.dimension or 0)
-        return whole if size is None else whole[:size]
+        return whole[: sizes[0]] if whole.dim() == len(sizes) else whole.reshape(sizes)
 
 
 @dataclass(frozen=True)
@@ -232,13 +270,19 @@ def _problems(
     for rule in rules:
         if rule.megatron not in slices:
             continue
-        whole = slices[rule.megatron].whole_sizes()
-        if rule in (EMBEDDING, OUTPUT):
-            whole = (shape.vocab, *whole[1:])
-        for name, expected in zip(rule.parts, rule.layout.part_shapes(whole, shape), strict=True):
+        expected_shapes = _part_shapes(rule, slices[rule.megatron], shape)
+        for name, expected in zip(rule.parts, expected_shapes, strict=True):
             yield from _misfit(state, name, expected)
     known = {name for rule in rules for name in rule.parts}
     yield from (f"unexpected {name}" for name in sorted(state.keys() - known) if not _ignored(name, shape))
+
+
+def _part_shapes(rule: Rule, cut: Cut, shape: Shape) -> Sequence[tuple[int, ...]]:
+    """Shapes of the Hugging Face tensors that a rule's tensor is made of."""
+    whole = cut.whole_sizes()
+    if rule in (EMBEDDING, OUTPUT):
+        whole = (shape.vocab, *whole[1:])
+    return rule.layout.part_shapes(whole, shape)
 
 
 def _misfit(state: State, name: str, expected: tuple[int, ...]) -> Iterator[str]:

@@ -23,6 +23,12 @@ def chain(tokens, count):
     return found
 
 
+def experts_of(tokens):
+    """uint8 [len(tokens) - 1, 1, 2]: where this engine routes each token that it has read."""
+    rows = [[[token % 251, place % 251]] for place, token in enumerate(tokens[:-1])]
+    return np.array(rows, np.uint8).reshape(-1, 1, 2)
+
+
 @dataclass
 class Run:
     """One request at the engine."""
@@ -32,11 +38,22 @@ class Run:
     versions: list[int] = field(default_factory=list)
     aborted: bool = False
 
-    def generation(self, reason):
+    def generation(self, reason, *, routed=True):
         logprobs = -np.array(self.tokens, np.float32) / 100
         return Generation(
-            np.array(self.tokens, np.int32), logprobs, np.array(self.versions, np.int32), reason
+            np.array(self.tokens, np.int32),
+            logprobs,
+            np.array(self.versions, np.int32),
+            reason,
+            self.experts() if routed else None,
         )
+
+    def experts(self):
+        """Of the tokens that were asked for and read: of the last one, none."""
+        if self.request.experts_from is None:
+            return None
+        assert self.request.experts_from <= len(self.request.token_ids)
+        return experts_of([*self.request.token_ids, *self.tokens])[self.request.experts_from :]
 
 
 class PacedEngine:
@@ -163,7 +180,7 @@ class PacedEngine:
         while loop.time() < due_s or self._hung or self.policy_version < 0:
             if self._failure:
                 raise InterruptedGenerationError(
-                    self._failure, run.generation("abort") if self._keeps else NOTHING
+                    self._failure, run.generation("abort", routed=False) if self._keeps else NOTHING
                 )
             if run.aborted and not self._hung:
                 return
@@ -176,7 +193,7 @@ class PacedEngine:
                 continue
         if self._failure:
             raise InterruptedGenerationError(
-                self._failure, run.generation("abort") if self._keeps else NOTHING
+                self._failure, run.generation("abort", routed=False) if self._keeps else NOTHING
             )
 
     async def _answering(self):

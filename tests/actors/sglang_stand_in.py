@@ -1,6 +1,8 @@
 """What the engine uses of an SGLang server, over HTTP: it generates at once, and can hang."""
 
 import asyncio
+import json
+from typing import Any
 
 import torch
 from aiohttp import web
@@ -19,6 +21,14 @@ class StandIn:
         """Of each request that carried weights."""
         self.version = "default"
         self.refuses_weights = False
+        self.streams = False
+        self.pieces: list[dict[str, object]] = []
+        """Said instead of a generation to who wants a stream; then the connection breaks."""
+        self.piece_sent = asyncio.Event()
+        self.goes_on = asyncio.Event()
+        """What a stream waits for between its pieces and its break."""
+        self.updating = False
+        """Between /begin_weight_update and /end_weight_update."""
         self.running = asyncio.Event()
         """Cleared while it is paused or hangs."""
         self.running.set()
@@ -43,7 +53,7 @@ class StandIn:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _answer(self, request: web.Request) -> web.Response:  # noqa: C901  # a case for each path
+    async def _answer(self, request: web.Request) -> web.StreamResponse:  # noqa: C901  # a case for each path
         path = request.match_info["path"]
         self.said.append(path)
         body = await request.json() if request.method == "POST" else {}
@@ -57,13 +67,14 @@ class StandIn:
                         "tp_size": self.tensor_ranks,
                         "dp_size": self.replicas,
                         "device": "cpu",
+                        "incremental_streaming_output": self.streams,
                     }
                 )
             case "openapi.json":
                 return web.json_response({"paths": {"/begin_weight_update": {}}})
             case "generate":
                 await self.running.wait()
-                return web.json_response(self._generated(body["sampling_params"]["max_new_tokens"]))
+                return await self._generating(request, body)
             case "health_generate":
                 await self.running.wait()
             case "pause_generation":
@@ -74,11 +85,10 @@ class StandIn:
                 return await self._in_group(path, body)
             case "destroy_weights_update_group":
                 self.groups.pop(body["group_name"], None)
+            case "begin_weight_update" | "end_weight_update":
+                return self._session(begins=path == "begin_weight_update")
             case "update_weights_from_disk" | "update_weights_from_tensor":
-                if self.refuses_weights:
-                    return web.json_response({"success": False, "message": "out of memory"})
-                self.versions.append(body["weight_version"])
-                self.version = body["weight_version"] or self.version
+                return self._updated(body["weight_version"])
         return web.json_response({"success": True})
 
     async def _in_group(self, path: str, body: dict[str, object]) -> web.Response:
@@ -90,9 +100,33 @@ class StandIn:
             self.received |= await asyncio.to_thread(self.groups[name].receive, body)
         except (RuntimeError, ValueError) as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
-        self.versions.append(body["weight_version"])
-        self.version = body["weight_version"] or self.version
+        return self._updated(body["weight_version"])
+
+    def _session(self, *, begins: bool) -> web.Response:
+        if self.updating == begins:
+            return web.json_response({"success": False, "message": "wrong order"}, status=400)
+        self.updating = begins
         return web.json_response({"success": True})
+
+    def _updated(self, version: str | None) -> web.Response:
+        if self.refuses_weights:
+            return web.json_response({"success": False, "message": "out of memory"})
+        self.versions.append(version)
+        self.version = version or self.version
+        return web.json_response({"success": True})
+
+    async def _generating(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not body.get("stream"):
+            return web.json_response(self._generated(body["sampling_params"]["max_new_tokens"]))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in self.pieces:
+            await response.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
+        self.piece_sent.set()
+        await self.goes_on.wait()
+        assert request.transport is not None
+        request.transport.abort()
+        return response
 
     def _generated(self, count: int) -> dict[str, object]:
         meta = {

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from actors.engines.published import Published
 from actors.engines.sglang import SglangEngine
 from actors.engines.sglang_process import group_members
 from actors.engines.sglang_server import OwnServer
+from actors.engines.ticket import Ticket
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError, EngineError
@@ -362,6 +364,60 @@ async def test_bad_requests_and_weights_are_refused_and_leave_the_engine_as_it_w
     assert engine.policy_version == 0
 
 
+async def test_a_server_frees_its_device_and_comes_back_with_the_weights_loaded_last(engine):
+    before = await engine.checksums()
+    await engine.release()
+    waiting = started(engine, "meanwhile", new=32)
+    assert await engine.load_weights(SECOND.state_dict(), 1) == 0.0
+    assert await engine.checksums() == before, "the server is not told while it rests"
+    assert (engine.policy_version, engine.waiting, waiting.done()) == (1, 1, False)
+    await engine.resume()
+    generation = await waiting
+    assert set(generation.policy_versions.tolist()) == {1}
+    np.testing.assert_allclose(generation.logprobs, recomputed(SECOND, PROMPT, generation), atol=1e-5)
+    after = await engine.checksums()
+    await engine.release()
+    await engine.resume()
+    assert await engine.checksums() == after != before
+
+
+async def test_a_server_is_not_asked_to_free_its_device_while_it_is_at_work(engine):
+    flight = started(engine, "busy")
+    await in_flight(engine, flight)
+    with pytest.raises(EngineError, match="was not idle within"):
+        await engine._client.release(0.3)
+    assert len((await flight).token_ids) == LONG
+
+
+async def test_a_generation_outlives_the_turn_of_others_on_the_device(engine, monkeypatch):
+    async def lent():
+        return None
+
+    async def build():
+        return engine
+
+    monkeypatch.setattr(engine, "start", lent)
+    monkeypatch.setattr(engine, "close", lent)
+    fleet = Fleet({"one": build}, FleetConfig())
+    await fleet.start()
+    await fleet.load_weights(FIRST.state_dict(), 0)
+    task = asyncio.create_task(fleet.generate(request("turns", PROMPT, new=LONG)))
+    await in_flight(engine, task)
+    await fleet.release()
+    assert await requests_at_the_worker(engine) == 0
+    await fleet.load_weights(SECOND.state_dict(), 1)
+    await fleet.resume()
+    generation = await task
+    await fleet.close()
+    versions = generation.policy_versions.tolist()
+    first = versions.count(0)
+    assert versions == [0] * first + [1] * (LONG - first)
+    assert 0 <= first < LONG
+    for model, part in ((FIRST, slice(0, first)), (SECOND, slice(first, LONG))):
+        expected = recomputed(model, PROMPT, generation)[part]
+        np.testing.assert_allclose(generation.logprobs[part], expected, atol=2e-5)
+
+
 async def test_logprobs_that_are_not_finite_are_an_error(engine):
     broken = {"model.norm.weight": torch.full((32,), torch.nan)}
     await engine.load_weights(broken, 1)
@@ -373,6 +429,7 @@ async def test_an_engine_may_attach_to_a_server_and_bring_it_to_its_weights(engi
     config = SglangEngineConfig(type="sglang", url=engine._client.url, update="tensor")
     attached = SglangEngine(model_dir, config, tmp_path / "unused.log")
     await engine._client.pause("in_place")  # as an actor leaves it that is killed in an update
+    await engine._client._update("/begin_weight_update", {}, 30.0)
     await attached.start()
     await attached.load_weights(SECOND.state_dict(), 7)
     generation = await attached.generate(request("attached", PROMPT, new=16))
@@ -402,6 +459,17 @@ async def rebuilt(model_dir, tmp_path_factory) -> AsyncIterator[tuple[Fleet, lis
     assert [group_of(engine) for engine in built] == [[]] * len(built)
 
 
+async def tokens_handed_out(engine) -> list[int]:
+    """Those of its only request, as soon as there are more than the first, which comes at once."""
+    [flight] = engine._flights
+
+    async def several():
+        return len(flight.streamed.kept().token_ids) > 1
+
+    await until(several, "a piece of the stream")
+    return flight.streamed.kept().token_ids.tolist()
+
+
 async def is_served_by_another(fleet, built, flight, why):
     """The present engine fails, and what was in flight comes from the next, by the newest weights."""
     failed, count = built[-1], len(built)
@@ -421,9 +489,12 @@ async def test_a_killed_server_is_replaced_by_the_fleet_with_the_newest_weights(
     fleet, built = rebuilt
     flight, before = started(fleet, "crash"), await built[-1].checksums()
     await in_flight(built[-1], flight)
+    tokens = await tokens_handed_out(built[-1])
     os.kill(built[-1]._server.process.pid, signal.SIGKILL)
     await is_served_by_another(fleet, built, flight, "ended with status -9")
     assert await built[-1].checksums() == before
+    assert flight.result().token_ids[: len(tokens)].tolist() == tokens
+    assert built[-1].tokens_generated <= LONG - len(tokens)
 
 
 async def test_a_server_that_hangs_is_killed_and_replaced_by_the_fleet(rebuilt, monkeypatch):
@@ -438,7 +509,7 @@ async def test_a_server_that_hangs_is_killed_and_replaced_by_the_fleet(rebuilt, 
     await is_served_by_another(fleet, built, flight, "did not generate within 5 s, 2 times")
 
 
-async def test_a_mixture_of_experts_takes_published_weights(tmp_path):
+async def test_a_mixture_of_experts_takes_published_weights_and_says_where_it_sent_the_tokens(tmp_path):
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=40,
@@ -462,14 +533,37 @@ async def test_a_mixture_of_experts_takes_published_weights(tmp_path):
     model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(tmp_path / "model")  # under the names of files, as the learner publishes
     state = load_file(tmp_path / "model/model.safetensors")
-    engine = SglangEngine(tmp_path / "model", SglangEngineConfig(**CONFIG), tmp_path / "engine.log")
+    asked = SglangEngineConfig(**CONFIG, routed_experts=True)
+    engine = SglangEngine(tmp_path / "model", asked, tmp_path / "engine.log")
+    first = replace(request("experts", PROMPT, new=32), experts_from=0)
     try:
         await engine.start()
         await engine.load_weights(state, 0)
-        generation = await engine.generate(request("experts", PROMPT, new=32))
+        generation = await engine.generate(first)
+        ticket = Ticket(
+            0, replace(first, request_id="again", sampling=replace(first.sampling, max_new_tokens=200))
+        )
+        flight = asyncio.create_task(engine.generate(ticket.rest("cut")))
+        await in_flight(engine, flight)
+        await engine.abort("cut")
+        ticket.pieces = [await flight]
+        ticket.pieces.append(await engine.generate(ticket.rest("rest")))
     finally:
         await engine.close()
     np.testing.assert_allclose(generation.logprobs, recomputed(model, PROMPT, generation), atol=1e-5)
+    assert ticket.pieces[0].finish_reason == "abort"
+    for found, new in ((generation, 32), (ticket.generation(), 200)):
+        assert found.routed_experts.dtype == np.uint8
+        assert found.routed_experts.shape == (len(PROMPT) + new - 1, 2, 2)
+        np.testing.assert_array_equal(np.sort(found.routed_experts), routed_by(model, PROMPT, found))
+
+
+@torch.inference_mode()
+def routed_by(model, prompt, generation) -> np.ndarray:
+    """[L - 1, layers, experts per token] of transformers' routers over the whole sequence, in order."""
+    sequence = torch.tensor([[*prompt, *generation.token_ids.tolist()]])
+    layers = model(input_ids=sequence, use_cache=False, output_router_logits=True).router_logits
+    return torch.stack([layer.topk(2).indices.sort().values for layer in layers], 1)[:-1].numpy()
 
 
 ACTOR = """

@@ -257,15 +257,18 @@ async def test_settings_with_which_no_engine_starts_are_reported_as_such():
 
 
 def test_one_url_is_not_several_engines():
-    with pytest.raises(ValueError, match="start an actor for each URL"):
+    with pytest.raises(ValueError, match="each URL is an engine"):
         ActorsConfig(engine=SglangEngineConfig(url="http://host:1"), fleet=FleetConfig(engines=2))
 
 
 @pytest.mark.parametrize("limit", ["start_timeout_s", "update_timeout_s"])
 def test_an_engines_limit_that_the_fleets_would_hide_is_refused(limit):
     ActorsConfig(engine=SglangEngineConfig())
-    with pytest.raises(ValueError, match=rf"engine\.{limit}=5 is not below fleet\.{limit}=5: lower the"):
-        ActorsConfig(engine=SglangEngineConfig(**{limit: 5.0}), fleet=FleetConfig(**{limit: 5.0}))
+    engine = SglangEngineConfig(**{limit: 5.0})
+    ActorsConfig(engine=engine, fleet=FleetConfig(**{limit: 95.0}))
+    says = rf"engine\.{limit}=5 and 90 s .* more than fleet\.{limit}=94: .* raise the fleet's to 95"
+    with pytest.raises(ValueError, match=says):
+        ActorsConfig(engine=engine, fleet=FleetConfig(**{limit: 94.0}))
 
 
 @virtual
@@ -453,3 +456,20 @@ async def test_request_ids_are_unique_among_those_in_flight():
         with pytest.raises(RequestRefusedError, match="already in flight"):
             await yard.ask("a")
         is_right(await first)
+
+
+@virtual
+async def test_busy_time_is_that_of_engines_with_a_request_and_outlives_them():
+    async with Yard(2, token_s=1.0, affinity_slack=0, requests_per_engine=1) as yard:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        assert yard.fleet.busy_s == 0
+        await asyncio.gather(*(yard.ask(f"r{n}", [n], new=10) for n in range(3)))
+        took = loop.time() - began
+        assert yard.fleet.request_s == pytest.approx(30, abs=3)
+        assert yard.fleet.busy_s == pytest.approx(yard.fleet.request_s)  # one at a time on each
+        assert yard.fleet.busy_s < 2 * took
+        before = yard.fleet.busy_s
+        await asyncio.sleep(50)
+        await yard.fleet.leave("e0")
+        assert yard.fleet.busy_s == before

@@ -12,7 +12,7 @@ from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.fleet import Fleet
 from actors.engines.fleet_config import FleetConfig
 from bus.errors import EngineError
-from tests.actors.paced_engine import PacedEngine, chain
+from tests.actors.paced_engine import PacedEngine, chain, experts_of
 from tests.actors.virtual_time import run_virtually
 
 KINDS = [
@@ -126,7 +126,8 @@ class World:
     def submit(self):
         prompt = [self.random.randint(1, 9) for _ in range(self.random.choice([1, 3, 40]))]
         new = self.random.randint(1, 20)
-        request = GenerationRequest(f"r{len(self.asked)}", prompt, Sampling(max_new_tokens=new))
+        experts_from = self.random.choice([None, 0, len(prompt) - 1])
+        request = GenerationRequest(f"r{len(self.asked)}", prompt, Sampling(max_new_tokens=new), experts_from)
         task = asyncio.create_task(self.fleet.generate(request))
         task.add_done_callback(
             lambda _: self.ended.update({request.request_id: self.ended.get(request.request_id, 0) + 1})
@@ -148,6 +149,13 @@ class World:
             assert asked.aborted
         else:
             assert (found.finish_reason, len(tokens)) == ("length", new)
+        if asked.request.experts_from is None:
+            assert found.routed_experts is None
+        else:
+            expected = experts_of([*asked.request.token_ids, *tokens])[asked.request.experts_from :]
+            known = [] if found.routed_experts is None else found.routed_experts.tolist()
+            assert known == expected.tolist()[: len(known)]
+            assert len(known) == len(expected) or found.finish_reason == "abort"
         if tokens:
             assert max(0, asked.bound) <= found.policy_versions.min()
             assert found.policy_versions.max() <= self.version

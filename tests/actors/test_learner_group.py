@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import signal
 import sys
 from contextlib import asynccontextmanager
@@ -16,8 +17,8 @@ from actors.engines.fleet_config import FleetConfig
 from actors.engines.published import Published
 from actors.engines.sglang import SglangEngine
 from actors.weights import PolicyFollower
-from bus.errors import BusError, ConfigError, WeightsKeptError
-from bus.messages import BlobRef, PolicyManifest
+from bus.errors import BusError, ConfigError, EngineError, WeightsKeptError
+from bus.messages import AnchorWanted, BlobRef, PolicyManifest
 from learner.broadcast import Broadcaster
 from learner.config import PublicationConfig
 from learner.host_copy import host_tensors
@@ -197,6 +198,59 @@ async def test_a_learner_that_is_away_leaves_the_engine_as_it_is(learner, servin
         assert (engine.policy_version, successor.fetched) == (1, [1])
 
 
+async def test_weights_that_only_the_learner_has_are_not_given_up_and_no_older_ones_are_sent(
+    learner, serving, monkeypatch
+):
+    async with serving() as (engine, server):
+        await engine.start()
+        monkeypatch.setattr(engine._loading._group, "_not_before_s", math.inf)
+        await engine.load_published(learner.announce(0))
+        assert learner.fetched == [0]
+        await engine.load_weights({}, 1)  # with the smallest of these
+        monkeypatch.setattr(engine._loading._group, "_not_before_s", 0.0)
+        await engine.load_published(learner.announce(2))
+        assert learner.fetched == [0]
+        with pytest.raises(EngineError, match="the first weights of an engine must be all of them"):
+            await engine.load_weights({}, 3)
+        with pytest.raises(EngineError, match="could not take them back"):
+            await engine.release()
+        assert (engine.policy_version, server.version, engine.failure) == (2, "2", "")
+
+
+class SentTo:
+    """An engine that the learner could not send the first thing to, nor anybody else."""
+
+    policy_version = -1
+
+    def __init__(self):
+        self.asked = []
+
+    async def load_published(self, published):
+        self.asked.append(published.policy_version)
+        if len(self.asked) == 1:
+            raise WeightsKeptError("there was no way")
+        self.policy_version = published.policy_version
+        return 0.0
+
+
+async def test_a_version_that_could_not_be_had_is_asked_for_again(bus, monkeypatch):
+    monkeypatch.setattr("actors.weights.AGAIN_S", 0.1)
+    monkeypatch.setattr("actors.weights.POLL_S", 0.05)
+    manifest = PolicyManifest(policy_version=3, incarnation="one", snapshot=BLOB, model=BLOB, stage="rl")
+    await bus.put("policy", manifest)
+    wanted = asyncio.Queue()
+    await bus.listen(bus.subject("notice", "anchor"), AnchorWanted, wanted.put_nowait)
+    engine, stop = SentTo(), asyncio.Event()
+    follower = PolicyFollower(bus, engine, from_learner=True)
+    running = asyncio.create_task(follower.run(stop))
+    async with asyncio.timeout(TIMEOUT_S):
+        await follower.at_least(3)
+        assert (await wanted.get()).reason == "there was no way"
+        stop.set()
+        await running
+    assert engine.asked == [3, 3]
+
+
 @pytest.mark.slow
 async def test_ranks_that_do_not_come_cost_the_group_and_nothing_else(starting, serving):
     async with starting(timeout_s=3.0) as learner, serving() as (engine, server):
@@ -307,7 +361,7 @@ async def test_a_fleet_follows_a_publisher_whose_tensors_come_in_groups(bus, tmp
 
     publisher = WeightPublisher(bus, BusBlobs(bus), PublicationConfig(), incarnation="one")
     await publisher.start(tmp_path)
-    broadcaster = Broadcaster(bus, lambda: publisher.announced, incarnation="one", timeout_s=TIMEOUT_S)
+    broadcaster = Broadcaster(bus, publisher.announced, incarnation="one", timeout_s=TIMEOUT_S)
     await broadcaster.start()
     async with serving() as (one, server), serving() as (two, _):
         built = {"one": one, "two": two}

@@ -128,3 +128,17 @@ async def test_tokens_can_be_continued_as_they_are(scripted, tokenizer):
 def test_sampling_comes_from_the_config():
     config = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=9)
     assert Sampling.from_config(config, [1, 2]) == Sampling(0.7, 0.9, 5, 9, (1, 2))
+
+
+async def test_each_completion_has_a_seed_of_its_own_that_is_always_the_same(tokenizer):
+    async def seeds(rollout_id):
+        engine = ScriptedEngine(lambda _: tokenizer.encode("4<|end|>"))
+        policy = Policy(engine, tokenizer, Sampling()).fresh(rollout_id)
+        await policy.chat("1")
+        await policy.chat("2")
+        return [request.sampling.seed for request in engine.requests]
+
+    one, again, sibling = await seeds("g.0"), await seeds("g.0"), await seeds("g.1")
+    assert one == again
+    assert len({*one, *sibling}) == 4
+    assert all(0 <= seed < 1 << 63 for seed in one)

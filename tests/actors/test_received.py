@@ -182,6 +182,8 @@ async def test_versions_in_between_are_skipped_in_one_update_of_the_engine(bus, 
             await asyncio.sleep(0.01)
         for version in range(1, 7):
             await publish(publisher, version)
+        while follower._newest.fetched.policy_version < 6:  # noqa: ASYNC110 - it has no event for that
+            await asyncio.sleep(0.01)
         engine.taking.set()
         await follower.at_least(6)
     assert [version for version, _ in engine.given] == [0, 6]
@@ -195,6 +197,17 @@ async def test_a_late_joiner_takes_the_anchor_and_what_came_after_it(bus, tmp_pa
     weights = await Receiver(Blobs(bus)).advance(manifest)
     assert (manifest.anchored_at, weights.policy_version) == (4, 6)
     assert same(torch_tensors(weights.tensors), state(6))
+
+
+async def test_an_anchor_takes_no_memory_for_what_is_held_already(bus, publisher, tmp_path):
+    receiver = Receiver(Blobs(bus))
+    held = await receiver.advance(await publish(publisher, 0))
+    successor = await start(bus, tmp_path, incarnation="two")
+    manifest = await publish(successor, 1)
+    weights = await receiver.advance(manifest)
+    assert manifest.deltas == ()
+    assert weights.tensors["still"] is held.tensors["still"]
+    assert same(torch_tensors(weights.tensors), state(1))
 
 
 async def test_one_who_is_behind_the_last_anchor_still_goes_by_deltas(bus, tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 import torch
@@ -75,6 +76,16 @@ async def test_a_server_that_does_not_take_weights_fails_the_engine(server, atta
     await engine.close()
 
 
+async def test_an_update_that_fails_is_ended_at_the_server(server, attach):
+    engine = attach(update="tensor")
+    await engine.start()
+    server.refuses_weights = True
+    with pytest.raises(EngineError, match="out of memory"):
+        await engine.load_weights(STATE, 0)
+    assert not server.updating, "nobody else could begin one"
+    await engine.close()
+
+
 async def test_a_server_that_is_away_is_waited_for_and_then_named(server, attach):
     engine = attach(health_timeout_s=1.0)
     await server.close()
@@ -85,7 +96,7 @@ async def test_a_server_that_is_away_is_waited_for_and_then_named(server, attach
 
 
 @pytest.mark.parametrize("update", ["disk", "tensor"])
-async def test_a_version_without_a_changed_tensor_reaches_the_server(server, attach, update):
+async def test_a_version_without_a_changed_tensor_reaches_the_server(server, attach, update, tmp_path):
     engine = attach(update=update)
     await engine.start()
     with pytest.raises(EngineError, match="the first weights of an engine must be all of them"):
@@ -93,15 +104,68 @@ async def test_a_version_without_a_changed_tensor_reaches_the_server(server, att
     await engine.load_weights(STATE, 0)
     await engine.load_weights({}, 1)
     generation = await engine.generate(request("after", [1], new=4))
+    assert not list(tmp_path.rglob("*.safetensors")), "the host holds the weights once, and not in files"
     await engine.close()
     assert generation.policy_versions.tolist() == [1] * 4
     assert server.versions == ["0", "1"]
 
 
-async def test_a_server_that_was_left_paused_goes_on_when_an_engine_attaches(server, attach):
+async def test_a_server_that_was_left_in_an_update_goes_on_when_an_engine_attaches(server, attach):
     server.running.clear()
-    engine = attach()
+    server.updating = True
+    engine = attach(update="tensor")
     await asyncio.wait_for(engine.start(), TIMEOUT_S)
     await engine.load_weights(STATE, 0)
+    assert not server.updating
     assert len((await engine.generate(request("after", [1], new=4))).token_ids) == 4
+    await engine.close()
+
+
+@pytest.mark.parametrize("update", ["disk", "tensor"])
+async def test_draining_and_loading_share_one_limit(server, attach, update, monkeypatch):
+    """Each of both would be in time alone, and both together are more than the fleet waits."""
+    engine, limits_s = attach(update=update, pause="drain", update_timeout_s=60.0), []
+    await engine.start()
+    await engine.load_weights(STATE, 0)
+    name = {"disk": "load_files", "tensor": "load_tensors"}[update]
+    load = getattr(engine._client, name)
+
+    async def limited(*args, timeout_s, **settings):
+        limits_s.append(timeout_s)
+        await load(*args, timeout_s=timeout_s, **settings)
+
+    monkeypatch.setattr(engine._client, name, limited)
+    server.running.clear()
+    flight = asyncio.create_task(engine.generate(request("long", [1], new=4)))
+    async with asyncio.timeout(TIMEOUT_S):
+        while engine.running == 0:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0)
+        updating = asyncio.create_task(engine.load_weights(STATE, 1))
+        while engine._serving.is_set():  # noqa: ASYNC110 - until it drains
+            await asyncio.sleep(0)
+        draining = time.monotonic()
+        await asyncio.sleep(0.2)
+        drained_s = time.monotonic() - draining
+        server.running.set()
+        await updating
+    assert 0 < limits_s[0] <= 60.0 - drained_s
+    await flight
+    await engine.close()
+
+
+async def test_a_limit_that_draining_used_up_ends_the_update(server, attach):
+    engine = attach(pause="drain", update_timeout_s=0.1)
+    await engine.start()
+    engine._version = 0
+    engine._serving.set()
+    server.running.clear()
+    flight = asyncio.create_task(engine.generate(request("long", [1], new=4)))
+    async with asyncio.timeout(TIMEOUT_S):
+        while engine.running == 0:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="1 requests did not end within"):
+            await engine.load_weights(STATE, 1)
+        with pytest.raises(EngineError, match="did not take policy version 1"):
+            await flight
+    server.running.set()
     await engine.close()

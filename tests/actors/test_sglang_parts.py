@@ -2,8 +2,10 @@
 
 import json
 import resource
+import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from actors.config import SglangEngineConfig
 from actors.engines import sglang_weights
 from actors.engines.sglang_answers import read_answer
 from actors.engines.sglang_launcher import _flags
-from actors.engines.sglang_settings import base_gpu_id, server_settings
+from actors.engines.sglang_settings import base_gpu_id, server_environment, server_settings
 from actors.engines.sglang_weights import HeldWeights, buckets
 from bus.errors import ConfigError, EngineError
 from tests.actors.tiny import request
@@ -105,18 +107,46 @@ STATE = {
 }
 
 
-def test_weights_are_held_whole_while_only_the_changed_come(held):
+def in_file(held):
+    file = held.directory / "model.safetensors"
+    return load_file(file) if file.exists() else None
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_file_holds_what_is_to_be_read_until_it_was_read(held):
     assert held.keep(STATE, 0) == held.directory
+    assert same(in_file(held), STATE)
+    held.drop()
+    assert in_file(held) is None
     changed = {"b": torch.zeros(5, dtype=torch.bfloat16)}
-    directory = held.keep(changed, 1)
-    assert load_file(directory / "model.safetensors").keys() == {"b"}
-    everything = load_file(held.directory / "model.safetensors")
-    assert everything.keys() == STATE.keys()
-    for name, tensor in {**STATE, **changed}.items():
-        assert torch.equal(everything[name], tensor)
+    assert held.keep(changed, 1) == held.directory
+    assert same(in_file(held), changed)
     assert held.policy_version == 1
-    assert held.keep({name: STATE[name] for name in "ab"}, 2) == held.directory
+    held.drop()
+    assert held.whole() == held.directory
+    assert same(in_file(held), {**STATE, **changed})
     assert (held.directory / "config.json").is_file()
+
+
+def test_a_file_that_a_server_has_mapped_is_not_written_into(held):
+    held.keep(STATE, 0)
+    mapped = load_file(held.directory / "model.safetensors")
+    held.keep({"a": torch.zeros(2, 3)}, 1)
+    assert same(mapped, STATE)
+
+
+def test_tensors_are_held_once_and_without_files_for_a_server_that_reads_none(model_dir, tmp_path):
+    held = HeldWeights(model_dir, tmp_path / "weights", in_files=False)
+    held.keep(STATE, 0)
+    held.keep({"c": torch.tensor(4)}, 1)
+    assert in_file(held) is None
+    assert held.smallest()["c"].tolist() == 4
+    held.keep({"c": STATE["c"]}, 2)
+    assert held.smallest()["c"] is STATE["c"]
+    held.close()
 
 
 def test_the_smallest_tensor_that_is_held_is_its_newest(held):
@@ -131,7 +161,7 @@ def test_weights_of_another_model_are_not_taken(held):
         held.keep({"a": torch.zeros(2, 3), "d": torch.zeros(1)}, 1)
     with pytest.raises(EngineError, match=r"tensor a is torch.bfloat16 \(2, 3\), and was torch.float32"):
         held.keep({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, 1)
-    assert torch.equal(load_file(held.directory / "model.safetensors")["a"], STATE["a"])
+    assert same(in_file(held), STATE)
     assert held.policy_version == 0
 
 
@@ -150,16 +180,7 @@ def test_weights_for_which_there_is_no_room_are_refused(held):
     with files_of_at_most(64), full:
         held.keep(STATE, 0)
     assert held.policy_version == -1
-
-
-def test_without_room_for_the_changed_tensors_all_are_read(held):
-    held.keep(STATE, 0)
-    changed = {"b": torch.zeros(5, dtype=torch.bfloat16)}
-    with files_of_at_most(64):
-        assert held.keep(changed, 1) == held.directory
-    assert torch.equal(load_file(held.directory / "model.safetensors")["b"], changed["b"])
-    assert not list(held.directory.parent.glob("changed/*"))
-    assert held.keep(changed, 2) != held.directory
+    assert in_file(held) is None
 
 
 def test_what_a_killed_process_left_behind_is_removed(model_dir, tmp_path, monkeypatch):
@@ -249,3 +270,71 @@ def test_settings_become_flags_as_the_command_line_wants_them():
 def test_a_server_of_somebody_else_takes_no_settings():
     with pytest.raises(ValueError, match="leave out server, environment and python"):
         SglangEngineConfig(url="http://127.0.0.1:1", server={"dtype": "float32"})
+
+
+def test_a_server_of_this_interpreter_sees_the_same_packages_and_another_does_not(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/site")
+    own = server_environment(SglangEngineConfig(), {}, Path(sys.executable))
+    assert own["PYTHONPATH"] == "/site"
+    other = server_environment(SglangEngineConfig(), {}, Path("/other/bin/python"))
+    assert "PYTHONPATH" not in other
+    set_there = SglangEngineConfig(environment={"PYTHONPATH": "/theirs"})
+    assert server_environment(set_there, {}, Path("/other/bin/python"))["PYTHONPATH"] == "/theirs"
+
+
+@pytest.mark.parametrize(
+    ("server", "engine", "says"),
+    [
+        (
+            {"speculative_algorithm": "NGRAM"},
+            {},
+            "needs a GPU, this server is on the CPU: its kernels",
+        ),
+        ({"enable-deterministic-inference": True}, {}, "needs a GPU, .* batch-invariant kernels"),
+        ({"enable_dp_attention": "true", "tp_size": 2, "dp_size": 2}, {}, "its ranks are GPUs"),
+        ({"device": "cuda", "disaggregation_mode": "prefill"}, {}, "half of a pair"),
+        (
+            {"device": "cuda", "speculative_accept_threshold_acc": 0.9},
+            {},
+            "would be of others. Set 1",
+        ),
+        (
+            {"device": "cuda", "enable_dp_attention": True, "tp_size": 4, "dp_size": 3},
+            {},
+            "divides tp_size=4 by dp_size=3: give a divisor",
+        ),
+        ({"device": "cuda", "dp_size": 2}, {"update": "tensor"}, "set actors.fleet.engines instead"),
+        ({"device": "cuda", "dp_size": "two"}, {}, "dp_size='two' is not a whole number"),
+    ],
+)
+def test_settings_that_a_run_would_suffer_from_are_refused(model_dir, server, engine, says):
+    config = SglangEngineConfig(server={"device": "cpu", **server}, **engine)
+    with pytest.raises(ConfigError, match=f"actors.engine.server.*{says}"):
+        server_settings(config, model_dir, host="h", port=1, number=0)
+
+
+def test_settings_that_serve_rollouts_pass_to_the_server(model_dir):
+    chosen = {
+        "device": "cuda",
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": "/draft",
+        "speculative_accept_threshold_acc": 1.0,
+        "enable_deterministic_inference": True,
+        "attention_backend": "fa3",
+        "enable_dp_attention": True,
+        "tp_size": 4,
+        "dp_size": 2,
+    }
+    config = SglangEngineConfig(server=chosen)
+    settings = server_settings(config, model_dir, host="h", port=1, number=1)
+    assert settings.items() >= chosen.items()
+    assert settings["speculative_draft_load_format"] == "auto", "the policy's own weights come later"
+    assert settings["base_gpu_id"] == 4
+    own = SglangEngineConfig(server={**chosen, "speculative_draft_load_format": "dummy"})
+    format_ = server_settings(own, model_dir, host="h", port=1, number=0)["speculative_draft_load_format"]
+    assert format_ == "dummy"
+
+
+def test_replicas_of_one_server_have_gpus_of_their_own():
+    assert base_gpu_id({"tp_size": 2, "dp_size": 2}, 1) == 4
+    assert base_gpu_id({"tp_size": 2, "data_parallel_size": 2, "enable_dp_attention": True}, 1) == 2

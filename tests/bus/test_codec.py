@@ -44,6 +44,7 @@ from bus.requests import (
     CloseRequest,
     DataAccepted,
     Done,
+    EngineChange,
     Given,
     GivenRequest,
     GroupRef,
@@ -94,6 +95,7 @@ EXAMPLES = (
     DELTAS[0],
     BlobAsked(blob=BLOB),
     BlobOffer(url="http://10.0.0.1:8000"),
+    EngineChange(action="join", engine="http://10.0.0.1:30000"),
     AnchorWanted(incarnation="a1", policy_version=7, reason="chunk 1 of 3 is not on the bus"),
     make_lease(3),
     make_trajectory(3, 1),
@@ -304,7 +306,8 @@ def test_other_schema_version_is_refused(version: object, reason: str):
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Trajectory)])
 def test_missing_field_is_refused_unless_it_has_a_default(field: str):
     data = wire(make_trajectory(), **{field: ...})
-    if field in ("agent", "finish_reason", "actor", "metadata", "reward_due", "run"):
+    given = ("agent", "finish_reason", "actor", "metadata", "reward_due", "run")
+    if field in (*given, "routed_experts", "moe_layers", "experts_per_token"):
         assert decode(data, Trajectory).agent == "solver"
     else:
         with pytest.raises(SchemaError, match=f"trajectory.{field}: missing"):

@@ -285,3 +285,13 @@ async def test_leaving_does_not_wait_for_a_bus_that_is_gone(server: NatsServer, 
         await server.kill()
         began = time.monotonic()
     assert time.monotonic() - began < 4
+
+
+@pytest.mark.nats
+async def test_keys_are_listed_by_their_first_part(bus: Bus):
+    assert await bus.keys("role") == []
+    record = RunRecord(name="test", config_json="{}")
+    for key in ("role.one", "role.two", "roles.three", "another.role.four"):
+        await bus.put(key, record)
+    await bus.delete("role.two")
+    assert await bus.keys("role") == ["role.one"]

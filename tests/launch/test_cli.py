@@ -40,11 +40,13 @@ def run_python(*arguments: str) -> tuple[subprocess.CompletedProcess, float]:
         ("learner", ["--bus", "--run", "--shadow", "--warmup.steps", "--learner.loss.type"]),
         ("replay", ["--run", "--from-step", "--to-step", "--json", "--learner.loss.type"]),
         ("restore", ["--run", "--directory", "--archive"]),
+        ("bench overlap", ["--model", "--learner-device", "--rounds", "--admission.max-staleness"]),
+        ("engines join", ["--run", "--bus", "--actor"]),
         ("actors", ["--bus", "--run", "--reward", "--actors.engine.slots", "--bus.join-timeout-s"]),
     ],
 )
 def test_help_names_the_flags_and_loads_nothing_heavy(command: str, flags: list[str]):
-    done, user_s = run_python("-X", "importtime", "-m", "launch", command, "--help")
+    done, user_s = run_python("-X", "importtime", "-m", "launch", *command.split(), "--help")
 
     assert done.returncode == 0
     assert [flag for flag in flags if flag not in done.stdout] == []

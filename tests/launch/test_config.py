@@ -166,7 +166,9 @@ def test_settings_that_need_each_other_say_so(layer: dict, remedy: str):
 
 
 def test_an_unknown_preset_is_answered_with_the_nearest_and_all():
-    with pytest.raises(ConfigError, match=r"no preset 'sotr': did you mean 'sort'\? .*: addition, sort"):
+    with pytest.raises(
+        ConfigError, match=r"no preset 'sotr': did you mean 'sort'\? .*: addition, load, sort"
+    ):
         preset("sotr")
 
 
@@ -209,7 +211,7 @@ def test_the_engine_is_chosen_by_its_type_and_a_servers_own_settings_pass():
 
 
 def test_a_setting_of_another_engine_is_refused_with_those_there_are():
-    assert "unknown key actors.engine.slots: there are: type, url, python" in refusal(
+    assert "unknown key actors.engine.slots: there are: type, url, urls, python" in refusal(
         SORT, {"actors": {"engine": {"type": "sglang", "slots": 3}}}
     )
     assert "no 'slang': did you mean 'sglang'?" in refusal(SORT, {"actors": {"engine": {"type": "slang"}}})
@@ -223,3 +225,32 @@ def test_a_transport_is_chosen_by_its_type():
     assert found == FilesTransport(directory=Path("/nfs"))
     assert "transport.type: no 'pigeon'" in refusal(chosen(type="pigeon"))
     assert "transport.directory" in refusal(chosen(type="files"))
+
+
+def test_forced_lengths_fit_the_longest_completion():
+    said = refusal({"actors": {"environment": {"type": "length_profile"}}})
+    assert "answers of up to 4096 tokens, but sampling.max_new_tokens=512: raise that" in said
+
+
+def test_variables_of_a_process_that_does_not_exist_are_refused():
+    said = refusal({"supervision": {"environment": {"actor": {"CUDA_VISIBLE_DEVICES": "1"}}}})
+    assert "environment has 'actor', the processes are: bus, storage, actors, learner" in said
+
+
+def test_colocation_is_refused_where_turns_cannot_be_taken():
+    shared = {"colocation": {"enabled": True}}
+    assert resolve(shared).colocation.enabled
+    sglang = {"actors": {"engine": {"type": "sglang"}}}
+    assert resolve(shared, sglang).colocation.enabled
+    attached = {"actors": {"engine": {"type": "sglang", "url": "http://there:30000"}}}
+    assert "actors.engine.url='http://there:30000'" in refusal(shared, attached)
+    sent = {"actors": {"engine": {"type": "sglang", "update": "group"}}}
+    assert 'actors.engine.update="group"' in refusal(shared, sent)
+    assert resolve(sent).actors.engine.update == "group"
+    unable = {"actors": {"engine": {"type": "sglang", "server": {"enable-memory-saver": False}}}}
+    assert "enable_memory_saver is false" in refusal(shared, unable)
+    assert "learner.world.nodes=2" in refusal(shared, {"learner": {"world": {"nodes": 2}}})
+    assert "yield_timeout_s=600 is not above" in refusal(
+        {"colocation": {"enabled": True, "yield_timeout_s": 600}}
+    )
+    assert resolve(attached).actors.engine.url

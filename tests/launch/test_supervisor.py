@@ -293,3 +293,11 @@ def test_only_a_part_without_its_supervisor_is_hurried(orphan: bool):
 def test_complaints_are_found_among_other_output():
     output = "12:00 loading\nlaunch: one\n        more of one\nlaunch: two\nnot indented\n"
     assert complaints(output) == ["one\nmore of one", "two"]
+
+
+async def test_a_part_has_its_own_variables_beside_those_of_all(tmp_path: Path, supervisor: Supervisor):
+    program = "import os; print(os.environ['PATH'] != '', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)"
+    await supervisor.start(part("shows", program, environment={"CUDA_VISIBLE_DEVICES": "3"}, ends_run=True))
+    async with asyncio.timeout(WAIT_S):
+        await supervisor.watch(asyncio.Event())
+    assert (tmp_path / "shows.log").read_text() == "True 3\n"

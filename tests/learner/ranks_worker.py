@@ -1,8 +1,10 @@
 """One step of a world whose ranks have unequal shares, by the real division. Run by torchrun."""
 
+import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoi
 from learner.config import BatchConfig, LearnerConfig, OptimizerConfig, PPOClipLoss, TISLoss
 from learner.data_parallel import data_parallel_rank, data_parallel_size
 from learner.frozen_config import ReferenceConfig
-from learner.host_copy import HostCopy
+from learner.host_copy import HostCopy, copy_weights, host_tensors
 from learner.parallel import close_world, init_world
 from learner.steps import train_on
 from learner.trainer import Trainer
@@ -78,12 +80,18 @@ def copies() -> bool:
     """Whether rank 0 gets all weights each time, while the other ranks only send theirs."""
     model = tiny_model()
     trainer = Trainer(model.config, model.state_dict(), OptimizerConfig())
-    found = [
-        HostCopy(torch.float32).take(trainer.stream()) if dist.get_rank() == 0 else trainer.export()
-        for _ in range(3)
-    ]
-    expected = model.state_dict() if dist.get_rank() == 0 else {}
-    return all(torch.equal(weight, expected[name]) for state in found for name, weight in state.items())
+    expected = host_tensors(model.state_dict())
+    host, thread = HostCopy(torch.float32), ThreadPoolExecutor(1)
+    for _ in range(3):
+        if dist.get_rank() != 0:
+            trainer.export()
+            continue
+        state = asyncio.run(copy_weights(host, trainer, thread))._tensors
+        if state.keys() != expected.keys() or any(
+            weight.digest() != expected[name].digest() for name, weight in state.items()
+        ):
+            return False
+    return True
 
 
 def main(directory: Path, losses: Sequence[str]) -> None:

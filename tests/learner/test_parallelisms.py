@@ -5,11 +5,13 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bus.errors import ConfigError
 from learner.config import OptimizerConfig, ParallelConfig, TISLoss
 from learner.conversion.weights import export_hf_weights, load_hf_weights
+from learner.host_copy import HostCopy, host_tensors
 from learner.megatron import parallel_state
 from learner.model import build_chunks
 from learner.packing import pack
@@ -117,7 +119,23 @@ def train(case: Case, dtype: torch.dtype) -> tuple[list[StepResult], dict[str, T
         samples = random_samples(LENGTHS, seed=step, versions=(2, 3))[rank::ranks]
         batches = pack(samples, case.budget)
         steps.append(trainer.train_step(batches, TISLoss(), temperature=0.8, policy_version=3))
-    return steps, trainer.export()
+    weights = trainer.export()
+    assert copied(trainer) == host_words(weights)
+    return steps, weights
+
+
+def copied(trainer: Trainer) -> dict[str, bytes]:
+    """The weights as rank 0 copies them to publish them; nothing on the other ranks."""
+    if dist.get_rank() != 0:
+        return host_words(trainer.export())
+    return {
+        name: words.words.tobytes()
+        for name, words in HostCopy(trainer.dtype).take(trainer.exported())._tensors.items()
+    }
+
+
+def host_words(weights: dict[str, Tensor]) -> dict[str, bytes]:
+    return {name: words.words.tobytes() for name, words in host_tensors(weights).items()}
 
 
 @cache

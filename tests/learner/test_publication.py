@@ -3,12 +3,12 @@ import asyncio
 import pytest
 import torch
 
-from actors.weights import fetch_model_files, fetch_state
+from actors.weights import fetch_model_files, fetch_state, obtain_model
 from bus.errors import BusError, ConfigError
 from bus.messages import AnchorWanted, PolicyManifest
 from learner import publish as publishing
 from learner.config import PublicationConfig
-from learner.host_copy import HostCopy, host_tensors
+from learner.host_copy import host_tensors
 from learner.publish import WeightPublisher
 from storage.blob_sources import Blobs
 from storage.blob_stores import BusBlobs
@@ -257,21 +257,30 @@ async def test_the_announcement_comes_again_when_its_key_was_lost(bus, served):
     assert await announced(bus) == manifest
 
 
+async def test_config_and_tokenizer_that_the_bus_lost_are_stored_again_for_who_asks(bus, served, tmp_path):
+    manifest = await publish(served, 0)
+    await bus.js.purge_stream(bus.topology.stream("WEIGHTS"), subject=f"{manifest.model.subject}.*")
+    with pytest.raises(BusError, match="not on the bus"):
+        await fetch_model_files(bus, manifest.model, tmp_path / "there")
+    stop = asyncio.Event()
+    async with asyncio.timeout(TIMEOUT_S):
+        there = await obtain_model(bus, manifest, tmp_path / "there", patience_s=TIMEOUT_S, stop=stop)
+    assert [path.name for path in there.iterdir()] == ["config.json"]
+    assert (await announced(bus)).snapshot == manifest.snapshot, "the weights were there all the time"
+
+
+async def test_who_waits_for_a_model_that_nobody_stores_is_told_so_or_stops(bus, publisher, tmp_path):
+    manifest, stop = await publish(publisher, 0), asyncio.Event()
+    await bus.js.purge_stream(bus.topology.stream("WEIGHTS"))
+    with pytest.raises(ConfigError, match=r"waited 0 s for the model's config .* not on the bus"):
+        await obtain_model(bus, manifest, tmp_path, patience_s=0.0, stop=stop)
+    stop.set()
+    assert await obtain_model(bus, manifest, tmp_path, patience_s=TIMEOUT_S, stop=stop) is None
+
+
 async def test_a_model_too_large_for_the_stream_names_the_other_transports(bus):
     stream = bus.topology.stream("WEIGHTS")
     config = (await bus.js.stream_info(stream)).config
     await bus.js.update_stream(config.evolve(max_bytes=100 << 20))
     with pytest.raises(ConfigError, match=r"transport\.type to http or files"):
         await BusBlobs(bus).put(bytes(64 << 20), "one", 0)
-
-
-def test_host_copies_take_turns_and_convert():
-    copies = HostCopy(torch.bfloat16)
-    first = copies.take([("a", torch.ones(3)), ("b", torch.full((2, 2), 1 / 3))])
-    second = copies.take([("a", torch.zeros(3)), ("b", torch.zeros(2, 2))])
-    assert (first["a"].tolist(), second["a"].tolist()) == ([1] * 3, [0] * 3)
-    assert first["b"].dtype == torch.bfloat16
-    third = copies.take([("a", torch.full((3,), 2.0)), ("b", torch.zeros(2, 2))])
-    assert third["a"].data_ptr() == first["a"].data_ptr()
-    words = host_tensors(third)["a"]
-    assert (words.dtype, words.shape, words.words.tolist()) == ("BF16", (3,), [0x4000] * 3)

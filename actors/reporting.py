@@ -1,0 +1,45 @@
+"""An actor's counters on the run's record."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from itertools import count
+
+import structlog
+
+from bus.codec import Json, encode
+from bus.connection import Bus
+from bus.errors import BusError
+from bus.messages import Metrics
+from bus.publish import Publisher
+
+log = structlog.get_logger()
+PERIOD_S = 1.0
+PUBLISH_TIMEOUT_S = 10.0
+
+
+async def report_metrics(
+    bus: Bus, *, source: str, look: Callable[[], tuple[int, Mapping[str, Json]]], stop: asyncio.Event
+) -> None:
+    """Publish the step and numbers of `look` until `stop`. What the bus does not take is left out."""
+    publisher, token = Publisher(bus), secrets.token_hex(4)
+    for number in count():
+        try:
+            async with asyncio.timeout(PERIOD_S):
+                await stop.wait()
+        except TimeoutError:
+            pass
+        else:
+            return
+        step, values = look()
+        metrics = Metrics(source=source, step=step, time_s=time.time(), values=dict(values))
+        try:
+            await publisher.publish(
+                bus.subject("events", "metrics"),
+                encode(metrics),
+                message_id=f"metrics-{token}-{number}",
+                timeout_s=PUBLISH_TIMEOUT_S,
+            )
+        except BusError as error:  # they are sums: the next ones say it too
+            log.warning("metrics_not_published", reason=str(error))

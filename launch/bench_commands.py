@@ -1,0 +1,175 @@
+"""`launch bench WHAT`: parts of the system, and the whole, measured on this machine."""
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from bus.errors import ConfigError
+from launch.app import ActorsSettings, ConfigFile, Settings, app, layers_of
+from launch.config import ActorsProcess, RunConfig, flags, merge, resolve, validate
+from launch.runtime import configure_logging, run
+
+bench = App(name="bench", help="Measure a part on this machine: ratios side by side in one run, with limits.")
+app.command(bench)
+AsJson = Annotated[bool, Parameter(name="--json", negative=())]
+Model = Annotated[str, Parameter(name="--model")]
+
+
+@bench.command(name="bus", usage="Usage: launch bench bus [--json]")
+def bench_bus(*, as_json: AsJson = False) -> None:
+    """Publishing against TCP and the C client.
+
+    Parameters
+    ----------
+    as_json
+        Print one JSON object on one line.
+    """
+    from bus.bench import bench_bus as measured
+
+    _show(measured(), as_json=as_json)
+
+
+@bench.command(name="replay", usage="Usage: launch bench replay [--json]")
+def bench_replay(*, as_json: AsJson = False) -> None:
+    """Writing and reading segments against np.memmap, storing against taking, leases.
+
+    Parameters
+    ----------
+    as_json
+        Print one JSON object on one line.
+    """
+    from storage.bench import bench_replay as measured
+
+    _show(measured(), as_json=as_json)
+
+
+@bench.command(name="learner", usage="Usage: launch bench learner [--json]")
+def bench_learner(*, as_json: AsJson = False) -> None:
+    """A training step against a bare megatron-core loop and transformers, on the GPU if there is one.
+
+    Parameters
+    ----------
+    as_json
+        Print one JSON object on one line.
+    """
+    from learner.bench import bench_learner as measured
+
+    _show(measured(), as_json=as_json)
+
+
+@bench.command(name="weights", usage="Usage: launch bench weights [--json]")
+def bench_weights(*, as_json: AsJson = False) -> None:
+    """A publication, from the learner's step to the engine that serves it.
+
+    Parameters
+    ----------
+    as_json
+        Print one JSON object on one line.
+    """
+    from launch.bench_weights import bench_weights as measured
+
+    _show(measured(), as_json=as_json)
+
+
+@bench.command(name="actors", usage="Usage: launch bench actors [OPTIONS]")
+def bench_actors(
+    *,
+    model: Model = "tiny",
+    concurrency: int = 128,
+    new_tokens: int = 64,
+    rounds: int = 3,
+    server_only: Annotated[bool, Parameter(name="--server-only", negative=())] = False,
+    settings: ActorsSettings = ActorsProcess(),
+    as_json: AsJson = False,
+) -> None:
+    """The embedded engine against batched generate; an actor against the bare SGLang server, if there is one.
+
+    Parameters
+    ----------
+    model
+        Whose shape the server's has, with random weights: tiny, qwen3-0.6b, qwen3-8b.
+    concurrency
+        Requests at once at the server: a multiple of 8, which share a prompt.
+    new_tokens
+        Tokens of each answer.
+    rounds
+        Measured of each side, in turns, after one that warms up.
+    server_only
+        Leave the embedded engine out.
+    as_json
+        Print one JSON object on one line.
+    """
+    from actors.engines.bench import bench_actors as measured
+    from actors.engines.bench_actor import ActorLoad
+    from launch.bench_models import random_model
+
+    configure_logging("warning")
+    engine = validate({"actors": {"engine": {"type": "sglang"}}}, flags(settings)).actors.engine
+    if engine.type != "sglang":
+        raise ConfigError(f"--actors.engine.type {engine.type}: this command measures an SGLang server")
+    if engine.urls:
+        raise ConfigError("--actors.engine.urls: one server is measured, name it with --actors.engine.url")
+    load = ActorLoad(concurrency=concurrency, new_tokens=new_tokens, rounds=rounds)
+    _show(measured(engine, partial(random_model, model), load, embedded=not server_only), as_json=as_json)
+
+
+@bench.command(name="overlap", usage="Usage: launch bench overlap [OPTIONS]")
+def bench_overlap(  # noqa: PLR0913 - each is a flag
+    *,
+    model: Model = "tiny",
+    learner_device: int | None = None,
+    engine_device: int | None = None,
+    steps: int = 10,
+    rounds: int = 2,
+    prompt_tokens: int = 256,
+    config: ConfigFile = None,
+    settings: Settings = RunConfig(),
+    as_json: AsJson = False,
+) -> None:
+    """A whole run, in turns asynchronous and held synchronous: trajectories per second, and who waits.
+
+    Answers have forced, heavy-tailed lengths and random rewards (environment length_profile). All settings of
+    a run may be given, such as --actors.engine.type sglang, --admission.groups-per-step 32 or
+    --actors.environment.lengths.median 512.
+
+    Parameters
+    ----------
+    model
+        Whose shape the policy has, with random weights: tiny, qwen3-0.6b, qwen3-8b.
+    learner_device
+        GPU of the learner, as CUDA numbers it.
+    engine_device
+        GPU of the actors.
+    steps
+        Measured in each turn, after some in which the mode settles.
+    rounds
+        Each is a turn of one mode, then one of the other.
+    prompt_tokens
+        Length of each prompt.
+    config
+        TOML or JSON file of settings; flags go over it.
+    as_json
+        Print one JSON object on one line.
+    """
+    from launch.bench_overlap import Plan, defaults, make
+    from launch.bench_overlap import bench_overlap as measured
+
+    if steps < 1 or rounds < 1:
+        raise ConfigError(f"--steps {steps} --rounds {rounds}: measure one step in one round at least")
+    configure_logging("warning")
+    devices = {"learner": learner_device, "actors": engine_device}
+    layers = layers_of(None, config, {}, settings)
+    directory = Path(layers.get("directory", "runs/overlap")).absolute() / time.strftime("%Y%m%d-%H%M%S")
+    below = defaults(model, directory, devices=devices)
+    resolved = resolve(below, merge(layers, {"directory": directory}))
+    make(resolved, model, prompt_tokens=prompt_tokens)
+    report = run(partial(measured, resolved, Plan(steps, rounds)))
+    _show(report, as_json=as_json)
+
+
+def _show(report: object, *, as_json: bool) -> None:
+    print(json.dumps(report, indent=None if as_json else 2))  # noqa: T201 - the user's terminal

@@ -1,0 +1,64 @@
+"""Models to measure with: shapes by name, and random weights, since there may be no others."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from bus.codec import Json
+from bus.errors import ConfigError
+from learner.conversion.files import save_hf_directory
+from learner.parallel import device
+from learner.scratch import character_tokenizer
+
+SHAPES: Mapping[str, Mapping[str, Json]] = {
+    "tiny": {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "max_position_embeddings": 4096,
+        "tie_word_embeddings": False, "dtype": "float32",
+    },
+    "qwen3-0.6b": {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,
+        "rope_theta": 1e6, "tie_word_embeddings": True, "dtype": "bfloat16",
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,
+        "rope_theta": 1e6, "tie_word_embeddings": False, "dtype": "bfloat16",
+    },
+}  # fmt: skip
+"""The part of config.json that is not the same for all, by the names that commands take."""
+
+
+def shape(name: str) -> Qwen3Config:
+    """The configuration of the model with this name. Raises `ConfigError` for one that there is not."""
+    if name not in SHAPES:
+        raise ConfigError(f"no model {name!r} to measure with: there are {', '.join(SHAPES)}")
+    return Qwen3Config(
+        **SHAPES[name],
+        architectures=["Qwen3ForCausalLM"],  # by which inference engines tell what to serve
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+def random_model(name: str, *, seed: int = 0) -> Qwen3ForCausalLM:
+    """The model in its dtype with weights drawn from `seed`, on the GPU if there is one."""
+    config = shape(name)
+    torch.manual_seed(seed)
+    with torch.device(device()):
+        return Qwen3ForCausalLM._from_config(config, dtype=config.dtype).eval()
+
+
+def write_model(name: str, directory: Path) -> Path:
+    """Write it with a tokenizer of one token per character; returns the directory."""
+    tokenizer = character_tokenizer()
+    model = random_model(name)
+    model.config.eos_token_id = tokenizer.eos_token_id
+    state = {key: tensor.detach().cpu() for key, tensor in model.named_parameters()}
+    save_hf_directory(directory, model.config, state, None)
+    tokenizer.save_pretrained(directory)
+    return directory

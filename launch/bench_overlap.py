@@ -1,0 +1,324 @@
+"""What asynchrony is worth: one real run, in turns as configured and held synchronous, and who waits in each.
+
+Bus, storage, learner and actors are the processes of `launch local`. Only storage is started again, with
+another bound on staleness, when the mode changes; so engine and learner stay warm, and both modes have the
+same weights, lengths and machine. The steps after a change do not count."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Self
+
+import numpy as np
+
+from actors.config import EmbeddedEngineConfig
+from bus.codec import Json
+from bus.errors import SluiceError
+from launch.account import account
+from launch.bench_models import shape, write_model
+from launch.config import Layer, RunConfig
+from launch.harm import Victim
+from launch.metrics import Record, number, read_records, whole
+from launch.past_ledger import states_of
+from storage.files import make_directory, write_file, write_json
+from storage.run import RunDirectory
+
+MODES = ("async", "sync")
+LIMITS: dict[str, Json] = {"async_over_sync": 2.0, "learner_idle": 0.05, "engine_idle": 0.05}
+"""The first at least, the others at most; wanted with a GPU for each side."""
+FOREVER = 1_000_000
+START_TIMEOUT_S = 1500.0
+"""Until the first step: the first start of a server on a GPU compiles kernels."""
+STEP_TIMEOUT_S = 600.0
+POLL_S = 0.5
+PROMPTS = 4096
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long is measured."""
+
+    steps: int
+    """Measured in each turn, after those in which the mode settles."""
+    rounds: int
+    """Each is a turn of one mode, then one of the other."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Steps in one mode: from the end of step `first` to the end of step `last`."""
+
+    mode: str
+    first: int
+    last: int
+
+
+def defaults(model: str, directory: Path, *, devices: Mapping[str, int | None]) -> Layer:
+    """The settings of the measured run, under those that the user gives.
+
+    Args:
+        model: a name in `bench_models`.
+        directory: where the run goes, its model and its prompts.
+        devices: GPU of the processes "learner" and "actors", as CUDA numbers them; None leaves it to CUDA."""
+    small = model == "tiny"
+    longest = 192 if small else 4096
+    visible = {name: {"CUDA_VISIBLE_DEVICES": str(gpu)} for name, gpu in devices.items() if gpu is not None}
+    dtype = str(shape(model).dtype).removeprefix("torch.")
+    return {
+        "run": "overlap",
+        "directory": directory,
+        "data": {"prompts": directory / "prompts.jsonl"},
+        "admission": {"groups_per_step": 8 if small else 32, "samples_per_prompt": 4 if small else 8},
+        "sampling": {"max_new_tokens": longest},
+        "model": {"path": directory / "model", "dtype": dtype},
+        "learner": {
+            "steps": FOREVER,
+            "publish_dtype": dtype,
+            "optimizer": {"lr": 1e-6},
+            "checkpoint": {"save_every": FOREVER},
+        },
+        "evaluation": {"every_versions": 0},
+        "actors": {
+            "environment": {
+                "type": "length_profile",
+                "lengths": {"type": "log_normal", "median": 24 if small else 512, "longest": longest},
+            },
+            "engine": {"dtype": dtype},
+            "groups_at_once": 512,
+        },
+        "supervision": {"restarts": FOREVER, "longest_pause_s": 0.5, "environment": visible},
+    }
+
+
+def make(config: RunConfig, model: str, *, prompt_tokens: int) -> None:
+    """Write what the settings name, where it is not there: the model, and prompts of so many characters."""
+    draw = random.Random(0)
+    if config.data.prompts is not None and not config.data.prompts.exists():
+        texts = ("".join(draw.choices(LETTERS, k=prompt_tokens)) for _ in range(PROMPTS))
+        make_directory(config.data.prompts.parent)
+        lines = (json.dumps({"prompt": text}) + "\n" for text in texts)
+        write_file(config.data.prompts, "".join(lines).encode())
+    if config.model.path is not None and not config.model.path.exists():
+        write_model(model, config.model.path)
+
+
+@dataclass
+class Heard:
+    """What a run has said so far."""
+
+    steps: dict[int, Record]
+    """Of the learner, by number."""
+    readings: dict[str, list[Record]]
+    """Of each actor, in order of time."""
+
+    @classmethod
+    def of(cls, run: RunDirectory) -> Self:
+        """Read the run's record."""
+        heard = cls({}, {})
+        for record in read_records(run.metrics):
+            if record.get("train/stage") == "rl":
+                heard.steps[whole(record, "step")] = record
+            elif "engine/busy_s" in record:
+                heard.readings.setdefault(str(record["source"]), []).append(record)
+        return heard
+
+    @property
+    def step(self) -> int:
+        """The latest; 0 before the first."""
+        return max(self.steps, default=0)
+
+    def ended_s(self, step: int) -> float:
+        """When a step ended, in seconds since the epoch."""
+        return number(self.steps[step], "time_s")
+
+    def has_read_after(self, step: int) -> bool:
+        """Whether every actor has told its counters since the end of a step."""
+        last = [number(readings[-1], "time_s") for readings in self.readings.values()]
+        return bool(last) and min(last) >= self.ended_s(step)
+
+    def counted(self, name: str, turn: Turn) -> float:
+        """How much a counter grew in a turn, over all actors."""
+        span = self.ended_s(turn.first), self.ended_s(turn.last)
+        total = 0.0
+        for readings in self.readings.values():
+            times, values = ([number(r, key) for r in readings] for key in ("time_s", name))
+            began, ended = np.interp(span, times, values)
+            total += float(ended - began)
+        return total
+
+    @property
+    def engines(self) -> int:
+        """Of all actors."""
+        return sum(whole(readings[-1], "engine/count") for readings in self.readings.values())
+
+
+async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> dict[str, Json]:
+    """Measure; raises `SluiceError` when the run does not train, does not end well, or on `stop`."""
+    run = RunDirectory(config.directory, config.run)
+    given = config.directory / f"{config.run}.json"
+    await asyncio.to_thread(write_json, given, json.loads(config.model_dump_json(exclude={"bus"})))
+    local = Victim(run, ("--config", str(given)), random.Random(0))
+    turns: list[Turn] = []
+    try:
+        await local.start()
+        for mode in MODES * plan.rounds:
+            turns.append(await _turn(local, config, plan, mode, begins=not turns))
+            if stop.is_set():
+                raise SluiceError("stopped before everything was measured")
+        heard = await _until(local, lambda heard: heard.has_read_after(turns[-1].last))
+        await local.end()
+    finally:
+        await local.kill()
+    return await asyncio.to_thread(_report, config, run, heard, turns)
+
+
+async def _turn(local: Victim, config: RunConfig, plan: Plan, mode: str, *, begins: bool) -> Turn:
+    """Change to the mode, let it settle, and train the steps that count."""
+    bound = config.admission.max_staleness if mode == "async" else 0
+    if not begins:
+        await asyncio.to_thread(_set_bound, local.run, bound)
+        local.terminate("storage")
+    now = (await asyncio.to_thread(Heard.of, local.run)).step
+    settled = now + bound + 2
+    heard = await _until(
+        local,
+        lambda heard: heard.step >= settled and (mode == "async" or _on_policy(heard, heard.step)),
+        START_TIMEOUT_S if begins else STEP_TIMEOUT_S,
+    )
+    turn = Turn(mode, heard.step, heard.step + plan.steps)
+    await _until(local, lambda heard: heard.step >= turn.last)
+    return turn
+
+
+def _set_bound(run: RunDirectory, max_staleness: int) -> None:
+    """What storage reads when it starts again."""
+    config = json.loads(run.config.read_text())
+    config["admission"]["max_staleness"] = max_staleness
+    write_json(run.config, config)
+
+
+async def _until(local: Victim, found: Callable[[Heard], bool], timeout_s: float = STEP_TIMEOUT_S) -> Heard:
+    """What the run has said when it is `found`. Raises `SluiceError` after `timeout_s` without a step."""
+    deadline, step = time.monotonic() + timeout_s, -1
+    while True:
+        local.refuse_end()
+        heard = await asyncio.to_thread(Heard.of, local.run)
+        if found(heard):
+            return heard
+        if heard.step > step:
+            step, deadline = heard.step, time.monotonic() + (timeout_s if step < 0 else STEP_TIMEOUT_S)
+        if time.monotonic() > deadline:
+            raise SluiceError(f"no step after {step} for {timeout_s:g} s: see {local.log}, {local.run.logs}")
+        await asyncio.sleep(POLL_S)
+
+
+def _on_policy(heard: Heard, step: int) -> bool:
+    """Whether it and the step before were: what began under another bound is over."""
+    return all(earlier in heard.steps and _staleness(heard, earlier) == 0 for earlier in (step - 1, step))
+
+
+def _staleness(heard: Heard, step: int) -> float:
+    return number(heard.steps[step], "staleness/max_versions")
+
+
+# --- the report ---
+
+
+def _report(config: RunConfig, run: RunDirectory, heard: Heard, turns: Sequence[Turn]) -> dict[str, Json]:
+    if missing := set(_steps(turns)) - set(heard.steps):
+        raise SluiceError(f"{run.metrics} lacks steps {sorted(missing)}: was a process killed?")
+    rates = {mode: [_rate(heard, turn) for turn in turns if turn.mode == mode] for mode in MODES}
+    modes = {mode: _mode(config, heard, [turn for turn in turns if turn.mode == mode]) for mode in MODES}
+    asynchronous, synchronous = (modes[mode] for mode in MODES)
+    busiest = max(asynchronous["learner_busy_s_per_step"], asynchronous["engine_busy_s_per_step"])
+    states = [state for state, _ in states_of(run.ledger).values()]
+    admission = config.admission
+    return {
+        "ratios": {
+            "async_over_sync": median(a / s for a, s in zip(rates["async"], rates["sync"], strict=True)),
+            "learner_idle": asynchronous["learner_idle"],
+            "engine_idle": asynchronous["engine_idle"],
+        },
+        "limits": LIMITS,
+        "limited_by": {
+            "async_over_sync": "the busier side: `bound` is the ratio if that one never waited",
+            "learner_idle": "where the engine is the busier side, the learner waits for it",
+            "engine_idle": "where the learner is, the bound on staleness stops the engine",
+        },
+        "bound": synchronous["step_s"] / busiest,
+        "modes": {mode: dict(figures) for mode, figures in modes.items()},
+        "account": {
+            **account(
+                run,
+                shards=config.replay.shards,
+                samples=admission.samples_per_prompt,
+                max_staleness=admission.max_staleness,
+            ),
+            "rejected": states.count("rejected") * admission.samples_per_prompt,
+        },
+        "absolute": {
+            "async_over_sync_tokens": asynchronous["trained_tokens_per_s"]
+            / synchronous["trained_tokens_per_s"],
+            "turns": [[turn.mode, turn.first, turn.last, _rate(heard, turn)] for turn in turns],
+            "engines": heard.engines,
+            "requests_at_most": _slots(config, heard),
+            "max_staleness": admission.max_staleness,
+            "trajectories_per_step": admission.groups_per_step * admission.samples_per_prompt,
+        },
+    }
+
+
+def _rate(heard: Heard, turn: Turn) -> float:
+    """Trajectories trained per second."""
+    return _summed(heard, "train/trajectories", [turn]) / _wall_s(heard, [turn])
+
+
+def _mode(config: RunConfig, heard: Heard, turns: Sequence[Turn]) -> dict[str, float]:
+    """The figures of all turns of one mode."""
+    wall_s = _wall_s(heard, turns)
+    steps = sum(turn.last - turn.first for turn in turns)
+    waited_s = _summed(heard, "time/waiting_for_batch_s", turns)
+    busy_s, request_s, tokens = (
+        sum(heard.counted(f"engine/{name}", turn) for turn in turns)
+        for name in ("busy_s", "request_s", "tokens")
+    )
+    return {
+        "steps": steps,
+        "step_s": wall_s / steps,
+        "trajectories_per_s": _summed(heard, "train/trajectories", turns) / wall_s,
+        "trained_tokens_per_s": _summed(heard, "train/tokens", turns) / wall_s,
+        "generated_tokens_per_s": tokens / wall_s,
+        "learner_idle": waited_s / wall_s,
+        "engine_idle": 1 - busy_s / (wall_s * heard.engines),
+        "slots_idle": 1 - request_s / (wall_s * _slots(config, heard)),
+        "learner_busy_s_per_step": (wall_s - waited_s) / steps,
+        "engine_busy_s_per_step": busy_s / heard.engines / steps,
+        "publish_stall_s_per_step": _summed(heard, "time/publish_stall_s", turns) / steps,
+        "staleness_max": max(_staleness(heard, step) for step in _steps(turns)),
+        "staleness_mean": _summed(heard, "staleness/mean_versions", turns) / steps,
+    }
+
+
+def _slots(config: RunConfig, heard: Heard) -> int:
+    """Requests that all engines may have at once."""
+    fleet, engine = config.actors.fleet, config.actors.engine
+    own = engine.slots if isinstance(engine, EmbeddedEngineConfig) else fleet.requests_per_engine
+    return heard.engines * min(own, fleet.requests_per_engine)
+
+
+def _steps(turns: Iterable[Turn]) -> list[int]:
+    return [step for turn in turns for step in range(turn.first + 1, turn.last + 1)]
+
+
+def _summed(heard: Heard, name: str, turns: Iterable[Turn]) -> float:
+    return sum(number(heard.steps[step], name) for step in _steps(turns))
+
+
+def _wall_s(heard: Heard, turns: Iterable[Turn]) -> float:
+    return sum(heard.ended_s(turn.last) - heard.ended_s(turn.first) for turn in turns)

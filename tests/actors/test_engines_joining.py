@@ -1,0 +1,153 @@
+"""Servers that join an actor's fleet while it works, and leave it, over the bus."""
+
+import asyncio
+import json
+
+import pytest
+
+from actors.config import SglangEngineConfig
+from actors.engines.fleet import Fleet
+from actors.engines.fleet_config import FleetConfig
+from actors.engines.joining import EngineDesk, attached_builds, subject_of
+from actors.engines.scripted import ScriptedEngine
+from bus.errors import BusError, ConfigError
+from bus.messages import Status
+from bus.requests import Done, EngineChange
+from launch.config import validate
+from launch.engines import change_engine, list_engines
+from tests.actors.sglang_stand_in import TOKEN, StandIn
+from tests.actors.test_sglang_attached import STATE
+from tests.actors.tiny import request
+
+pytestmark = [pytest.mark.nats]
+TIMEOUT_S = 20.0
+ACTOR = "actor-host.of.dots-7"
+
+
+@pytest.fixture
+async def servers():
+    servers = [StandIn(), StandIn()]
+    for server in servers:
+        await server.start()
+    yield servers
+    for server in servers:
+        await server.close()
+
+
+@pytest.fixture
+def model(tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    return directory
+
+
+def settings(tmp_path, **more):
+    return SglangEngineConfig(weights_directory=tmp_path / "weights", start_timeout_s=5.0, **more)
+
+
+@pytest.fixture
+async def fleet(bus, model, tmp_path):
+    """An actor's fleet of one scripted engine, with its desk on the bus."""
+
+    async def build():
+        return ScriptedEngine(lambda _: [1, 2, 3, 4])
+
+    fleet, stop = Fleet({"engine-0": build}, FleetConfig(requests_per_engine=2)), asyncio.Event()
+    await fleet.start()
+    await fleet.load_weights(STATE, 3)
+    desk = EngineDesk(bus, fleet, settings(tmp_path), model, actor=ACTOR)
+    serving = asyncio.create_task(desk.run(stop))
+    yield fleet
+    stop.set()
+    await serving
+    await fleet.close()
+
+
+async def asked(bus, action, engine):
+    change = EngineChange(action=action, engine=engine)
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            try:
+                return await bus.request(subject_of(bus, ACTOR), change, Done, timeout_s=TIMEOUT_S)
+            except BusError as error:
+                if "nobody serves" not in str(error):  # its desk is about to open
+                    raise
+                await asyncio.sleep(0.02)
+
+
+async def serves(fleet, name):
+    async with asyncio.timeout(TIMEOUT_S):
+        while fleet.engines[name]["state"] != "serving":  # noqa: ASYNC110 - a state, not an event
+            await asyncio.sleep(0.02)
+
+
+async def test_a_server_that_joins_takes_the_newest_weights_and_its_share_and_leaves_again(
+    bus, fleet, servers
+):
+    server = servers[0]
+    assert isinstance(await asked(bus, "join", server.url + "/"), Done)
+    await serves(fleet, server.url)
+    assert server.versions == ["3"]
+    answers = await asyncio.gather(*(fleet.generate(request(f"r{n}", [n], new=4)) for n in range(4)))
+    tokens = [answer.token_ids.tolist() for answer in answers]
+    assert tokens.count([TOKEN] * 4) == tokens.count([1, 2, 3, 4]) == 2
+    assert {int(version) for answer in answers for version in answer.policy_versions} == {3}
+    with pytest.raises(BusError, match="is one of this actor's engines already"):
+        await asked(bus, "join", server.url)
+    await asked(bus, "leave", server.url)
+    assert list(fleet.engines) == ["engine-0"]
+    assert (await fleet.generate(request("after", [9], new=4))).token_ids.tolist() == [1, 2, 3, 4]
+
+
+async def test_what_cannot_join_or_leave_is_refused_with_the_reason(bus, fleet, servers):
+    await servers[1].close()
+    with pytest.raises(BusError, match="no answer from an SGLang server at"):
+        await asked(bus, "join", servers[1].url)
+    with pytest.raises(BusError, match=r"no engine 'engine-9' here: there are engine-0"):
+        await asked(bus, "leave", "engine-9")
+    with pytest.raises(BusError, match="engine-0 is the only engine here"):
+        await asked(bus, "leave", "engine-0")
+    assert list(fleet.engines) == ["engine-0"]
+
+
+async def test_an_actor_attaches_to_every_url_that_it_is_given(servers, model, tmp_path):
+    config = settings(tmp_path, urls=tuple(server.url for server in servers))
+    fleet = Fleet(attached_builds(config, model), FleetConfig(requests_per_engine=1))
+    await fleet.start()
+    await fleet.load_weights(STATE, 0)
+    await asyncio.gather(*(fleet.generate(request(f"r{n}", [n], new=4)) for n in range(2)))
+    await fleet.close()
+    assert [server.said.count("generate") for server in servers] == [2, 2], "one is the probe's"
+    assert [server.versions for server in servers] == [["0"], ["0"]]
+
+
+async def test_the_command_finds_the_actor_by_what_it_says(bus, server, connect, fleet, servers):
+    async def says_what_it_has():
+        while True:
+            values = {"engines": fleet.engines}
+            status = Status(source=ACTOR, role="actor", doing="", pid=1, peak_rss_bytes=1, values=values)
+            await bus.notify(bus.subject("status", "actor"), status)
+            await asyncio.sleep(0.1)
+
+    where = validate({"run": "test", "bus": {"url": server.url}})
+    stop, url = asyncio.Event(), servers[0].url
+    with pytest.raises(ConfigError, match="no actor of run 'test' works on this bus"):
+        await list_engines(where, stop)
+    saying = asyncio.create_task(says_what_it_has())
+    try:
+        async with asyncio.timeout(60):
+            assert await change_engine(where, EngineChange(action="join", engine=url), None, stop) == ACTOR
+            await serves(fleet, url)
+            found = await list_engines(where, stop)
+            assert found[ACTOR].keys() == {"engine-0", url}
+            with pytest.raises(ConfigError, match=r"is an engine of actor-host\.of\.dots-7 already"):
+                await change_engine(where, EngineChange(action="join", engine=url), None, stop)
+            with pytest.raises(ConfigError, match=r"no actor 'other': there are actor-host"):
+                await change_engine(where, EngineChange(action="leave", engine=url), "other", stop)
+            with pytest.raises(ConfigError, match=r"which actor is to let nobody go\? none has it"):
+                await change_engine(where, EngineChange(action="leave", engine="nobody"), None, stop)
+            assert await change_engine(where, EngineChange(action="leave", engine=url), None, stop) == ACTOR
+    finally:
+        saying.cancel()
+    assert list(fleet.engines) == ["engine-0"]

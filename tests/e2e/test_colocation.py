@@ -1,0 +1,116 @@
+"""`launch local` with learner and engines taking turns on the same device: never both, whoever is killed."""
+
+import json
+import re
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import GROUPS, LONG, SAMPLES, Command, assert_whole, part, wait_for_step
+
+pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
+EVENTS = ("device_yielded", "device_taken_back", "device_held", "device_given_back")
+STEPS = 10
+
+
+def run_of(steps: int) -> tuple[str, ...]:
+    flags = [str(steps) if before == "--learner.steps" else flag for before, flag in pairwise(("", *LONG))]
+    return (*flags, "--colocation.enabled")
+
+
+def said(run: Path, part_name: str) -> list[tuple[str, str, float, int]]:
+    """What a part said of the device: event, hold, time by the host's clock, tokens sampled so far."""
+    path = run / f"logs/{part_name}.log"
+    found = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        if event := re.search(rf"\b({'|'.join(EVENTS)}) ", line):
+            values = dict(re.findall(r"(\w+)=(\S+)", line))
+            found.append((event[1], values["hold"], float(values["at_s"]), int(values.get("tokens", -1))))
+    return found
+
+
+def assert_never_both(run: Path) -> int:
+    """The engines sampled nothing from before each hold until after it; returns how many holds that were."""
+    free = []
+    for (event, _, begin, before), (_, _, end, after) in batched(said(run, "actors"), 2):
+        assert event == "device_yielded"
+        assert before == after, "tokens were sampled meanwhile"
+        free.append(
+            (begin if before else 0.0, end)
+        )  # engines that had not started wait for the end of a hold
+    holds = [at_s for event, _, at_s, _ in said(run, "learner") if event in EVENTS[2:]]
+    for held, given_back in batched(holds, 2):
+        assert any(begin < held and given_back < end for begin, end in free), (held, given_back, free)
+    return len(holds) // 2
+
+
+def batched(items, size):
+    """Pairs for size 2; what is left over is left out: a process that is killed says no more."""
+    return zip(*[iter(items)] * size, strict=False)
+
+
+def stopped_in_a_hold(launcher: Command, run: Path) -> tuple[psutil.Process, str]:
+    """The learner, standing still while it has the device, and the name of that hold."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        learner = part(launcher, "learner")
+        learner.send_signal(signal.SIGSTOP)
+        event, hold, *_ = (said(run, "learner") or [("", "")])[-1]
+        if event == "device_held":
+            return learner, hold
+        learner.send_signal(signal.SIGCONT)
+        psutil.Process(launcher.process.pid).cpu_percent(interval=0.03)
+    raise AssertionError(f"the learner never had the device:\n{launcher.said()}")
+
+
+def wait_for(condition, what: str, launcher: Command) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert launcher.process.poll() is None, launcher.said()
+        assert time.monotonic() < deadline, f"waited 120 s for {what}"
+        psutil.Process(launcher.process.pid).cpu_percent(interval=0.1)
+
+
+def test_the_learner_trains_while_the_engines_stand_still_and_only_then(tmp_path: Path):
+    launcher = Command(tmp_path, "local", *run_of(STEPS), "--colocation.lapse-s", "60")
+    run = tmp_path / "runs/sort"
+    try:
+        assert launcher.wait(300) == 0, launcher.said()
+    finally:
+        launcher.kill()
+    assert_whole(run, STEPS, GROUPS, SAMPLES)
+    assert assert_never_both(run) >= STEPS
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert sum("time/waiting_for_device_s" in row for row in rows if row.get("train/stage") == "rl") == STEPS
+    assert "engine_lost" not in (run / "logs/actors.log").read_text(), "resting is no failure"
+
+
+def test_the_engines_go_on_when_the_learner_falls_silent_while_it_has_the_device(tmp_path: Path):
+    launcher = Command(tmp_path, "local", *run_of(2000), "--colocation.lapse-s", "5")
+    run = tmp_path / "runs/sort"
+
+    def taken_back():
+        return any(event == "device_taken_back" and name == hold for event, name, *_ in said(run, "actors"))
+
+    try:
+        wait_for_step(launcher, run, 3, timeout_s=240)
+        learner, hold = stopped_in_a_hold(launcher, run)
+        wait_for(taken_back, "the engines to go on", launcher)
+        assert "learner_silent" in (run / "logs/actors.log").read_text()
+        rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        reached = max(row["step"] for row in rows if row.get("train/stage") == "rl")
+        learner.kill()
+        wait_for_step(launcher, run, reached + 4, timeout_s=240)
+        part(launcher, "actors").kill()
+        wait_for_step(
+            launcher, run, reached + 12, timeout_s=240
+        )  # more than there are batches without actors
+        assert launcher.stop(150) == 0, launcher.said()
+    finally:
+        launcher.kill()
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["accounted"]
+    assert summary["max_staleness_seen"] <= summary["max_staleness_allowed"]

@@ -1,0 +1,37 @@
+"""A learner that leaves its device to others between two steps."""
+
+import pytest
+import torch
+
+from learner.config import OptimizerConfig, TISLoss
+from learner.packing import pack
+from learner.room import make_room, take_room
+from learner.trainer import Trainer
+from tests.learner.tiny import hf_state, random_samples, tiny_model
+
+
+def gradient_bytes(trainer: Trainer) -> int:
+    return sum(
+        buffer.grad_data.untyped_storage().nbytes() for chunk in trainer.ddp for buffer in chunk.buffers
+    )
+
+
+@pytest.mark.parametrize("offload", [0.0, 1.0])
+def test_steps_are_the_same_though_the_gradients_gave_way_between_them(offload):
+    model = tiny_model()
+    optimizer = OptimizerConfig(lr=1e-2, offload=offload)
+    kept, yielding = (Trainer(model.config, hf_state(model), optimizer) for _ in range(2))
+    for step in range(3):
+        batches = pack(random_samples([5, 17, 2, 32], seed=step), 40)
+        for trainer in (kept, yielding):
+            result = trainer.train_step(batches, TISLoss(), temperature=1.0, policy_version=3)
+            assert not result.skipped
+            if trainer is yielding:
+                before = gradient_bytes(trainer)
+                make_room(trainer.ddp)
+                assert (before > 0, gradient_bytes(trainer)) == (True, 0)
+                make_room(trainer.ddp)  # once more does no harm
+        exported = yielding.export()
+        assert all(torch.equal(exported[name], tensor) for name, tensor in kept.export().items())
+    take_room(yielding.ddp)
+    assert gradient_bytes(yielding) == gradient_bytes(kept)
