@@ -58,8 +58,10 @@ class EmbeddedEngineConfig(Config):
     close_timeout_s: float = Field(30.0, gt=0)
     """How long closing waits for the decode step under way."""
 
-    routed_experts: Literal[False] = False
-    """This engine does not record where tokens were routed: the sglang engine does."""
+    @property
+    def routed_experts(self) -> bool:
+        """It does not record where tokens were routed: the sglang engine does."""
+        return False
 
 
 class SglangEngineConfig(Config):

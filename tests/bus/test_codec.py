@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import bus
 from bus.codec import MAX_DEPTH, Message, decode, encode
+from bus.devices import DeviceHold, DeviceUser
 from bus.errors import SchemaError
 from bus.messages import (
     AnchorWanted,
@@ -96,6 +97,8 @@ EXAMPLES = (
     BlobAsked(blob=BLOB),
     BlobOffer(url="http://10.0.0.1:8000"),
     EngineChange(action="join", engine="http://10.0.0.1:30000"),
+    DeviceHold(incarnation="a1", number=3, host="6f1c", held=True),
+    DeviceUser(actor="a-1", host="6f1c", yielded_to="a1.3"),
     AnchorWanted(incarnation="a1", policy_version=7, reason="chunk 1 of 3 is not on the bus"),
     make_lease(3),
     make_trajectory(3, 1),

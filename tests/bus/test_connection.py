@@ -274,7 +274,10 @@ async def test_connection_outlives_a_restart_of_the_server_and_says_so_once(serv
         await asyncio.sleep(0.6)  # an outage of several attempts to reconnect
         await server.start()
         assert await bus.request("test.ask", ASK, Done, timeout_s=5) == Done()
-    assert await bus.get("k", Done) is not None
+        assert await bus.get("k", Done) is not None
+        async with asyncio.timeout(10):
+            while not any(log["event"] == "bus_reconnected" for log in logs):  # noqa: ASYNC110  # said later
+                await asyncio.sleep(0.01)
     assert [log["event"] for log in logs].count("bus_reconnected") == 1
     assert len(logs) <= 4  # each reason once
 
