@@ -86,9 +86,10 @@ class SglangEngineConfig(Config):
     environment: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the server."""
 
-    update: Literal["disk", "tensor"] = "disk"
+    update: Literal["disk", "tensor", "group"] = "disk"
     """How weights get there: `disk` through files in `weights_directory`, which the server must see too;
-    `tensor` in the body of requests, slower, for a server on another host."""
+    `tensor` in the body of requests, slower, for a server on another host; `group` from the learner itself,
+    over NCCL or gloo, for a server in its cluster."""
 
     pause: Literal["in_place", "retract", "drain"] = "in_place"
     """What an update does to generations in flight. `in_place`: they go on with what they computed before.
@@ -120,6 +121,11 @@ class SglangEngineConfig(Config):
 
     health_timeout_s: float = Field(30.0, gt=0)
     """A server that twice does not answer in this time is taken for dead: the fleet builds another engine."""
+
+    @property
+    def in_files(self) -> bool:
+        """Whether weights that this host has get to the server in files."""
+        return self.update == "disk" or (self.update == "group" and not self.attached)
 
     @model_validator(mode="after")
     def _attached_servers_are_not_ours(self) -> Self:

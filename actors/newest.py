@@ -1,20 +1,17 @@
 """Of the versions that are announced the newest wins, wherever the one before it has got to."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
 
 from bus.messages import PolicyManifest
-from storage.weights import HostTensor, Weights
 
+T = TypeVar("T")
 CANCEL_S = 5.0
 """A fetch that does not end in this time is asked to again."""
-Receive = Callable[[PolicyManifest], Awaitable[Weights | None]]
-"""Fetches the weights of a version; `None` where they cannot be had now."""
-Load = Callable[[Mapping[str, HostTensor], int], Awaitable[None]]
-"""Has an engine take the tensors that differ from those of the call before."""
 
 
-class Newest:
+class Newest(Generic[T]):
     """Fetches one version at a time and loads another meanwhile.
 
     A version that is announced while an older one is fetched waits for that: it is what deltas lead on from,
@@ -23,7 +20,16 @@ class Newest:
     With `loads_at_once` above 1 a load does not wait for the one before, for an engine that goes on with
     the newer one where it has not taken the older."""
 
-    def __init__(self, receive: Receive, load: Load, *, loads_at_once: int) -> None:
+    def __init__(
+        self,
+        receive: Callable[[PolicyManifest], Awaitable[T | None]],
+        load: Callable[[T], Awaitable[bool]],
+        *,
+        loads_at_once: int,
+    ) -> None:
+        """`receive` fetches a version, `None` where it cannot be had now. `load` has an engine take it.
+
+        `load` is called in the order of the fetches; False where the version is to be fetched again."""
         self.announced: PolicyManifest | None = None
         self.fetched: PolicyManifest | None = None
         self.news = asyncio.Event()
@@ -31,13 +37,11 @@ class Newest:
         self._receive = receive
         self._load = load
         self._slots = asyncio.Semaphore(loads_at_once)
-        self._weights: Weights | None = None
+        self._weights: T | None = None
         """Of `fetched`."""
         self._aim: PolicyManifest | None = None
         """What is being fetched."""
         self._fetching: asyncio.Task[None] | None = None
-        self._given: Mapping[str, bytes] = {}
-        """Digests of the tensors that the engine was given last."""
 
     def hear(self, manifest: PolicyManifest) -> None:
         """Take note of an announcement, unless the same learner has announced a later version."""
@@ -86,8 +90,8 @@ class Newest:
             if manifest is None or weights is None:
                 return
             self._weights = None  # loaded once
-            changed, self._given = weights.changed_since(self._given), weights.digests
-            await self._load(changed, manifest.policy_version)
+            if not await self._load(weights) and self.fetched is manifest:
+                self.fetched = None
 
 
 def _same_weights(one: PolicyManifest, other: PolicyManifest | None) -> bool:

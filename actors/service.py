@@ -78,7 +78,8 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
                 await open_parts.enter_async_context(turns.taken())
             if not await _started(bus, engine, stop):
                 return
-            follower = PolicyFollower(bus, engine, blobs, loads_at_once=2)
+            from_learner = getattr(settings.actors.engine, "update", "") == "group"
+            follower = PolicyFollower(bus, engine, blobs, loads_at_once=2, from_learner=from_learner)
             worker = Worker(
                 bus,
                 Policy(

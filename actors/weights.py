@@ -9,17 +9,18 @@ from pathlib import Path
 import structlog
 import torch
 
-from actors.engines.base import Engine
+from actors.engines.base import Engine, TakesPublished
+from actors.engines.published import Published
 from actors.newest import Newest
 from actors.received import Receiver, torch_tensors
 from bus.blobs import get_blob
 from bus.codec import decode
 from bus.connection import Bus
-from bus.errors import BusError, ConfigError, StorageError
+from bus.errors import BusError, ConfigError, StorageError, WeightsKeptError
 from bus.messages import AnchorWanted, BlobRef, ModelFiles, PolicyManifest
 from storage.blob_sources import Blobs, BlobSource
 from storage.model_files import unbundle
-from storage.weights import HostTensor, Weights
+from storage.weights import Weights
 
 log = structlog.get_logger()
 POLL_S = 1.0
@@ -74,16 +75,31 @@ class PolicyFollower:
     """Keeps one engine at the latest version it can get; in between versions are skipped."""
 
     def __init__(
-        self, bus: Bus, engine: Engine, blobs: BlobSource | None = None, *, loads_at_once: int = 1
-    ) -> None:
-        """`loads_at_once` above 1 is for an engine in which a later call supersedes one at work."""
+        self, bus: Bus, engine: Engine, blobs: BlobSource | None = None, *,
+        loads_at_once: int = 1, from_learner: bool = False,
+    ) -> None:  # fmt: skip
+        """Follow with `engine`, which takes the tensors from here.
+
+        Args:
+            bus: the run's.
+            engine: started, or about to be.
+            blobs: where what is announced comes from; the bus without it.
+            loads_at_once: above 1 for an engine in which a later call supersedes one at work.
+            from_learner: the engine is `TakesPublished`: the learner itself sends it what is announced."""
         self.pause_s = 0.0
         """Seconds generation stood still for the latest swap."""
         self._bus = bus
         self._engine = engine
         self._swapped = asyncio.Condition()
         self._receiver = Receiver(blobs or Blobs(bus))
-        self._newest = Newest(self._receive, self._load, loads_at_once=loads_at_once)
+        self._receiving = asyncio.Lock()
+        self._given: Mapping[str, bytes] = {}
+        """Digests of the tensors that the engine was given last."""
+        self._newest: Newest[Weights] | Newest[Published] = (
+            Newest(self._announce, self._have_sent, loads_at_once=loads_at_once)
+            if from_learner
+            else Newest(self._receive, self._load, loads_at_once=loads_at_once)
+        )
         self._failed: tuple[PolicyManifest | None, float] = None, 0.0
         """What could not be had, and until when not to try it again."""
 
@@ -123,21 +139,55 @@ class PolicyFollower:
             await self._swapped.wait_for(lambda: self._engine.policy_version >= policy_version)
 
     async def _receive(self, manifest: PolicyManifest) -> Weights | None:
-        tried, until = self._failed
-        if manifest == tried and time.monotonic() < until:
+        if self._refused(manifest):
             return None
         try:
             return await self._receiver.advance(manifest)
         except (BusError, StorageError) as error:  # the old version goes on meanwhile
-            log.warning("weights_not_fetched", policy_version=manifest.policy_version, reason=str(error))
-            await self._ask_for_anchor(manifest, str(error))
+            await self._not_had(manifest, error)
             return None
 
-    async def _load(self, changed: Mapping[str, HostTensor], policy_version: int) -> None:
-        self.pause_s = await self._engine.load_weights(torch_tensors(changed), policy_version)
-        log.debug("weights_swapped", policy_version=policy_version, pause_s=round(self.pause_s, 4))
+    async def _load(self, weights: Weights) -> bool:
+        changed, self._given = weights.changed_since(self._given), weights.digests
+        pause_s = await self._engine.load_weights(torch_tensors(changed), weights.policy_version)
+        await self._loaded(weights.policy_version, pause_s)
+        return True
+
+    async def _announce(self, manifest: PolicyManifest) -> Published | None:
+        return None if self._refused(manifest) else Published(self._bus, manifest, self._fetched)
+
+    async def _have_sent(self, published: Published) -> bool:
+        """Have the engine take what the learner sends; False where there was no way."""
+        engine = self._engine
+        if not isinstance(engine, TakesPublished):
+            raise TypeError(f"{type(engine).__name__} takes weights from its host only")
+        try:
+            pause_s = await engine.load_published(published)
+        except WeightsKeptError as error:
+            await self._not_had(published.manifest, error)
+            return False
+        await self._loaded(published.policy_version, pause_s)
+        return True
+
+    async def _fetched(self, manifest: PolicyManifest) -> Mapping[str, torch.Tensor]:
+        """The tensors, for engines that the learner could not send them to."""
+        async with self._receiving:
+            return torch_tensors((await self._receiver.advance(manifest)).tensors)
+
+    async def _loaded(self, policy_version: int, pause_s: float) -> None:
+        self.pause_s = pause_s
+        log.debug("weights_swapped", policy_version=policy_version, pause_s=round(pause_s, 4))
         async with self._swapped:
             self._swapped.notify_all()
+
+    def _refused(self, manifest: PolicyManifest) -> bool:
+        """Whether exactly this was tried a moment ago, in vain."""
+        tried, until = self._failed
+        return manifest == tried and time.monotonic() < until
+
+    async def _not_had(self, manifest: PolicyManifest, error: Exception) -> None:
+        log.warning("weights_not_fetched", policy_version=manifest.policy_version, reason=str(error))
+        await self._ask_for_anchor(manifest, str(error))
 
     async def _ask_for_anchor(self, manifest: PolicyManifest, reason: str) -> None:
         """The learner answers with a whole snapshot, unless a later version has come meanwhile."""

@@ -48,6 +48,10 @@ class RequestRefusedError(EngineError):
     """An engine can never serve this request, and is well: it does not fit, or its id is in use."""
 
 
+class WeightsKeptError(EngineError):
+    """New weights could not be had: the engine is well, and goes on with those it has."""
+
+
 class EngineLostError(EngineError):
     """No engine is left to generate: this process cannot go on, its work is another's."""
 

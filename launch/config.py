@@ -272,6 +272,12 @@ def _check_colocation(config: RunConfig) -> None:
             "its memory for the learner: leave out one of them, or start that actor with "
             "--colocation.no-enabled"
         )
+    if getattr(engine, "update", "") == "group":
+        raise ConfigError(
+            'colocation.enabled with actors.engine.update="group": an engine takes its device back with '
+            "weights that its host holds, which then holds none: set actors.engine.update=disk, or leave out "
+            "colocation.enabled"
+        )
     server = {name.replace("-", "_"): value for name, value in getattr(engine, "server", {}).items()}
     if str(server.get("enable_memory_saver", True)).lower() == "false":
         raise ConfigError(

@@ -324,6 +324,10 @@ class PublicationConfig(Config):
     threads: int = Field(1, ge=1)
     """CPU threads that compare, compress and hash, beside training."""
 
+    broadcast_timeout_s: float = Field(120.0, gt=0)
+    """How long an engine with `update = "group"` may take to join the learner's group, and to take a version,
+    before it is left to fetch that by the transport."""
+
     transport: TransportConfig = BusTransport()
     """The way that the bytes take; what is announced goes over the bus."""
 

@@ -62,6 +62,10 @@ class WeightPublisher:
         self._answer_given = -1, 0.0
         """The version that an anchor was stored of on demand, and until when not again."""
 
+    def announced(self) -> Weights | None:
+        """The weights announced last; their tensors stay as they are until others are announced."""
+        return self._weights
+
     async def start(self, model: Path) -> None:
         """Take over from the learner before, store config and tokenizer, and listen for who lacks weights."""
         await self._store.start()

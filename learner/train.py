@@ -16,6 +16,7 @@ from bus.requests import BatchLease
 from bus.status import report_status
 from learner import lineage
 from learner.batches import StepBatch
+from learner.broadcast import Broadcaster
 from learner.commands import Begin
 from learner.conversion.files import save_hf_directory
 from learner.device import Device
@@ -55,27 +56,24 @@ class Learner:
         publication = settings.learner.publication
         store = blob_store(bus, publication.transport, settings.export.parent / "weights")
         self._weights = WeightPublisher(bus, store, publication, incarnation=incarnation)
+        limit_s, announced = publication.broadcast_timeout_s, self._weights.announced
+        self._broadcaster = Broadcaster(bus, announced, incarnation=incarnation, timeout_s=limit_s)
         self._device = Device(
-            bus,
-            settings.colocation,
-            incarnation=incarnation,
-            make_room=world.make_room,
-            on_wait=self._on_wait,
-        )
+            bus, settings.colocation,
+            incarnation=incarnation, make_room=world.make_room, on_wait=self._on_wait,
+        )  # fmt: skip
         self._heldout = HeldOut(bus, incarnation, self._on_evaluation)
         self._publishing: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[BatchLease] | None = None
         self._saving: tuple[int, dict[str, Any]] | None = None
         """Step and progress of the checkpoint that is being written."""
         self._background: set[asyncio.Task[None]] = set()
-        self._doing = "starting"
-        self._waiting_for = ""
+        self._doing, self._waiting_for = "starting", ""
         self._tokens_per_s = 0.0
 
     async def run(self) -> None:
         """Train until the configured end, or until `stop`; either way the state is saved."""
-        stop = self._stop
-        finished = asyncio.Event()
+        stop, finished = self._stop, asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
                 report_status(self._bus, source="learner", role="learner", look=self._look, stop=finished)
@@ -93,6 +91,7 @@ class Learner:
                 finished.set()
                 if self._fetching is not None:
                     self._fetching.cancel()
+                await self._broadcaster.close()
                 await self._weights.close()
 
     async def _join(self) -> None:
@@ -104,6 +103,7 @@ class Learner:
             raise ConfigError("learner.target_accuracy needs held-out prompts: set data.heldout or data.task")
         await refuse_other_history(self.progress, self._settings.lineage, self._reader.given)
         await self._weights.start(self._settings.model_directory)
+        await self._broadcaster.start()
         await self._reader.resumed(self.progress.step)
         await self._publish()
         await self._published()

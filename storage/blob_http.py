@@ -49,7 +49,7 @@ class BlobServer:
                 f"another, or 0 for any that is free"
             ) from error
         chosen = self._runner.addresses[0][1]
-        return self._config.advertise or f"http://{_own_address(bus, host)}:{chosen}"
+        return self._config.advertise or f"http://{own_address(bus, host)}:{chosen}"
 
     async def close(self) -> None:
         """Serve no longer."""
@@ -121,7 +121,7 @@ async def download(url: str, ref: BlobRef) -> bytes | bytearray:
     return await asyncio.to_thread(checked, ref, data)
 
 
-def _own_address(bus: Bus, host: str) -> str:
+def own_address(bus: Bus, host: str) -> str:
     """The address of this host that others see, where `host` does not name one."""
     if host not in ("0.0.0.0", "::", ""):
         return host

@@ -12,6 +12,8 @@ from bus.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
+    from actors.engines.published import Published
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -125,6 +127,16 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop and release; requests in flight raise EngineError."""
+
+
+@runtime_checkable
+class TakesPublished(Protocol):
+    """An engine to which the learner itself can send what it announced: nobody else needs to have it."""
+
+    async def load_published(self, published: "Published") -> float:
+        """As `load_weights`, by the announcement alone: have the learner send it, or else have it fetched.
+
+        A later version of the same learner is as good. Raises WeightsKeptError when there was no way."""
 
 
 @runtime_checkable

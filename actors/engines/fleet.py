@@ -15,6 +15,7 @@ from actors.engines.base import Generation, GenerationRequest
 from actors.engines.fleet_config import FleetConfig
 from actors.engines.host_weights import HostWeights
 from actors.engines.member import Build, Member
+from actors.engines.published import Published
 from actors.engines.ticket import Ticket
 from bus.codec import Json
 from bus.errors import EngineError, EngineLostError, RequestRefusedError
@@ -171,6 +172,20 @@ class Fleet:
             ]
         self._refuse_when_ended()
         return max((update.result() for update in updates), default=0.0)
+
+    async def load_published(self, published: Published) -> float:
+        """As `load_weights`, of which each engine gets the tensors from the learner.
+
+        Raises `WeightsKeptError` when an engine could not, and goes on with those it has."""
+        self._refuse_when_ended()
+        self._weights = self._weights.followed_by_published(published)
+        serving = [member for member in self._members.values() if member.state == "serving"]
+        updates = await asyncio.gather(*map(self._update, serving), return_exceptions=True)
+        self._refuse_when_ended()
+        for result in updates:
+            if isinstance(result, BaseException):
+                raise result
+        return max((seconds for seconds in updates if isinstance(seconds, float)), default=0.0)
 
     async def release(self) -> None:
         """Leave the device to others until `resume`: engines hand out their tokens and free it, none starts.

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from actors.engines.base import Engine, TakesPublished
+from actors.engines.published import Published
+
 if TYPE_CHECKING:
     import torch
 
@@ -21,11 +24,30 @@ class HostWeights:
     """All tensors, by Hugging Face name."""
     changed: Mapping[str, "torch.Tensor"] = field(default_factory=dict)
     """Those that differ from the update before."""
+    published: Published | None = None
+    """An announcement in place of the tensors: each engine has the learner send them."""
 
     def followed_by(self, state: Mapping[str, "torch.Tensor"], policy_version: int) -> "HostWeights":
         """The next update; `state` holds all tensors, or those that changed since this one."""
         full = {**self.full, **state}
         return HostWeights(self.serial + 1, policy_version, full=full, changed=state)
+
+    def followed_by_published(self, published: Published) -> "HostWeights":
+        """The next update, of which only the announcement is here."""
+        return HostWeights(self.serial + 1, published.policy_version, published=published)
+
+    async def load_into(self, engine: Engine, serial: int) -> float:
+        """Update an engine that has the update `serial`; return the seconds generation stood still."""
+        if self.published is None:
+            return await engine.load_weights(self.since(serial), self.policy_version)
+        if not isinstance(engine, TakesPublished):
+            raise TypeError(f"{type(engine).__name__} takes weights from its host only")
+        return await engine.load_published(self.published)
+
+    def are_in(self, engine: Engine) -> bool:
+        """Whether the engine says so; what the learner sent it may be of a later version."""
+        later = self.published is not None and engine.policy_version > self.policy_version
+        return later or engine.policy_version == self.policy_version
 
     def since(self, serial: int) -> Mapping[str, "torch.Tensor"]:
         """What an engine that has the update `serial` lacks."""

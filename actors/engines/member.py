@@ -6,28 +6,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-import numpy as np
 import structlog
 
-from actors.engines.base import (
-    NOTHING,
-    Engine,
-    Generation,
-    GenerationRequest,
-    HealthChecked,
-    InterruptedGenerationError,
-)
+from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked
 from actors.engines.fleet_config import FleetConfig
 from actors.engines.host_weights import HostWeights
 from actors.engines.occupancy import Occupancy
+from actors.engines.pieces import left_of, sound
 from actors.engines.resting import Turn
 from actors.engines.ticket import Ticket
 from actors.engines.waiting import bounded, first, hear, set_within, unless
-from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError
+from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError, WeightsKeptError
 
 log = structlog.get_logger()
 Build = Callable[[], Awaitable[Engine]]
 """Makes an engine that was not started yet."""
+WEIGHTS_AGAIN_S = 2.0
+"""Until an engine without weights looks for them again."""
 State = Literal["starting", "serving", "resting", "stopping", "waiting", "given up", "left"]
 
 
@@ -198,7 +193,7 @@ class Member:
     async def update(self) -> float:
         """Load the newest weights unless it has them; return the seconds generation stood still.
 
-        An engine that cannot has failed, and returns 0."""
+        An engine that cannot has failed, and returns 0. Raises `WeightsKeptError` when there were none."""
         life, seconds = self._life, 0.0
         if life is None or self.state != "serving":  # one that starts takes the newest by itself
             return seconds
@@ -206,6 +201,8 @@ class Member:
             async with life.update:
                 if not life.gone.is_set() and life.serial != self._weights().serial:
                     seconds = await self._load(life)
+        except WeightsKeptError:  # it serves on; who wants the update asks again
+            raise
         except Exception as error:  # noqa: BLE001  # of this engine alone, whatever it is; the limit makes it loud
             if life is self._life:
                 self.fail(f"new weights: {_said(error)}")
@@ -269,14 +266,21 @@ class Member:
 
     async def _load_newest(self, life: _Life) -> None:
         while not self._out.is_set() and life.serial != self._weights().serial:
-            await unless(self._out, self._load(life))
+            await unless(self._out, self._load_patiently(life))
+
+    async def _load_patiently(self, life: _Life) -> None:
+        try:
+            await self._load(life)
+        except WeightsKeptError as error:  # the learner may be starting again
+            log.warning("weights_not_to_be_had", engine=self.name, reason=str(error))
+            await set_within(self._out, WEIGHTS_AGAIN_S)
 
     async def _load(self, life: _Life) -> float:
         weights = self._weights()
-        loading = life.engine.load_weights(weights.since(life.serial), weights.policy_version)
+        loading = weights.load_into(life.engine, life.serial)
         async with bounded(self._config.update_timeout_s, f"{self.name} did not load its weights"):
             seconds = await unless(life.gone, loading)
-        if life.engine.policy_version != weights.policy_version:
+        if not weights.are_in(life.engine):
             raise EngineError(
                 f"{self.name} says it has version {life.engine.policy_version} "
                 f"after version {weights.policy_version} was loaded"
@@ -322,13 +326,13 @@ class Member:
                 if not task.done():
                     self.fail(f"it goes on with {request.request_id} though that was aborted")
                     await life.gone.wait()  # `_take_down` bounds this
-            piece = _sound(request, task.result()) if task.done() else NOTHING
+            piece = sound(request, task.result()) if task.done() else NOTHING
             life.errors = 0
         except RequestRefusedError:
             raise
         except EngineError as error:
             await self._doubt(life, str(error))
-            return _partial(request, error)
+            return left_of(request, error)
         else:
             return piece
         finally:
@@ -383,27 +387,3 @@ class Member:
 
 def _said(error: Exception) -> str:
     return str(error) if isinstance(error, SluiceError) else repr(error)
-
-
-def _partial(request: GenerationRequest, error: EngineError) -> Generation:
-    """What is known of the tokens of a request that failed."""
-    if not isinstance(error, InterruptedGenerationError):
-        return NOTHING
-    try:
-        return _sound(request, error.partial)
-    except EngineError as unsound:
-        log.warning("tokens_not_kept", reason=str(unsound))
-        return NOTHING
-
-
-def _sound(request: GenerationRequest, generation: Generation) -> Generation:
-    """Raise EngineError for a generation that is none."""
-    lengths = [len(generation.token_ids), len(generation.logprobs), len(generation.policy_versions)]
-    if len(set(lengths)) > 1 or lengths[0] > request.sampling.max_new_tokens:
-        raise EngineError(
-            f"{request.request_id}: {lengths} tokens, log-probs and versions, where "
-            f"{request.sampling.max_new_tokens} at most were asked for"
-        )
-    if not np.isfinite(generation.logprobs).all():
-        raise EngineError(f"{request.request_id}: a log-prob is not finite")
-    return generation

@@ -2,11 +2,7 @@
 
 import asyncio
 import time
-import uuid
 from collections.abc import Awaitable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,37 +11,22 @@ import torch
 
 from actors.config import SglangEngineConfig
 from actors.engines.base import NOTHING, Generation, GenerationRequest, InterruptedGenerationError
+from actors.engines.published import Published
 from actors.engines.routing import Routing
 from actors.engines.sglang_client import ServerFacts, SglangClient, UnreachableError
+from actors.engines.sglang_flights import Flight, Flights
+from actors.engines.sglang_loading import Load, Loading
 from actors.engines.sglang_server import AttachedServer, OwnServer, Server
 from actors.engines.sglang_stream import Streamed
-from actors.engines.sglang_weights import HeldWeights, buckets
+from actors.engines.sglang_weights import HeldWeights
 from bus.errors import ConfigError, EngineError, RequestRefusedError
 
 log = structlog.get_logger()
 T = TypeVar("T")
-ABORT_AGAIN_S = 0.5
-"""An abort that overtakes its request is not heard: it is said until the request ends."""
 DYING_S = 1.0
 """Between a broken connection and the end of the process it led to."""
-AT_LEAST_S = 0.01
-"""0 would be no limit."""
 FAILED_LOOKS = 2
 """So many health checks in a row take a server for dead."""
-
-
-@dataclass(eq=False)
-class _Flight:
-    """A request that has not been answered."""
-
-    request: GenerationRequest
-    rid: str
-    """Its name at the server."""
-    sent: asyncio.Task[Generation] | None = None
-    streamed: Streamed | None = None
-    """Its tokens so far, of a server that hands them out."""
-    aborted: asyncio.Event = field(default_factory=asyncio.Event)
-    failure: str = ""
 
 
 class SglangEngine:
@@ -62,8 +43,7 @@ class SglangEngine:
         """Why it has stopped for good; empty as long as it has not."""
         self.tokens_generated = 0
         self._config = config
-        in_files = config.update != "tensor"
-        self._held = HeldWeights(model_dir, config.weights_directory, in_files=in_files)
+        self._held = HeldWeights(model_dir, config.weights_directory, in_files=config.in_files)
         self._server: Server = (
             AttachedServer(config)
             if config.url is not None
@@ -71,6 +51,7 @@ class SglangEngine:
         )
         self._client: SglangClient | None = None
         self._facts: ServerFacts | None = None
+        self._loading: Loading | None = None
         self._routing = Routing.of_model(model_dir) if config.routed_experts else None
         self._version = -1
         self._loads = 0
@@ -82,9 +63,7 @@ class SglangEngine:
         self._looking = asyncio.Lock()
         """Held while its health is looked at, which generates a token."""
         self._released = False
-        self._flights: dict[str, _Flight] = {}
-        self._rids = (f"{uuid.uuid4().hex}-{number:012d}" for number in count())  # none is another's prefix
-        self._background: set[asyncio.Task[None]] = set()
+        self._flights = Flights(self._connected, number)
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -95,12 +74,12 @@ class SglangEngine:
     @property
     def running(self) -> int:
         """Requests at the server."""
-        return sum(flight.sent is not None for flight in self._flights.values())
+        return self._flights.running
 
     @property
     def waiting(self) -> int:
         """Requests that wait for weights, or for a look at a server that did not answer."""
-        return len(self._flights) - self.running
+        return self._flights.waiting
 
     @property
     def url(self) -> str:
@@ -116,6 +95,8 @@ class SglangEngine:
         self._client = SglangClient.connect(url)
         await self._server.until_ready(self._client)
         self._facts = await self._client.facts()
+        self._loading = Loading(self._held, self._client, self._facts)
+        self._loading.check(self._config)
         log.info("sglang_ready", url=url, version=self._facts.version)
         if self._routing is not None and not self._facts.returns_experts:
             raise ConfigError(
@@ -129,16 +110,8 @@ class SglangEngine:
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Continue `request`; waits for the first weights. Cancelling the caller aborts the request."""
-        if request.request_id in self._flights:
-            raise RequestRefusedError(
-                f"request {request.request_id} is already in flight: ids must be unique"
-            )
-        flight = _Flight(request, f"{next(self._rids)}-{request.request_id}")
-        self._flights[request.request_id] = flight
-        try:
+        with self._flights.new(request) as flight:
             return await self._fly(flight)
-        finally:
-            del self._flights[request.request_id]
 
     async def load_weights(self, state: Mapping[str, torch.Tensor], policy_version: int) -> float:
         """Take the tensors (HF names; the first time all of them); return the seconds generation stood still.
@@ -147,26 +120,33 @@ class SglangEngine:
         Raises EngineError for another model's tensors, and when the server fails at it: then it is killed."""
         async with self._changing:
             self._check()
-            state = state or await asyncio.to_thread(self._held.smallest)
-            directory = await asyncio.to_thread(self._held.keep, state, policy_version)
-            pause_s = 0.0
+            load = await self._ready().tensors(self._config, state, policy_version)
             if not self._released:
-                pause_s = await self._or_fail(
-                    self._swap(directory, state), f"take policy version {policy_version}"
-                )
-            self._version = policy_version
+                return await self._swap(load, policy_version)
+            self._version = policy_version  # `resume` loads it
             self._loads += 1
-            if not self._released:
-                self._serving.set()
-        return pause_s
+        return 0.0
+
+    async def load_published(self, published: Published) -> float:
+        """Have the learner send the weights to the server; where that fails, fetch and load them.
+
+        Returns and raises as `load_weights`, and WeightsKeptError when they could not be had at all."""
+        async with self._changing:
+            self._check()
+            if self._ready().has(published, self._version):
+                return 0.0
+            load = await self._ready().published(self._config, published)
+            return await self._swap(load, published.policy_version)
 
     async def release(self) -> None:
         """Free the device: weights, caches and graphs. Nothing may be in flight; new requests wait.
 
         Weights that are loaded meanwhile are kept on the host. Raises EngineError when the server fails at
-        it: then it is killed, which frees the device too."""
+        it: then it is killed, which frees the device too; and for weights that only the learner has."""
         async with self._changing, self._looking:  # a look at its health generates: the server must be idle
             self._check()
+            if self._config.update == "group":
+                raise EngineError("its weights came from the learner: it could not take them back from here")
             self._serving.clear()
             self._released = True
             await self._or_fail(self._connected().release(self._config.update_timeout_s), "free its device")
@@ -185,12 +165,7 @@ class SglangEngine:
 
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
-        flight = self._flights.get(request_id)
-        if flight is None:
-            return
-        flight.aborted.set()
-        if flight.sent is not None:
-            await self._abort_until_it_ends(flight)
+        await self._flights.abort(request_id)
 
     async def check_health(self) -> None:
         """Raise EngineError when the server has failed; it is looked at all the time."""
@@ -202,9 +177,10 @@ class SglangEngine:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
-        if self._background:
-            await asyncio.wait(self._background, timeout=ABORT_AGAIN_S * 4)
+        await self._flights.aborted()
         await self._server.kill()
+        if self._loading is not None:
+            await self._loading.close()
         if self._client is not None:
             await self._client.close()
         self._held.close()
@@ -215,8 +191,10 @@ class SglangEngine:
 
     # A request's way.
 
-    async def _fly(self, flight: _Flight) -> Generation:
-        if not await self._admitted(flight):
+    async def _fly(self, flight: Flight) -> Generation:
+        await flight.admitted(self._serving)
+        self._check()
+        if flight.aborted.is_set():
             return NOTHING
         request, timeout_s = flight.request, self._config.request_timeout_s
         salt = f"{self._version}.{self._loads}"
@@ -230,7 +208,7 @@ class SglangEngine:
         try:
             await asyncio.wait({flight.sent})
         except asyncio.CancelledError:
-            self._abandon(flight)
+            self._flights.abandon(flight)
             raise
         if flight.failure:
             failed = f"request {request.request_id}: the SGLang server failed: {flight.failure}"
@@ -240,16 +218,16 @@ class SglangEngine:
         except RequestRefusedError:
             raise
         except EngineError as error:
-            self._abandon(flight)  # it may have been too slow only, or the connection broke
+            self._flights.abandon(flight)  # it may have been too slow only, or the connection broke
             if isinstance(error, UnreachableError):
                 await self._looked_at()
             raise self._interrupted(flight, self.failure or str(error)) from error
         self.tokens_generated += len(generation.token_ids)
         return generation
 
-    def _interrupted(self, flight: _Flight, reason: str) -> InterruptedGenerationError:
+    def _interrupted(self, flight: Flight, reason: str) -> InterruptedGenerationError:
         """The error of a request that ends before its time, with the tokens that are left of it."""
-        left = flight.streamed.kept() if flight.streamed else NOTHING
+        left = flight.left()
         self.tokens_generated += len(left.token_ids)
         return InterruptedGenerationError(reason, left)
 
@@ -259,90 +237,45 @@ class SglangEngine:
         self._doubted.set()
         await self._serving.wait()  # the health checks' own timeouts bound this, and those of updates
 
-    async def _admitted(self, flight: _Flight) -> bool:
-        """Wait until the server serves; False when the request was aborted before."""
-        while not self._serving.is_set() and not flight.aborted.is_set():
-            waits = {
-                asyncio.create_task(self._serving.wait()),
-                asyncio.create_task(flight.aborted.wait()),
-            }
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
-        self._check()
-        return not flight.aborted.is_set()
-
     @property
     def _streams(self) -> bool:
         return self._config.stream_interval > 0 and self._facts is not None and self._facts.streams
 
-    def _abandon(self, flight: _Flight) -> None:
-        """End at the worker what nobody waits for any more."""
-        if flight.sent is not None:
-            flight.sent.cancel()
-
-        async def abort() -> None:
-            with suppress(EngineError):  # a server that is gone runs nothing
-                await self._connected().abort(flight.rid)
-
-        task = asyncio.create_task(abort())
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _abort_until_it_ends(self, flight: _Flight) -> None:
-        while flight.sent is not None and not flight.sent.done():
-            with suppress(EngineError):  # the request hears of it too
-                await self._connected().abort(flight.rid)
-            await asyncio.wait({flight.sent}, timeout=ABORT_AGAIN_S)
-
-    def _fail_flights(self, reason: str) -> None:
-        for flight in self._flights.values():
-            if flight.sent is not None:
-                flight.failure = flight.failure or reason
-                flight.sent.cancel()
-
     # Weights.
 
-    async def _swap(self, directory: Path, state: Mapping[str, torch.Tensor]) -> float:
-        """Make the server compute with the weights that were just kept; new requests wait meanwhile."""
+    async def _swap(self, load: Load, wanted: int) -> float:
+        """Make the server compute with what `load` has it take; return the seconds it stood still."""
+        version, pause_s = await self._or_fail(self._paused(load), f"take policy version {wanted}")
+        self._version = version
+        self._loads += 1
+        self._serving.set()
+        return pause_s
+
+    async def _paused(self, load: Load) -> tuple[int, float]:
+        """Run `load` while nothing is generated; return what it does, and how many seconds that took."""
         client, facts, config = self._connected(), self._facts, self._config
         assert facts is not None, "set together with the client"
         self._serving.clear()
         mode = config.pause if facts.reports_spans else "drain"
         end_s = time.monotonic() + config.update_timeout_s  # of draining and loading together
         if mode == "drain":
-            await self._drained()
-        for flight in self._flights.values():
-            if flight.streamed is not None:
-                flight.streamed.weights_change()
+            await self._flights.drained(config.update_timeout_s)
+        self._flights.weights_change()
         begun = time.perf_counter()
         if mode != "drain":
             await client.pause(mode)
-        flush, version = mode == "retract", self._held.policy_version
-        timeout_s = max(end_s - time.monotonic(), AT_LEAST_S)
         try:
-            if config.update == "disk":
-                await client.load_files(directory, version, flush=flush, timeout_s=timeout_s)
-                await asyncio.to_thread(self._held.drop)
-            else:
-                parts = buckets(state)
-                await client.load_tensors(parts, version, facts, flush=flush, timeout_s=timeout_s)
+            version = await load(mode == "retract", end_s)
         finally:
             if mode != "drain":
                 await client.resume()
-        return time.perf_counter() - begun
+        return version, time.perf_counter() - begun
 
     async def _retake(self) -> None:
         """The server's weights are arbitrary at first, and its caches empty."""
         client, timeout_s = self._connected(), self._config.update_timeout_s
         await client.retake(("weights",), timeout_s)
-        if self._held.policy_version >= 0:
-            directory = await asyncio.to_thread(self._held.whole)
-            version = self._held.policy_version
-            await client.load_files(directory, version, flush=False, timeout_s=timeout_s)
-            await asyncio.to_thread(self._held.drop)
+        await self._ready().again(timeout_s)
         await client.retake(("kv_cache", "cuda_graph"), timeout_s)
 
     async def _or_fail(self, doing: Awaitable[T], what: str) -> T:
@@ -354,16 +287,6 @@ class SglangEngine:
             raise EngineError(self._stopped()) from error
         self._check()
         return result
-
-    async def _drained(self) -> None:
-        sent = {flight.sent for flight in self._flights.values() if flight.sent is not None}
-        if sent:
-            _, late = await asyncio.wait(sent, timeout=self._config.update_timeout_s)
-            if late:
-                raise EngineError(
-                    f"{len(late)} requests did not end within actors.engine.update_timeout_s="
-                    f"{self._config.update_timeout_s:g}"
-                )
 
     # The server's life.
 
@@ -423,7 +346,7 @@ class SglangEngine:
 
     def _stop_for_good(self, reason: str) -> None:
         self.failure = self.failure or reason
-        self._fail_flights(self.failure)
+        self._flights.fail(self.failure)
         self._serving.set()  # who waits is to hear of it
 
     def _check(self) -> None:
@@ -432,6 +355,11 @@ class SglangEngine:
 
     def _stopped(self) -> str:
         return f"the SGLang engine has stopped: {self.failure}"
+
+    def _ready(self) -> Loading:
+        if self._loading is None:
+            raise EngineError("the SGLang engine was not started")
+        return self._loading
 
     def _connected(self) -> SglangClient:
         if self._client is None:

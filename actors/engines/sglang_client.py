@@ -6,7 +6,7 @@ import json
 import pickle
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -19,11 +19,16 @@ from actors.engines.routing import Routing
 from actors.engines.sglang_answers import BAD_REQUEST, read_answer
 from actors.engines.sglang_stream import Streamed, read_events
 from actors.engines.waiting import bounded
+from bus.broadcasts import OfferedBucket
 from bus.errors import EngineError, RequestRefusedError
 
 
 class UnreachableError(EngineError):
     """There was no connection, or it broke: the server may be dead."""
+
+
+class TooSlowError(EngineError):
+    """There was no answer in time: the server may still be at it."""
 
 
 IDLE_AGAIN_S = 0.05
@@ -52,6 +57,10 @@ class ServerFacts:
     """It hands out tokens piece by piece, each once, as it draws them."""
     tensor_ranks: int
     """Ranks that each take a copy of the tensors in a request."""
+    device: Literal["cpu", "cuda"] = "cuda"
+    """Where its weights are."""
+    replicas: int = 1
+    """Sets of such ranks, each with a copy of the model or a stage of it."""
 
 
 class SglangClient:
@@ -90,6 +99,8 @@ class SglangClient:
             returns_experts="routed_experts" in answer.get("meta_info", {}),
             streams=bool(server.get("incremental_streaming_output")),
             tensor_ranks=int(server.get("tp_size", 1)),
+            device="cpu" if server.get("device") == "cpu" else "cuda",
+            replicas=int(server.get("dp_size", 1)) * int(server.get("pp_size", 1)),
         )
 
     async def generate(
@@ -155,20 +166,32 @@ class SglangClient:
 
         All of it takes no longer than `timeout_s`."""
         async with bounded(timeout_s, f"{self.url} did not take all tensors"):
-            if facts.update_sessions:
-                await self._update("/begin_weight_update", {}, timeout_s)
             waiting = list(buckets)
-            for bucket in waiting:
-                last = bucket is waiting[-1]
-                body = {
-                    "serialized_named_tensors": [_pickled(bucket)] * facts.tensor_ranks,
-                    "flush_cache": flush and last,
-                    "weight_version": str(policy_version) if last else None,
-                    "abort_all_requests": False,
-                }
-                await self._update("/update_weights_from_tensor", body, timeout_s)
-            if facts.update_sessions:
-                await self._update("/end_weight_update", {}, timeout_s)
+            async with self.updating(facts, timeout_s):
+                for bucket in waiting:
+                    last = bucket is waiting[-1]
+                    body = {
+                        "serialized_named_tensors": [_pickled(bucket)] * facts.tensor_ranks,
+                        "flush_cache": flush and last,
+                        "weight_version": str(policy_version) if last else None,
+                        "abort_all_requests": False,
+                    }
+                    await self._update("/update_weights_from_tensor", body, timeout_s)
+
+    @asynccontextmanager
+    async def updating(self, facts: ServerFacts, timeout_s: float) -> AsyncIterator[None]:
+        """Inside, the server takes tensors. It hears of the end in any case: else no other could begin."""
+        if not facts.update_sessions:
+            yield
+            return
+        await self._update("/begin_weight_update", {}, timeout_s)
+        try:
+            yield
+        except BaseException:
+            with suppress(EngineError):  # what failed is raised; a server that is dead has nothing open
+                await self._update("/end_weight_update", {}, SHORT_S)
+            raise
+        await self._update("/end_weight_update", {}, timeout_s)
 
     async def end_open_update(self) -> None:
         """End an update that somebody began and did not end: as long as it is open, no other may begin."""
@@ -201,6 +224,35 @@ class SglangClient:
         except EngineError:
             return False
         return True
+
+    async def join_group(self, offered: OfferedBucket, ranks: int, timeout_s: float) -> None:
+        """Have its `ranks` meet the learner in a group, as ranks 1 and up; it generates nothing meanwhile."""
+        body = {
+            "master_address": offered.host,
+            "master_port": offered.port,
+            "rank_offset": 1,
+            "world_size": 1 + ranks,
+            "group_name": offered.group,
+            "backend": offered.backend,
+        }
+        await self._update("/init_weights_update_group", body, timeout_s)
+
+    async def leave_group(self, name: str) -> None:
+        """Forget a group."""
+        await self._update("/destroy_weights_update_group", {"group_name": name}, SHORT_S)
+
+    async def receive(self, offered: OfferedBucket, *, last: bool, flush: bool, timeout_s: float) -> None:
+        """Take the tensors that the learner sends in the group; the last ones set the version."""
+        body = {
+            "names": offered.names,
+            "dtypes": offered.dtypes,
+            "shapes": offered.shapes,
+            "group_name": offered.group,
+            "flush_cache": flush and last,
+            "weight_version": str(offered.policy_version) if last else None,
+            "abort_all_requests": False,
+        }
+        await self._update("/update_weights_from_distributed", body, timeout_s)
 
     async def weight_version(self) -> str:
         """The version that the server says its weights are."""
@@ -259,7 +311,7 @@ class SglangClient:
                     raise failure(f"{self.url}{path} answered with status {response.status}: {said}")
                 yield response
         except TimeoutError as error:
-            raise EngineError(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
+            raise TooSlowError(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
         except aiohttp.ClientError as error:
             reason = str(error) or type(error).__name__
             raise UnreachableError(

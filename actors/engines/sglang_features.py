@@ -82,7 +82,7 @@ def _check_replicas(config: SglangEngineConfig, given: Settings) -> None:
             "enable_dp_attention",
             f"divides tp_size={ranks} by dp_size={copies}: give a divisor",
         )
-    if replicas(given) > 1 and config.update == "tensor":
+    if replicas(given) > 1 and config.update != "disk":
         raise _refusal(
             given,
             "dp_size",

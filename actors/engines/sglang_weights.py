@@ -73,6 +73,11 @@ class HeldWeights:
         name = min(self._tensors, key=lambda name: self._tensors[name].nbytes)
         return {name: self._tensors[name]}
 
+    def forget(self) -> None:
+        """Hold no weights any more: the next are all of them."""
+        self._tensors = {}
+        self.policy_version = -1
+
     def close(self) -> None:
         """Remove the files."""
         self._tensors.clear()

@@ -1,6 +1,7 @@
 """Waiting for engines, which may never answer: always for one of two things, or for so long."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -8,6 +9,8 @@ from typing import Any, TypeVar
 from bus.errors import EngineError
 
 T = TypeVar("T")
+AT_LEAST_S = 0.01
+"""0 would be no limit."""
 CANCEL_S = 5.0
 """What an engine that hangs was asked to do is left behind after this."""
 
@@ -20,6 +23,11 @@ async def bounded(timeout_s: float, what: str) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise EngineError(f"{what} within {timeout_s:g} s") from None
+
+
+def left_s(end_s: float) -> float:
+    """Seconds until `end_s` of the monotonic clock, as a limit of what is done next."""
+    return max(end_s - time.monotonic(), AT_LEAST_S)
 
 
 async def unless(event: asyncio.Event, doing: Awaitable[T]) -> T | None:

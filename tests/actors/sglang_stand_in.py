@@ -4,7 +4,10 @@ import asyncio
 import json
 from typing import Any
 
+import torch
 from aiohttp import web
+
+from tests.actors.gloo_rank import GlooRank
 
 TOKEN = 5
 
@@ -31,6 +34,12 @@ class StandIn:
         self.running.set()
         self.url = ""
         self._runner: web.AppRunner | None = None
+        self.tensor_ranks = 1
+        self.replicas = 1
+        self.received: dict[str, torch.Tensor] = {}
+        """What the learner sent."""
+        self.groups: dict[str, GlooRank] = {}
+        self.joins_within_s = 60.0
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
@@ -44,7 +53,7 @@ class StandIn:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    async def _answer(self, request: web.Request) -> web.StreamResponse:  # noqa: C901  # a case for each path
         path = request.match_info["path"]
         self.said.append(path)
         body = await request.json() if request.method == "POST" else {}
@@ -53,7 +62,13 @@ class StandIn:
                 return web.json_response({"weight_version": self.version, "model_path": "stand-in"})
             case "server_info":
                 return web.json_response(
-                    {"version": "0.5.23", "tp_size": 1, "incremental_streaming_output": self.streams}
+                    {
+                        "version": "0.5.23",
+                        "tp_size": self.tensor_ranks,
+                        "dp_size": self.replicas,
+                        "device": "cpu",
+                        "incremental_streaming_output": self.streams,
+                    }
                 )
             case "openapi.json":
                 return web.json_response({"paths": {"/begin_weight_update": {}}})
@@ -66,11 +81,26 @@ class StandIn:
                 self.running.clear()
             case "continue_generation":
                 self.running.set()
+            case "init_weights_update_group" | "update_weights_from_distributed":
+                return await self._in_group(path, body)
+            case "destroy_weights_update_group":
+                self.groups.pop(body["group_name"], None)
             case "begin_weight_update" | "end_weight_update":
                 return self._session(begins=path == "begin_weight_update")
             case "update_weights_from_disk" | "update_weights_from_tensor":
                 return self._updated(body["weight_version"])
         return web.json_response({"success": True})
+
+    async def _in_group(self, path: str, body: dict[str, object]) -> web.Response:
+        name = body["group_name"]
+        try:
+            if path == "init_weights_update_group":
+                self.groups[name] = await asyncio.to_thread(GlooRank, body, self.joins_within_s)
+                return web.json_response({"success": True})
+            self.received |= await asyncio.to_thread(self.groups[name].receive, body)
+        except (RuntimeError, ValueError) as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
+        return self._updated(body["weight_version"])
 
     def _session(self, *, begins: bool) -> web.Response:
         if self.updating == begins:

@@ -18,17 +18,26 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from actors.config import SglangEngineConfig
 from actors.engines.fleet import Fleet
 from actors.engines.fleet_config import FleetConfig
+from actors.engines.published import Published
 from actors.engines.sglang import SglangEngine
 from actors.engines.sglang_process import group_members
 from actors.engines.sglang_server import OwnServer
 from actors.engines.ticket import Ticket
+from bus.config import BusConfig
+from bus.connection import Bus
 from bus.errors import ConfigError, EngineError
+from bus.messages import BlobRef, PolicyManifest
+from bus.server import NatsServer
+from learner.broadcast import Broadcaster
+from learner.host_copy import host_tensors
+from storage.weights import Weights
 from tests.actors.tiny import recomputed, request
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(420)]
 
 PROMPT = [3, 4, 5, 6, 7]
 LONG = 1500
+NO_BLOB = BlobRef(subject="none", chunks=1, size_bytes=1, digest="")
 CONFIG = {"type": "sglang", "start_timeout_s": 240.0, "health_every_s": 2.0}
 
 
@@ -185,6 +194,106 @@ async def test_versions_are_exact_across_an_update_in_flight(engine, update, pau
             np.testing.assert_allclose(generation.logprobs[old:], after, atol=2e-5)
         else:
             assert 0 < old < 300
+
+
+class Cluster:
+    """A learner on the bus that announces a policy and sends it."""
+
+    def __init__(self, bus):
+        self.bus = bus
+        self.weights = None
+        self.fetched = 0
+        self.broadcaster = Broadcaster(bus, lambda: self.weights, incarnation="one", timeout_s=120.0)
+
+    def announce(self, model, version):
+        tensors = model.state_dict()
+        self.weights = Weights.of(version, host_tensors(tensors))
+        manifest = PolicyManifest(
+            policy_version=version, incarnation="one", snapshot=NO_BLOB, model=NO_BLOB, stage="rl"
+        )
+
+        async def fetch(_):
+            self.fetched += 1
+            return tensors
+
+        return Published(self.bus, manifest, fetch)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory) -> AsyncIterator[Cluster]:
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    await server.start()
+    try:
+        async with Bus.connect(BusConfig(url=server.url), "test", name="test") as bus:
+            cluster = Cluster(bus)
+            await cluster.broadcaster.start()
+            yield cluster
+            await cluster.broadcaster.close()
+    finally:
+        await server.kill()
+
+
+@pytest.fixture
+def in_group(engine, cluster, monkeypatch) -> SglangEngine:
+    """The shared engine, which takes weights from the learner."""
+    monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"update": "group"}))
+    return engine
+
+
+@pytest.mark.parametrize("pause", ["in_place", "retract", "drain"])
+async def test_the_learner_sends_weights_while_generations_are_in_flight(
+    in_group, cluster, pause, monkeypatch
+):
+    engine = in_group
+    monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"pause": pause}))
+    await engine.load_published(cluster.announce(FIRST, 1))  # joins the learner's group, which takes seconds
+    first = await engine.checksums()
+    flights = [started(engine, f"group-{pause}-{n}", new=300) for n in range(3)]
+    await in_flight(engine, *flights)
+    await engine.load_published(cluster.announce(SECOND, 2))
+    late = await engine.generate(request("late", PROMPT, new=8))
+    assert set(late.policy_versions.tolist()) == {2}
+    np.testing.assert_allclose(late.logprobs, recomputed(SECOND, PROMPT, late), atol=1e-5)
+    for generation in await asyncio.gather(*flights):
+        versions = generation.policy_versions.tolist()
+        old = versions.count(1)
+        assert versions == [1] * old + [2] * (300 - old)
+        assert old == 300 if pause == "drain" else 0 < old < 300
+        before = recomputed(FIRST, PROMPT, generation)[:old]
+        np.testing.assert_allclose(generation.logprobs[:old], before, atol=1e-5)
+    sent = await engine.checksums()
+    assert (await engine._client.weight_version(), cluster.fetched) == ("2", 0)
+    await engine.load_published(cluster.announce(FIRST, 3))
+    assert await engine.checksums() == first
+    await engine.load_weights(SECOND.state_dict(), 4)  # by files
+    assert await engine.checksums() == sent
+
+
+async def test_a_learner_that_is_killed_in_mid_broadcast_leaves_the_server_to_load_files(
+    in_group, cluster, monkeypatch
+):
+    engine, receiving = in_group, asyncio.Event()
+    await engine.load_published(cluster.announce(FIRST, 1))
+    first = await engine.checksums()
+    await engine.load_published(cluster.announce(SECOND, 2))
+    second, receive = await engine.checksums(), engine._client.receive
+
+    async def noted(*args, **settings):
+        receiving.set()
+        return await receive(*args, **settings)
+
+    monkeypatch.setattr(engine._client, "receive", noted)
+    [group] = cluster.broadcaster._groups.values()
+    group.process._process.send_signal(signal.SIGSTOP)  # told to send, it does not
+    loading = asyncio.create_task(engine.load_published(cluster.announce(FIRST, 3)))
+    await asyncio.wait_for(receiving.wait(), 60.0)
+    group.process._process.kill()
+    await asyncio.wait_for(loading, 120.0)
+    assert (engine.policy_version, engine.failure, cluster.fetched) == (3, "", 1)
+    assert await engine.checksums() == first
+    monkeypatch.setattr(engine._loading._group, "_not_before_s", 0.0)
+    await engine.load_published(cluster.announce(SECOND, 4))  # in another group
+    assert (await engine.checksums(), cluster.fetched) == (second, 1)
 
 
 async def test_prefixes_cached_by_older_weights_are_not_used(engine):
@@ -352,7 +461,7 @@ async def rebuilt(model_dir, tmp_path_factory) -> AsyncIterator[tuple[Fleet, lis
 
 async def tokens_handed_out(engine) -> list[int]:
     """Those of its only request, as soon as there are more than the first, which comes at once."""
-    [flight] = engine._flights.values()
+    [flight] = engine._flights
 
     async def several():
         return len(flight.streamed.kept().token_ids) > 1

@@ -50,9 +50,12 @@ class Path:
     fleet: Fleet
     fetches_s: list[float] = field(default_factory=list)
     loads_at_once: int = 2
+    refused: list[int] = field(default_factory=list)
+    """Versions that an engine cannot be given, each once."""
     asked: list[PolicyManifest] = field(default_factory=list)
     received: list[PolicyManifest] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
+    given: dict[str, bytes] = field(default_factory=dict)
     busy: bool = False
 
     def __post_init__(self):
@@ -72,10 +75,16 @@ class Path:
         self.received.append(manifest)
         return weights_of(manifest)
 
-    async def load(self, changed, version):
+    async def load(self, weights):
+        version = weights.policy_version
         assert version == self.received[-1].policy_version, "a version was loaded that was overtaken"
         self.loaded.append(version)
+        if version in self.refused:
+            self.refused.remove(version)
+            return False
+        changed, self.given = weights.changed_since(self.given), weights.digests
         await self.fleet.load_weights(changed, version)
+        return True
 
     @asynccontextmanager
     async def followed(self):
@@ -208,6 +217,22 @@ async def test_snapshots_that_come_faster_than_they_are_fetched_arrive_now_and_t
             path.newest.hear(manifest_of(version))
             await asyncio.sleep(2.1)
         assert path.loaded == [0, 2, 4, 7, 9, 11, 14, 16]
+
+
+@scene
+async def test_what_could_not_be_loaded_is_fetched_again_unless_a_newer_version_was():
+    engines = [PacedEngine(update_s=0.1)]
+    path = Path(fleet_of(engines), [0.0] * 10, refused=[0, 1])
+    async with path.followed():
+        path.newest.hear(manifest_of(0))
+        await asyncio.sleep(3 * POLL_S)
+        assert have(engines, manifest_of(0))
+        path.newest.hear(manifest_of(1))
+        await asyncio.sleep(POLL_S / 2)
+        path.newest.hear(manifest_of(2))
+        await asyncio.sleep(3 * POLL_S)
+        assert path.loaded == [0, 0, 1, 2]
+        assert have(engines, manifest_of(2))
 
 
 @scene

@@ -76,6 +76,16 @@ async def test_a_server_that_does_not_take_weights_fails_the_engine(server, atta
     await engine.close()
 
 
+async def test_an_update_that_fails_is_ended_at_the_server(server, attach):
+    engine = attach(update="tensor")
+    await engine.start()
+    server.refuses_weights = True
+    with pytest.raises(EngineError, match="out of memory"):
+        await engine.load_weights(STATE, 0)
+    assert not server.updating, "nobody else could begin one"
+    await engine.close()
+
+
 async def test_a_server_that_is_away_is_waited_for_and_then_named(server, attach):
     engine = attach(health_timeout_s=1.0)
     await server.close()

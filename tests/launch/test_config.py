@@ -244,6 +244,9 @@ def test_colocation_is_refused_where_turns_cannot_be_taken():
     assert resolve(shared, sglang).colocation.enabled
     attached = {"actors": {"engine": {"type": "sglang", "url": "http://there:30000"}}}
     assert "actors.engine.url='http://there:30000'" in refusal(shared, attached)
+    sent = {"actors": {"engine": {"type": "sglang", "update": "group"}}}
+    assert 'actors.engine.update="group"' in refusal(shared, sent)
+    assert resolve(sent).actors.engine.update == "group"
     unable = {"actors": {"engine": {"type": "sglang", "server": {"enable-memory-saver": False}}}}
     assert "enable_memory_saver is false" in refusal(shared, unable)
     assert "learner.world.nodes=2" in refusal(shared, {"learner": {"world": {"nodes": 2}}})

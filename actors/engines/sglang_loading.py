@@ -1,0 +1,109 @@
+"""The ways by which weights get into one SGLang server."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from actors.config import SglangEngineConfig
+from actors.engines.published import Published
+from actors.engines.sglang_client import ServerFacts, SglangClient, TooSlowError, UnreachableError
+from actors.engines.sglang_group import LearnerGroup, Offer
+from actors.engines.sglang_weights import HeldWeights, State, buckets
+from actors.engines.waiting import bounded, left_s
+from bus.errors import BusError, ConfigError, EngineError, StorageError, WeightsKeptError
+
+Load = Callable[[bool, float], Awaitable[int]]
+"""Has the server take weights, and drop what it cached if told so; returns their version.
+
+The second argument says until when, by the monotonic clock."""
+
+
+class Loading:
+    """Makes weights ready while the server generates; what it returns then makes the server take them."""
+
+    def __init__(self, held: HeldWeights, client: SglangClient, facts: ServerFacts) -> None:
+        self._held = held
+        self._client = client
+        self._facts = facts
+        self._group = LearnerGroup(client, facts)
+        self._published: Published | None = None
+        """What is in the server, where it came by announcement."""
+
+    def check(self, config: SglangEngineConfig) -> None:
+        """Raise `ConfigError` for a server that weights cannot get into as configured."""
+        if config.update == "group":
+            self._group.refuse_unreachable()
+
+    async def tensors(self, config: SglangEngineConfig, state: State, policy_version: int) -> Load:
+        """Tensors from this host; without any the smallest again, for versions come with tensors only."""
+        self._published = None
+        state = state or await asyncio.to_thread(self._held.smallest)
+        return await self._kept(config, state, policy_version)
+
+    async def published(self, config: SglangEngineConfig, published: Published) -> Load:
+        """What the learner sends itself, or what it published. Raises `WeightsKeptError` for neither."""
+        offer = await self._group.prepare(published, config.update_timeout_s)
+        if offer:
+            return partial(self._receive, config, offer, published)
+        try:
+            state = await published.tensors()
+        except (BusError, StorageError) as error:
+            raise WeightsKeptError(f"version {published.policy_version}: {error}") from error
+        load = await self._kept(config, state, published.policy_version)
+        self._published = published
+        return load
+
+    def has(self, published: Published, policy_version: int) -> bool:
+        """Whether version `policy_version`, which is in the server, is `published` or a later one."""
+        held = self._published
+        same_learner = held is not None and held.incarnation == published.incarnation
+        return same_learner and policy_version >= published.policy_version
+
+    async def again(self, timeout_s: float) -> None:
+        """Have the server take all weights that this host holds, if it holds any."""
+        if self._held.policy_version >= 0:
+            directory, version = await asyncio.to_thread(self._held.whole), self._held.policy_version
+            await self._client.load_files(directory, version, flush=False, timeout_s=timeout_s)
+            await asyncio.to_thread(self._held.drop)
+
+    async def close(self) -> None:
+        """Leave the learner's group."""
+        if self._published is not None:
+            await self._group.end(self._published)
+
+    async def _kept(self, config: SglangEngineConfig, state: State, policy_version: int) -> Load:
+        directory = await asyncio.to_thread(self._held.keep, state, policy_version)
+
+        async def load(flush: bool, end_s: float) -> int:
+            client, facts, timeout_s = self._client, self._facts, left_s(end_s)
+            if config.in_files:
+                await client.load_files(directory, policy_version, flush=flush, timeout_s=timeout_s)
+                await asyncio.to_thread(self._held.drop)
+            else:
+                parts = buckets(state)
+                await client.load_tensors(parts, policy_version, facts, flush=flush, timeout_s=timeout_s)
+            return policy_version
+
+        return load
+
+    async def _receive(
+        self, config: SglangEngineConfig, offer: Offer, published: Published, flush: bool, end_s: float
+    ) -> int:
+        """Have the server take what the learner sends. Where that fails it gets all weights from here."""
+        self._published = published
+        try:
+            await self._group.receive(offer, published, flush=flush, end_s=end_s)
+        except (UnreachableError, TooSlowError):  # it is dead, or waits for the learner still
+            raise
+        except (EngineError, BusError) as error:
+            await self._group.leave(published, str(error))
+        else:
+            self._held.forget()  # they are older, if there are any
+            return offer[0].policy_version
+        try:
+            async with bounded(left_s(end_s), "the transport did not bring them"):
+                state = await published.tensors()
+            load = await self._kept(config, state, published.policy_version)
+        except (BusError, StorageError, ConfigError) as error:
+            raise EngineError(f"not all of version {offer[0].policy_version} came: {error}") from error
+        return await load(flush, end_s)

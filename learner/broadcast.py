@@ -1,0 +1,295 @@
+"""Weights for engines in the learner's cluster: sent to each in a group of its own, beside training.
+
+What is sent is a copy of the version announced last, taken when an engine asks. Each group has a process
+(`learner/sender.py`): a group that hangs or fails ends with that, and touches nothing else."""
+
+import asyncio
+import json
+import mmap
+import os
+import secrets
+import signal
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import structlog
+import torch
+
+from bus.broadcasts import BroadcastBegin, BroadcastWanted, GroupLeft, OfferedBucket
+from bus.codec import Message
+from bus.connection import Bus
+from bus.errors import BusError
+from bus.requests import Done
+from storage.blob_http import own_address
+from storage.weights import TORCH_DTYPES, Weights
+
+log = structlog.get_logger()
+Line = dict[str, Any]
+Announced = Callable[[], Weights | None]
+BUCKET_BYTES = 256 << 20
+"""Of tensors that an engine takes at once: it has room for so much beside its weights."""
+START_S = 120.0
+"""Until a process of ours has loaded torch."""
+IDLE_S = 900.0
+"""After so long without a broadcast a group is given up."""
+COPIES = 3
+"""Attempts at a copy of weights that are replaced meanwhile."""
+ALIGNED = 64
+
+
+class Broadcaster:
+    """Answers engines that ask for the announced weights, and sends these; waits for no engine otherwise."""
+
+    def __init__(self, bus: Bus, announced: Announced, *, incarnation: str, timeout_s: float) -> None:
+        """`announced` returns the newest weights: their tensors stay as they are until it returns others."""
+        self._bus = bus
+        self._announced = announced
+        self._incarnation = incarnation
+        self._timeout_s = timeout_s
+        self._groups: dict[str, _Group] = {}
+        self._living: set[asyncio.Task[None]] = set()
+        """Of the groups, and of those that are being ended."""
+        self._newest: Snapshot | None = None
+        self._copying = asyncio.Lock()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Begin to answer."""
+        serve, subject = self._bus.serve, self._bus.subject
+        await serve(subject("broadcast", "wanted"), BroadcastWanted, self._offer)
+        await serve(subject("broadcast", "begin"), BroadcastBegin, self._begin)
+        await self._bus.listen(subject("broadcast", "left"), GroupLeft, self._on_left)
+
+    async def close(self) -> None:
+        """End all groups."""
+        self._closed = True
+        for group in list(self._groups.values()):
+            group.living.cancel()
+        if self._living:
+            await asyncio.wait(self._living)  # they kill what they wait for
+
+    async def _offer(self, wanted: BroadcastWanted) -> list[Message]:
+        """Make a copy and a group, unless they are there. Raises `BusError` where either cannot be."""
+        if wanted.incarnation != self._incarnation or self._closed:
+            raise BusError(f"the weights of learner {wanted.incarnation} are not to be had from this one")
+        snapshot = await self._snapshot(wanted.policy_version)
+        group = self._groups.get(wanted.group) or await self._new_group(wanted)
+        group.snapshot = snapshot
+        return [*(group.offered(bucket) for bucket in snapshot.buckets), Done()]
+
+    async def _begin(self, begin: BroadcastBegin) -> list[Message]:
+        group = self._groups.get(begin.group)
+        if group is None or group.snapshot is None or group.snapshot.policy_version != begin.policy_version:
+            raise BusError(f"version {begin.policy_version} is not offered to group {begin.group}")
+        group.due, group.snapshot = group.snapshot, None
+        group.begun.set()
+        return [Done()]
+
+    def _on_left(self, left: GroupLeft) -> None:
+        if group := self._groups.get(left.group):
+            group.living.cancel()
+
+    async def _snapshot(self, at_least: int) -> "Snapshot":
+        """The newest weights, which are not older than the announcement that made somebody ask for them."""
+        async with self._copying:
+            for _ in range(COPIES):
+                weights = self._announced()
+                if weights is None or weights.policy_version < at_least:
+                    raise BusError(f"version {at_least} is not announced by this learner")
+                if self._newest and self._newest.policy_version == weights.policy_version:
+                    return self._newest
+                self._newest = None  # before there are two more
+                snapshot = await asyncio.to_thread(Snapshot, weights)
+                if self._announced() is weights:  # else they may have been written into
+                    self._newest = snapshot
+                    return snapshot
+        raise BusError(f"{COPIES} versions were announced while they were copied, the last at {at_least}")
+
+    async def _new_group(self, wanted: BroadcastWanted) -> "_Group":
+        """A group whose ranks may come. Raises `BusError` when its process does not start."""
+        on_gpu = wanted.device == "cuda" and torch.cuda.is_available()
+        name = f"sluice-{self._incarnation}-{secrets.token_hex(6)}"  # a name is never used twice
+        order = {
+            "group": name,
+            "world_size": 1 + wanted.ranks,
+            "backend": "nccl" if on_gpu else "gloo",
+            "device": f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu",
+            "timeout_s": self._timeout_s,
+        }
+        process = await _SenderProcess.start(order)
+        try:
+            port = int((await process.says("port", START_S))["port"])
+        except BaseException:
+            await process.end()
+            raise
+        if self._closed:
+            await process.end()
+            raise BusError("the learner ends")
+        group = _Group(name, own_address(self._bus, ""), port, "nccl" if on_gpu else "gloo", process)
+        self._groups[name] = group
+        group.living = asyncio.create_task(self._live(group), name=f"broadcasts of {name}")
+        self._living.add(group.living)
+        group.living.add_done_callback(self._living.discard)
+        await asyncio.sleep(0)  # one that is cancelled before it begins would not end its process
+        return group
+
+    async def _live(self, group: "_Group") -> None:
+        """Send when it is asked for, until something goes wrong or nobody asks any more."""
+        process = group.process
+        try:
+            await process.says("joined", self._timeout_s)
+            while await process.lives_until(group.begun, IDLE_S):
+                group.begun.clear()
+                assert group.due is not None, "set before"
+                await process.tell(group.due.where())
+                await process.says("sent", self._timeout_s)
+                log.debug("weights_broadcast", group=group.name, policy_version=group.due.policy_version)
+                group.due = None
+        except BusError as error:  # the engine hears of it by its own side of the group
+            log.warning("group_given_up", group=group.name, reason=str(error))
+        finally:
+            del self._groups[group.name]
+            if not self._groups:
+                self._newest = None
+            await process.end()
+
+
+class Snapshot:
+    """A copy of one version's tensors in memory that other processes can read, for as long as this lives."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.policy_version = weights.policy_version
+        self.buckets: list[Bucket] = []
+        """In the order in which they are sent."""
+        end = 0
+        for name, tensor in weights.tensors.items():
+            if not self.buckets or self.buckets[-1].size_bytes + tensor.words.nbytes > BUCKET_BYTES:
+                self.buckets.append(Bucket())
+            self.buckets[-1].add(name, TORCH_DTYPES[tensor.dtype], tensor.shape, end, tensor.words.nbytes)
+            end += -(-tensor.words.nbytes // ALIGNED) * ALIGNED
+        self._file = os.memfd_create("sluice-broadcast")  # goes with us, whatever kills us
+        weakref.finalize(self, os.close, self._file)
+        os.ftruncate(self._file, max(end, 1))
+        with mmap.mmap(self._file, max(end, 1)) as memory:
+            offsets = (offset for bucket in self.buckets for offset in bucket.offsets)
+            for tensor, offset in zip(weights.tensors.values(), offsets, strict=True):
+                if len(tensor.words):
+                    np.frombuffer(memory, tensor.words.dtype, len(tensor.words), offset)[:] = tensor.words
+
+    def where(self) -> Line:
+        """Where a process of this host finds the tensors."""
+        buckets = [
+            list(zip(bucket.dtypes, bucket.shapes, bucket.offsets, strict=True)) for bucket in self.buckets
+        ]
+        return {"file": f"/proc/{os.getpid()}/fd/{self._file}", "buckets": buckets}
+
+
+@dataclass
+class Bucket:
+    """Tensors that an engine takes at once."""
+
+    names: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    size_bytes: int = 0
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], offset: int, size_bytes: int) -> None:
+        """Take in a tensor that lies at `offset`."""
+        self.names.append(name)
+        self.dtypes.append(dtype)
+        self.shapes.append(shape)
+        self.offsets.append(offset)
+        self.size_bytes += size_bytes
+
+
+@dataclass(eq=False)
+class _Group:
+    name: str
+    host: str
+    port: int
+    backend: Literal["gloo", "nccl"]
+    process: "_SenderProcess"
+    snapshot: Snapshot | None = None
+    """Offered, and not asked for yet."""
+    due: Snapshot | None = None
+    """Being sent."""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    living: "asyncio.Task[None]" = field(init=False)
+
+    def offered(self, bucket: Bucket) -> OfferedBucket:
+        assert self.snapshot is not None, "set before"
+        return OfferedBucket(
+            group=self.name,
+            host=self.host,
+            port=self.port,
+            backend=self.backend,
+            policy_version=self.snapshot.policy_version,
+            names=tuple(bucket.names),
+            dtypes=tuple(bucket.dtypes),
+            shapes=tuple(bucket.shapes),
+        )
+
+
+class _SenderProcess:
+    """Rank 0 of a group; ends with this process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, order: Line) -> "_SenderProcess":
+        return cls(
+            await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "learner.sender",
+                json.dumps(order),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C is the learner's to handle
+            )
+        )
+
+    async def tell(self, line: Line) -> None:
+        assert self._process.stdin is not None, "it is a pipe"
+        self._process.stdin.write(json.dumps(line).encode() + b"\n")
+        with suppress(ConnectionError):  # its end is heard next
+            await self._process.stdin.drain()
+
+    async def says(self, what: str, timeout_s: float) -> Line:
+        """Its next line, which must have the key `what`. Raises `BusError` when it has not, or is late."""
+        assert self._process.stdout is not None, "it is a pipe"
+        try:
+            async with asyncio.timeout(timeout_s):
+                data = await self._process.stdout.readline()
+        except TimeoutError:
+            raise BusError(f"waited {timeout_s:g} s for {what!r} of the process that broadcasts") from None
+        line: Line = json.loads(data) if data else {"error": "it was killed"}
+        if what not in line:
+            raise BusError(f"the process that broadcasts ended before {what!r}: {line.get('error', line)}")
+        return line
+
+    async def lives_until(self, event: asyncio.Event, timeout_s: float) -> bool:
+        """Wait for `event`; False when that takes longer. Raises `BusError` when the process ends before."""
+        ended, setting = asyncio.create_task(self._process.wait()), asyncio.create_task(event.wait())
+        try:
+            await asyncio.wait({ended, setting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            setting.cancel()
+        if self._process.returncode is not None:
+            raise BusError(f"the process that broadcasts ended with status {self._process.returncode}")
+        return event.is_set()
+
+    async def end(self) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)  # `kill` could take its status from asyncio
+        await self._process.communicate()  # waits for its end, and closes the pipes

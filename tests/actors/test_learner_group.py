@@ -1,0 +1,387 @@
+"""Weights from the learner to engines in a group: real bus, real gloo, a stand-in of the SGLang server."""
+
+import asyncio
+import json
+import math
+import signal
+import sys
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+import torch
+
+from actors.config import SglangEngineConfig
+from actors.engines.fleet import Fleet
+from actors.engines.fleet_config import FleetConfig
+from actors.engines.published import Published
+from actors.engines.sglang import SglangEngine
+from actors.weights import PolicyFollower
+from bus.errors import BusError, ConfigError, EngineError, WeightsKeptError
+from bus.messages import AnchorWanted, BlobRef, PolicyManifest
+from learner.broadcast import Broadcaster
+from learner.config import PublicationConfig
+from learner.host_copy import host_tensors
+from learner.publish import WeightPublisher
+from storage.blob_sources import Blobs
+from storage.blob_stores import BusBlobs
+from storage.weights import Weights
+from tests.actors import gloo_rank
+from tests.actors.sglang_stand_in import StandIn
+
+pytestmark = [pytest.mark.nats, pytest.mark.timeout(120)]
+TIMEOUT_S = 60.0
+MORE_THAN_SOCKETS_BUFFER = 1 << 20
+"""Rows of 64 bytes."""
+BLOB = BlobRef(subject="none", chunks=1, size_bytes=1, digest="0" * 32)
+
+
+def state(version, rows=4):
+    return {
+        "large": torch.full((rows, 16), float(version)),
+        "half": torch.arange(7, dtype=torch.bfloat16) + version,
+        "scalar": torch.tensor(float(version)),
+    }
+
+
+class Learner:
+    """What an actor sees of one: weights that are announced, and its broadcaster."""
+
+    def __init__(self, bus, incarnation="one", timeout_s=TIMEOUT_S):
+        self.bus = bus
+        self.incarnation = incarnation
+        self.weights = None
+        self.rows = 4
+        self.fetched = []
+        """Versions that came by the transport."""
+        self.reachable = True
+        self.broadcaster = Broadcaster(
+            bus, lambda: self.weights, incarnation=incarnation, timeout_s=timeout_s
+        )
+
+    def announce(self, version):
+        self.weights = Weights.of(version, host_tensors(state(version, self.rows)))
+        manifest = PolicyManifest(
+            policy_version=version, incarnation=self.incarnation, snapshot=BLOB, model=BLOB, stage="rl"
+        )
+        return Published(self.bus, manifest, self._fetch)
+
+    async def _fetch(self, manifest):
+        if not self.reachable:
+            raise BusError("the transport is away")
+        self.fetched.append(manifest.policy_version)
+        return state(manifest.policy_version, self.rows)
+
+    def senders(self):
+        return [group.process._process for group in self.broadcaster._groups.values()]
+
+    async def none_is_left(self):
+        async with asyncio.timeout(TIMEOUT_S):
+            while self.broadcaster._living:  # noqa: ASYNC110 - it has no event for it
+                await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def starting(bus):
+    """Run a learner's broadcaster."""
+
+    @asynccontextmanager
+    async def running(**settings):
+        learner = Learner(bus, **settings)
+        await learner.broadcaster.start()
+        try:
+            yield learner
+        finally:
+            senders = learner.senders()
+            await learner.broadcaster.close()
+            assert all(sender.returncode is not None for sender in senders)
+
+    return running
+
+
+@pytest.fixture
+async def learner(starting):
+    async with starting() as learner:
+        yield learner
+
+
+@pytest.fixture
+def serving(tmp_path):
+    """An engine attached to a stand-in of its own."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+
+    @asynccontextmanager
+    async def attached(**settings):
+        server = StandIn()
+        await server.start()
+        config = SglangEngineConfig(
+            url=server.url, update="group", weights_directory=tmp_path / "weights", **settings
+        )
+        engine = SglangEngine(model, config, tmp_path / "unused.log")
+        try:
+            yield engine, server
+        finally:
+            await engine.close()
+            await server.close()
+
+    return attached
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+async def test_each_version_is_sent_in_one_group_and_labelled(learner, serving):
+    async with serving() as (engine, server):
+        await engine.start()
+        for version in (3, 4):
+            await engine.load_published(learner.announce(version))
+            assert (engine.policy_version, server.version) == (version, str(version))
+            assert same(server.received, state(version))
+        assert server.said.count("init_weights_update_group") == 1
+        begun = server.said.index("begin_weight_update")
+        assert server.said[begun : begun + 3] == [
+            "begin_weight_update",
+            "update_weights_from_distributed",
+            "end_weight_update",
+        ]
+        assert learner.fetched == []
+    await learner.none_is_left()  # the engine said that it left
+
+
+async def test_a_later_version_is_sent_where_the_announced_one_is_gone_and_is_not_sent_again(
+    learner, serving
+):
+    async with serving() as (engine, server):
+        await engine.start()
+        older, newer = learner.announce(3), learner.announce(4)
+        await engine.load_published(older)
+        assert engine.policy_version == 4
+        said = len(server.said)
+        assert await engine.load_published(newer) == 0.0
+        assert len(server.said) == said
+
+
+async def test_a_learner_that_is_killed_in_mid_broadcast_has_its_version_fetched(learner, serving):
+    async with serving() as (engine, server):
+        await engine.start()
+        await engine.load_published(learner.announce(0))
+        [sender] = learner.senders()
+        sender.send_signal(signal.SIGSTOP)  # told to send, it does not
+        loading = asyncio.create_task(engine.load_published(learner.announce(1)))
+        async with asyncio.timeout(TIMEOUT_S):
+            while server.said.count("update_weights_from_distributed") < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        sender.kill()
+        await asyncio.wait_for(loading, TIMEOUT_S)
+        assert (engine.policy_version, engine.failure, learner.fetched) == (1, "", [1])
+        assert server.said[-3:] == ["update_weights_from_tensor", "end_weight_update", "continue_generation"]
+        await learner.none_is_left()
+        await engine.load_published(learner.announce(2))  # the group is not tried again for a while
+        assert (engine.policy_version, learner.fetched) == (2, [1, 2])
+
+
+async def test_a_learner_that_is_away_leaves_the_engine_as_it_is(learner, serving):
+    async with serving() as (engine, server):
+        await engine.start()
+        await engine.load_published(learner.announce(0))
+        successor = Learner(learner.bus, incarnation="not there yet")
+        successor.reachable = False
+        said = len(server.said)
+        with pytest.raises(WeightsKeptError, match="version 1: the transport is away"):
+            await engine.load_published(successor.announce(1))
+        assert (engine.policy_version, engine.failure, server.said[said:]) == (0, "", [])
+        successor.reachable = True
+        await engine.load_published(successor.announce(1))
+        assert (engine.policy_version, successor.fetched) == (1, [1])
+
+
+async def test_weights_that_only_the_learner_has_are_not_given_up_and_no_older_ones_are_sent(
+    learner, serving, monkeypatch
+):
+    async with serving() as (engine, server):
+        await engine.start()
+        monkeypatch.setattr(engine._loading._group, "_not_before_s", math.inf)
+        await engine.load_published(learner.announce(0))
+        assert learner.fetched == [0]
+        await engine.load_weights({}, 1)  # with the smallest of these
+        monkeypatch.setattr(engine._loading._group, "_not_before_s", 0.0)
+        await engine.load_published(learner.announce(2))
+        assert learner.fetched == [0]
+        with pytest.raises(EngineError, match="the first weights of an engine must be all of them"):
+            await engine.load_weights({}, 3)
+        with pytest.raises(EngineError, match="could not take them back"):
+            await engine.release()
+        assert (engine.policy_version, server.version, engine.failure) == (2, "2", "")
+
+
+class SentTo:
+    """An engine that the learner could not send the first thing to, nor anybody else."""
+
+    policy_version = -1
+
+    def __init__(self):
+        self.asked = []
+
+    async def load_published(self, published):
+        self.asked.append(published.policy_version)
+        if len(self.asked) == 1:
+            raise WeightsKeptError("there was no way")
+        self.policy_version = published.policy_version
+        return 0.0
+
+
+async def test_a_version_that_could_not_be_had_is_asked_for_again(bus, monkeypatch):
+    monkeypatch.setattr("actors.weights.AGAIN_S", 0.1)
+    monkeypatch.setattr("actors.weights.POLL_S", 0.05)
+    manifest = PolicyManifest(policy_version=3, incarnation="one", snapshot=BLOB, model=BLOB, stage="rl")
+    await bus.put("policy", manifest)
+    wanted = asyncio.Queue()
+    await bus.listen(bus.subject("notice", "anchor"), AnchorWanted, wanted.put_nowait)
+    engine, stop = SentTo(), asyncio.Event()
+    follower = PolicyFollower(bus, engine, from_learner=True)
+    running = asyncio.create_task(follower.run(stop))
+    async with asyncio.timeout(TIMEOUT_S):
+        await follower.at_least(3)
+        assert (await wanted.get()).reason == "there was no way"
+        stop.set()
+        await running
+    assert engine.asked == [3, 3]
+
+
+@pytest.mark.slow
+async def test_ranks_that_do_not_come_cost_the_group_and_nothing_else(starting, serving):
+    async with starting(timeout_s=3.0) as learner, serving() as (engine, server):
+        server.tensor_ranks = 2  # of which one comes
+        await engine.start()
+        await asyncio.wait_for(engine.load_published(learner.announce(0)), TIMEOUT_S)
+        assert (engine.policy_version, learner.fetched) == (0, [0])
+        assert server.said.count("update_weights_from_distributed") == 0
+        await learner.none_is_left()
+
+
+@pytest.mark.slow
+async def test_an_engine_that_does_not_take_what_it_asked_for_holds_up_no_other_and_is_given_up(
+    learner, serving
+):
+    learner.rows = MORE_THAN_SOCKETS_BUFFER
+    async with serving() as (slow, _), serving() as (quick, server):
+        await slow.start()
+        await quick.start()
+        published = learner.announce(0)
+        await published.begin(await slow._loading._group.prepare(published, TIMEOUT_S))
+        await quick.load_published(published)
+        assert same(server.received, state(0, learner.rows))
+        later = learner.announce(1)
+        offer = await quick._loading._group.prepare(later, TIMEOUT_S)
+        learner.broadcaster._timeout_s = 0.5
+        await later.begin(offer)
+        async with asyncio.timeout(TIMEOUT_S):
+            while offer[0].group in learner.broadcaster._groups:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        with pytest.raises(BusError, match="is not offered to group"):
+            await later.begin(offer)
+
+
+async def test_an_engine_that_is_killed_in_mid_broadcast_costs_its_group_only(learner):
+    engine = await asyncio.create_subprocess_exec(
+        sys.executable, gloo_rank.__file__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        learner.rows = MORE_THAN_SOCKETS_BUFFER
+        published = learner.announce(0)
+        offer = await published.offered("", ranks=1, device="cpu")
+        body = {
+            "group_name": offer[0].group,
+            "master_address": offer[0].host,
+            "master_port": offer[0].port,
+            "rank_offset": 1,
+            "world_size": 2,
+        }
+        engine.stdin.write(json.dumps(body).encode() + b"\n")
+        assert await asyncio.wait_for(engine.stdout.readline(), TIMEOUT_S) == b"joined\n"
+        await published.begin(offer)
+    finally:
+        engine.kill()
+        await engine.wait()
+    await learner.none_is_left()
+
+
+async def test_the_sender_ends_with_its_learner(learner):
+    await learner.announce(0).offered("", ranks=1, device="cpu")
+    [sender] = learner.senders()
+    sender.stdin.close()
+    assert await asyncio.wait_for(sender.wait(), TIMEOUT_S) == 0
+    await learner.none_is_left()
+
+
+async def test_weights_that_are_replaced_while_they_are_copied_are_not_sent(learner, monkeypatch):
+    published, later = learner.announce(0), Weights.of(1, host_tensors(state(1)))
+
+    def replacing(weights):
+        learner.weights = later  # and from now on the tensors of `weights` may be written into
+        return copy(weights)
+
+    copy = Broadcaster._snapshot.__globals__["Snapshot"]
+    monkeypatch.setattr("learner.broadcast.Snapshot", replacing)
+    offer = await published.offered("", ranks=1, device="cpu")
+    assert offer[0].policy_version == 1
+
+
+async def test_another_learners_weights_are_not_offered(learner):
+    learner.announce(3)
+    stranger = Learner(learner.bus, incarnation="another")
+    with pytest.raises(BusError, match="the weights of learner another are not to be had from this one"):
+        await stranger.announce(0).offered("", ranks=1, device="cpu")
+    learner.weights = Weights.of(2, host_tensors(state(2)))
+    manifest = PolicyManifest(policy_version=3, incarnation="one", snapshot=BLOB, model=BLOB, stage="rl")
+    with pytest.raises(BusError, match="version 3 is not announced by this learner"):
+        await Published(learner.bus, manifest, learner._fetch).offered("", ranks=1, device="cpu")
+
+
+async def test_a_server_of_several_replicas_is_refused_at_its_start(serving):
+    async with serving() as (engine, server):
+        server.replicas = 2
+        with pytest.raises(ConfigError, match="this server has 2"):
+            await engine.start()
+
+
+async def test_a_fleet_follows_a_publisher_whose_tensors_come_in_groups(bus, tmp_path, serving):
+    class Cut(Blobs):
+        """The transport, which serves when it is let."""
+
+        open = False
+
+        async def get(self, ref):
+            if not self.open:
+                raise BusError("nothing may come by the transport")
+            return await super().get(ref)
+
+    publisher = WeightPublisher(bus, BusBlobs(bus), PublicationConfig(), incarnation="one")
+    await publisher.start(tmp_path)
+    broadcaster = Broadcaster(bus, publisher.announced, incarnation="one", timeout_s=TIMEOUT_S)
+    await broadcaster.start()
+    async with serving() as (one, server), serving() as (two, _):
+        built = {"one": one, "two": two}
+        fleet = Fleet({name: partial(asyncio.sleep, 0, built[name]) for name in built}, FleetConfig())
+        await fleet.start()
+        blobs, stop = Cut(bus), asyncio.Event()
+        follower = PolicyFollower(bus, fleet, blobs, from_learner=True)
+        running = asyncio.create_task(follower.run(stop))
+        async with asyncio.timeout(2 * TIMEOUT_S):
+            for version in range(3):
+                if version == 2:
+                    await broadcaster.close()  # it offers nothing any more
+                    blobs.open = True
+                tensors = host_tensors(state(version))
+                await publisher.publish(tensors, policy_version=version, stage="rl", trains_from=0)
+                await follower.at_least(version)
+                assert fleet.policy_version == version
+                if version < 2:
+                    assert same(server.received, state(version))
+        stop.set()
+        await asyncio.wait_for(running, TIMEOUT_S)
+        await fleet.close()
+    assert server.said.count("update_weights_from_tensor") == 1
