@@ -182,7 +182,7 @@ class PacedEngine:
                 raise InterruptedGenerationError(
                     self._failure, run.generation("abort", routed=False) if self._keeps else NOTHING
                 )
-            if run.aborted and not self._hung:
+            if run.aborted and not self._hung and not self.updating:
                 return
             changed = self._changed
             frozen = self._hung or self.policy_version < 0
