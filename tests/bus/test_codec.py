@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bus
+from bus.broadcasts import BroadcastBegin, BroadcastWanted, GroupLeft, OfferedBucket
 from bus.codec import MAX_DEPTH, Message, decode, encode
 from bus.devices import DeviceHold, DeviceUser
 from bus.errors import SchemaError
@@ -97,6 +98,19 @@ EXAMPLES = (
     BlobAsked(blob=BLOB),
     BlobOffer(url="http://10.0.0.1:8000"),
     EngineChange(action="join", engine="http://10.0.0.1:30000"),
+    BroadcastWanted(incarnation="a1", policy_version=7, group="", ranks=2, device="cuda"),
+    OfferedBucket(
+        group="sluice-a1-0",
+        host="10.0.0.1",
+        port=29500,
+        backend="nccl",
+        policy_version=7,
+        names=("scalar", "embedding"),
+        dtypes=("bfloat16", "float32"),
+        shapes=((), (40, 32)),
+    ),
+    BroadcastBegin(group="sluice-a1-0", policy_version=7),
+    GroupLeft(group="sluice-a1-0"),
     DeviceHold(incarnation="a1", number=3, host="6f1c", held=True),
     DeviceUser(actor="a-1", host="6f1c", yielded_to="a1.3"),
     AnchorWanted(incarnation="a1", policy_version=7, reason="chunk 1 of 3 is not on the bus"),
