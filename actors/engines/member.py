@@ -35,8 +35,8 @@ class _Life:
     """The update it has; 0 for the weights that it came with."""
     errors: int = 0
     """Requests that failed in a row."""
-    failed_under: int = 0
-    """Requests that it had when it failed."""
+    failed_under: int | None = None
+    """Requests that it may have failed of; None when it has not failed."""
     ending: set[asyncio.Task[Generation]] = field(default_factory=set)
     """Requests whose callers are gone, until it has aborted them."""
     update: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -143,13 +143,14 @@ class Member:
         self._leaving = True
         self._out.set()
 
-    def fail(self, reason: str) -> None:
-        """Take the engine out of service, and build another."""
+    def fail(self, reason: str, *, of_requests: bool = True) -> None:
+        """Take the engine out of service, and build another; one of its requests may be what it failed of."""
         if not self._out.is_set():
             log.warning("engine_lost", engine=self.name, reason=reason, requests=len(self._asked))
             self.reason = reason
             if self._life is not None:
-                self._life.failed_under = len(self._asked) + len(self._life.ending)
+                suspects = len(self._asked) + len(self._life.ending)
+                self._life.failed_under = suspects if of_requests else 0
             self._out.set()
             if self.state in ("serving", "resting"):
                 self._enter("stopping")
@@ -177,7 +178,7 @@ class Member:
             return
         if life.failed_under:
             ticket.failures, ticket.alone = ticket.failures + 1, life.failed_under == 1
-        elif not len(piece.token_ids):
+        elif life.failed_under is None and not len(piece.token_ids):
             ticket.errors += 1
 
     async def abort(self, request_id: str) -> None:
@@ -199,13 +200,13 @@ class Member:
             return seconds
         try:
             async with life.update:
-                if not life.gone.is_set() and life.serial != self._weights().serial:
+                if self.state == "serving" and life.serial != self._weights().serial:
                     seconds = await self._load(life)
         except WeightsKeptError:  # it serves on; who wants the update asks again
             raise
         except Exception as error:  # noqa: BLE001  # of this engine alone, whatever it is; the limit makes it loud
             if life is self._life:
-                self.fail(f"new weights: {_said(error)}")
+                self.fail(f"new weights: {_said(error)}", of_requests=False)
         return seconds
 
     def _ended(self, life: _Life, task: asyncio.Task[Generation]) -> None:

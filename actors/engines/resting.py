@@ -36,7 +36,7 @@ class Turn:
             try:
                 await unless(member._out, self._free(life))
             except Exception as error:  # noqa: BLE001  # of this engine alone, whatever it is; it is closed
-                member.fail(f"it did not free its device: {error}")
+                member.fail(f"it did not free its device: {error}", of_requests=False)
         if member.state != "resting" or member._out.is_set():
             await life.gone.wait()  # taking it down bounds this
 
@@ -53,18 +53,23 @@ class Turn:
                 if member.state == "resting" and not member._out.is_set():
                     member._enter("serving")
         except Exception as error:  # noqa: BLE001  # of this engine alone, whatever it is
-            member.fail(f"it did not take its device back: {error}")
+            member.fail(f"it did not take its device back: {error}", of_requests=False)
         finally:
             self.over = False
             self.device.release()
 
     async def _free(self, life: "_Life") -> None:
         member, config = self._member, self._member._config
-        async with bounded(config.drain_timeout_s, f"{member.name} did not hand out its tokens"):
-            await member._interrupt(life)
-        async with bounded(config.update_timeout_s, f"{member.name} did not let it go"), life.update:
-            if isinstance(life.engine, SharesDevice):
-                await life.engine.release()
+        async with bounded(config.update_timeout_s, f"{member.name} did not end its update"):
+            await life.update.acquire()  # an engine that loads weights hands out nothing before that is over
+        try:
+            async with bounded(config.drain_timeout_s, f"{member.name} did not hand out its tokens"):
+                await member._interrupt(life)
+            async with bounded(config.update_timeout_s, f"{member.name} did not let it go"):
+                if isinstance(life.engine, SharesDevice):
+                    await life.engine.release()
+        finally:
+            life.update.release()
 
     async def _take(self, life: "_Life") -> None:
         """Weights first: an engine that has none on its device takes these with it, not the older ones."""

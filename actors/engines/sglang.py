@@ -19,6 +19,7 @@ from actors.engines.sglang_loading import Load, Loading
 from actors.engines.sglang_server import AttachedServer, OwnServer, Server
 from actors.engines.sglang_stream import Streamed
 from actors.engines.sglang_weights import HeldWeights
+from actors.engines.waiting import left_s
 from bus.errors import ConfigError, EngineError, RequestRefusedError
 
 log = structlog.get_logger()
@@ -43,7 +44,7 @@ class SglangEngine:
         """Why it has stopped for good; empty as long as it has not."""
         self.tokens_generated = 0
         self._config = config
-        self._held = HeldWeights(model_dir, config.weights_directory, in_files=config.in_files)
+        self._held = HeldWeights(model_dir, config.weights_directory)
         self._server: Server = (
             AttachedServer(config)
             if config.url is not None
@@ -120,9 +121,10 @@ class SglangEngine:
         Raises EngineError for another model's tensors, and when the server fails at it: then it is killed."""
         async with self._changing:
             self._check()
-            load = await self._ready().tensors(self._config, state, policy_version)
             if not self._released:
+                load = await self._ready().tensors(self._config, state, policy_version)
                 return await self._swap(load, policy_version)
+            await self._ready().hold(state, policy_version)
             self._version = policy_version  # `resume` loads it
             self._loads += 1
         return 0.0
@@ -273,10 +275,10 @@ class SglangEngine:
 
     async def _retake(self) -> None:
         """The server's weights are arbitrary at first, and its caches empty."""
-        client, timeout_s = self._connected(), self._config.update_timeout_s
-        await client.retake(("weights",), timeout_s)
-        await self._ready().again(timeout_s)
-        await client.retake(("kv_cache", "cuda_graph"), timeout_s)
+        client, end_s = self._connected(), time.monotonic() + self._config.update_timeout_s
+        await client.retake(("weights",), left_s(end_s))
+        await self._ready().again(self._config, end_s)
+        await client.retake(("kv_cache", "cuda_graph"), left_s(end_s))
 
     async def _or_fail(self, doing: Awaitable[T], what: str) -> T:
         """The result; a server that cannot is killed, and one that died meanwhile has none."""

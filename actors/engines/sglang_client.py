@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import pickle
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -18,7 +19,7 @@ from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.routing import Routing
 from actors.engines.sglang_answers import BAD_REQUEST, read_answer
 from actors.engines.sglang_stream import Streamed, read_events
-from actors.engines.waiting import bounded
+from actors.engines.waiting import bounded, left_s
 from bus.broadcasts import OfferedBucket
 from bus.errors import EngineError, RequestRefusedError
 
@@ -203,13 +204,14 @@ class SglangClient:
 
     async def release(self, timeout_s: float) -> None:
         """Free the device, once nothing runs: the server would die of being asked while something does."""
+        end_s = time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 while not await self._flushed():  # noqa: ASYNC110 - a server has no event for it
                     await asyncio.sleep(IDLE_AGAIN_S)
         except TimeoutError:
             raise EngineError(f"{self.url} was not idle within {timeout_s:g} s") from None
-        await self._call("POST", "/release_memory_occupation", {}, timeout_s=timeout_s)
+        await self._call("POST", "/release_memory_occupation", {}, timeout_s=left_s(end_s))
 
     async def retake(self, tags: tuple[str, ...], timeout_s: float) -> None:
         """Take memory of these kinds back; what was in it is lost."""

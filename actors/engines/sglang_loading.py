@@ -59,12 +59,15 @@ class Loading:
         same_learner = held is not None and held.incarnation == published.incarnation
         return same_learner and policy_version >= published.policy_version
 
-    async def again(self, timeout_s: float) -> None:
-        """Have the server take all weights that this host holds, if it holds any."""
+    async def hold(self, state: State, policy_version: int) -> None:
+        """Tensors from this host that the server is to take later, with all others: see `again`."""
+        await asyncio.to_thread(self._held.keep, state, policy_version)
+
+    async def again(self, config: SglangEngineConfig, end_s: float) -> None:
+        """Have the server take all weights that this host holds, if it holds any, until `end_s`."""
         if self._held.policy_version >= 0:
-            directory, version = await asyncio.to_thread(self._held.whole), self._held.policy_version
-            await self._client.load_files(directory, version, flush=False, timeout_s=timeout_s)
-            await asyncio.to_thread(self._held.drop)
+            load = await self._kept(config, self._held.tensors, self._held.policy_version)
+            await load(False, end_s)
 
     async def close(self) -> None:
         """Leave the learner's group."""
@@ -72,11 +75,14 @@ class Loading:
             await self._group.end(self._published)
 
     async def _kept(self, config: SglangEngineConfig, state: State, policy_version: int) -> Load:
-        directory = await asyncio.to_thread(self._held.keep, state, policy_version)
+        await asyncio.to_thread(self._held.keep, state, policy_version)
+        if config.in_files:  # outside the pause
+            await asyncio.to_thread(self._held.write, state)
 
         async def load(flush: bool, end_s: float) -> int:
             client, facts, timeout_s = self._client, self._facts, left_s(end_s)
             if config.in_files:
+                directory = self._held.directory
                 await client.load_files(directory, policy_version, flush=flush, timeout_s=timeout_s)
                 await asyncio.to_thread(self._held.drop)
             else:

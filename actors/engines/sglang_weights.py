@@ -26,11 +26,10 @@ State = Mapping[str, torch.Tensor]
 class HeldWeights:
     """The newest weights of one engine, and the files in which a server reads them.
 
-    The tensors are those that it was given, not copies. A file exists from `keep` or `whole` on until `drop`:
+    The tensors are those that it was given, not copies. A file exists from `write` on until `drop`:
     it has what the server is to take. Beside it in `directory` lies the model's config."""
 
-    def __init__(self, model_dir: Path, parent: Path | None, *, in_files: bool = True) -> None:
-        """Without `in_files` no tensor is ever written to a file."""
+    def __init__(self, model_dir: Path, parent: Path | None) -> None:
         parent = parent or (IN_MEMORY if IN_MEMORY.is_dir() else Path(tempfile.gettempdir()))
         parent.mkdir(parents=True, exist_ok=True)
         _sweep(parent)
@@ -41,25 +40,25 @@ class HeldWeights:
         shutil.copytree(model_dir, self.directory, ignore=shutil.ignore_patterns("*.safetensors*"))
         self.policy_version = -1
         """Of the tensors; -1 when there are none yet."""
-        self._in_files = in_files
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def keep(self, state: State, policy_version: int) -> Path:
-        """Take the tensors, the first time all of them; return a directory with a file that holds them.
+    @property
+    def tensors(self) -> State:
+        """All of them."""
+        return self._tensors
 
-        Raises `EngineError`, and takes none, when they are another model's; `ConfigError` when there is no
-        room for the file."""
+    def keep(self, state: State, policy_version: int) -> None:
+        """Take the tensors, the first time all of them.
+
+        Raises `EngineError`, and takes none, when they are another model's."""
         if self.policy_version >= 0:
             self._check(state)
-        if self._in_files:
-            _write(self._file, state)
         self._tensors.update(state)
         self.policy_version = policy_version
-        return self.directory
 
-    def whole(self) -> Path:
-        """Return a directory with a file that holds all tensors. Raises `ConfigError` when it has no room."""
-        _write(self._file, self._tensors)
+    def write(self, state: State) -> Path:
+        """Return a directory with a file that holds these. Raises `ConfigError` when it has no room."""
+        _write(self._file, state)
         return self.directory
 
     def drop(self) -> None:

@@ -177,15 +177,15 @@ class PacedEngine:
         """Until the next token is due, the request was aborted, or the engine died."""
         loop = asyncio.get_running_loop()
         due_s = loop.time() + self._token_s
-        while loop.time() < due_s or self._hung or self.policy_version < 0:
+        while loop.time() < due_s or self._hung or self.policy_version < 0 or (run.aborted and self.updating):
             if self._failure:
                 raise InterruptedGenerationError(
                     self._failure, run.generation("abort", routed=False) if self._keeps else NOTHING
                 )
-            if run.aborted and not self._hung:
+            if run.aborted and not self._hung and not self.updating:
                 return
             changed = self._changed
-            frozen = self._hung or self.policy_version < 0
+            frozen = self._hung or self.policy_version < 0 or self.updating
             try:
                 async with asyncio.timeout_at(None if frozen else due_s):
                     await changed.wait()

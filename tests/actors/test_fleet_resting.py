@@ -9,6 +9,7 @@ from actors.config import EmbeddedEngineConfig
 from actors.engines.embedded import EmbeddedEngine
 from bus.errors import EngineError
 from tests.actors.test_engine_embedded import halted_at
+from tests.actors.test_fleet import Yard, is_right, virtual
 from tests.actors.test_fleet_embedded import LONG, PROMPT, begun, fleet_of, state, uninterrupted  # noqa: F401
 from tests.actors.tiny import other_model, recomputed, request, tiny_model
 
@@ -145,3 +146,33 @@ async def test_an_engine_does_not_free_a_cache_that_is_in_use(serve):
         with pytest.raises(EngineError, match="1 requests are being decoded"):
             await engine.release()
         assert len((await task).token_ids) == LONG
+
+
+@virtual
+async def test_an_engine_that_loads_weights_ends_that_before_it_rests():
+    async with Yard(1, update_s=60, drain_timeout_s=3) as yard:
+        task = yard.ask("a", new=20)
+        await asyncio.sleep(4.5)
+        update = asyncio.create_task(yard.fleet.load_weights({"a": 2}, 2))
+        await asyncio.sleep(1)
+        await yard.fleet.release()
+        await update
+        assert [engine["state"] for engine in yard.fleet.engines.values()] == ["resting"]
+        await yard.fleet.resume()
+        is_right(await task, new=20)
+    assert len(yard.built["e0"]) == 1
+
+
+@virtual
+async def test_requests_are_not_blamed_for_weights_that_do_not_load():
+    async with Yard(1, update_timeout_s=30, attempts=3, restarts=99) as yard:
+        task = yard.ask("a", new=400)
+        for version in range(2, 8):
+            await asyncio.sleep(1.5)
+            yard.engine("e0")._update_s = 60  # of this engine, not of the next
+            await yard.fleet.load_weights({"a": version}, version)
+            async with asyncio.timeout(300):
+                while yard.fleet.engines["e0"]["state"] != "serving":  # noqa: ASYNC110
+                    await asyncio.sleep(0.5)
+        is_right(await task, new=400)
+    assert len(yard.built["e0"]) == 7

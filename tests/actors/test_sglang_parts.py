@@ -117,36 +117,33 @@ def same(one, other):
 
 
 def test_a_file_holds_what_is_to_be_read_until_it_was_read(held):
-    assert held.keep(STATE, 0) == held.directory
+    held.keep(STATE, 0)
+    assert in_file(held) is None
+    assert held.write(STATE) == held.directory
     assert same(in_file(held), STATE)
     held.drop()
     assert in_file(held) is None
     changed = {"b": torch.zeros(5, dtype=torch.bfloat16)}
-    assert held.keep(changed, 1) == held.directory
-    assert same(in_file(held), changed)
+    held.keep(changed, 1)
     assert held.policy_version == 1
-    held.drop()
-    assert held.whole() == held.directory
+    held.write(held.tensors)
     assert same(in_file(held), {**STATE, **changed})
     assert (held.directory / "config.json").is_file()
 
 
 def test_a_file_that_a_server_has_mapped_is_not_written_into(held):
-    held.keep(STATE, 0)
+    held.write(STATE)
     mapped = load_file(held.directory / "model.safetensors")
-    held.keep({"a": torch.zeros(2, 3)}, 1)
+    held.write({"a": torch.zeros(2, 3)})
     assert same(mapped, STATE)
 
 
-def test_tensors_are_held_once_and_without_files_for_a_server_that_reads_none(model_dir, tmp_path):
-    held = HeldWeights(model_dir, tmp_path / "weights", in_files=False)
+def test_tensors_are_held_once(held):
     held.keep(STATE, 0)
     held.keep({"c": torch.tensor(4)}, 1)
-    assert in_file(held) is None
     assert held.smallest()["c"].tolist() == 4
     held.keep({"c": STATE["c"]}, 2)
     assert held.smallest()["c"] is STATE["c"]
-    held.close()
 
 
 def test_the_smallest_tensor_that_is_held_is_its_newest(held):
@@ -161,7 +158,7 @@ def test_weights_of_another_model_are_not_taken(held):
         held.keep({"a": torch.zeros(2, 3), "d": torch.zeros(1)}, 1)
     with pytest.raises(EngineError, match=r"tensor a is torch.bfloat16 \(2, 3\), and was torch.float32"):
         held.keep({"a": torch.zeros(2, 3, dtype=torch.bfloat16)}, 1)
-    assert same(in_file(held), STATE)
+    assert same(held.tensors, STATE)
     assert held.policy_version == 0
 
 
@@ -178,8 +175,7 @@ def files_of_at_most(size_bytes):
 def test_weights_for_which_there_is_no_room_are_refused(held):
     full = pytest.raises(ConfigError, match=r"no room for [\d,]+ bytes .* actors.engine.weights_directory")
     with files_of_at_most(64), full:
-        held.keep(STATE, 0)
-    assert held.policy_version == -1
+        held.write(STATE)
     assert in_file(held) is None
 
 
