@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import structlog
@@ -14,6 +14,7 @@ from bus.config import ColocationConfig
 from bus.connection import Bus
 from bus.devices import BEAT_S, HOLD_KEY, Beats, DeviceHold, DeviceUser, user_key
 from bus.errors import BusError, ConfigError
+from bus.waiting import set_within
 from storage.addresses import host_identity
 
 log = structlog.get_logger()
@@ -85,7 +86,7 @@ class Turns:
         while not self._ended.is_set():
             self._news.clear()
             await self._obey(await self._wanted())
-            await _set_within(self._news, BEAT_S)
+            await set_within(self._news, BEAT_S)
 
     async def _wanted(self) -> DeviceHold | None:
         """The learner's hold of this host's devices, if there is one."""
@@ -145,7 +146,7 @@ class Turns:
                 await self._bus.notify(self._bus.subject("notice", "device-user"), self._said())
             except BusError as error:
                 log.warning("device_use_not_said", reason=str(error))
-            await _set_within(self._changed, BEAT_S)
+            await set_within(self._changed, BEAT_S)
 
     async def _take_leave(self) -> None:
         try:
@@ -156,9 +157,3 @@ class Turns:
 
     def _hear(self, hold: DeviceHold) -> None:
         self._news.set()
-
-
-async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()

@@ -99,7 +99,14 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
             evaluator = Evaluator(
                 bus, build_evaluator, tokenizer, environment, sampled=sampled, greedy=greedy, blobs=blobs
             )
-            desk = EngineDesk(bus, engine, settings.actors.engine, model, actor=actor_name())
+            desk = EngineDesk(
+                bus,
+                engine,
+                settings.actors.engine,
+                model,
+                actor=actor_name(),
+                colocated=settings.colocation.enabled,
+            )
             actor = _Actor(bus, engine, follower, worker, evaluator, desk)
             await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
         finally:

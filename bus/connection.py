@@ -226,18 +226,16 @@ class Bus:
             raise BusError(f"cannot write {key!r} to the bus: {error}") from error
 
     async def keys(self, prefix: str) -> list[str]:
-        """Every key that begins with `prefix` and a dot."""
-        found = []
+        """Every key that begins with `prefix` and a dot; those that were deleted may be among them.
+
+        One request: a watch would leave a consumer behind on the server at every look."""
+        bucket = self.topology.bucket
+        before = f"$KV.{bucket}."
         try:
-            watcher = await (await self._bucket()).watch(f"{prefix}.>", ignore_deletes=True, meta_only=True)
-            async for entry in watcher:
-                if entry is None:  # those were all
-                    break
-                found.append(str(entry.key))
-            await watcher.stop()
+            found = await self.js.stream_info(f"KV_{bucket}", subjects_filter=f"{before}{prefix}.>")
         except nats.errors.Error as error:
             raise BusError(f"cannot list the keys {prefix!r} on the bus: {error}") from error
-        return found
+        return sorted(subject.removeprefix(before) for subject in found.state.subjects or {})
 
     async def delete(self, key: str) -> None:
         """Remove `key`."""

@@ -1,35 +1,15 @@
 """Models to measure with: shapes by name, and random weights, since there may be no others."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from bus.codec import Json
 from bus.errors import ConfigError
+from learner.bench_shapes import SHAPES
 from learner.conversion.files import save_hf_directory
 from learner.parallel import device
 from learner.scratch import character_tokenizer
-
-SHAPES: Mapping[str, Mapping[str, Json]] = {
-    "tiny": {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256, "max_position_embeddings": 4096,
-        "tie_word_embeddings": False, "dtype": "float32",
-    },
-    "qwen3-0.6b": {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,
-        "rope_theta": 1e6, "tie_word_embeddings": True, "dtype": "bfloat16",
-    },
-    "qwen3-8b": {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,
-        "rope_theta": 1e6, "tie_word_embeddings": False, "dtype": "bfloat16",
-    },
-}  # fmt: skip
-"""The part of config.json that is not the same for all, by the names that commands take."""
 
 
 def shape(name: str) -> Qwen3Config:

@@ -11,7 +11,7 @@ from typing import Any, Self, get_args
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from actors.config import ActorsConfig, SamplingConfig
+from actors.config import ActorsConfig, SamplingConfig, SglangEngineConfig
 from actors.environments.length_config import LengthProfileConfig
 from bus.config import BusConfig, ColocationConfig, Config
 from bus.errors import ConfigError
@@ -266,11 +266,11 @@ def _check_colocation(config: RunConfig) -> None:
     if not config.colocation.enabled:
         return
     engine, fleet = config.actors.engine, config.actors.fleet
-    if url := getattr(engine, "url", None):
+    if isinstance(engine, SglangEngineConfig) and engine.attached:
         raise ConfigError(
-            f"colocation.enabled with actors.engine.url={url!r}: only an engine that the actor starts frees "
-            "its memory for the learner: leave out one of them, or start that actor with "
-            "--colocation.no-enabled"
+            f"colocation.enabled with actors.engine.{'urls' if engine.urls else 'url'}="
+            f"{', '.join(engine.attached)}: only an engine that the actor starts frees its memory for the "
+            "learner: leave out one of them, or start that actor with --colocation.no-enabled"
         )
     if getattr(engine, "update", "") == "group":
         raise ConfigError(

@@ -20,6 +20,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bus.codec import Json
 from learner.bench_bare import BareLoop
+from learner.bench_shapes import SHAPES
 from learner.config import OptimizerConfig, ParallelConfig, TISLoss
 from learner.packing import MicroBatch, Sample, pack
 from learner.parallel import close_world, device, init_world
@@ -89,7 +90,7 @@ def small() -> Workload:
 
 def qwen3_600m(*, tokens: int) -> Workload:
     """Qwen3-0.6B on 64k tokens a step, packed from sequences of 2k."""
-    config = qwen3(1024, 3072, 28, 16, 8, 128, 151936)
+    config = Qwen3Config(**SHAPES["qwen3-0.6b"], attn_implementation="sdpa", use_cache=False)
     return Workload(config, torch.bfloat16, 2048, tokens, 65536 // tokens, rounds=5)
 
 

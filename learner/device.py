@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import structlog
@@ -13,6 +13,7 @@ from bus.config import ColocationConfig
 from bus.connection import Bus
 from bus.devices import BEAT_S, HOLD_KEY, USERS, Beats, DeviceHold, DeviceUser
 from bus.errors import BusError, ConfigError
+from bus.waiting import set_within
 from storage.addresses import host_identity
 
 log = structlog.get_logger()
@@ -108,7 +109,7 @@ class Device:
                     f"no free device within colocation.yield_timeout_s={config.yield_timeout_s:g}: it is "
                     f"still used by {names}. See what its log says, or raise the limit"
                 )
-            await _set_within(self._news, LOOK_S)
+            await set_within(self._news, LOOK_S)
         return False
 
     async def _uses(self, key: str, beats: Beats) -> bool:
@@ -130,7 +131,7 @@ class Device:
                 await self._say()
             except BusError as error:  # the actors' patience is as long as the bus is away
                 log.warning("hold_not_renewed", reason=str(error))
-            await _set_within(ended, BEAT_S)
+            await set_within(ended, BEAT_S)
 
     async def _give_back(self) -> None:
         try:
@@ -144,9 +145,3 @@ class Device:
     async def _say(self) -> None:
         await self._bus.put(HOLD_KEY, self._hold)
         await self._bus.notify(self._bus.subject("notice", "device"), self._hold)
-
-
-async def _set_within(event: asyncio.Event, timeout_s: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()

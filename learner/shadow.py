@@ -26,6 +26,7 @@ from bus.messages import Metrics, Trajectory
 from bus.requests import Given
 from bus.roles import guarded, hold_role
 from bus.status import report_status
+from bus.waiting import ended_before
 from learner import lineage
 from learner.beginning import trainer_at
 from learner.checkpoint import latest_checkpoint, read_extra, save_checkpoint
@@ -35,7 +36,6 @@ from learner.progress import Progress, values_to_save
 from learner.service import Initial, prepare
 from learner.settings import LearnerSettings
 from learner.steps import lineage_line, train_on
-from learner.train import ended_before
 from learner.trainer import Trainer
 from storage import checkpoints
 from storage.files import remove, write_json

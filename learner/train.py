@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
@@ -14,6 +14,7 @@ from bus.messages import EvaluationResult, Metrics
 from bus.publish import Publisher
 from bus.requests import BatchLease
 from bus.status import report_status
+from bus.waiting import ended_before
 from learner import lineage
 from learner.batches import StepBatch
 from learner.broadcast import Broadcaster
@@ -21,6 +22,7 @@ from learner.commands import Begin
 from learner.conversion.files import save_hf_directory
 from learner.device import Device
 from learner.heldout import HeldOut
+from learner.host_copy import Copied
 from learner.metrics import batch_values, read_values, step_values
 from learner.progress import Progress, refuse_other_history, values_to_save
 from learner.publish import WeightPublisher
@@ -33,7 +35,6 @@ from storage.files import write_json
 from storage.reader import ReplayReader
 
 log = structlog.get_logger()
-T = TypeVar("T")
 LAST_WORDS_S = 5.0
 """A learner that stops waits no longer for storage to answer."""
 
@@ -251,17 +252,13 @@ class Learner:
         await self._give_back_the_next_batch()
         await self._published()
         await self._accuracy_now()
-        complete = not self._stop.is_set()
-        if complete:
+        copied = None if self._stop.is_set() else await self._exported()
+        if copied is not None:
             self.progress.stage = "done"
         await self._checkpoint()
         await self._checkpointed()
-        if complete:
-            self._doing = "exporting"
-            async with self._device.held(self._stop) as ours:
-                if ours:
-                    await self._export()
-                    await self._publish()
+        if copied is not None:
+            self._announce(copied)
             await self._published()
         await asyncio.gather(*self._background)
 
@@ -286,6 +283,16 @@ class Learner:
             self._fetching = None
         await self._tell(self._reader.resumed(self.progress.step))
 
+    async def _exported(self) -> Copied | None:
+        """Export, before the run is said to be done, and copy the weights; None if `stop` came first."""
+        copied = None
+        async with self._device.held(self._stop) as ours:
+            if ours:
+                self._doing = "exporting"
+                await self._export()
+                copied = await self._world.copy_weights()
+        return copied
+
     async def _export(self) -> None:
         rank, state = self._world.rank, await self._world.export()
         await rank.in_thread(
@@ -298,9 +305,11 @@ class Learner:
 
     async def _publish(self) -> None:
         """Copy the weights, then publish them while training goes on; one publication at a time."""
-        progress = self.progress
         await self._published()
-        copied = await self._world.copy_weights()
+        self._announce(await self._world.copy_weights())
+
+    def _announce(self, copied: Copied) -> None:
+        progress = self.progress
 
         async def publish(version: int, stage: str, trains_from: int) -> None:
             tensors = await copied.arrived()
@@ -388,13 +397,3 @@ class Learner:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-async def ended_before(stop: asyncio.Event, task: asyncio.Task[T]) -> bool:
-    """Wait for `task`, and raise what it raised; False if `stop` came first, and then it goes on."""
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if task.done():
-        task.result()
-    return task.done()

@@ -14,6 +14,8 @@ from bus.errors import TrainingError
 CUDA_SUCCESS = 0
 ALIGNED_BYTES = 64
 """Between the beginnings of two tensors."""
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+"""No shared memory, of which containers often have little."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -37,7 +39,7 @@ def host_memory(wanted: Iterable[tuple[Sequence[int], torch.dtype]], *, page_loc
     wanted = list(wanted)
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
     rooms = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
-    memory = np.frombuffer(mmap.mmap(-1, page_bytes(sum(rooms))), np.uint8)
+    memory = np.frombuffer(mmap.mmap(-1, page_bytes(sum(rooms)), flags=PRIVATE), np.uint8)
     if page_locked:
         _lock(memory)
     pieces = torch.split(torch.from_numpy(memory)[: sum(rooms)], rooms)

@@ -36,12 +36,15 @@ def subject_of(bus: Bus, actor: str) -> str:
 class EngineDesk:
     """Answers `launch engines`: servers join the actor's fleet while it works, and leave it."""
 
-    def __init__(self, bus: Bus, fleet: Fleet, config: EngineConfig, model: Path, *, actor: str) -> None:
+    def __init__(
+        self, bus: Bus, fleet: Fleet, config: EngineConfig, model: Path, *, actor: str, colocated: bool
+    ) -> None:
         self._bus = bus
         self._fleet = fleet
         self._config = config if isinstance(config, SglangEngineConfig) else SglangEngineConfig()
         self._model = model
         self._actor = actor
+        self._colocated = colocated
         self._one_at_a_time = asyncio.Lock()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -63,6 +66,12 @@ class EngineDesk:
         return [Done()]
 
     async def _join(self, url: str) -> None:
+        if self._colocated:
+            raise EngineError(
+                f"{url} cannot join: this actor shares its devices with the learner (colocation.enabled), "
+                "and only an engine that it starts itself frees them: have it join an actor that was started "
+                "with --colocation.no-enabled"
+            )
         if url in self._fleet.engines:
             raise EngineError(f"{url} is one of this actor's engines already")
         await _look_at(url)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from bus.errors import EngineError
+from bus.waiting import set_within as set_within
 
 T = TypeVar("T")
 AT_LEAST_S = 0.01
@@ -51,16 +52,6 @@ async def first(task: "asyncio.Future[T]", event: asyncio.Event, timeout_s: floa
         await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         setting.cancel()
-
-
-async def set_within(event: asyncio.Event, timeout_s: float) -> bool:
-    """Wait for `event`; False when that takes longer."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True
 
 
 def hear(task: "asyncio.Future[T]") -> None:

@@ -56,7 +56,7 @@ async def fleet(bus, model, tmp_path):
     fleet, stop = Fleet({"engine-0": build}, FleetConfig(requests_per_engine=2)), asyncio.Event()
     await fleet.start()
     await fleet.load_weights(STATE, 3)
-    desk = EngineDesk(bus, fleet, settings(tmp_path), model, actor=ACTOR)
+    desk = EngineDesk(bus, fleet, settings(tmp_path), model, actor=ACTOR, colocated=False)
     serving = asyncio.create_task(desk.run(stop))
     yield fleet
     stop.set()
@@ -109,6 +109,17 @@ async def test_what_cannot_join_or_leave_is_refused_with_the_reason(bus, fleet, 
     with pytest.raises(BusError, match="engine-0 is the only engine here"):
         await asked(bus, "leave", "engine-0")
     assert list(fleet.engines) == ["engine-0"]
+
+
+async def test_no_server_joins_an_actor_that_shares_its_devices_with_the_learner(bus, model, tmp_path):
+    fleet, stop = Fleet({}, FleetConfig()), asyncio.Event()
+    desk = EngineDesk(bus, fleet, settings(tmp_path), model, actor=ACTOR, colocated=True)
+    serving = asyncio.create_task(desk.run(stop))
+    with pytest.raises(BusError, match=r"http://there:1 cannot join: .*colocation\.enabled"):
+        await asked(bus, "join", "http://there:1")
+    assert not fleet.engines
+    stop.set()
+    await serving
 
 
 async def test_an_actor_attaches_to_every_url_that_it_is_given(servers, model, tmp_path):

@@ -294,7 +294,25 @@ async def test_leaving_does_not_wait_for_a_bus_that_is_gone(server: NatsServer, 
 async def test_keys_are_listed_by_their_first_part(bus: Bus):
     assert await bus.keys("role") == []
     record = RunRecord(name="test", config_json="{}")
-    for key in ("role.one", "role.two", "roles.three", "another.role.four"):
+    for key in ("role.two", "role.one.a", "roles.three", "another.role.four"):
         await bus.put(key, record)
+    assert await bus.keys("role") == ["role.one.a", "role.two"]
     await bus.delete("role.two")
-    assert await bus.keys("role") == ["role.one"]
+    assert await bus.get("role.two", RunRecord) is None, "though it may be listed"
+    assert "role.one.a" in await bus.keys("role")
+
+
+@pytest.mark.nats
+async def test_looks_at_the_keys_leave_no_consumer_behind(bus: Bus):
+    await bus.put("role.one", Done())
+    for _ in range(50):
+        assert await bus.keys("role") == ["role.one"]
+    bucket = await bus.js.stream_info(f"KV_{bus.topology.bucket}")
+    assert bucket.state.consumer_count == 0
+
+
+@pytest.mark.nats
+async def test_keys_of_a_run_that_has_none_cannot_be_listed(server: NatsServer):
+    async with Bus.connect(BusConfig(url=server.url), "nobody", name="t") as bus:
+        with pytest.raises(BusError, match="cannot list the keys 'role'"):
+            await bus.keys("role")

@@ -243,10 +243,12 @@ def test_colocation_is_refused_where_turns_cannot_be_taken():
     sglang = {"actors": {"engine": {"type": "sglang"}}}
     assert resolve(shared, sglang).colocation.enabled
     attached = {"actors": {"engine": {"type": "sglang", "url": "http://there:30000"}}}
-    assert "actors.engine.url='http://there:30000'" in refusal(shared, attached)
     sent = {"actors": {"engine": {"type": "sglang", "update": "group"}}}
     assert 'actors.engine.update="group"' in refusal(shared, sent)
     assert resolve(sent).actors.engine.update == "group"
+    assert "actors.engine.url=http://there:30000:" in refusal(shared, attached)
+    several = {"actors": {"engine": {"type": "sglang", "urls": ["http://a:1", "http://b:2"]}}}
+    assert "actors.engine.urls=http://a:1, http://b:2:" in refusal(shared, several)
     unable = {"actors": {"engine": {"type": "sglang", "server": {"enable-memory-saver": False}}}}
     assert "enable_memory_saver is false" in refusal(shared, unable)
     assert "learner.world.nodes=2" in refusal(shared, {"learner": {"world": {"nodes": 2}}})
