@@ -9,6 +9,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -114,18 +115,24 @@ class Heard:
 
     steps: dict[int, Record]
     """Of the learner, by number."""
-    readings: dict[str, list[Record]]
-    """Of each actor, in order of time."""
+    readings: list[Record]
+    """Of the actors' process, in order of time."""
 
     @classmethod
     def of(cls, run: RunDirectory) -> Self:
-        """Read the run's record."""
-        heard = cls({}, {})
+        """Read the run's record. Raises `SluiceError` when learner or actors were started again."""
+        heard = cls({}, [])
         for record in read_records(run.metrics):
             if record.get("train/stage") == "rl":
-                heard.steps[whole(record, "step")] = record
+                step = whole(record, "step")
+                if heard.steps.setdefault(step, record) != record:  # equal ones are one, sent twice
+                    raise SluiceError(f"step {step} was trained twice, so the learner died: see {run.logs}")
             elif "engine/busy_s" in record:
-                heard.readings.setdefault(str(record["source"]), []).append(record)
+                heard.readings.append(record)
+        sources = {str(reading["source"]) for reading in heard.readings}
+        if len(sources) > 1:
+            raise SluiceError(f"actors were started again ({', '.join(sorted(sources))}): see {run.logs}")
+        heard.readings.sort(key=lambda reading: number(reading, "time_s"))
         return heard
 
     @property
@@ -138,24 +145,20 @@ class Heard:
         return number(self.steps[step], "time_s")
 
     def has_read_after(self, step: int) -> bool:
-        """Whether every actor has told its counters since the end of a step."""
-        last = [number(readings[-1], "time_s") for readings in self.readings.values()]
-        return bool(last) and min(last) >= self.ended_s(step)
+        """Whether the actors have told their counters since the end of a step."""
+        return bool(self.readings) and number(self.readings[-1], "time_s") >= self.ended_s(step)
 
     def counted(self, name: str, turn: Turn) -> float:
-        """How much a counter grew in a turn, over all actors."""
+        """How much a counter of the actors grew in a turn."""
         span = self.ended_s(turn.first), self.ended_s(turn.last)
-        total = 0.0
-        for readings in self.readings.values():
-            times, values = ([number(r, key) for r in readings] for key in ("time_s", name))
-            began, ended = np.interp(span, times, values)
-            total += float(ended - began)
-        return total
+        times, values = ([number(reading, key) for reading in self.readings] for key in ("time_s", name))
+        began, ended = np.interp(span, times, values)
+        return float(ended - began)
 
     @property
     def engines(self) -> int:
-        """Of all actors."""
-        return sum(whole(readings[-1], "engine/count") for readings in self.readings.values())
+        """How many the actors have."""
+        return whole(self.readings[-1], "engine/count")
 
 
 async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> dict[str, Json]:
@@ -168,17 +171,18 @@ async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> d
     try:
         await local.start()
         for mode in MODES * plan.rounds:
-            turns.append(await _turn(local, config, plan, mode, begins=not turns))
-            if stop.is_set():
-                raise SluiceError("stopped before everything was measured")
-        heard = await _until(local, lambda heard: heard.has_read_after(turns[-1].last))
+            turns.append(await _turn(local, config, plan, mode, stop, begins=not turns))
+        last = turns[-1].last
+        heard = await _until(local, lambda heard: heard.has_read_after(last), stop, STEP_TIMEOUT_S)
         await local.end()
     finally:
         await local.kill()
     return await asyncio.to_thread(_report, config, run, heard, turns)
 
 
-async def _turn(local: Victim, config: RunConfig, plan: Plan, mode: str, *, begins: bool) -> Turn:
+async def _turn(
+    local: Victim, config: RunConfig, plan: Plan, mode: str, stop: asyncio.Event, *, begins: bool
+) -> Turn:
     """Change to the mode, let it settle, and train the steps that count."""
     bound = config.admission.max_staleness if mode == "async" else 0
     if not begins:
@@ -186,13 +190,16 @@ async def _turn(local: Victim, config: RunConfig, plan: Plan, mode: str, *, begi
         local.terminate("storage")
     now = (await asyncio.to_thread(Heard.of, local.run)).step
     settled = now + bound + 2
+    start_s = START_TIMEOUT_S if begins else STEP_TIMEOUT_S
     heard = await _until(
         local,
         lambda heard: heard.step >= settled and (mode == "async" or _on_policy(heard, heard.step)),
-        START_TIMEOUT_S if begins else STEP_TIMEOUT_S,
+        stop,
+        start_s + STEP_TIMEOUT_S * (bound + 2),
+        first_s=start_s,
     )
     turn = Turn(mode, heard.step, heard.step + plan.steps)
-    await _until(local, lambda heard: heard.step >= turn.last)
+    await _until(local, lambda heard: heard.step >= turn.last, stop, STEP_TIMEOUT_S * plan.steps)
     return turn
 
 
@@ -203,19 +210,37 @@ def _set_bound(run: RunDirectory, max_staleness: int) -> None:
     write_json(run.config, config)
 
 
-async def _until(local: Victim, found: Callable[[Heard], bool], timeout_s: float = STEP_TIMEOUT_S) -> Heard:
-    """What the run has said when it is `found`. Raises `SluiceError` after `timeout_s` without a step."""
-    deadline, step = time.monotonic() + timeout_s, -1
+async def _until(
+    local: Victim,
+    found: Callable[[Heard], bool],
+    stop: asyncio.Event,
+    limit_s: float,
+    *,
+    first_s: float = STEP_TIMEOUT_S,
+) -> Heard:
+    """What the run has said when it is `found`.
+
+    Raises `SluiceError` after `limit_s`, after `first_s` or later `STEP_TIMEOUT_S` without a step, and on
+    `stop`."""
+    began = time.monotonic()
+    quiet, step = began + first_s, -1
     while True:
         local.refuse_end()
         heard = await asyncio.to_thread(Heard.of, local.run)
         if found(heard):
             return heard
+        now = time.monotonic()
         if heard.step > step:
-            step, deadline = heard.step, time.monotonic() + (timeout_s if step < 0 else STEP_TIMEOUT_S)
-        if time.monotonic() > deadline:
-            raise SluiceError(f"no step after {step} for {timeout_s:g} s: see {local.log}, {local.run.logs}")
-        await asyncio.sleep(POLL_S)
+            quiet, step = max(quiet, now + STEP_TIMEOUT_S), heard.step
+        if now > min(quiet, began + limit_s):
+            raise SluiceError(
+                f"waited {now - began:.0f} s, and step {step} was the last: see {local.log}, {local.run.logs}"
+            )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await stop.wait()
+        if stop.is_set():
+            raise SluiceError("stopped before everything was measured")
 
 
 def _on_policy(heard: Heard, step: int) -> bool:
