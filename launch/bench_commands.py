@@ -8,10 +8,10 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, SluiceError
 from launch.app import ActorsSettings, ConfigFile, Settings, app, layers_of
 from launch.config import ActorsProcess, RunConfig, flags, merge, resolve, validate
-from launch.runtime import configure_logging, run
+from launch.runtime import configure_logging, fail, run
 
 bench = App(name="bench", help="Measure a part on this machine: ratios side by side in one run, with limits.")
 app.command(bench)
@@ -155,7 +155,7 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     as_json
         Print one JSON object on one line.
     """
-    from launch.bench_overlap import Plan, defaults, make
+    from launch.bench_overlap import WELL, Plan, defaults, make
     from launch.bench_overlap import bench_overlap as measured
 
     if steps < 1 or rounds < 1:
@@ -169,6 +169,8 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     make(resolved, model, prompt_tokens=prompt_tokens)
     report = run(partial(measured, resolved, Plan(steps, rounds)))
     _show(report, as_json=as_json)
+    if report["ended"] != WELL:
+        fail(SluiceError(str(report["ended"])))
 
 
 def _show(report: object, *, as_json: bool) -> None:

@@ -30,8 +30,9 @@ from storage.files import make_directory, write_file, write_json
 from storage.run import RunDirectory
 
 MODES = ("async", "sync")
+WELL = "well"
 LIMITS: dict[str, Json] = {"async_over_sync": 2.0, "learner_idle": 0.05, "engine_idle": 0.05}
-"""The first at least, the others at most; wanted with a GPU for each side."""
+"""The first at least, the others at most; wanted with a GPU for each side. `slots_idle` has none."""
 FOREVER = 1_000_000
 START_TIMEOUT_S = 1500.0
 """Until the first step: the first start of a server on a GPU compiles kernels."""
@@ -48,7 +49,12 @@ class Plan:
     steps: int
     """Measured in each turn, after those in which the mode settles."""
     rounds: int
-    """Each is a turn of one mode, then one of the other."""
+    """Each is a turn of one mode, then one of the other; every other round begins with the other."""
+
+    @property
+    def modes(self) -> list[str]:
+        """Of all turns."""
+        return [mode for n in range(self.rounds) for mode in (MODES if n % 2 == 0 else reversed(MODES))]
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,9 @@ class Heard:
 
 
 async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> dict[str, Json]:
-    """Measure; raises `SluiceError` when the run does not train, does not end well, or on `stop`."""
+    """Measure; raises `SluiceError` when the run does not train, or on `stop`.
+
+    The report's "ended" is "well", or what was wrong with the run's end; then there is no account."""
     run = RunDirectory(config.directory, config.run)
     given = config.directory / f"{config.run}.json"
     await asyncio.to_thread(write_json, given, json.loads(config.model_dump_json(exclude={"bus"})))
@@ -170,14 +178,25 @@ async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> d
     turns: list[Turn] = []
     try:
         await local.start()
-        for mode in MODES * plan.rounds:
+        for mode in plan.modes:
             turns.append(await _turn(local, config, plan, mode, stop, begins=not turns))
         last = turns[-1].last
         heard = await _until(local, lambda heard: heard.has_read_after(last), stop, STEP_TIMEOUT_S)
-        await local.end()
+        figures = await asyncio.to_thread(_figures, config, run, heard, turns)
+        ended = await _end(local)
     finally:
         await local.kill()
-    return await asyncio.to_thread(_report, config, run, heard, turns)
+    counts = await asyncio.to_thread(_account, config, run) if ended == WELL else None
+    return {**figures, "ended": ended, "account": counts}
+
+
+async def _end(local: Victim) -> str:
+    """`WELL`, or what was wrong with it: what was measured before is true all the same."""
+    try:
+        await local.end()
+    except SluiceError as error:
+        return str(error)
+    return WELL
 
 
 async def _turn(
@@ -255,38 +274,28 @@ def _staleness(heard: Heard, step: int) -> float:
 # --- the report ---
 
 
-def _report(config: RunConfig, run: RunDirectory, heard: Heard, turns: Sequence[Turn]) -> dict[str, Json]:
+def _figures(config: RunConfig, run: RunDirectory, heard: Heard, turns: Sequence[Turn]) -> dict[str, Json]:
     if missing := set(_steps(turns)) - set(heard.steps):
         raise SluiceError(f"{run.metrics} lacks steps {sorted(missing)}: was a process killed?")
     rates = {mode: [_rate(heard, turn) for turn in turns if turn.mode == mode] for mode in MODES}
     modes = {mode: _mode(config, heard, [turn for turn in turns if turn.mode == mode]) for mode in MODES}
     asynchronous, synchronous = (modes[mode] for mode in MODES)
-    busiest = max(asynchronous["learner_busy_s_per_step"], asynchronous["engine_busy_s_per_step"])
-    states = [state for state, _ in states_of(run.ledger).values()]
     admission = config.admission
     return {
         "ratios": {
             "async_over_sync": median(a / s for a, s in zip(rates["async"], rates["sync"], strict=True)),
             "learner_idle": asynchronous["learner_idle"],
             "engine_idle": asynchronous["engine_idle"],
+            "slots_idle": asynchronous["slots_idle"],
         },
         "limits": LIMITS,
         "limited_by": {
-            "async_over_sync": "the busier side: `bound` is the ratio if that one never waited",
+            "async_over_sync": "the side that has more to do",
             "learner_idle": "where the engine is the busier side, the learner waits for it",
             "engine_idle": "where the learner is, the bound on staleness stops the engine",
+            "slots_idle": "a long tail of lengths: few requests are left while an engine is not idle yet",
         },
-        "bound": synchronous["step_s"] / busiest,
         "modes": {mode: dict(figures) for mode, figures in modes.items()},
-        "account": {
-            **account(
-                run,
-                shards=config.replay.shards,
-                samples=admission.samples_per_prompt,
-                max_staleness=admission.max_staleness,
-            ),
-            "rejected": states.count("rejected") * admission.samples_per_prompt,
-        },
         "absolute": {
             "async_over_sync_tokens": asynchronous["trained_tokens_per_s"]
             / synchronous["trained_tokens_per_s"],
@@ -297,6 +306,14 @@ def _report(config: RunConfig, run: RunDirectory, heard: Heard, turns: Sequence[
             "trajectories_per_step": admission.groups_per_step * admission.samples_per_prompt,
         },
     }
+
+
+def _account(config: RunConfig, run: RunDirectory) -> dict[str, Json]:
+    """What became of every trajectory."""
+    admission, samples = config.admission, config.admission.samples_per_prompt
+    states = [state for state, _ in states_of(run.ledger).values()]
+    counts = account(run, shards=config.replay.shards, samples=samples, max_staleness=admission.max_staleness)
+    return counts | {"rejected": states.count("rejected") * samples}
 
 
 def _rate(heard: Heard, turn: Turn) -> float:
@@ -320,14 +337,19 @@ def _mode(config: RunConfig, heard: Heard, turns: Sequence[Turn]) -> dict[str, f
         "trained_tokens_per_s": _summed(heard, "train/tokens", turns) / wall_s,
         "generated_tokens_per_s": tokens / wall_s,
         "learner_idle": waited_s / wall_s,
-        "engine_idle": 1 - busy_s / (wall_s * heard.engines),
-        "slots_idle": 1 - request_s / (wall_s * _slots(config, heard)),
+        "engine_idle": _idle(busy_s / (wall_s * heard.engines)),
+        "slots_idle": _idle(request_s / (wall_s * _slots(config, heard))),
         "learner_busy_s_per_step": (wall_s - waited_s) / steps,
         "engine_busy_s_per_step": busy_s / heard.engines / steps,
         "publish_stall_s_per_step": _summed(heard, "time/publish_stall_s", turns) / steps,
         "staleness_max": max(_staleness(heard, step) for step in _steps(turns)),
         "staleness_mean": _summed(heard, "staleness/mean_versions", turns) / steps,
     }
+
+
+def _idle(busy: float) -> float:
+    """The rest of a share; between two readings a counter is guessed, so it may be a little over 1."""
+    return 1 - busy if busy > 1.1 else max(0.0, 1 - busy)
 
 
 def _slots(config: RunConfig, heard: Heard) -> int:

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from bus.errors import SluiceError
-from launch.bench_overlap import Heard, Turn, _until
+from launch.bench_overlap import Heard, Plan, Turn, _until
 from launch.harm import Victim
 from launch.metrics import append_records
 from storage.run import RunDirectory
@@ -22,8 +22,7 @@ def reading(source, time_s, busy_s):
 
 @pytest.fixture
 def run(tmp_path):
-    run = RunDirectory(tmp_path, "overlap")
-    return run
+    return RunDirectory(tmp_path, "overlap")
 
 
 def test_counters_are_read_between_the_ends_of_two_steps_though_lines_come_twice(run):
@@ -58,3 +57,7 @@ async def test_a_wait_ends_at_its_limit_and_at_once_when_stopped(run):
     stop.set()
     with pytest.raises(SluiceError, match="stopped"):
         await _until(local, lambda heard: heard.step > 7, stop, 600.0)
+
+
+def test_every_other_round_begins_with_the_other_mode():
+    assert Plan(steps=1, rounds=3).modes == ["async", "sync", "sync", "async", "async", "sync"]
