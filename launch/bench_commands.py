@@ -10,7 +10,7 @@ from cyclopts import App, Parameter
 
 from bus.errors import ConfigError, SluiceError
 from launch.app import ActorsSettings, ConfigFile, Settings, app, layers_of
-from launch.config import ActorsProcess, RunConfig, flags, merge, resolve, validate
+from launch.config import ActorsProcess, RunConfig, flags, merge, validate
 from launch.runtime import configure_logging, fail, run
 
 bench = App(name="bench", help="Measure a part on this machine: ratios side by side in one run, with limits.")
@@ -157,6 +157,7 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     """
     from launch.bench_overlap import WELL, Plan, defaults, make
     from launch.bench_overlap import bench_overlap as measured
+    from launch.bench_overlap import settings as settings_of
 
     if steps < 1 or rounds < 1:
         raise ConfigError(f"--steps {steps} --rounds {rounds}: measure one step in one round at least")
@@ -165,7 +166,7 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     layers = layers_of(None, config, {}, settings)
     directory = Path(layers.get("directory", "runs/overlap")).absolute() / time.strftime("%Y%m%d-%H%M%S")
     below = defaults(model, directory, devices=devices)
-    resolved = resolve(below, merge(layers, {"directory": directory}))
+    resolved = settings_of(merge(layers, {"directory": directory}), below, model, prompt_tokens=prompt_tokens)
     make(resolved, model, prompt_tokens=prompt_tokens)
     report = run(partial(measured, resolved, Plan(steps, rounds)))
     _show(report, as_json=as_json)

@@ -19,10 +19,10 @@ import numpy as np
 
 from actors.config import EmbeddedEngineConfig
 from bus.codec import Json
-from bus.errors import SluiceError
+from bus.errors import ConfigError, SluiceError
 from launch.account import account
 from launch.bench_models import shape, write_model
-from launch.config import Layer, RunConfig
+from launch.config import Layer, RunConfig, resolve
 from launch.harm import Victim
 from launch.metrics import Record, number, read_records, whole
 from launch.past_ledger import states_of
@@ -39,6 +39,9 @@ START_TIMEOUT_S = 1500.0
 STEP_TIMEOUT_S = 600.0
 POLL_S = 0.5
 PROMPTS = 4096
+TEMPLATE_TOKENS = 2
+"""Around a prompt."""
+PROMPTS_FILE, MODEL_DIRECTORY = "prompts.jsonl", "model"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -80,10 +83,10 @@ def defaults(model: str, directory: Path, *, devices: Mapping[str, int | None]) 
     return {
         "run": "overlap",
         "directory": directory,
-        "data": {"prompts": directory / "prompts.jsonl"},
+        "data": {"prompts": directory / PROMPTS_FILE},
         "admission": {"groups_per_step": 8 if small else 32, "samples_per_prompt": 4 if small else 8},
         "sampling": {"max_new_tokens": longest},
-        "model": {"path": directory / "model", "dtype": dtype},
+        "model": {"path": directory / MODEL_DIRECTORY, "dtype": dtype},
         "learner": {
             "steps": FOREVER,
             "publish_dtype": dtype,
@@ -103,15 +106,49 @@ def defaults(model: str, directory: Path, *, devices: Mapping[str, int | None]) 
     }
 
 
+def settings(layers: Layer, below: Layer, model: str, *, prompt_tokens: int) -> RunConfig:
+    """What the user gives over the `defaults`. Raises `ConfigError` for what cannot be measured."""
+    if url := layers.get("bus", {}).get("url"):
+        raise ConfigError(f"--bus.url {url}: the measured run has a bus of its own, leave this out")
+    config = resolve(below, layers)
+    if config.admission.max_staleness < 1:
+        raise ConfigError(
+            f"--admission.max-staleness {config.admission.max_staleness}: both modes would be synchronous, "
+            "give 1 at least"
+        )
+    resolve(below, layers, {"admission": {"max_staleness": 0}})
+    for flag, path, own in (
+        ("--model.path", config.model.path, below["model"]["path"]),
+        ("--data.prompts", config.data.prompts, below["data"]["prompts"]),
+    ):
+        if path is not None and path != own and not path.exists():
+            raise ConfigError(f"{flag} {path}: there is nothing; leave it out to have one made")
+    longest, context = config.sampling.max_new_tokens, _context(config, model)
+    if prompt_tokens < 1 or prompt_tokens + TEMPLATE_TOKENS + longest > context:
+        raise ConfigError(
+            f"--prompt-tokens {prompt_tokens}: give at least 1, and with {TEMPLATE_TOKENS} of the template "
+            f"and sampling.max_new_tokens={longest} no more than the model's context of {context}"
+        )
+    return config
+
+
+def _context(config: RunConfig, model: str) -> int:
+    """Positions of the model."""
+    if config.model.path is None or not config.model.path.exists():
+        return int(shape(model).max_position_embeddings)
+    found = json.loads((config.model.path / "config.json").read_text())
+    return whole(found, "max_position_embeddings") or FOREVER
+
+
 def make(config: RunConfig, model: str, *, prompt_tokens: int) -> None:
-    """Write what the settings name, where it is not there: the model, and prompts of so many characters."""
+    """Write, beside the run, what the user did not name: prompts of so many characters, the model."""
     draw = random.Random(0)
-    if config.data.prompts is not None and not config.data.prompts.exists():
+    if config.data.prompts == config.directory / PROMPTS_FILE:
         texts = ("".join(draw.choices(LETTERS, k=prompt_tokens)) for _ in range(PROMPTS))
         make_directory(config.data.prompts.parent)
         lines = (json.dumps({"prompt": text}) + "\n" for text in texts)
         write_file(config.data.prompts, "".join(lines).encode())
-    if config.model.path is not None and not config.model.path.exists():
+    if config.model.path == config.directory / MODEL_DIRECTORY:
         write_model(model, config.model.path)
 
 
@@ -174,7 +211,7 @@ async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> d
     run = RunDirectory(config.directory, config.run)
     given = config.directory / f"{config.run}.json"
     await asyncio.to_thread(write_json, given, json.loads(config.model_dump_json(exclude={"bus"})))
-    local = Victim(run, ("--config", str(given)), random.Random(0))
+    local = Victim(run, ("--config", str(given)), random.Random(0), log_name="overlap.log")
     turns: list[Turn] = []
     try:
         await local.start()

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from bus.errors import SluiceError
-from launch.bench_overlap import Heard, Plan, Turn, _until
+from bus.errors import ConfigError, SluiceError
+from launch.bench_overlap import Heard, Plan, Turn, _until, defaults, make, settings
 from launch.harm import Victim
 from launch.metrics import append_records
 from storage.run import RunDirectory
@@ -61,3 +61,31 @@ async def test_a_wait_ends_at_its_limit_and_at_once_when_stopped(run):
 
 def test_every_other_round_begins_with_the_other_mode():
     assert Plan(steps=1, rounds=3).modes == ["async", "sync", "sync", "async", "async", "sync"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "tokens", "message"),
+    [
+        ({"bus": {"url": "nats://there:4222"}}, 16, "--bus.url nats://there:4222"),
+        ({"admission": {"max_staleness": 0}}, 16, "--admission.max-staleness 0"),
+        ({"model": {"path": "no/model"}}, 16, "--model.path no/model: there is nothing"),
+        ({"data": {"prompts": "no/prompts"}}, 16, "--data.prompts no/prompts: there is nothing"),
+        ({}, 0, "--prompt-tokens 0"),
+        ({}, 4096 - 192 - 1, "--prompt-tokens 3903: .* context of 4096"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(tmp_path, layers, tokens, message):
+    below = defaults("tiny", tmp_path, devices={})
+    with pytest.raises(ConfigError, match=message):
+        settings(layers, below, "tiny", prompt_tokens=tokens)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_what_the_user_did_not_name_is_made(tmp_path):
+    directory, own = tmp_path / "run", tmp_path / "mine.jsonl"
+    own.write_text("mine")
+    below = defaults("tiny", directory, devices={})
+    config = settings({"data": {"prompts": own}}, below, "tiny", prompt_tokens=4096 - 192 - 2)
+    make(config, "tiny", prompt_tokens=16)
+    assert own.read_text() == "mine"
+    assert [path.name for path in directory.iterdir()] == ["model"]
