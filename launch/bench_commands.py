@@ -105,9 +105,10 @@ def bench_actors(
     """
     from actors.engines.bench import bench_actors as measured
     from actors.engines.bench_actor import ActorLoad
-    from launch.bench_models import random_model
+    from launch.bench_models import random_model, shape
 
     configure_logging("warning")
+    shape(model)  # refuses an unknown name before anything runs
     engine = validate({"actors": {"engine": {"type": "sglang"}}}, flags(settings)).actors.engine
     if engine.type != "sglang":
         raise ConfigError(f"--actors.engine.type {engine.type}: this command measures an SGLang server")
