@@ -117,12 +117,13 @@ def settings(layers: Layer, below: Layer, model: str, *, prompt_tokens: int) -> 
             "give 1 at least"
         )
     resolve(below, layers, {"admission": {"max_staleness": 0}})
-    for flag, path, own in (
-        ("--model.path", config.model.path, below["model"]["path"]),
-        ("--data.prompts", config.data.prompts, below["data"]["prompts"]),
-    ):
-        if path is not None and path != own and not path.exists():
-            raise ConfigError(f"{flag} {path}: there is nothing; leave it out to have one made")
+    model_path, prompts = config.model.path, config.data.prompts
+    if model_path not in (None, below["model"]["path"]) and not (model_path / "config.json").exists():
+        raise ConfigError(f"--model.path {model_path}: there is no model; leave it out to have one made")
+    if prompts not in (None, below["data"]["prompts"]):
+        if not prompts.exists():
+            raise ConfigError(f"--data.prompts {prompts}: there is no file; leave it out to have one made")
+        return config
     longest, context = config.sampling.max_new_tokens, _context(config, model)
     if prompt_tokens < 1 or prompt_tokens + TEMPLATE_TOKENS + longest > context:
         raise ConfigError(

@@ -68,8 +68,8 @@ def test_every_other_round_begins_with_the_other_mode():
     [
         ({"bus": {"url": "nats://there:4222"}}, 16, "--bus.url nats://there:4222"),
         ({"admission": {"max_staleness": 0}}, 16, "--admission.max-staleness 0"),
-        ({"model": {"path": "no/model"}}, 16, "--model.path no/model: there is nothing"),
-        ({"data": {"prompts": "no/prompts"}}, 16, "--data.prompts no/prompts: there is nothing"),
+        ({"model": {"path": "no/model"}}, 16, "--model.path no/model: there is no model"),
+        ({"data": {"prompts": "no/prompts"}}, 16, "--data.prompts no/prompts: there is no file"),
         ({}, 0, "--prompt-tokens 0"),
         ({}, 4096 - 192 - 1, "--prompt-tokens 3903: .* context of 4096"),
     ],
