@@ -156,9 +156,10 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     as_json
         Print one JSON object on one line.
     """
-    from launch.bench_overlap import WELL, Plan, defaults, make
+    from launch.bench_overlap import WELL, Plan
     from launch.bench_overlap import bench_overlap as measured
-    from launch.bench_overlap import settings as settings_of
+    from launch.overlap_settings import defaults, make
+    from launch.overlap_settings import settings as settings_of
 
     if steps < 1 or rounds < 1:
         raise ConfigError(f"--steps {steps} --rounds {rounds}: measure one step in one round at least")

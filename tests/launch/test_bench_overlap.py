@@ -6,9 +6,10 @@ import random
 import pytest
 
 from bus.errors import ConfigError, SluiceError
-from launch.bench_overlap import Heard, Plan, Turn, _until, defaults, make, settings
+from launch.bench_overlap import Heard, Plan, Turn, _until
 from launch.harm import Victim
 from launch.metrics import append_records
+from launch.overlap_settings import defaults, make, settings
 from storage.run import RunDirectory
 
 
