@@ -8,10 +8,10 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, SluiceError
 from launch.app import ActorsSettings, ConfigFile, Settings, app, layers_of
-from launch.config import ActorsProcess, RunConfig, flags, merge, resolve, validate
-from launch.runtime import configure_logging, run
+from launch.config import ActorsProcess, RunConfig, flags, merge, validate
+from launch.runtime import configure_logging, fail, run
 
 bench = App(name="bench", help="Measure a part on this machine: ratios side by side in one run, with limits.")
 app.command(bench)
@@ -105,9 +105,10 @@ def bench_actors(
     """
     from actors.engines.bench import bench_actors as measured
     from actors.engines.bench_actor import ActorLoad
-    from launch.bench_models import random_model
+    from launch.bench_models import random_model, shape
 
     configure_logging("warning")
+    shape(model)  # refuses an unknown name before anything runs
     engine = validate({"actors": {"engine": {"type": "sglang"}}}, flags(settings)).actors.engine
     if engine.type != "sglang":
         raise ConfigError(f"--actors.engine.type {engine.type}: this command measures an SGLang server")
@@ -155,8 +156,10 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     as_json
         Print one JSON object on one line.
     """
-    from launch.bench_overlap import Plan, defaults, make
+    from launch.bench_overlap import WELL, Plan
     from launch.bench_overlap import bench_overlap as measured
+    from launch.overlap_settings import defaults, make
+    from launch.overlap_settings import settings as settings_of
 
     if steps < 1 or rounds < 1:
         raise ConfigError(f"--steps {steps} --rounds {rounds}: measure one step in one round at least")
@@ -165,10 +168,12 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     layers = layers_of(None, config, {}, settings)
     directory = Path(layers.get("directory", "runs/overlap")).absolute() / time.strftime("%Y%m%d-%H%M%S")
     below = defaults(model, directory, devices=devices)
-    resolved = resolve(below, merge(layers, {"directory": directory}))
+    resolved = settings_of(merge(layers, {"directory": directory}), below, model, prompt_tokens=prompt_tokens)
     make(resolved, model, prompt_tokens=prompt_tokens)
     report = run(partial(measured, resolved, Plan(steps, rounds)))
     _show(report, as_json=as_json)
+    if report["ended"] != WELL:
+        fail(SluiceError(str(report["ended"])))
 
 
 def _show(report: object, *, as_json: bool) -> None:

@@ -25,20 +25,20 @@ def shape(name: str) -> Qwen3Config:
     )
 
 
-def random_model(name: str, *, seed: int = 0) -> Qwen3ForCausalLM:
-    """The model in its dtype with weights drawn from `seed`, on the GPU if there is one."""
+def random_model(name: str, *, seed: int = 0, where: torch.device | None = None) -> Qwen3ForCausalLM:
+    """The model in its dtype with weights drawn from `seed`, by default on the GPU if there is one."""
     config = shape(name)
     torch.manual_seed(seed)
-    with torch.device(device()):
+    with where or device():
         return Qwen3ForCausalLM._from_config(config, dtype=config.dtype).eval()
 
 
 def write_model(name: str, directory: Path) -> Path:
-    """Write it with a tokenizer of one token per character; returns the directory."""
+    """Write it with a tokenizer of one token per character; returns the directory. Leaves every GPU alone."""
     tokenizer = character_tokenizer()
-    model = random_model(name)
+    model = random_model(name, where=torch.device("cpu"))
     model.config.eos_token_id = tokenizer.eos_token_id
-    state = {key: tensor.detach().cpu() for key, tensor in model.named_parameters()}
+    state = {key: tensor.detach() for key, tensor in model.named_parameters()}
     save_hf_directory(directory, model.config, state, None)
     tokenizer.save_pretrained(directory)
     return directory

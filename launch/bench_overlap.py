@@ -8,9 +8,9 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Self
 
@@ -20,24 +20,21 @@ from actors.config import EmbeddedEngineConfig
 from bus.codec import Json
 from bus.errors import SluiceError
 from launch.account import account
-from launch.bench_models import shape, write_model
-from launch.config import Layer, RunConfig
+from launch.config import RunConfig
 from launch.harm import Victim
 from launch.metrics import Record, number, read_records, whole
 from launch.past_ledger import states_of
-from storage.files import make_directory, write_file, write_json
+from storage.files import write_json
 from storage.run import RunDirectory
 
 MODES = ("async", "sync")
+WELL = "well"
 LIMITS: dict[str, Json] = {"async_over_sync": 2.0, "learner_idle": 0.05, "engine_idle": 0.05}
-"""The first at least, the others at most; wanted with a GPU for each side."""
-FOREVER = 1_000_000
+"""The first at least, the others at most; wanted with a GPU for each side. `slots_idle` has none."""
 START_TIMEOUT_S = 1500.0
 """Until the first step: the first start of a server on a GPU compiles kernels."""
 STEP_TIMEOUT_S = 600.0
 POLL_S = 0.5
-PROMPTS = 4096
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,12 @@ class Plan:
     steps: int
     """Measured in each turn, after those in which the mode settles."""
     rounds: int
-    """Each is a turn of one mode, then one of the other."""
+    """Each is a turn of one mode, then one of the other; every other round begins with the other."""
+
+    @property
+    def modes(self) -> list[str]:
+        """Of all turns."""
+        return [mode for n in range(self.rounds) for mode in (MODES if n % 2 == 0 else reversed(MODES))]
 
 
 @dataclass(frozen=True)
@@ -59,73 +61,30 @@ class Turn:
     last: int
 
 
-def defaults(model: str, directory: Path, *, devices: Mapping[str, int | None]) -> Layer:
-    """The settings of the measured run, under those that the user gives.
-
-    Args:
-        model: a name in `bench_models`.
-        directory: where the run goes, its model and its prompts.
-        devices: GPU of the processes "learner" and "actors", as CUDA numbers them; None leaves it to CUDA."""
-    small = model == "tiny"
-    longest = 192 if small else 4096
-    visible = {name: {"CUDA_VISIBLE_DEVICES": str(gpu)} for name, gpu in devices.items() if gpu is not None}
-    dtype = str(shape(model).dtype).removeprefix("torch.")
-    return {
-        "run": "overlap",
-        "directory": directory,
-        "data": {"prompts": directory / "prompts.jsonl"},
-        "admission": {"groups_per_step": 8 if small else 32, "samples_per_prompt": 4 if small else 8},
-        "sampling": {"max_new_tokens": longest},
-        "model": {"path": directory / "model", "dtype": dtype},
-        "learner": {
-            "steps": FOREVER,
-            "publish_dtype": dtype,
-            "optimizer": {"lr": 1e-6},
-            "checkpoint": {"save_every": FOREVER},
-        },
-        "evaluation": {"every_versions": 0},
-        "actors": {
-            "environment": {
-                "type": "length_profile",
-                "lengths": {"type": "log_normal", "median": 24 if small else 512, "longest": longest},
-            },
-            "engine": {"dtype": dtype},
-            "groups_at_once": 512,
-        },
-        "supervision": {"restarts": FOREVER, "longest_pause_s": 0.5, "environment": visible},
-    }
-
-
-def make(config: RunConfig, model: str, *, prompt_tokens: int) -> None:
-    """Write what the settings name, where it is not there: the model, and prompts of so many characters."""
-    draw = random.Random(0)
-    if config.data.prompts is not None and not config.data.prompts.exists():
-        texts = ("".join(draw.choices(LETTERS, k=prompt_tokens)) for _ in range(PROMPTS))
-        make_directory(config.data.prompts.parent)
-        lines = (json.dumps({"prompt": text}) + "\n" for text in texts)
-        write_file(config.data.prompts, "".join(lines).encode())
-    if config.model.path is not None and not config.model.path.exists():
-        write_model(model, config.model.path)
-
-
 @dataclass
 class Heard:
     """What a run has said so far."""
 
     steps: dict[int, Record]
     """Of the learner, by number."""
-    readings: dict[str, list[Record]]
-    """Of each actor, in order of time."""
+    readings: list[Record]
+    """Of the actors' process, in order of time."""
 
     @classmethod
     def of(cls, run: RunDirectory) -> Self:
-        """Read the run's record."""
-        heard = cls({}, {})
+        """Read the run's record. Raises `SluiceError` when learner or actors were started again."""
+        heard = cls({}, [])
         for record in read_records(run.metrics):
             if record.get("train/stage") == "rl":
-                heard.steps[whole(record, "step")] = record
+                step = whole(record, "step")
+                if heard.steps.setdefault(step, record) != record:  # equal ones are one, sent twice
+                    raise SluiceError(f"step {step} was trained twice, so the learner died: see {run.logs}")
             elif "engine/busy_s" in record:
-                heard.readings.setdefault(str(record["source"]), []).append(record)
+                heard.readings.append(record)
+        sources = {str(reading["source"]) for reading in heard.readings}
+        if len(sources) > 1:
+            raise SluiceError(f"actors were started again ({', '.join(sorted(sources))}): see {run.logs}")
+        heard.readings.sort(key=lambda reading: number(reading, "time_s"))
         return heard
 
     @property
@@ -138,47 +97,57 @@ class Heard:
         return number(self.steps[step], "time_s")
 
     def has_read_after(self, step: int) -> bool:
-        """Whether every actor has told its counters since the end of a step."""
-        last = [number(readings[-1], "time_s") for readings in self.readings.values()]
-        return bool(last) and min(last) >= self.ended_s(step)
+        """Whether the actors have told their counters since the end of a step."""
+        return bool(self.readings) and number(self.readings[-1], "time_s") >= self.ended_s(step)
 
     def counted(self, name: str, turn: Turn) -> float:
-        """How much a counter grew in a turn, over all actors."""
+        """How much a counter of the actors grew in a turn."""
         span = self.ended_s(turn.first), self.ended_s(turn.last)
-        total = 0.0
-        for readings in self.readings.values():
-            times, values = ([number(r, key) for r in readings] for key in ("time_s", name))
-            began, ended = np.interp(span, times, values)
-            total += float(ended - began)
-        return total
+        times, values = ([number(reading, key) for reading in self.readings] for key in ("time_s", name))
+        began, ended = np.interp(span, times, values)
+        return float(ended - began)
 
     @property
     def engines(self) -> int:
-        """Of all actors."""
-        return sum(whole(readings[-1], "engine/count") for readings in self.readings.values())
+        """How many the actors have."""
+        return whole(self.readings[-1], "engine/count")
 
 
 async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> dict[str, Json]:
-    """Measure; raises `SluiceError` when the run does not train, does not end well, or on `stop`."""
+    """Measure; raises `SluiceError` when the run does not train, or on `stop`.
+
+    The report's "ended" is "well", or what was wrong with the run's end; then there is no account."""
     run = RunDirectory(config.directory, config.run)
     given = config.directory / f"{config.run}.json"
     await asyncio.to_thread(write_json, given, json.loads(config.model_dump_json(exclude={"bus"})))
-    local = Victim(run, ("--config", str(given)), random.Random(0))
+    local = Victim(run, ("--config", str(given)), random.Random(0), log_name="overlap.log")
     turns: list[Turn] = []
     try:
         await local.start()
-        for mode in MODES * plan.rounds:
-            turns.append(await _turn(local, config, plan, mode, begins=not turns))
-            if stop.is_set():
-                raise SluiceError("stopped before everything was measured")
-        heard = await _until(local, lambda heard: heard.has_read_after(turns[-1].last))
-        await local.end()
+        for mode in plan.modes:
+            turns.append(await _turn(local, config, plan, mode, stop, begins=not turns))
+        last = turns[-1].last
+        heard = await _until(local, lambda heard: heard.has_read_after(last), stop, STEP_TIMEOUT_S)
+        figures = await asyncio.to_thread(_figures, config, run, heard, turns)
+        ended = await _end(local)
     finally:
         await local.kill()
-    return await asyncio.to_thread(_report, config, run, heard, turns)
+    counts = await asyncio.to_thread(_account, config, run) if ended == WELL else None
+    return {**figures, "ended": ended, "account": counts}
 
 
-async def _turn(local: Victim, config: RunConfig, plan: Plan, mode: str, *, begins: bool) -> Turn:
+async def _end(local: Victim) -> str:
+    """`WELL`, or what was wrong with it: what was measured before is true all the same."""
+    try:
+        await local.end()
+    except SluiceError as error:
+        return str(error)
+    return WELL
+
+
+async def _turn(
+    local: Victim, config: RunConfig, plan: Plan, mode: str, stop: asyncio.Event, *, begins: bool
+) -> Turn:
     """Change to the mode, let it settle, and train the steps that count."""
     bound = config.admission.max_staleness if mode == "async" else 0
     if not begins:
@@ -186,13 +155,16 @@ async def _turn(local: Victim, config: RunConfig, plan: Plan, mode: str, *, begi
         local.terminate("storage")
     now = (await asyncio.to_thread(Heard.of, local.run)).step
     settled = now + bound + 2
+    start_s = START_TIMEOUT_S if begins else STEP_TIMEOUT_S
     heard = await _until(
         local,
         lambda heard: heard.step >= settled and (mode == "async" or _on_policy(heard, heard.step)),
-        START_TIMEOUT_S if begins else STEP_TIMEOUT_S,
+        stop,
+        start_s + STEP_TIMEOUT_S * (bound + 2),
+        first_s=start_s,
     )
     turn = Turn(mode, heard.step, heard.step + plan.steps)
-    await _until(local, lambda heard: heard.step >= turn.last)
+    await _until(local, lambda heard: heard.step >= turn.last, stop, STEP_TIMEOUT_S * plan.steps)
     return turn
 
 
@@ -203,19 +175,37 @@ def _set_bound(run: RunDirectory, max_staleness: int) -> None:
     write_json(run.config, config)
 
 
-async def _until(local: Victim, found: Callable[[Heard], bool], timeout_s: float = STEP_TIMEOUT_S) -> Heard:
-    """What the run has said when it is `found`. Raises `SluiceError` after `timeout_s` without a step."""
-    deadline, step = time.monotonic() + timeout_s, -1
+async def _until(
+    local: Victim,
+    found: Callable[[Heard], bool],
+    stop: asyncio.Event,
+    limit_s: float,
+    *,
+    first_s: float = STEP_TIMEOUT_S,
+) -> Heard:
+    """What the run has said when it is `found`.
+
+    Raises `SluiceError` after `limit_s`, after `first_s` or later `STEP_TIMEOUT_S` without a step, and on
+    `stop`."""
+    began = time.monotonic()
+    quiet, step = began + first_s, -1
     while True:
         local.refuse_end()
         heard = await asyncio.to_thread(Heard.of, local.run)
         if found(heard):
             return heard
+        now = time.monotonic()
         if heard.step > step:
-            step, deadline = heard.step, time.monotonic() + (timeout_s if step < 0 else STEP_TIMEOUT_S)
-        if time.monotonic() > deadline:
-            raise SluiceError(f"no step after {step} for {timeout_s:g} s: see {local.log}, {local.run.logs}")
-        await asyncio.sleep(POLL_S)
+            quiet, step = max(quiet, now + STEP_TIMEOUT_S), heard.step
+        if now > min(quiet, began + limit_s):
+            raise SluiceError(
+                f"waited {now - began:.0f} s, and step {step} was the last: see {local.log}, {local.run.logs}"
+            )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await stop.wait()
+        if stop.is_set():
+            raise SluiceError("stopped before everything was measured")
 
 
 def _on_policy(heard: Heard, step: int) -> bool:
@@ -230,38 +220,28 @@ def _staleness(heard: Heard, step: int) -> float:
 # --- the report ---
 
 
-def _report(config: RunConfig, run: RunDirectory, heard: Heard, turns: Sequence[Turn]) -> dict[str, Json]:
+def _figures(config: RunConfig, run: RunDirectory, heard: Heard, turns: Sequence[Turn]) -> dict[str, Json]:
     if missing := set(_steps(turns)) - set(heard.steps):
         raise SluiceError(f"{run.metrics} lacks steps {sorted(missing)}: was a process killed?")
     rates = {mode: [_rate(heard, turn) for turn in turns if turn.mode == mode] for mode in MODES}
     modes = {mode: _mode(config, heard, [turn for turn in turns if turn.mode == mode]) for mode in MODES}
     asynchronous, synchronous = (modes[mode] for mode in MODES)
-    busiest = max(asynchronous["learner_busy_s_per_step"], asynchronous["engine_busy_s_per_step"])
-    states = [state for state, _ in states_of(run.ledger).values()]
     admission = config.admission
     return {
         "ratios": {
             "async_over_sync": median(a / s for a, s in zip(rates["async"], rates["sync"], strict=True)),
             "learner_idle": asynchronous["learner_idle"],
             "engine_idle": asynchronous["engine_idle"],
+            "slots_idle": asynchronous["slots_idle"],
         },
         "limits": LIMITS,
         "limited_by": {
-            "async_over_sync": "the busier side: `bound` is the ratio if that one never waited",
+            "async_over_sync": "the side that has more to do",
             "learner_idle": "where the engine is the busier side, the learner waits for it",
             "engine_idle": "where the learner is, the bound on staleness stops the engine",
+            "slots_idle": "a long tail of lengths: few requests are left while an engine is not idle yet",
         },
-        "bound": synchronous["step_s"] / busiest,
         "modes": {mode: dict(figures) for mode, figures in modes.items()},
-        "account": {
-            **account(
-                run,
-                shards=config.replay.shards,
-                samples=admission.samples_per_prompt,
-                max_staleness=admission.max_staleness,
-            ),
-            "rejected": states.count("rejected") * admission.samples_per_prompt,
-        },
         "absolute": {
             "async_over_sync_tokens": asynchronous["trained_tokens_per_s"]
             / synchronous["trained_tokens_per_s"],
@@ -272,6 +252,14 @@ def _report(config: RunConfig, run: RunDirectory, heard: Heard, turns: Sequence[
             "trajectories_per_step": admission.groups_per_step * admission.samples_per_prompt,
         },
     }
+
+
+def _account(config: RunConfig, run: RunDirectory) -> dict[str, Json]:
+    """What became of every trajectory."""
+    admission, samples = config.admission, config.admission.samples_per_prompt
+    states = [state for state, _ in states_of(run.ledger).values()]
+    counts = account(run, shards=config.replay.shards, samples=samples, max_staleness=admission.max_staleness)
+    return counts | {"rejected": states.count("rejected") * samples}
 
 
 def _rate(heard: Heard, turn: Turn) -> float:
@@ -295,14 +283,19 @@ def _mode(config: RunConfig, heard: Heard, turns: Sequence[Turn]) -> dict[str, f
         "trained_tokens_per_s": _summed(heard, "train/tokens", turns) / wall_s,
         "generated_tokens_per_s": tokens / wall_s,
         "learner_idle": waited_s / wall_s,
-        "engine_idle": 1 - busy_s / (wall_s * heard.engines),
-        "slots_idle": 1 - request_s / (wall_s * _slots(config, heard)),
+        "engine_idle": _idle(busy_s / (wall_s * heard.engines)),
+        "slots_idle": _idle(request_s / (wall_s * _slots(config, heard))),
         "learner_busy_s_per_step": (wall_s - waited_s) / steps,
         "engine_busy_s_per_step": busy_s / heard.engines / steps,
         "publish_stall_s_per_step": _summed(heard, "time/publish_stall_s", turns) / steps,
         "staleness_max": max(_staleness(heard, step) for step in _steps(turns)),
         "staleness_mean": _summed(heard, "staleness/mean_versions", turns) / steps,
     }
+
+
+def _idle(busy: float) -> float:
+    """The rest of a share; between two readings a counter is guessed, so it may be a little over 1."""
+    return 1 - busy if busy > 1.1 else max(0.0, 1 - busy)
 
 
 def _slots(config: RunConfig, heard: Heard) -> int:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from bus.errors import ConfigError
 from launch.app import BusUrl, app, short_forms
 from launch.config import validate
 from launch.runtime import configure_logging, run
@@ -53,6 +54,8 @@ def join_command(
     actor
         Which actor, by its name in `launch engines list`; without it the one with the fewest engines.
     """
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url} is no URL of a server: write it as http://host:port")
     _change("join", url, run_name, bus, actor)
 
 

@@ -46,15 +46,21 @@ async def change_engine(
 
 async def _engines(bus: Bus, run: str) -> Engines:
     found: dict[str, Mapping[str, Json]] = {}
+    starting: set[str] = set()
 
     def hear(status: Status) -> None:
         engines = status.values.get("engines")
         if isinstance(engines, dict):
             found[status.source] = engines
+        else:
+            starting.add(status.source)
 
     listening = await bus.listen(bus.subject("status", "actor"), Status, hear)
     await asyncio.sleep(LISTEN_S)
     await listening.unsubscribe()
+    if not found and starting:
+        names = ", ".join(sorted(starting))
+        raise ConfigError(f"{names} of run {run!r} is starting its engine: try again when it works")
     if not found:
         raise ConfigError(f"no actor of run {run!r} works on this bus: start one with `launch actors`")
     return found

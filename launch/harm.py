@@ -35,6 +35,7 @@ class Victim:
     settings: Sequence[str]
     """Flags of its command."""
     random: random.Random
+    log_name: str = "soak.log"
     faults: Counter[str] = field(default_factory=Counter)
     process: asyncio.subprocess.Process | None = None
     deaf: ExitStack = field(default_factory=ExitStack)
@@ -48,7 +49,7 @@ class Victim:
     @property
     def log(self) -> Path:
         """What its processes said."""
-        return self.run.path.parent / "soak.log"
+        return self.run.path.parent / self.log_name
 
     async def start(self) -> None:
         """Start the run, or start it again."""

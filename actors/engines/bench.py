@@ -25,6 +25,7 @@ from actors.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.base import GenerationRequest, Sampling
 from actors.engines.bench_actor import ActorLoad, bench_actor
 from actors.engines.embedded import EmbeddedEngine
+from actors.engines.sglang_settings import interpreter
 from bus.errors import ConfigError
 
 Prompts = Sequence[Sequence[int]]
@@ -83,11 +84,24 @@ def bench_actors(
         embedded: False measures the server alone, and raises `ConfigError` where there is none."""
     if not embedded:
         return {**asyncio.run(bench_actor(config, build, load))}
+    lacking = _lacking(config)
     measured: dict[str, float | str] = {**bench_embedded()}
+    if lacking:
+        return measured | {"sglang": f"not measured: {lacking}"}
+    return measured | asyncio.run(bench_actor(config, build, load))
+
+
+def _lacking(config: SglangEngineConfig) -> str | None:
+    """Why no server can be started here; None if one can. Raises `ConfigError` for a wrong interpreter."""
+    if config.url is not None:
+        return None
     try:
-        return measured | asyncio.run(bench_actor(config, build, load))
+        interpreter(config)
     except ConfigError as error:
-        return measured | {"sglang": f"not measured: {error}"}
+        if config.python is not None:
+            raise
+        return str(error)
+    return None
 
 
 def _measure(workload: Workload, ways: Sequence[Way], rounds: int) -> np.ndarray:

@@ -133,21 +133,25 @@ async def test_an_actor_attaches_to_every_url_that_it_is_given(servers, model, t
     assert [server.versions for server in servers] == [["0"], ["0"]]
 
 
+@pytest.mark.slow
 async def test_the_command_finds_the_actor_by_what_it_says(bus, server, connect, fleet, servers):
     async def says_what_it_has():
         while True:
-            values = {"engines": fleet.engines}
+            values = {"engines": fleet.engines} if started.is_set() else {}
             status = Status(source=ACTOR, role="actor", doing="", pid=1, peak_rss_bytes=1, values=values)
             await bus.notify(bus.subject("status", "actor"), status)
             await asyncio.sleep(0.1)
 
     where = validate({"run": "test", "bus": {"url": server.url}})
-    stop, url = asyncio.Event(), servers[0].url
+    started, stop, url = asyncio.Event(), asyncio.Event(), servers[0].url
     with pytest.raises(ConfigError, match="no actor of run 'test' works on this bus"):
         await list_engines(where, stop)
     saying = asyncio.create_task(says_what_it_has())
     try:
         async with asyncio.timeout(60):
+            with pytest.raises(ConfigError, match=r"actor-host\.of\.dots-7 of run 'test' is starting"):
+                await list_engines(where, stop)
+            started.set()
             assert await change_engine(where, EngineChange(action="join", engine=url), None, stop) == ACTOR
             await serves(fleet, url)
             found = await list_engines(where, stop)

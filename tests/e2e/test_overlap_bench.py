@@ -22,9 +22,9 @@ def test_both_modes_are_measured_in_one_run_that_loses_nothing(tmp_path: Path):
     finally:
         command.kill()
     report = json.loads(command.said().splitlines()[-1])
-    assert report["ratios"].keys() == report["limits"].keys() == report["limited_by"].keys()
+    assert report["ratios"].keys() == report["limited_by"].keys() == report["limits"].keys() | {"slots_idle"}
     assert report["ratios"]["async_over_sync"] > 0
-    assert report["bound"] > 0
+    assert report["ended"] == "well"
     modes, account = report["modes"], report["account"]
     assert [turn[0] for turn in report["absolute"]["turns"]] == ["async", "sync"]
     assert modes["sync"]["staleness_max"] == 0
@@ -33,7 +33,7 @@ def test_both_modes_are_measured_in_one_run_that_loses_nothing(tmp_path: Path):
         assert mode["steps"] == STEPS
         assert mode["trajectories_per_s"] * mode["step_s"] == pytest.approx(GROUPS * SAMPLES)
         for idle in ("learner_idle", "engine_idle", "slots_idle"):
-            assert -0.01 < mode[idle] < 1, idle
+            assert 0 <= mode[idle] < 1, idle
     assert (account["lost"], account["trained_too_often"], account["trained_but_not_in_ledger"]) == (0, 0, 0)
     assert account["trajectories_trained"] == account["steps"] * GROUPS * SAMPLES
     assert account["max_staleness_seen"] <= STALENESS

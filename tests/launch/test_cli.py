@@ -178,6 +178,8 @@ def test_short_forms_say_where_a_learners_world_is(call):
         ("actors --preset sort", "--preset is the run's, not this process's"),
         ("actors --actors.slots 1", "unknown option: --actors.slots"),
         ("actors --learner.steps=3", "--learner.steps is the run's, not this process's"),
+        ("engines join foo", "foo is no URL of a server: write it as http://host:port"),
+        ("bench actors --model qwen4", "no model 'qwen4' to measure with: there are tiny"),
     ],
 )
 def test_what_is_wrong_with_a_command_line_is_said(refused, command_line: str, message: str):
