@@ -106,7 +106,7 @@ def test_marks_put_groups_where_they_were():
 async def test_a_step_trains_on_what_is_stored_when_patience_ends(bus, tmp_path):
     learner = LearnerStandIn(bus)
     admission = AdmissionConfig(
-        groups_per_step=3, samples_per_prompt=3, max_staleness=0, incomplete="close_short", patience_s=0.2
+        groups_per_step=3, samples_per_prompt=3, max_staleness=0, incomplete="close_short", patience_s=1.0
     )
     async with serving(bus, tmp_path, admission) as storage:
         await learner.publish(0)

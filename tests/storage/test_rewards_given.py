@@ -189,7 +189,7 @@ async def test_group_that_only_waits_for_its_rewards_is_not_rolled_out_again(bus
 
 async def test_group_whose_rewards_never_come_is_dropped_and_counted(bus, learner, sender, tmp_path):
     admission = AdmissionConfig(
-        groups_per_step=2, samples_per_prompt=2, max_staleness=0, incomplete="drop", patience_s=0.2
+        groups_per_step=2, samples_per_prompt=2, max_staleness=0, incomplete="drop", patience_s=1.0
     )
     async with serving(bus, tmp_path, admission) as storage:
         await learner.publish(0)
