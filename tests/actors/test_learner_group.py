@@ -151,6 +151,7 @@ async def test_each_version_is_sent_in_one_group_and_labelled(learner, serving):
     await learner.none_is_left()  # the engine said that it left
 
 
+@pytest.mark.slow
 async def test_a_later_version_is_sent_where_the_announced_one_is_gone_and_is_not_sent_again(
     learner, serving
 ):
@@ -183,6 +184,7 @@ async def test_a_learner_that_is_killed_in_mid_broadcast_has_its_version_fetched
         assert (engine.policy_version, learner.fetched) == (2, [1, 2])
 
 
+@pytest.mark.slow
 async def test_a_learner_that_is_away_leaves_the_engine_as_it_is(learner, serving):
     async with serving() as (engine, server):
         await engine.start()
@@ -198,6 +200,7 @@ async def test_a_learner_that_is_away_leaves_the_engine_as_it_is(learner, servin
         assert (engine.policy_version, successor.fetched) == (1, [1])
 
 
+@pytest.mark.slow
 async def test_weights_that_only_the_learner_has_are_not_given_up_and_no_older_ones_are_sent(
     learner, serving, monkeypatch
 ):
@@ -285,6 +288,7 @@ async def test_an_engine_that_does_not_take_what_it_asked_for_holds_up_no_other_
             await later.begin(offer)
 
 
+@pytest.mark.slow
 async def test_an_engine_that_is_killed_in_mid_broadcast_costs_its_group_only(learner):
     engine = await asyncio.create_subprocess_exec(
         sys.executable, gloo_rank.__file__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
@@ -309,6 +313,7 @@ async def test_an_engine_that_is_killed_in_mid_broadcast_costs_its_group_only(le
     await learner.none_is_left()
 
 
+@pytest.mark.slow
 async def test_the_sender_ends_with_its_learner(learner):
     await learner.announce(0).offered("", ranks=1, device="cpu")
     [sender] = learner.senders()
@@ -317,6 +322,7 @@ async def test_the_sender_ends_with_its_learner(learner):
     await learner.none_is_left()
 
 
+@pytest.mark.slow
 async def test_weights_that_are_replaced_while_they_are_copied_are_not_sent(learner, monkeypatch):
     published, later = learner.announce(0), Weights.of(1, host_tensors(state(1)))
 
@@ -348,6 +354,7 @@ async def test_a_server_of_several_replicas_is_refused_at_its_start(serving):
             await engine.start()
 
 
+@pytest.mark.slow
 async def test_a_fleet_follows_a_publisher_whose_tensors_come_in_groups(bus, tmp_path, serving):
     class Cut(Blobs):
         """The transport, which serves when it is let."""

@@ -113,6 +113,7 @@ async def test_holder_that_was_taken_over_is_fenced_and_leaves_the_role_to_the_o
     assert await holder(bus) == usurper
 
 
+@pytest.mark.slow
 @pytest.mark.nats
 async def test_renewed_role_is_kept_for_longer_than_it_takes_to_expire(bus: Bus):
     async with hold_role(bus, "learner", "a") as holding:

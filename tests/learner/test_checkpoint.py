@@ -51,7 +51,7 @@ def held_writer(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, dtype, family):
     uninterrupted = train(trainer_of(tiny_model(family), dtype=dtype), range(6))
     first = trainer_of(tiny_model(family), dtype=dtype)

@@ -66,7 +66,7 @@ def test_there_and_back_again_every_bit_is_the_same(tmp_path, family, tied, dtyp
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_checkpoint_of_a_training_run_becomes_a_model_directory(tmp_path, family, dtype):
     trainer = trained(family, dtype=dtype)

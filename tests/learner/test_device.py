@@ -118,6 +118,7 @@ async def test_an_actor_that_comes_while_the_learner_trains_starts_nothing_befor
     assert await bus.get(user_key("actor"), DeviceUser) is None
 
 
+@pytest.mark.slow
 async def test_a_hold_that_nobody_renews_is_over(bus):
     journal: list[str] = []
     dead = DeviceHold(incarnation="dead", number=7, host=host_identity(), held=True)

@@ -12,11 +12,15 @@ from tests.learner.resume_worker import KINDS, first_half, restored, second_half
 
 REPOSITORY = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("resume_worker.py")
+IN_EVERY_RUN = ("float32", "main weights on the host")
+"""Not marked slow."""
 ROUNDED = 2e-3
 """How far a world of another size departs where bfloat16 rounds what was added up in another order."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in IN_EVERY_RUN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_one_rank_goes_on_as_if_it_had_not_stopped(tmp_path, kind):
     resumed = first_half(kind, tmp_path) + second_half(kind, tmp_path)
     for found, expected in zip(resumed, whole(kind), strict=True):
