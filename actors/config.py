@@ -93,7 +93,8 @@ class SglangEngineConfig(Config):
 
     pause: Literal["in_place", "retract", "drain"] = "in_place"
     """What an update does to generations in flight. `in_place`: they go on with what they computed before.
-    `retract`: they compute it again with the new weights. `drain`: the update waits for their end."""
+    `retract`: they compute it again with the new weights, which is all that a server before 0.5.19 can do.
+    `drain`: the update waits for their end."""
 
     weights_directory: Path | None = None
     """Where the tensors of an update lie while a server reads them, the first time of the size of the model;

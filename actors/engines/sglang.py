@@ -105,14 +105,20 @@ class SglangEngine:
                 "--enable-return-routed-experts"
             )
         if not self._facts.reports_spans and self._config.pause != "drain":
-            log.warning("sglang_reports_no_versions_per_token", version=self._facts.version, pause="drain")
+            log.warning(
+                "sglang_reports_no_versions_per_token", version=self._facts.version, pause="interrupt"
+            )
         self._watcher = asyncio.create_task(self._watch())
         self._watcher.add_done_callback(self._watching_ended)
 
     async def generate(self, request: GenerationRequest) -> Generation:
-        """Continue `request`; waits for the first weights. Cancelling the caller aborts the request."""
+        """Continue `request`; waits for the first weights. Cancelling the caller aborts the request.
+
+        An update may end it with the tokens so far, where a server says of no token which weights drew it."""
         with self._flights.new(request) as flight:
-            return await self._fly(flight)
+            while flight.begins_again(generation := await self._fly(flight)):
+                self._flights.renew(flight)
+            return generation
 
     async def load_weights(self, state: Mapping[str, torch.Tensor], policy_version: int) -> float:
         """Take the tensors (HF names; the first time all of them); return the seconds generation stood still.
@@ -258,18 +264,20 @@ class SglangEngine:
         client, facts, config = self._connected(), self._facts, self._config
         assert facts is not None, "set together with the client"
         self._serving.clear()
-        mode = config.pause if facts.reports_spans else "drain"
-        end_s = time.monotonic() + config.update_timeout_s  # of draining and loading together
-        if mode == "drain":
+        end_s = time.monotonic() + config.update_timeout_s  # of all that follows together
+        if config.pause == "drain":
             await self._flights.drained(config.update_timeout_s)
-        self._flights.weights_change()
         begun = time.perf_counter()
-        if mode != "drain":
+        mode = config.pause if config.pause != "drain" and facts.reports_spans else None
+        if mode is None:
+            await self._flights.interrupt(left_s(end_s))  # no answer may span the update
+        else:
+            self._flights.weights_change()
             await client.pause(mode)
         try:
             version = await load(mode == "retract", end_s)
         finally:
-            if mode != "drain":
+            if mode is not None:
                 await client.resume()
         return version, time.perf_counter() - begun
 

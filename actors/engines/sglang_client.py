@@ -122,6 +122,10 @@ class SglangClient:
         """End a request, and any other whose rid begins so."""
         await self._call("POST", "/abort_request", {"rid": rid, "abort_all": False})
 
+    async def abort_all(self) -> None:
+        """End every request at the server."""
+        await self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
+
     async def healthy(self, timeout_s: float) -> bool:
         """Whether the server still generates; costs a token when it is idle, and takes a second."""
         try:

@@ -1,6 +1,7 @@
 """Requests on their way to one SGLang server and back."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +15,8 @@ from bus.errors import EngineError, RequestRefusedError
 
 ABORT_AGAIN_S = 0.5
 """An abort that overtakes its request is not heard: it is said until the request ends."""
+INTERRUPT_AGAIN_S = 0.05
+"""The same, while the whole server waits for it."""
 
 
 @dataclass(eq=False)
@@ -27,6 +30,8 @@ class Flight:
     streamed: Streamed | None = None
     """Its tokens so far, of a server that hands them out."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    interrupted: bool = False
+    """Whether it was ended, with all others, for the sake of new weights."""
     failure: str = ""
 
     async def admitted(self, serving: asyncio.Event) -> None:
@@ -38,6 +43,11 @@ class Flight:
             finally:
                 for wait in waits:
                     wait.cancel()
+
+    def begins_again(self, generation: Generation) -> bool:
+        """Whether it was interrupted before its first token, and nobody wants it ended."""
+        none = generation.finish_reason == "abort" and not len(generation.token_ids)
+        return none and self.interrupted and not self.aborted.is_set()
 
     def left(self) -> Generation:
         """The tokens that are left of it when it ends before its time."""
@@ -75,12 +85,16 @@ class Flights:
             raise RequestRefusedError(
                 f"request {request.request_id} is already in flight: ids must be unique"
             )
-        flight = Flight(request, f"{next(self._rids)}-{request.request_id}")
+        flight = Flight(request, self._rid(request))
         self._flights[request.request_id] = flight
         try:
             yield flight
         finally:
             del self._flights[request.request_id]
+
+    def renew(self, flight: Flight) -> None:
+        """Make it one that was not sent yet."""
+        flight.rid, flight.sent, flight.interrupted = self._rid(flight.request), None, False
 
     async def abort(self, request_id: str) -> None:
         """End one, and return when it has ended. Unknown ids are ignored."""
@@ -123,6 +137,22 @@ class Flights:
         for flight in self:
             if flight.streamed is not None:
                 flight.streamed.weights_change()
+
+    async def interrupt(self, timeout_s: float) -> None:
+        """Have the server end all, and hand out what it has drawn. Raises `EngineError` as `drained` does."""
+        end_s = time.monotonic() + timeout_s
+        while under_way := [flight for flight in self if flight.sent is not None and not flight.sent.done()]:
+            if time.monotonic() > end_s:
+                raise EngineError(f"{len(under_way)} requests did not end within {timeout_s:g} s of an abort")
+            for flight in under_way:
+                flight.interrupted = True
+            with suppress(EngineError):  # the requests hear of it too
+                await self._connected().abort_all()
+            sent = [flight.sent for flight in under_way if flight.sent is not None]
+            await asyncio.wait(sent, timeout=INTERRUPT_AGAIN_S)
+
+    def _rid(self, request: GenerationRequest) -> str:
+        return f"{next(self._rids)}-{request.request_id}"
 
     async def drained(self, timeout_s: float) -> None:
         """Wait for the end of all that are at the server. Raises `EngineError` when that takes too long."""

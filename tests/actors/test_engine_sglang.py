@@ -37,6 +37,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pyte
 
 PROMPT = [3, 4, 5, 6, 7]
 LONG = 1500
+ENOUGH = 600
+"""Tokens that take longer than to see that a request is at the worker."""
 NO_BLOB = BlobRef(subject="none", chunks=1, size_bytes=1, digest="")
 CONFIG = {"type": "sglang", "start_timeout_s": 240.0, "health_every_s": 2.0}
 
@@ -174,7 +176,7 @@ async def test_weights_arrive_whole_and_in_part(engine, update, monkeypatch):
 async def test_versions_are_exact_across_an_update_in_flight(engine, update, pause, monkeypatch):
     changed = engine._config.model_copy(update={"update": update, "pause": pause})
     monkeypatch.setattr(engine, "_config", changed)
-    flights = [started(engine, f"{pause}-{update}-{n}", new=300) for n in range(3)]
+    flights = [started(engine, f"{pause}-{update}-{n}", new=ENOUGH) for n in range(3)]
     await in_flight(engine, *flights)
     await engine.load_weights(SECOND.state_dict(), 1)
     late = await engine.generate(request("late", PROMPT, new=8))
@@ -183,17 +185,35 @@ async def test_versions_are_exact_across_an_update_in_flight(engine, update, pau
     for generation in await asyncio.gather(*flights):
         versions = generation.policy_versions.tolist()
         old = versions.count(0)
-        assert versions == [0] * old + [1] * (300 - old)
+        assert versions == [0] * old + [1] * (ENOUGH - old)
         before = recomputed(FIRST, PROMPT, generation)[:old]
         np.testing.assert_allclose(generation.logprobs[:old], before, atol=1e-5)
         after = recomputed(SECOND, PROMPT, generation)[old:]
         if pause == "drain":
-            assert old == 300
+            assert old == ENOUGH
         elif pause == "retract":  # nothing is left of what the old weights computed
-            assert 0 < old < 300
+            assert 0 < old < ENOUGH
             np.testing.assert_allclose(generation.logprobs[old:], after, atol=2e-5)
         else:
-            assert 0 < old < 300
+            assert 0 < old < ENOUGH
+
+
+async def test_no_answer_of_a_server_that_reports_no_versions_spans_an_update(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_facts", replace(engine._facts, reports_spans=False))
+    flights = [started(engine, f"cut-{n}", new=LONG) for n in range(3)]
+    await in_flight(engine, *flights)
+    starting = [started(engine, f"starting-{n}", new=20) for n in range(3)]
+    await asyncio.sleep(0)
+    await engine.load_weights(SECOND.state_dict(), 1)
+    for generation in await asyncio.gather(*flights):
+        assert (generation.finish_reason, set(generation.policy_versions.tolist())) == ("abort", {0})
+        assert 0 < len(generation.token_ids) < LONG
+        np.testing.assert_allclose(generation.logprobs, recomputed(FIRST, PROMPT, generation), atol=1e-5)
+    for generation in await asyncio.gather(*starting):
+        [version] = set(generation.policy_versions.tolist())  # so it has a token at least
+        assert generation.finish_reason == "length" or version == 0
+        expected = recomputed((FIRST, SECOND)[version], PROMPT, generation)
+        np.testing.assert_allclose(generation.logprobs, expected, atol=1e-5)
 
 
 class Cluster:
@@ -248,7 +268,7 @@ async def test_the_learner_sends_weights_while_generations_are_in_flight(
     monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"pause": pause}))
     await engine.load_published(cluster.announce(FIRST, 1))  # joins the learner's group, which takes seconds
     first = await engine.checksums()
-    flights = [started(engine, f"group-{pause}-{n}", new=300) for n in range(3)]
+    flights = [started(engine, f"group-{pause}-{n}", new=ENOUGH) for n in range(3)]
     await in_flight(engine, *flights)
     await engine.load_published(cluster.announce(SECOND, 2))
     late = await engine.generate(request("late", PROMPT, new=8))
@@ -257,8 +277,8 @@ async def test_the_learner_sends_weights_while_generations_are_in_flight(
     for generation in await asyncio.gather(*flights):
         versions = generation.policy_versions.tolist()
         old = versions.count(1)
-        assert versions == [1] * old + [2] * (300 - old)
-        assert old == 300 if pause == "drain" else 0 < old < 300
+        assert versions == [1] * old + [2] * (ENOUGH - old)
+        assert old == ENOUGH if pause == "drain" else 0 < old < ENOUGH
         before = recomputed(FIRST, PROMPT, generation)[:old]
         np.testing.assert_allclose(generation.logprobs[:old], before, atol=1e-5)
     sent = await engine.checksums()
