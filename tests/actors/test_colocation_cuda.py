@@ -3,29 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from actors.colocation import able_to_release
 from actors.config import SglangEngineConfig
 from actors.engines.sglang import SglangEngine
+from tests.actors.cuda import NEAR, PROMPT, SERVER, policy
 from tests.actors.tiny import recomputed, request
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-PROMPT = [3, 4, 5, 6, 7]
 LEFT = 0.2
 """Of what a server takes, its processes may keep so much: CUDA's own memory cannot be freed."""
-
-
-def policy(seed: int) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=4096, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=None, pad_token_id=None, architectures=["Qwen3ForCausalLM"],
-        dtype="bfloat16",
-    )  # fmt: skip
-    return Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
 
 
 def free_bytes() -> int:
@@ -36,8 +24,7 @@ def free_bytes() -> int:
 async def test_the_memory_of_a_server_is_free_between_release_and_resume(tmp_path):
     first, second = policy(0), policy(1)
     first.config.save_pretrained(tmp_path / "model")
-    settings = {"mem_fraction_static": 0.5, "attention_backend": "triton"}
-    config = able_to_release(SglangEngineConfig(server=settings))
+    config = able_to_release(SglangEngineConfig(server=SERVER))
     assert config.server["enable_memory_saver"] is True
     before = free_bytes()
     engine = SglangEngine(tmp_path / "model", config, tmp_path / "engine.log")
@@ -56,7 +43,7 @@ async def test_the_memory_of_a_server_is_free_between_release_and_resume(tmp_pat
             generation = await engine.generate(request(f"v{version}", PROMPT, new=64))
             assert set(generation.policy_versions.tolist()) == {version}
             expected = recomputed(model.float(), PROMPT, generation)
-            np.testing.assert_allclose(generation.logprobs, expected, atol=0.1)
+            np.testing.assert_allclose(generation.logprobs, expected, atol=NEAR)
             model.bfloat16()
     finally:
         await engine.close()

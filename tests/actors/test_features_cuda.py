@@ -1,0 +1,78 @@
+"""What SGLang servers have on GPUs only: `pytest -m "gpu or multi_gpu" tests/actors`."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from actors.config import SglangEngineConfig
+from actors.engines.sglang import SglangEngine
+from tests.actors.cuda import NEAR, PROMPT, SERVER, policy
+from tests.actors.tiny import recomputed, request
+
+pytestmark = pytest.mark.timeout(900)
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@asynccontextmanager
+async def serving(tmp_path, model, **settings):
+    model.config.save_pretrained(tmp_path / "model")
+    config = SglangEngineConfig(server=SERVER | settings)
+    engine = SglangEngine(tmp_path / "model", config, tmp_path / "engine.log")
+    try:
+        await engine.start()
+        await engine.load_weights(model.state_dict(), 0)
+        yield engine
+    finally:
+        await engine.close()
+
+
+def check(model, generation, prompt, *, version):
+    assert set(generation.policy_versions.tolist()) == {version}
+    expected = recomputed(model.float(), prompt, generation)
+    model.bfloat16()
+    np.testing.assert_allclose(generation.logprobs, expected, atol=NEAR)
+
+
+@pytest.mark.gpu
+async def test_drafts_of_ngrams_change_no_log_prob(tmp_path):
+    first, second = policy(0), policy(1)
+    async with serving(tmp_path, first, speculative_algorithm="NGRAM") as engine:
+        for version, model in enumerate((first, second)):
+            if version:
+                await engine.load_weights(model.state_dict(), version)
+            prompt = 8 * PROMPT  # n-grams that come again
+            generation = await engine.generate(request(f"v{version}", prompt, new=96))
+            assert len(generation.token_ids) == 96
+            check(model, generation, prompt, version=version)
+
+
+@pytest.mark.gpu
+async def test_a_deterministic_server_answers_alike_alone_and_in_company(tmp_path):
+    model = policy(0)
+    async with serving(tmp_path, model, enable_deterministic_inference=True) as engine:
+        alone = await engine.generate(request("alone", PROMPT, new=64, seed=7))
+        others = [engine.generate(request(f"other-{n}", [n, *PROMPT], new=64)) for n in range(1, 32)]
+        again, *_ = await asyncio.gather(engine.generate(request("again", PROMPT, new=64, seed=7)), *others)
+        assert np.array_equal(alone.token_ids, again.token_ids)
+        assert np.array_equal(alone.logprobs, again.logprobs)
+        check(model, again, PROMPT, version=0)
+
+
+@pytest.mark.multi_gpu
+@TWO_GPUS
+@pytest.mark.parametrize(
+    "settings", [{"tp_size": 2}, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}]
+)
+async def test_ranks_of_a_server_all_take_a_new_version(tmp_path, settings):
+    first, second = policy(0), policy(1)
+    async with serving(tmp_path, first, **settings) as engine:
+        for version, model in enumerate((first, second)):
+            if version:
+                await engine.load_weights(model.state_dict(), version)
+            prompts = [[n, *PROMPT] for n in range(4)]
+            found = [engine.generate(request(f"v{version}-{n}", prompts[n], new=32)) for n in range(4)]
+            for prompt, generation in zip(prompts, await asyncio.gather(*found), strict=True):
+                check(model, generation, prompt, version=version)
