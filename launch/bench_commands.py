@@ -61,18 +61,37 @@ def bench_learner(*, as_json: AsJson = False) -> None:
     _show(measured(), as_json=as_json)
 
 
-@bench.command(name="weights", usage="Usage: launch bench weights [--json]")
-def bench_weights(*, as_json: AsJson = False) -> None:
+@bench.command(name="weights", usage="Usage: launch bench weights [OPTIONS]")
+def bench_weights(
+    *,
+    model: Annotated[str | None, Parameter(name="--model")] = None,
+    versions: int = 8,
+    settings: Settings = RunConfig(),
+    as_json: AsJson = False,
+) -> None:
     """A publication, from the learner's step to the engine that serves it.
+
+    Settings of the learner and the engine may be given, such as --actors.engine.type sglang,
+    --actors.engine.environment.CUDA_VISIBLE_DEVICES 1 or --learner.publication.transport.type files.
 
     Parameters
     ----------
+    model
+        Whose shape the policy has, with random weights: tiny, qwen3-0.6b, qwen3-8b. Without it a small one
+        on CPU, qwen3-0.6b on CUDA.
+    versions
+        Published while it is measured, after two that are not.
     as_json
         Print one JSON object on one line.
     """
     from launch.bench_weights import bench_weights as measured
+    from launch.bench_weights import settings as settings_of
+    from launch.bench_weights import workload_of
 
-    _show(measured(), as_json=as_json)
+    if versions < 1:
+        raise ConfigError(f"--versions {versions}: measure one at least")
+    config = settings_of(flags(settings))
+    _show(measured(workload_of(model, config), config, versions=versions), as_json=as_json)
 
 
 @bench.command(name="actors", usage="Usage: launch bench actors [OPTIONS]")

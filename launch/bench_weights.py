@@ -1,12 +1,10 @@
 """What a publication costs, from a real learner's step to an engine that serves the new version.
 
-`python -m launch.bench_weights` prints the figures as JSON. A learner trains at lr 1e-6 in bfloat16 and
-publishes each step over a real bus to an engine that generates meanwhile. On CPU a small
-Qwen3, on CUDA a Qwen3-0.6B; learner and engine share the machine, and on CUDA the device.
+A learner trains at lr 1e-6 in bfloat16 and publishes each step over a real bus to an engine that generates
+meanwhile. The embedded engine shares the learner's device, a SGLang server has its own.
 """
 
 import asyncio
-import json
 import logging
 import os
 import statistics
@@ -16,46 +14,44 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import TypeVar
 
-import numpy as np
 import structlog
 import torch
-from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import AutoConfig, Qwen3ForCausalLM
 
-from actors.config import EmbeddedEngineConfig
-from actors.engines.base import GenerationRequest, Sampling
+from actors.config import EngineConfig
+from actors.engines.base import Engine, GenerationRequest, Sampling
+from actors.engines.build import build_engine
 from actors.engines.embedded import EmbeddedEngine
+from actors.engines.sglang_settings import interpreter
 from actors.received import Receiver
 from actors.weights import PolicyFollower
-from bus.blobs import get_blob, put_blob
 from bus.codec import Json
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.publish import Publisher
+from bus.errors import ConfigError
+from bus.messages import PolicyManifest
 from bus.server import NatsServer
 from bus.topology import ensure
-from learner.bench import OPTIMIZER, Workload, qwen3, qwen3_600m
-from learner.config import PublicationConfig, TISLoss
-from learner.host_copy import Copied, HostCopy, copy_weights
-from learner.packing import pack
+from launch.bench_learning import Learning, medium, named
+from launch.config import Layer, RunConfig, validate
+from learner.bench import Workload
+from learner.broadcast import Broadcaster
 from learner.parallel import close_world, device, init_world
 from learner.publish import WeightPublisher
-from learner.trainer import Trainer
-from storage.blob_sources import Blobs
-from storage.blob_stores import BusBlobs
+from storage.blob_sources import BlobSource, blob_source
+from storage.blob_stores import BlobStore, blob_store
 
-T = TypeVar("T")
 RUN = "bench"
 FIRST = 2
 """Versions that do not count: each makes one set of the learner's buffers."""
 STEPS_BEFORE = 12
 """Adam's first steps move every weight by the whole learning rate, later ones by a third or less of it."""
 SERVED_TIMEOUT_S = 300.0
-TOKENS_AT_ONCE = 32
+RANDOM_BYTES = 64 << 20
+"""Repeated where more are sent: no transport compresses."""
 LIMITS: dict[str, Json] = {  # at most
     "wire_over_full": 0.01,
     "pause_s": 0.3,
@@ -89,61 +85,53 @@ class Measured:
         return statistics.median(self.values[name])
 
 
-class Learning:
-    """A learner's step, and its weights on their way to the host; all torch work is on one thread."""
+class Following:
+    """An engine that follows the policy, as long as it does."""
 
-    def __init__(self, workload: Workload, thread: ThreadPoolExecutor) -> None:
-        torch.manual_seed(0)
-        state = Qwen3ForCausalLM(workload.model).state_dict()
-        self._trainer = Trainer(workload.model, state, OPTIMIZER, dtype=workload.dtype)
-        self._samples, self._micro_batch = workload.samples(), workload.micro_batch
-        self._seed = np.random.default_rng(1)
-        self._host, self._thread = HostCopy(torch.bfloat16), thread
-        self._bare: list[Tensor] = []
-        self.in_thread = _runner(thread)
-
-    def step(self) -> None:
-        """Train on tokens that have not been seen, as a run does."""
-        vocabulary = self._trainer.hf_config.vocab_size
-        fresh = [
-            replace(s, token_ids=self._seed.integers(0, vocabulary, len(s.token_ids)).astype(np.int32))
-            for s in self._samples
-        ]
-        batches = pack(fresh, self._micro_batch)
-        self._trainer.train_step(batches, TISLoss(), temperature=1.0, policy_version=0)
-
-    async def copy(self) -> Copied:
-        """As the learner copies before it publishes."""
-        return await copy_weights(self._host, self._trainer, self._thread)
+    def __init__(self, follower: PolicyFollower, running: asyncio.Task[None]) -> None:
+        self._follower = follower
+        self._running = running
 
     @property
-    def copy_s(self) -> float:
-        """Seconds of the latest copy."""
-        return self._host.seconds
+    def pause_s(self) -> float:
+        """Seconds that generation stood still for the latest version."""
+        return self._follower.pause_s
 
-    def bare_copy_s(self) -> float:
-        """Seconds that as many bytes take from the device to the host when nothing else is done."""
-        weights = [p.detach() for chunk in self._trainer.chunks for p in chunk.parameters()]
-        if not self._bare:
-            self._bare = [torch.zeros(w.shape, dtype=w.dtype, pin_memory=w.is_cuda) for w in weights]
-        _wait()
-        began = time.perf_counter()
-        for buffer, weight in zip(self._bare, weights, strict=True):
-            buffer.copy_(weight, non_blocking=True)
-        _wait()
-        return time.perf_counter() - began
-
-
-def medium() -> Workload:
-    """Large enough that a copy of it leaves the caches, few enough tokens for a laptop."""
-    return Workload(qwen3(768, 2304, 8, 12, 6, 64, 8192), torch.bfloat16, 64, 64, 1, rounds=0)
+    async def served(self, version: int) -> float:
+        """When the engine has the version. Raises what ended the following, or `TimeoutError`."""
+        serving = asyncio.create_task(self._follower.at_least(version))
+        await asyncio.wait(
+            {serving, self._running}, timeout=SERVED_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not serving.done():
+            serving.cancel()
+            if self._running.done():
+                self._running.result()
+            raise TimeoutError(f"version {version} was not served within {SERVED_TIMEOUT_S:g} s")
+        return time.perf_counter()
 
 
-def bench_weights(workload: Workload | None = None, *, versions: int = 8) -> dict[str, Json]:
+def settings(*layers: Layer) -> RunConfig:
+    """Of the learner and the engine, the last layer on top. Raises `ConfigError` for wrong ones."""
+    learner = {"publication": {"anchor_every": 1000, "threads": min(8, os.cpu_count() or 1)}}
+    engine = {"type": "embedded", "dtype": "bfloat16", "slots": 4}
+    config = validate({"learner": learner, "actors": {"engine": engine}}, *layers)
+    if config.actors.engine.type == "sglang" and config.actors.engine.urls:
+        raise ConfigError("--actors.engine.urls: one server is measured, name it with --actors.engine.url")
+    return config
+
+
+def workload_of(model: str | None, config: RunConfig) -> Workload:
+    """Of the model with this name. Without one, of a small one, on CUDA of Qwen3-0.6B."""
+    if model is None and not torch.cuda.is_available():
+        return medium()
+    return named(model or "qwen3-0.6b", config.learner.batch.tokens_per_micro_batch)
+
+
+def bench_weights(workload: Workload, config: RunConfig, *, versions: int = 8) -> dict[str, Json]:
     """Ratios with their limits, and the absolute figures behind them: medians over `versions`."""
-    if workload is None:
-        cuda = torch.cuda.is_available()
-        workload = replace(qwen3_600m(tokens=16384), micro_batches=1) if cuda else medium()
+    if config.actors.engine.type == "sglang" and config.actors.engine.url is None:
+        interpreter(config.actors.engine)  # before the model takes its time
     torch.set_num_threads(1)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     with (
@@ -152,31 +140,46 @@ def bench_weights(workload: Workload | None = None, *, versions: int = 8) -> dic
     ):
         thread.submit(init_world).result()
         try:
-            learning = thread.submit(Learning, workload, thread).result()
-            return asyncio.run(_bench(learning, workload, Path(made), versions))
+            learning = thread.submit(Learning, workload, config.learner, thread).result()
+            return asyncio.run(_bench(learning, workload, config, Path(made), versions))
         finally:
             thread.submit(close_world).result()
 
 
-async def _bench(learning: Learning, workload: Workload, directory: Path, versions: int) -> dict[str, Json]:
-    async with _on_a_bus(directory) as bus, _serving(workload) as engine:
-        config = PublicationConfig(anchor_every=1000, threads=_threads())
-        publisher = WeightPublisher(bus, BusBlobs(bus), config, incarnation="bench")
-        (directory / "model").mkdir()
-        await publisher.start(directory / "model")
-        follower, stop = PolicyFollower(bus, engine), asyncio.Event()
-        following = asyncio.create_task(follower.run(stop))
-        measured = await _train_and_publish(learning, publisher, follower, engine, versions)
+async def _bench(
+    learning: Learning, workload: Workload, config: RunConfig, directory: Path, versions: int
+) -> dict[str, Json]:
+    publication, by_group = config.learner.publication, _by_group(config.actors.engine)
+    model = directory / "model"
+    workload.model.save_pretrained(model)
+    async with (
+        _on_a_bus(directory) as bus,
+        blob_source(bus, config.actors.weights) as blobs,
+        _serving(model, config.actors.engine, directory) as engine,
+    ):
+        store = blob_store(bus, publication.transport, directory / "weights")
+        publisher = WeightPublisher(bus, store, publication, incarnation="bench")
+        await publisher.start(model)
+        broadcaster = Broadcaster(
+            bus, publisher.announced, incarnation="bench", timeout_s=publication.broadcast_timeout_s
+        )
+        await broadcaster.start()
+        serving, stop = PolicyFollower(bus, engine, blobs, from_learner=by_group), asyncio.Event()
+        following = asyncio.create_task(serving.run(stop))
+        measured = await _train_and_publish(
+            learning, publisher, Following(serving, following), engine, versions
+        )
         stop.set()
         await following
-        absolute = await _transport_figures(bus, publisher)
-        absolute |= {"late_join_s": await _seconds(lambda: _join(bus, publisher))}
+        absolute = await _transport_figures(store, blobs, publisher)
+        absolute |= {"late_join_s": await _seconds(lambda: _join(blobs, publisher))}
+        await broadcaster.close()
+        await publisher.close()
     return _report(measured, absolute)
 
 
 async def _train_and_publish(
-    learning: Learning, publisher: WeightPublisher, follower: PolicyFollower, engine: EmbeddedEngine,
-    versions: int,
+    learning: Learning, publisher: WeightPublisher, following: Following, engine: Engine, versions: int
 ) -> Measured:  # fmt: skip
     """The learner's loop as far as publication is concerned."""
     measured = Measured()
@@ -193,49 +196,48 @@ async def _train_and_publish(
         tensors = await copied.arrived()
         bare = bare or await learning.in_thread(learning.bare_copy_s)
         async with _decoding(engine):
-            serving = asyncio.create_task(_served(follower, version))
+            serving = asyncio.create_task(following.served(version))
             began = time.perf_counter()
             await publisher.publish(tensors, policy_version=version, stage="rl", trains_from=0)
             published = time.perf_counter()
             served = await serving
         if version >= FIRST:
             measured.add(
-                publisher.figures, pause=follower.pause_s, stall=stall, stall_over_copy=stall / bare,
+                publisher.figures, pause=following.pause_s, stall=stall, stall_over_copy=stall / bare,
                 copy=learning.copy_s, bare_copy=bare, publish=published - began, serving=served - began,
             )  # fmt: skip
     return measured
 
 
-async def _served(follower: PolicyFollower, version: int) -> float:
-    """When the engine has the version."""
-    async with asyncio.timeout(SERVED_TIMEOUT_S):
-        await follower.at_least(version)
-    return time.perf_counter()
-
-
-async def _transport_figures(bus: Bus, publisher: WeightPublisher) -> dict[str, Json]:
+async def _transport_figures(
+    store: BlobStore, blobs: BlobSource, publisher: WeightPublisher
+) -> dict[str, Json]:
     """How long bytes alone take, as many as a delta has and as many as all weights have."""
-    if publisher.latest is None:
-        raise RuntimeError("nothing was published")
+    manifest = _published(publisher)
     figures: dict[str, Json] = {}
     for name, size in (
-        ("delta", publisher.latest.deltas[-1].blob.size_bytes),
-        ("full", publisher.latest.snapshot.size_bytes),
+        ("delta", manifest.deltas[-1].blob.size_bytes),
+        ("full", manifest.snapshot.size_bytes),
     ):
-        data = os.urandom(size)
+        data = (os.urandom(min(size, RANDOM_BYTES)) * (size // RANDOM_BYTES + 1))[:size]
         began = time.perf_counter()
-        ref = await put_blob(bus, Publisher(bus), data, "raw", name)
+        ref = await store.put(data, "raw", name)
         put = time.perf_counter()
-        await get_blob(bus, ref)
+        await blobs.get(ref)
         figures |= {f"raw_put_{name}_s": put - began, f"raw_get_{name}_s": time.perf_counter() - put}
         figures |= {f"{name}_bytes": size}
+        await store.delete(ref)
     return figures
 
 
-async def _join(bus: Bus, publisher: WeightPublisher) -> None:
+async def _join(blobs: BlobSource, publisher: WeightPublisher) -> None:
+    await Receiver(blobs).anchored(_published(publisher))
+
+
+def _published(publisher: WeightPublisher) -> PolicyManifest:
     if publisher.latest is None:
         raise RuntimeError("nothing was published")
-    await Receiver(Blobs(bus)).anchored(publisher.latest)
+    return publisher.latest
 
 
 @asynccontextmanager
@@ -250,27 +252,39 @@ async def _on_a_bus(directory: Path) -> AsyncIterator[Bus]:
 
 
 @asynccontextmanager
-async def _serving(workload: Workload) -> AsyncIterator[EmbeddedEngine]:
-    model = Qwen3ForCausalLM(workload.model).to(device(), torch.bfloat16)
-    engine = EmbeddedEngine(model, EmbeddedEngineConfig(dtype="bfloat16", slots=4))
-    await engine.start()
+async def _serving(model: Path, config: EngineConfig, directory: Path) -> AsyncIterator[Engine]:
+    if config.type == "embedded":  # on the learner's device
+        policy = Qwen3ForCausalLM._from_config(
+            AutoConfig.from_pretrained(model), dtype=getattr(torch, config.dtype)
+        )
+        engine: Engine = EmbeddedEngine(policy.to(device()), config)
+    else:
+        engine = build_engine(config, model, directory / "engine.log")
     try:
+        await engine.start()
         yield engine
     finally:
         await engine.close()
 
 
+def _by_group(config: EngineConfig) -> bool:
+    return config.type == "sglang" and config.update == "group"
+
+
 @asynccontextmanager
-async def _decoding(engine: EmbeddedEngine) -> AsyncIterator[None]:
+async def _decoding(engine: Engine) -> AsyncIterator[None]:
     """Generate inside, and nothing outside: a learner shares its interpreter with no engine."""
+    at_once, tokens = (4, 32) if isinstance(engine, EmbeddedEngine) else (64, 256)
 
     async def generate(n: int) -> None:
-        sampling = Sampling(max_new_tokens=TOKENS_AT_ONCE)
-        while not enough.is_set():
-            await engine.generate(GenerationRequest(f"bench-{n}", [1, 2, 3, n], sampling))
+        sampling = Sampling(max_new_tokens=tokens)
+        for round_ in count():
+            await engine.generate(GenerationRequest(f"bench-{n}-{round_}", [1, 2, 3, n], sampling))
+            if enough.is_set():
+                return
 
     enough = asyncio.Event()
-    busy = [asyncio.create_task(generate(n)) for n in range(4)]
+    busy = [asyncio.create_task(generate(n)) for n in range(at_once)]
     try:
         yield
     finally:
@@ -299,6 +313,7 @@ def _report(measured: Measured, absolute: dict[str, Json]) -> dict[str, Json]:
             "bare_copy_s": median("bare_copy"),
             "bare_copy_bytes_per_s": full / median("bare_copy"),
             "publish_s": median("publish"),
+            "median_pause_s": median("pause"),
             **absolute,
         },
     }
@@ -308,20 +323,3 @@ async def _seconds(work: Callable[[], Awaitable[None]]) -> float:
     began = time.perf_counter()
     await work()
     return time.perf_counter() - began
-
-
-def _runner(thread: ThreadPoolExecutor) -> "Callable[[Callable[[], T]], Awaitable[T]]":
-    return lambda work: asyncio.get_running_loop().run_in_executor(thread, work)
-
-
-def _threads() -> int:
-    return min(8, os.cpu_count() or 1)
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    print(json.dumps(bench_weights(), indent=2))  # noqa: T201 - the user's terminal
