@@ -1,6 +1,7 @@
 """The ways by which weights get into one SGLang server."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -41,13 +42,17 @@ class Loading:
         return await self._kept(config, state, policy_version)
 
     async def published(self, config: SglangEngineConfig, published: Published) -> Load:
-        """What the learner sends itself, or what it published. Raises `WeightsKeptError` for neither."""
+        """What the learner sends itself, or what it published. Raises `WeightsKeptError` for neither.
+
+        All but the files is there, or given up, within `update_timeout_s`: the server goes on meanwhile."""
+        end_s = time.monotonic() + config.update_timeout_s
         offer = await self._group.prepare(published, config.update_timeout_s)
         if offer:
             return partial(self._receive, config, offer, published)
         try:
-            state = await published.tensors()
-        except (BusError, StorageError) as error:
+            async with bounded(left_s(end_s), "the transport did not bring them"):
+                state = await published.tensors()
+        except (BusError, StorageError, EngineError) as error:
             raise WeightsKeptError(f"version {published.policy_version}: {error}") from error
         load = await self._kept(config, state, published.policy_version)
         self._published = published

@@ -258,6 +258,18 @@ async def test_weights_that_only_the_learner_has_are_not_given_up_and_no_older_o
         assert (engine.policy_version, server.version, engine.failure) == (2, "2", "")
 
 
+async def test_weights_that_do_not_come_in_time_leave_the_engine_as_it_is(learner, serving):
+    async with serving(update_timeout_s=2.0) as (engine, server):
+        await engine.start()
+        successor, never = Learner(learner.bus, incarnation="not there yet"), asyncio.Event()
+        published = successor.announce(1)
+        published._fetch = lambda _: never.wait()
+        said = len(server.said)
+        with pytest.raises(WeightsKeptError, match=r"version 1: the transport did not bring them within"):
+            await engine.load_published(published)
+        assert (engine.policy_version, engine.failure, server.said[said:]) == (-1, "", [])
+
+
 class SentTo:
     """An engine that the learner could not send the first thing to, nor anybody else."""
 
