@@ -137,8 +137,9 @@ class Broadcaster:
         """Raises `BusError`, and gives the group up, when its process cannot send it."""
         try:
             await group.process.prepares(snapshot)
-        except BusError:
-            group.living.cancel()  # what it says next would be taken for another answer
+        except BusError:  # what the process says next would be taken for another answer
+            if group.name in self._groups:
+                group.living.cancel()
             raise
 
     async def _new_group(self, wanted: BroadcastWanted, snapshot: Snapshot) -> "_Group":

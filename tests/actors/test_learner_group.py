@@ -364,6 +364,26 @@ async def test_an_engine_that_is_killed_in_mid_broadcast_costs_its_group_only(le
 
 
 @pytest.mark.slow
+async def test_a_learner_whose_process_dies_has_another_make_the_next_offer(learner, serving):
+    async with serving() as (engine, server):
+        await engine.start()
+        await engine.load_published(learner.announce(0))
+        [sender] = learner.senders()
+        later = learner.announce(1)
+        sender.send_signal(signal.SIGSTOP)
+        asking = asyncio.create_task(engine.load_published(later))
+        async with asyncio.timeout(TIMEOUT_S):
+            while getattr(learner.broadcaster._newest, "policy_version", 0) == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        sender.kill()
+        await asyncio.wait_for(asking, TIMEOUT_S)
+        await engine.load_published(learner.announce(2))
+        assert same(server.received, state(2))
+        assert (engine.policy_version, engine.failure) == (2, "")
+        assert sender not in learner.senders()
+
+
+@pytest.mark.slow
 async def test_the_sender_ends_with_its_learner(learner):
     await learner.announce(0).offered("", ranks=1, device="cpu")
     [sender] = learner.senders()
