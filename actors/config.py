@@ -108,7 +108,8 @@ class SglangEngineConfig(Config):
     this name, unless it is longer, interrupts it before."""
 
     update_timeout_s: float = Field(600.0, gt=0)
-    """How long an update may take, with `drain` from the moment on when no request is let through."""
+    """How long an update may take, with `drain` from the moment on when no request is let through. With
+    `update = "group"` getting the weights ready, while the server generates, may take as long before."""
 
     stream_interval: int = Field(128, ge=0)
     """Tokens after which a server hands out what it has drawn of a generation: one that dies costs so many of
@@ -222,10 +223,13 @@ class ActorsConfig(Config):
         if isinstance(self.engine, SglangEngineConfig):
             for limit in ("start_timeout_s", "update_timeout_s"):
                 own, fleets = getattr(self.engine, limit), getattr(self.fleet, limit)
-                if own + REST_S > fleets:
+                twice = limit == "update_timeout_s" and self.engine.update == "group"
+                needed = (2 if twice else 1) * own + REST_S
+                times = ", once to get weights ready and once to take them," if twice else ""
+                if needed > fleets:
                     raise ValueError(
-                        f"engine.{limit}={own:g} and {REST_S:g} s to pause and end a server are more than "
-                        f"fleet.{limit}={fleets:g}: lower the engine's, or raise the fleet's to "
-                        f"{own + REST_S:g}"
+                        f"engine.{limit}={own:g}{times} and {REST_S:g} s to pause and end a "
+                        f"server are more than fleet.{limit}={fleets:g}: "
+                        f"lower the engine's, or raise the fleet's to {needed:g}"
                     )
         return self

@@ -1,7 +1,10 @@
 """Weights on their way in: anchors and deltas become the newest version on the host, verified."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 import structlog
 import torch
@@ -11,9 +14,10 @@ from bus.messages import DeltaRef, PolicyManifest
 from bus.publish import together
 from storage.blob_sources import BlobSource
 from storage.deltas import apply_delta
-from storage.weights import TORCH_DTYPES, HostTensor, Weights, read_snapshot
+from storage.weights import TORCH_DTYPES, HostTensor, Weights, read_snapshot, spare_threads
 
 log = structlog.get_logger()
+T = TypeVar("T")
 DTYPES = {name: getattr(torch, dtype) for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -41,7 +45,7 @@ class Receiver:
         """The weights that `manifest` announces, from its anchor. Raises as `advance` does."""
         tail = manifest.since(manifest.anchored_at) or ()
         data = await self._blobs.get(manifest.snapshot)
-        anchor = await asyncio.to_thread(read_snapshot, data, manifest.anchored_at)
+        anchor = await _in_threads(partial(read_snapshot, data, manifest.anchored_at))
         return await self._later(anchor, tail)
 
     async def _by_deltas(self, manifest: PolicyManifest) -> Weights | None:
@@ -62,7 +66,7 @@ class Receiver:
         for delta, data in zip(
             chain, await together(self._blobs.get(delta.blob) for delta in chain), strict=True
         ):
-            base = await asyncio.to_thread(apply_delta, base, data)
+            base = await _in_threads(partial(apply_delta, base, data))
             if base.policy_version != delta.policy_version:
                 raise StorageError(
                     f"the delta to version {delta.policy_version} leads to version {base.policy_version}"
@@ -80,6 +84,16 @@ def torch_tensors(tensors: Mapping[str, HostTensor]) -> dict[str, torch.Tensor]:
         .reshape(tensor.shape)
         for name, tensor in tensors.items()
     }
+
+
+async def _in_threads(work: Callable[[Executor], T]) -> T:
+    """The result of `work`, beside the event loop, with threads to share it among."""
+
+    def working() -> T:
+        with ThreadPoolExecutor(spare_threads(), "weights") as threads:
+            return work(threads)
+
+    return await asyncio.to_thread(working)
 
 
 def _size(chain: Sequence[DeltaRef]) -> int:

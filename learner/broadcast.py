@@ -5,18 +5,17 @@ What is sent is a copy of the version announced last, taken when an engine asks.
 
 import asyncio
 import json
-import mmap
 import os
 import secrets
 import signal
 import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import structlog
 import torch
 
@@ -25,36 +24,41 @@ from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.requests import Done
+from learner.snapshot import Bucket, Memory, Snapshot
 from storage.blob_http import own_address
-from storage.weights import TORCH_DTYPES, Weights
+from storage.weights import Weights
 
 log = structlog.get_logger()
 Line = dict[str, Any]
 Announced = Callable[[], Weights | None]
-BUCKET_BYTES = 256 << 20
-"""Of tensors that an engine takes at once: it has room for so much beside its weights."""
 START_S = 120.0
-"""Until a process of ours has loaded torch."""
+"""Until a process of ours has loaded torch; and until it has mapped and locked what it is to send."""
 IDLE_S = 900.0
 """After so long without a broadcast a group is given up."""
 COPIES = 3
 """Attempts at a copy of weights that are replaced meanwhile."""
-ALIGNED = 64
 
 
 class Broadcaster:
     """Answers engines that ask for the announced weights, and sends these; waits for no engine otherwise."""
 
-    def __init__(self, bus: Bus, announced: Announced, *, incarnation: str, timeout_s: float) -> None:
-        """`announced` returns the newest weights: their tensors stay as they are until it returns others."""
+    def __init__(
+        self, bus: Bus, announced: Announced, *, incarnation: str, timeout_s: float, threads: int = 1
+    ) -> None:
+        """`announced` returns the newest weights: their tensors stay as they are until it returns others.
+
+        `threads` copy these."""
         self._bus = bus
         self._announced = announced
         self._incarnation = incarnation
         self._timeout_s = timeout_s
+        self._threads = threads
         self._groups: dict[str, _Group] = {}
         self._living: set[asyncio.Task[None]] = set()
         """Of the groups, and of those that are being ended."""
         self._newest: Snapshot | None = None
+        self._spare: Memory | None = None
+        """Of a snapshot that nobody needs any more; senders still have it mapped and locked."""
         self._copying = asyncio.Lock()
         self._closed = False
 
@@ -74,11 +78,16 @@ class Broadcaster:
             await asyncio.wait(self._living)  # they kill what they wait for
 
     async def _offer(self, wanted: BroadcastWanted) -> list[Message]:
-        """Make a copy and a group, unless they are there. Raises `BusError` where either cannot be."""
+        """Make a copy and a group, unless they are there, and it ready to send at once.
+
+        Raises `BusError` where that cannot be."""
         if wanted.incarnation != self._incarnation or self._closed:
             raise BusError(f"the weights of learner {wanted.incarnation} are not to be had from this one")
         snapshot = await self._snapshot(wanted.policy_version)
-        group = self._groups.get(wanted.group) or await self._new_group(wanted)
+        if group := self._groups.get(wanted.group):
+            await self._make_ready(group, snapshot)
+        else:
+            group = await self._new_group(wanted, snapshot)
         group.snapshot = snapshot
         return [*(group.offered(bucket) for bucket in snapshot.buckets), Done()]
 
@@ -104,13 +113,36 @@ class Broadcaster:
                 if self._newest and self._newest.policy_version == weights.policy_version:
                     return self._newest
                 self._newest = None  # before there are two more
-                snapshot = await asyncio.to_thread(Snapshot, weights)
+                snapshot = await asyncio.to_thread(self._copied, weights)
                 if self._announced() is weights:  # else they may have been written into
                     self._newest = snapshot
                     return snapshot
+                del snapshot  # its memory serves the next
         raise BusError(f"{COPIES} versions were announced while they were copied, the last at {at_least}")
 
-    async def _new_group(self, wanted: BroadcastWanted) -> "_Group":
+    def _copied(self, weights: Weights) -> Snapshot:
+        """A copy, in memory that is there already if there is any: new memory takes seconds to lock."""
+        memory, self._spare = self._spare, None
+        with ThreadPoolExecutor(self._threads, "copy") as threads:
+            snapshot = Snapshot(weights, memory, threads)
+        weakref.finalize(snapshot, self._unused, snapshot.memory).atexit = False
+        return snapshot
+
+    def _unused(self, memory: Memory) -> None:
+        """Nobody holds the snapshot in it any more, so no process reads it."""
+        if self._groups:
+            self._spare = memory
+
+    async def _make_ready(self, group: "_Group", snapshot: Snapshot) -> None:
+        """Raises `BusError`, and gives the group up, when its process cannot send it."""
+        try:
+            await group.process.prepares(snapshot)
+        except BusError:  # what the process says next would be taken for another answer
+            if group.name in self._groups:
+                group.living.cancel()
+            raise
+
+    async def _new_group(self, wanted: BroadcastWanted, snapshot: Snapshot) -> "_Group":
         """A group whose ranks may come. Raises `BusError` when its process does not start."""
         on_gpu = wanted.device == "cuda" and torch.cuda.is_available()
         name = f"sluice-{self._incarnation}-{secrets.token_hex(6)}"  # a name is never used twice
@@ -124,6 +156,7 @@ class Broadcaster:
         process = await _SenderProcess.start(order)
         try:
             port = int((await process.says("port", START_S))["port"])
+            await process.prepares(snapshot)  # before anybody waits for it
         except BaseException:
             await process.end()
             raise
@@ -146,66 +179,16 @@ class Broadcaster:
             while await process.lives_until(group.begun, IDLE_S):
                 group.begun.clear()
                 assert group.due is not None, "set before"
-                await process.tell(group.due.where())
-                await process.says("sent", self._timeout_s)
+                await process.says("sent", self._timeout_s, told={"send": group.due.where()})
                 log.debug("weights_broadcast", group=group.name, policy_version=group.due.policy_version)
                 group.due = None
         except BusError as error:  # the engine hears of it by its own side of the group
             log.warning("group_given_up", group=group.name, reason=str(error))
         finally:
             del self._groups[group.name]
-            if not self._groups:
-                self._newest = None
             await process.end()
-
-
-class Snapshot:
-    """A copy of one version's tensors in memory that other processes can read, for as long as this lives."""
-
-    def __init__(self, weights: Weights) -> None:
-        self.policy_version = weights.policy_version
-        self.buckets: list[Bucket] = []
-        """In the order in which they are sent."""
-        end = 0
-        for name, tensor in weights.tensors.items():
-            if not self.buckets or self.buckets[-1].size_bytes + tensor.words.nbytes > BUCKET_BYTES:
-                self.buckets.append(Bucket())
-            self.buckets[-1].add(name, TORCH_DTYPES[tensor.dtype], tensor.shape, end, tensor.words.nbytes)
-            end += -(-tensor.words.nbytes // ALIGNED) * ALIGNED
-        self._file = os.memfd_create("sluice-broadcast")  # goes with us, whatever kills us
-        weakref.finalize(self, os.close, self._file)
-        os.ftruncate(self._file, max(end, 1))
-        with mmap.mmap(self._file, max(end, 1)) as memory:
-            offsets = (offset for bucket in self.buckets for offset in bucket.offsets)
-            for tensor, offset in zip(weights.tensors.values(), offsets, strict=True):
-                if len(tensor.words):
-                    np.frombuffer(memory, tensor.words.dtype, len(tensor.words), offset)[:] = tensor.words
-
-    def where(self) -> Line:
-        """Where a process of this host finds the tensors."""
-        buckets = [
-            list(zip(bucket.dtypes, bucket.shapes, bucket.offsets, strict=True)) for bucket in self.buckets
-        ]
-        return {"file": f"/proc/{os.getpid()}/fd/{self._file}", "buckets": buckets}
-
-
-@dataclass
-class Bucket:
-    """Tensors that an engine takes at once."""
-
-    names: list[str] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    size_bytes: int = 0
-
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], offset: int, size_bytes: int) -> None:
-        """Take in a tensor that lies at `offset`."""
-        self.names.append(name)
-        self.dtypes.append(dtype)
-        self.shapes.append(shape)
-        self.offsets.append(offset)
-        self.size_bytes += size_bytes
+            if not self._groups:
+                self._newest = self._spare = None
 
 
 @dataclass(eq=False)
@@ -241,6 +224,8 @@ class _SenderProcess:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self._talking = asyncio.Lock()
+        """Held from what it is told until it has answered."""
 
     @classmethod
     async def start(cls, order: Line) -> "_SenderProcess":
@@ -257,17 +242,19 @@ class _SenderProcess:
             )
         )
 
-    async def tell(self, line: Line) -> None:
+    async def _tell(self, line: Line) -> None:
         assert self._process.stdin is not None, "it is a pipe"
         self._process.stdin.write(json.dumps(line).encode() + b"\n")
         with suppress(ConnectionError):  # its end is heard next
             await self._process.stdin.drain()
 
-    async def says(self, what: str, timeout_s: float) -> Line:
+    async def says(self, what: str, timeout_s: float, *, told: Line | None = None) -> Line:
         """Its next line, which must have the key `what`. Raises `BusError` when it has not, or is late."""
         assert self._process.stdout is not None, "it is a pipe"
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self._talking, asyncio.timeout(timeout_s):
+                if told is not None:
+                    await self._tell(told)
                 data = await self._process.stdout.readline()
         except TimeoutError:
             raise BusError(f"waited {timeout_s:g} s for {what!r} of the process that broadcasts") from None
@@ -275,6 +262,12 @@ class _SenderProcess:
         if what not in line:
             raise BusError(f"the process that broadcasts ended before {what!r}: {line.get('error', line)}")
         return line
+
+    async def prepares(self, snapshot: Snapshot) -> None:
+        """Have it ready to send this. Raises `BusError` when it cannot."""
+        said = await self.says("prepared", START_S, told={"prepare": snapshot.where()})
+        if unlocked := said["unlocked"]:
+            log.warning("weights_are_sent_slowly", reason=unlocked)
 
     async def lives_until(self, event: asyncio.Event, timeout_s: float) -> bool:
         """Wait for `event`; False when that takes longer. Raises `BusError` when the process ends before."""
@@ -292,4 +285,5 @@ class _SenderProcess:
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)  # `kill` could take its status from asyncio
-        await self._process.communicate()  # waits for its end, and closes the pipes
+        async with self._talking:  # whoever waits for an answer learns that none comes
+            await self._process.communicate()  # waits for its end, and closes the pipes

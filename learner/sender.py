@@ -10,24 +10,33 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d as c10d
 
+from bus.errors import TrainingError
+from learner.transfer import lock_pages
+
 Line = dict[str, Any]
+KEPT = 2
+"""Pieces of the learner's memory: of the version that is sent and, where engines are slow, the one before."""
 
 
 def main() -> NoReturn:
-    """Say the port where the ranks meet, then `joined`, then `sent` after each version that is asked for.
+    """Say the port where the ranks meet, `prepared` when there is something to send, then `joined`.
 
-    The first argument is a JSON object: `group`, `world_size`, `backend`, `device`, and `timeout_s`, which
-    bounds every wait for the other ranks."""
+    From then on do what is told: `prepare` what `Snapshot.where` describes, or `send` it, and say when that
+    is done. The first argument is a JSON object: `group`, `world_size`, `backend`, `device`, and `timeout_s`,
+    which bounds every wait for the other ranks."""
     order = json.loads(sys.argv[1])
     asked: queue.SimpleQueue[Line] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(asked,), daemon=True).start()
@@ -39,11 +48,12 @@ def main() -> NoReturn:
         _say(port=store.port)
         if order["device"] != "cpu":
             torch.cuda.set_device(order["device"])
+        source = Source(order["device"])
+        _obey(asked.get(), source, None)  # what to send first, before anybody waits for us
         group = _join(store, order, timeout)
         _say(joined=True)
         while True:
-            _send(asked.get(), group, order["device"])
-            _say(sent=True)
+            _obey(asked.get(), source, group)
     except Exception as error:  # noqa: BLE001  # whatever it is, the learner is told and this process ends
         _say(error=f"{type(error).__name__}: {error}")
     os._exit(1)  # no clean-up: it would wait for the others
@@ -77,24 +87,95 @@ def _join(store: c10d.Store, order: Line, timeout: timedelta) -> dist.ProcessGro
     return group
 
 
-def _send(asked: Line, group: dist.ProcessGroup, device: str) -> None:
-    """Broadcast the tensors of a file: `buckets` of `[dtype, shape, offset]`."""
-    with Path(asked["file"]).open("rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants memory it may write to
-    for bucket in asked["buckets"]:
-        tensors = [_tensor(memory, *entry).to(device) for entry in bucket]
-        works = [dist.broadcast(tensor, 0, group=group, async_op=True) for tensor in tensors]
-        for work in works:
-            work.wait()
-        if device != "cpu":
-            torch.cuda.synchronize()
+def _obey(told: Line, source: "Source", group: dist.ProcessGroup | None) -> None:
+    if "prepare" in told:
+        _say(prepared=True, unlocked=source.prepare(told["prepare"]))
+    else:
+        source.send(told["send"], group)
+        _say(sent=True)
 
 
-def _tensor(memory: mmap.mmap, dtype: str, shape: list[int], offset: int) -> torch.Tensor:
+class Source:
+    """The learner's memory, mapped here, and room on the device for what is on its way from there."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._mapped: dict[int, torch.Tensor] = {}
+        """Bytes by the number of the memory; the one used last is the last."""
+        self._room = torch.empty(0, dtype=torch.uint8, device=device)
+        self._locks = device != "cpu"
+
+    def prepare(self, asked: Line) -> str:
+        """Map it, lock its pages and make room, unless that is done; return why they are not locked, once."""
+        memory, unlocked = self._mapped.pop(asked["memory"], None), ""
+        if memory is None:
+            memory, unlocked = self._map(asked["file"])
+        self._mapped[asked["memory"]] = memory
+        while len(self._mapped) > KEPT:
+            del self._mapped[next(iter(self._mapped))]
+        if self._device != "cpu" and len(self._room) < asked["room_bytes"]:
+            self._room = torch.empty(0, dtype=torch.uint8, device=self._device)  # not two at a time
+            self._room = torch.empty(asked["room_bytes"], dtype=torch.uint8, device=self._device)
+        return unlocked
+
+    def send(self, asked: Line, group: dist.ProcessGroup | None) -> None:
+        """Broadcast the tensors of all buckets, in order; return when the other ranks have them."""
+        self.prepare(asked)
+        memory, spans = self._mapped[asked["memory"]], [bucket["span"] for bucket in asked["buckets"]]
+        placed = (
+            (memory[slice(*span)] for span in spans) if self._device == "cpu" else self._staged(memory, spans)
+        )
+        for place, bucket in zip(placed, asked["buckets"], strict=True):
+            tensors = [_tensor(place, bucket["span"][0], *entry) for entry in bucket["tensors"]]
+            works = [dist.broadcast(tensor, 0, group=group, async_op=True) for tensor in tensors]
+            for work in works:
+                work.wait()
+
+    def _map(self, path: str) -> tuple[torch.Tensor, str]:
+        with Path(path).open("r+b") as file:  # shared: a private mapping, once locked, keeps what it has
+            shared = mmap.mmap(file.fileno(), 0)
+        memory, unlocked = np.frombuffer(shared, np.uint8), ""
+        if self._locks:
+            try:
+                lock_pages(memory)
+            except TrainingError as error:
+                self._locks, unlocked = False, str(error)
+                with suppress(RuntimeError):  # CUDA tells of it again, whoever asks next
+                    torch.zeros(1, device=self._device)
+        return torch.from_numpy(memory), unlocked
+
+    def _staged(self, memory: torch.Tensor, spans: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
+        """The bytes of each bucket on the device, where one is copied while the one before is broadcast.
+
+        They lie at the beginning of the room and at its end in turn. What was yielded is to be used, on the
+        current stream, before the next is asked for."""
+        here = torch.cuda.current_stream()
+        copying = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        before_last: torch.cuda.Event | None = None
+        last: torch.cuda.Event | None = None
+        size_before = 0
+        for number, (begin, end) in enumerate(spans):
+            size = end - begin
+            in_the_way = last if size_before + size > len(self._room) else before_last
+            if in_the_way is not None:
+                in_the_way.synchronize()
+            start = 0 if number % 2 == 0 else len(self._room) - size
+            place = self._room[start : start + size]
+            with torch.cuda.stream(copying):
+                place.copy_(memory[begin:end], non_blocking=True)
+            here.wait_stream(copying)
+            yield place
+            before_last, size_before = last, size
+            last = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            last.record(here)
+        if last is not None:
+            last.synchronize()
+
+
+def _tensor(place: torch.Tensor, begin: int, dtype: str, shape: list[int], offset: int) -> torch.Tensor:
     kind = getattr(torch, dtype)
-    if not prod(shape):
-        return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(memory, dtype=kind, count=prod(shape), offset=offset).reshape(shape)
+    start = offset - begin
+    return place[start : start + prod(shape) * kind.itemsize].view(kind).reshape(shape)
 
 
 if __name__ == "__main__":

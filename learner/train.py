@@ -57,8 +57,10 @@ class Learner:
         publication = settings.learner.publication
         store = blob_store(bus, publication.transport, settings.export.parent / "weights")
         self._weights = WeightPublisher(bus, store, publication, incarnation=incarnation)
-        limit_s, announced = publication.broadcast_timeout_s, self._weights.announced
-        self._broadcaster = Broadcaster(bus, announced, incarnation=incarnation, timeout_s=limit_s)
+        self._broadcaster = Broadcaster(
+            bus, self._weights.announced,
+            incarnation=incarnation, timeout_s=publication.broadcast_timeout_s, threads=publication.threads,
+        )  # fmt: skip
         self._device = Device(
             bus, settings.colocation,
             incarnation=incarnation, make_room=world.make_room, on_wait=self._on_wait,

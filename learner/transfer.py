@@ -41,7 +41,7 @@ def host_memory(wanted: Iterable[tuple[Sequence[int], torch.dtype]], *, page_loc
     rooms = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
     memory = np.frombuffer(mmap.mmap(-1, page_bytes(sum(rooms)), flags=PRIVATE), np.uint8)
     if page_locked:
-        _lock(memory)
+        lock_pages(memory)
     pieces = torch.split(torch.from_numpy(memory)[: sum(rooms)], rooms)
     return [
         piece[:size].view(dtype).view(tuple(shape))
@@ -54,8 +54,10 @@ def page_bytes(size_bytes: int) -> int:
     return max(1, -(-size_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
-def _lock(memory: np.ndarray) -> None:
-    """Lock it for as long as it lives; the device must be done with it then."""
+def lock_pages(memory: np.ndarray) -> None:
+    """Lock it for as long as it lives; the device must be done with it then.
+
+    Raises `TrainingError` when the system does not let so much be locked."""
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = int(cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
     if error != CUDA_SUCCESS:

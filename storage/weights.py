@@ -4,10 +4,12 @@ A snapshot is a safetensors file. `storage/deltas.py` holds what changed between
 """
 
 import json
+import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TypeVar
 
@@ -110,6 +112,12 @@ def in_order(threads: Executor | None, work: Callable[[T], U], items: Iterable[T
     return map(work, items) if threads is None else threads.map(work, items)
 
 
+def spare_threads() -> int:
+    """How many threads may work on weights beside what this process is for: half of its cores, at most 8."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(8, max(1, cores // 2))
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a tensor's bytes lie in a file."""
@@ -153,7 +161,8 @@ def read_snapshot(data: bytes | bytearray, policy_version: int, threads: Executo
             raise StorageError(f"a snapshot of {len(data)} bytes cannot have a header of {length}")
         header = json.loads(data[8 : 8 + length])
         header.pop("__metadata__", None)
-        tensors = {name: _tensor(data, 8 + length, entry) for name, entry in header.items()}
+        copies = in_order(threads, partial(_tensor, data, 8 + length), header.values())
+        tensors = dict(zip(header, copies, strict=True))
     except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(f"these {len(data)} bytes are no safetensors file: {error!r}") from error
     return Weights.of(policy_version, tensors, threads)

@@ -38,8 +38,8 @@ class FleetConfig(Config):
     start_timeout_s: float = Field(1200.0, gt=0)
     """Longest that an engine may take to build and start; more than its own limit, which says why."""
 
-    update_timeout_s: float = Field(900.0, gt=0)
-    """Longest that an engine may take to load weights; more than its own limit, which says why."""
+    update_timeout_s: float = Field(1300.0, gt=0)
+    """Longest that an engine may take to load weights; more than its own limits, which say why."""
 
     health_period_s: float = Field(5.0, gt=0)
     """Between two looks at an engine's health."""

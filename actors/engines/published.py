@@ -40,7 +40,7 @@ class Published:
         self._fetching = asyncio.Lock()
 
     async def offered(
-        self, group: str, *, ranks: int, device: Literal["cpu", "cuda"]
+        self, group: str, *, ranks: int, device: Literal["cpu", "cuda"], timeout_s: float = OFFER_S
     ) -> Sequence[OfferedBucket]:
         """Ask the learner for a broadcast of this version or a later one, in `group` if it still has that.
 
@@ -53,7 +53,7 @@ class Published:
             device=device,
         )
         subject = self._bus.subject("broadcast", "wanted")
-        offer = await self._bus.request_many(subject, wanted, OfferedBucket, timeout_s=OFFER_S)
+        offer = await self._bus.request_many(subject, wanted, OfferedBucket, timeout_s=timeout_s)
         if not offer:
             raise BusError(f"{subject}: the learner offers no tensors")
         return offer

@@ -130,7 +130,7 @@ class SglangEngine:
             if not self._released:
                 load = await self._ready().tensors(self._config, state, policy_version)
                 return await self._swap(load, policy_version)
-            await self._ready().hold(state, policy_version)
+            self._ready().hold(state, policy_version)
             self._version = policy_version  # `resume` loads it
             self._loads += 1
         return 0.0

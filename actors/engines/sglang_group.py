@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import structlog
 
-from actors.engines.published import Published
+from actors.engines.published import OFFER_S, Published
 from actors.engines.sglang_client import ServerFacts, SglangClient
 from actors.engines.waiting import left_s
 from bus.broadcasts import OfferedBucket
@@ -40,11 +40,15 @@ class LearnerGroup:
 
     async def prepare(self, published: Published, timeout_s: float) -> Offer:
         """Get an offer and be in its group, while the server generates; empty when the learner cannot."""
+        end_s = time.monotonic() + timeout_s
         if time.monotonic() < self._not_before_s:
             return ()
         try:
             offer = await published.offered(
-                self.name, ranks=self._facts.tensor_ranks, device=self._facts.device
+                self.name,
+                ranks=self._facts.tensor_ranks,
+                device=self._facts.device,
+                timeout_s=min(OFFER_S, timeout_s),
             )
         except BusError as error:
             log.warning("weights_not_offered", policy_version=published.policy_version, reason=str(error))
@@ -54,7 +58,7 @@ class LearnerGroup:
         await self._forget()
         self.name = offer[0].group
         try:
-            await self._client.join_group(offer[0], self._facts.tensor_ranks, timeout_s)
+            await self._client.join_group(offer[0], self._facts.tensor_ranks, left_s(end_s))
         except EngineError as error:
             await self.leave(published, str(error))
             return ()

@@ -1,6 +1,7 @@
 """The ways by which weights get into one SGLang server."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -37,17 +38,21 @@ class Loading:
     async def tensors(self, config: SglangEngineConfig, state: State, policy_version: int) -> Load:
         """Tensors from this host; without any the smallest again, for versions come with tensors only."""
         self._published = None
-        state = state or await asyncio.to_thread(self._held.smallest)
+        state = state or self._held.smallest()
         return await self._kept(config, state, policy_version)
 
     async def published(self, config: SglangEngineConfig, published: Published) -> Load:
-        """What the learner sends itself, or what it published. Raises `WeightsKeptError` for neither."""
+        """What the learner sends itself, or what it published. Raises `WeightsKeptError` for neither.
+
+        All but the files is there, or given up, within `update_timeout_s`: the server goes on meanwhile."""
+        end_s = time.monotonic() + config.update_timeout_s
         offer = await self._group.prepare(published, config.update_timeout_s)
         if offer:
             return partial(self._receive, config, offer, published)
         try:
-            state = await published.tensors()
-        except (BusError, StorageError) as error:
+            async with bounded(left_s(end_s), "the transport did not bring them"):
+                state = await published.tensors()
+        except (BusError, StorageError, EngineError) as error:
             raise WeightsKeptError(f"version {published.policy_version}: {error}") from error
         load = await self._kept(config, state, published.policy_version)
         self._published = published
@@ -59,9 +64,9 @@ class Loading:
         same_learner = held is not None and held.incarnation == published.incarnation
         return same_learner and policy_version >= published.policy_version
 
-    async def hold(self, state: State, policy_version: int) -> None:
+    def hold(self, state: State, policy_version: int) -> None:
         """Tensors from this host that the server is to take later, with all others: see `again`."""
-        await asyncio.to_thread(self._held.keep, state, policy_version)
+        self._held.keep(state, policy_version)
 
     async def again(self, config: SglangEngineConfig, end_s: float) -> None:
         """Have the server take all weights that this host holds, if it holds any, until `end_s`."""
@@ -75,7 +80,7 @@ class Loading:
             await self._group.end(self._published)
 
     async def _kept(self, config: SglangEngineConfig, state: State, policy_version: int) -> Load:
-        await asyncio.to_thread(self._held.keep, state, policy_version)
+        self._held.keep(state, policy_version)
         if config.in_files:  # outside the pause
             await asyncio.to_thread(self._held.write, state)
 
@@ -84,7 +89,7 @@ class Loading:
             if config.in_files:
                 directory = self._held.directory
                 await client.load_files(directory, policy_version, flush=flush, timeout_s=timeout_s)
-                await asyncio.to_thread(self._held.drop)
+                await asyncio.to_thread(self._held.drop)  # pages go back to the system
             else:
                 parts = buckets(state)
                 await client.load_tensors(parts, policy_version, facts, flush=flush, timeout_s=timeout_s)

@@ -1,24 +1,27 @@
 """An engine's weights on their way into a SGLang server: in a file for as long as the server reads it."""
 
 import fcntl
-import os
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import IO
 
-import numpy as np
 import torch
 
 from bus.errors import ConfigError, EngineError
-from storage.weights import TORCH_DTYPES, laid_out
+from storage.weights import TORCH_DTYPES, laid_out, spare_threads
 
 IN_MEMORY = Path("/dev/shm")
 PREFIX = "sluice-weights-"
 SETTLED_S = 60.0
 BUCKET_BYTES = 256 << 20
 """Of tensors in the body of one request."""
+FILE_BYTES = 1 << 30
+"""Of tensors in one file, which one thread writes: the system lets no two write to a file at a time."""
 NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
 State = Mapping[str, torch.Tensor]
 
@@ -26,8 +29,8 @@ State = Mapping[str, torch.Tensor]
 class HeldWeights:
     """The newest weights of one engine, and the files in which a server reads them.
 
-    The tensors are those that it was given, not copies. A file exists from `write` on until `drop`:
-    it has what the server is to take. Beside it in `directory` lies the model's config."""
+    The tensors are those that it was given, not copies. Files exist from `write` on until `drop`:
+    they have what the server is to take. Beside it in `directory` lies the model's config."""
 
     def __init__(self, model_dir: Path, parent: Path | None) -> None:
         parent = parent or (IN_MEMORY if IN_MEMORY.is_dir() else Path(tempfile.gettempdir()))
@@ -57,13 +60,31 @@ class HeldWeights:
         self.policy_version = policy_version
 
     def write(self, state: State) -> Path:
-        """Return a directory with a file that holds these. Raises `ConfigError` when it has no room."""
-        _write(self._file, state)
+        """Return a directory with files that hold these. Raises `ConfigError` when it has no room.
+
+        Files are made anew each time: a server may have those before mapped."""
+        if unknown := [name for name, tensor in state.items() if tensor.dtype not in NAMES]:
+            dtype = state[unknown[0]].dtype
+            raise EngineError(f"tensor {unknown[0]} is {dtype}, which no safetensors file can hold")
+        self.drop()
+        parts = list(buckets(state, FILE_BYTES))
+        paths = [self.directory / f"model-{number:05}.safetensors" for number in range(len(parts))]
+        try:
+            with ExitStack() as opened, ThreadPoolExecutor(spare_threads(), "write") as threads:
+                files = [opened.enter_context(path.open("wb")) for path in paths]
+                list(threads.map(_write, files, parts))
+        except OSError as error:
+            self.drop()
+            raise ConfigError(
+                f"no room for {_size(state):,} bytes of weights in {self.directory} ({error.strerror}): "
+                "name a larger place with actors.engine.weights_directory"
+            ) from error
         return self.directory
 
     def drop(self) -> None:
-        """Remove the file, which was read; a server that still has it mapped keeps its pages."""
-        self._file.unlink(missing_ok=True)
+        """Remove the files, which were read; a server that still has them mapped keeps their pages."""
+        for file in self.directory.glob("*.safetensors"):
+            file.unlink(missing_ok=True)
 
     def smallest(self) -> State:
         """The tensor of the fewest bytes. Raises `EngineError` when none is held."""
@@ -82,10 +103,6 @@ class HeldWeights:
         self._tensors.clear()
         shutil.rmtree(self._root, ignore_errors=True)
         self._lock.close()
-
-    @property
-    def _file(self) -> Path:
-        return self.directory / "model.safetensors"
 
     def _check(self, state: State) -> None:
         for name, tensor in state.items():
@@ -111,30 +128,14 @@ def buckets(state: State, size_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, 
         yield bucket
 
 
-def _write(file: Path, state: State) -> None:
-    """Make it a safetensors file of these tensors, in the place of the one before, which may be mapped."""
-    if unknown := [name for name, tensor in state.items() if tensor.dtype not in NAMES]:
-        dtype = state[unknown[0]].dtype
-        raise EngineError(f"tensor {unknown[0]} is {dtype}, which no safetensors file can hold")
+def _write(file: IO[bytes], state: State) -> None:
+    """Make it a safetensors file of these tensors. Raises `OSError` where there is no room."""
     kinds = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
     beginning, places = laid_out(kinds, {"format": "pt"})
-    size_bytes = max((place.end for place in places.values()), default=len(beginning))
-    file.unlink(missing_ok=True)
-    try:
-        with file.open("wb") as out:
-            os.posix_fallocate(out.fileno(), 0, size_bytes)  # else a full disk would kill us, by SIGBUS
-            out.write(beginning)
-    except OSError as error:
-        file.unlink(missing_ok=True)
-        raise ConfigError(
-            f"no room for {size_bytes:,} bytes of weights in {file.parent} ({error.strerror}): "
-            "name a larger place with actors.engine.weights_directory"
-        ) from error
-    data = np.memmap(file, np.uint8, "r+")
-    for name, place in places.items():
-        raw = state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        data[place.start : place.end] = raw
-    data.flush()
+    file.write(beginning)
+    for name in places:  # not into a mapping: a full disk would kill us, by SIGBUS
+        raw = state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        file.write(raw.numpy().data)
 
 
 def _size(state: State) -> int:

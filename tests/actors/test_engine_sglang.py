@@ -304,8 +304,15 @@ async def test_a_learner_that_is_killed_in_mid_broadcast_leaves_the_server_to_lo
 
     monkeypatch.setattr(engine._client, "receive", noted)
     [group] = cluster.broadcaster._groups.values()
-    group.process._process.send_signal(signal.SIGSTOP)  # told to send, it does not
-    loading = asyncio.create_task(engine.load_published(cluster.announce(FIRST, 3)))
+    published = cluster.announce(FIRST, 3)
+    begin = published.begin
+
+    async def stopped(offer):
+        group.process._process.send_signal(signal.SIGSTOP)  # told to send, it does not
+        await begin(offer)
+
+    monkeypatch.setattr(published, "begin", stopped)
+    loading = asyncio.create_task(engine.load_published(published))
     await asyncio.wait_for(receiving.wait(), 60.0)
     group.process._process.kill()
     await asyncio.wait_for(loading, 120.0)

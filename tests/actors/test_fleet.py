@@ -271,6 +271,14 @@ def test_an_engines_limit_that_the_fleets_would_hide_is_refused(limit):
         ActorsConfig(engine=engine, fleet=FleetConfig(**{limit: 94.0}))
 
 
+def test_weights_from_the_learner_are_got_ready_and_taken_before_the_fleet_gives_an_engine_up():
+    ActorsConfig(engine=SglangEngineConfig(update="group"))
+    engine = SglangEngineConfig(update="group", update_timeout_s=5.0)
+    ActorsConfig(engine=engine, fleet=FleetConfig(update_timeout_s=100.0))
+    with pytest.raises(ValueError, match=r"once to get .* more than fleet\.update_timeout_s=99: .* to 100"):
+        ActorsConfig(engine=engine, fleet=FleetConfig(update_timeout_s=99.0))
+
+
 @virtual
 async def test_a_request_that_kills_its_engines_fails_alone():
     async with Yard(2, attempts=2, backoff_s=0.1) as yard:

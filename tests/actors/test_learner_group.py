@@ -133,6 +133,17 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def stops_before_it_sends(sender, published):
+    """Told to send, it does not."""
+    begin = published.begin
+
+    async def stopped(offer):
+        sender.send_signal(signal.SIGSTOP)
+        await begin(offer)
+
+    published.begin = stopped
+
+
 async def test_each_version_is_sent_in_one_group_and_labelled(learner, serving):
     async with serving() as (engine, server):
         await engine.start()
@@ -149,6 +160,32 @@ async def test_each_version_is_sent_in_one_group_and_labelled(learner, serving):
         ]
         assert learner.fetched == []
     await learner.none_is_left()  # the engine said that it left
+
+
+@pytest.mark.slow
+async def test_the_memory_of_a_version_that_nobody_needs_any_more_serves_a_later_one(
+    learner, serving, monkeypatch
+):
+    monkeypatch.setattr("learner.snapshot.BUCKET_BYTES", 128)
+    async with serving() as (engine, server):
+        await engine.start()
+
+        async def load(version):
+            await engine.load_published(learner.announce(version))
+            assert same(server.received, state(version))
+            return learner.broadcaster._newest
+
+        held = await load(0)  # as for an engine that takes it still
+        before = bytes(held.memory.bytes)
+        numbers = [held.memory.number, (await load(1)).memory.number]
+        assert numbers[0] != numbers[1]
+        assert bytes(held.memory.bytes) == before
+        del held
+        assert (await load(2)).memory.number in numbers
+        assert server.said.count("update_weights_from_distributed") == 3 * 2
+        assert server.said.count("init_weights_update_group") == 1
+    await learner.none_is_left()
+    assert learner.broadcaster._spare is None
 
 
 @pytest.mark.slow
@@ -170,8 +207,9 @@ async def test_a_learner_that_is_killed_in_mid_broadcast_has_its_version_fetched
         await engine.start()
         await engine.load_published(learner.announce(0))
         [sender] = learner.senders()
-        sender.send_signal(signal.SIGSTOP)  # told to send, it does not
-        loading = asyncio.create_task(engine.load_published(learner.announce(1)))
+        published = learner.announce(1)
+        stops_before_it_sends(sender, published)
+        loading = asyncio.create_task(engine.load_published(published))
         async with asyncio.timeout(TIMEOUT_S):
             while server.said.count("update_weights_from_distributed") < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -218,6 +256,18 @@ async def test_weights_that_only_the_learner_has_are_not_given_up_and_no_older_o
         with pytest.raises(EngineError, match="could not take them back"):
             await engine.release()
         assert (engine.policy_version, server.version, engine.failure) == (2, "2", "")
+
+
+async def test_weights_that_do_not_come_in_time_leave_the_engine_as_it_is(learner, serving):
+    async with serving(update_timeout_s=2.0) as (engine, server):
+        await engine.start()
+        successor, never = Learner(learner.bus, incarnation="not there yet"), asyncio.Event()
+        published = successor.announce(1)
+        published._fetch = lambda _: never.wait()
+        said = len(server.said)
+        with pytest.raises(WeightsKeptError, match=r"version 1: the transport did not bring them within"):
+            await engine.load_published(published)
+        assert (engine.policy_version, engine.failure, server.said[said:]) == (-1, "", [])
 
 
 class SentTo:
@@ -314,6 +364,26 @@ async def test_an_engine_that_is_killed_in_mid_broadcast_costs_its_group_only(le
 
 
 @pytest.mark.slow
+async def test_a_learner_whose_process_dies_has_another_make_the_next_offer(learner, serving):
+    async with serving() as (engine, server):
+        await engine.start()
+        await engine.load_published(learner.announce(0))
+        [sender] = learner.senders()
+        later = learner.announce(1)
+        sender.send_signal(signal.SIGSTOP)
+        asking = asyncio.create_task(engine.load_published(later))
+        async with asyncio.timeout(TIMEOUT_S):
+            while getattr(learner.broadcaster._newest, "policy_version", 0) == 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        sender.kill()
+        await asyncio.wait_for(asking, TIMEOUT_S)
+        await engine.load_published(learner.announce(2))
+        assert same(server.received, state(2))
+        assert (engine.policy_version, engine.failure) == (2, "")
+        assert sender not in learner.senders()
+
+
+@pytest.mark.slow
 async def test_the_sender_ends_with_its_learner(learner):
     await learner.announce(0).offered("", ranks=1, device="cpu")
     [sender] = learner.senders()
@@ -326,9 +396,9 @@ async def test_the_sender_ends_with_its_learner(learner):
 async def test_weights_that_are_replaced_while_they_are_copied_are_not_sent(learner, monkeypatch):
     published, later = learner.announce(0), Weights.of(1, host_tensors(state(1)))
 
-    def replacing(weights):
+    def replacing(weights, *how):
         learner.weights = later  # and from now on the tensors of `weights` may be written into
-        return copy(weights)
+        return copy(weights, *how)
 
     copy = Broadcaster._snapshot.__globals__["Snapshot"]
     monkeypatch.setattr("learner.broadcast.Snapshot", replacing)

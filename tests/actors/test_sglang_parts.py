@@ -107,9 +107,8 @@ STATE = {
 }
 
 
-def in_file(held):
-    file = held.directory / "model.safetensors"
-    return load_file(file) if file.exists() else None
+def in_files(held):
+    return [load_file(file) for file in sorted(held.directory.glob("*.safetensors"))]
 
 
 def same(one, other):
@@ -118,24 +117,44 @@ def same(one, other):
 
 def test_a_file_holds_what_is_to_be_read_until_it_was_read(held):
     held.keep(STATE, 0)
-    assert in_file(held) is None
+    assert in_files(held) == []
     assert held.write(STATE) == held.directory
-    assert same(in_file(held), STATE)
+    [written] = in_files(held)
+    assert same(written, STATE)
     held.drop()
-    assert in_file(held) is None
+    assert in_files(held) == []
     changed = {"b": torch.zeros(5, dtype=torch.bfloat16)}
     held.keep(changed, 1)
     assert held.policy_version == 1
     held.write(held.tensors)
-    assert same(in_file(held), {**STATE, **changed})
+    [written] = in_files(held)
+    assert same(written, {**STATE, **changed})
     assert (held.directory / "config.json").is_file()
 
 
 def test_a_file_that_a_server_has_mapped_is_not_written_into(held):
     held.write(STATE)
-    mapped = load_file(held.directory / "model.safetensors")
+    [mapped] = in_files(held)
     held.write({"a": torch.zeros(2, 3)})
     assert same(mapped, STATE)
+
+
+def test_much_is_written_as_several_files_and_none_of_those_before_stays(held, monkeypatch):
+    monkeypatch.setattr(sglang_weights, "FILE_BYTES", 32)
+    held.write(STATE)
+    one, two = in_files(held)
+    assert same(one, {"a": STATE["a"]})
+    assert same(two, {"b": STATE["b"], "c": STATE["c"]})
+    held.write({"c": STATE["c"]})
+    [written] = in_files(held)
+    assert same(written, {"c": STATE["c"]})
+
+
+def test_a_tensor_that_no_file_can_hold_is_named(held):
+    odd = {**STATE, "d": torch.zeros(2, dtype=torch.complex64)}
+    with pytest.raises(EngineError, match=r"tensor d is torch\.complex64, which no safetensors file"):
+        held.write(odd)
+    assert in_files(held) == []
 
 
 def test_tensors_are_held_once(held):
@@ -176,7 +195,7 @@ def test_weights_for_which_there_is_no_room_are_refused(held):
     full = pytest.raises(ConfigError, match=r"no room for [\d,]+ bytes .* actors.engine.weights_directory")
     with files_of_at_most(64), full:
         held.write(STATE)
-    assert in_file(held) is None
+    assert in_files(held) == []
 
 
 def test_what_a_killed_process_left_behind_is_removed(model_dir, tmp_path, monkeypatch):

@@ -131,6 +131,7 @@ def test_threads_change_nothing():
         delta = encode_delta(before, 1, after, threads)
         assert delta.data == encode_delta(before, 1, after).data
         assert same(apply_delta(before, delta.data, threads), delta.weights)
+        assert same(read_snapshot(write_snapshot(before), 0, threads), before)
 
 
 # --- refusals ---

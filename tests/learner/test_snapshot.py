@@ -1,0 +1,80 @@
+"""Copies of weights that other processes map, and the sender's side of them."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from learner import snapshot as snapshots
+from learner.host_copy import host_tensors
+from learner.sender import KEPT, Source
+from learner.snapshot import ALIGNED, Memory, Snapshot
+from storage.weights import Weights
+
+STATE = {
+    "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "none": torch.zeros(0, 4),
+    "b": torch.ones(5, dtype=torch.bfloat16),
+    "large": torch.arange(1000, dtype=torch.int64),
+    "c": torch.tensor(3.0),
+}
+
+
+def weights(version=0, state=STATE):
+    return Weights.of(version, host_tensors(state))
+
+
+def bytes_of(state):
+    return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in state.items()}
+
+
+def bytes_in(copy):
+    """Of each tensor, from where it lies."""
+    sizes = {name: tensor.nbytes for name, tensor in STATE.items()}
+    return {
+        name: copy.memory.bytes[offset : offset + sizes[name]].tobytes()
+        for bucket in copy.buckets
+        for name, offset in zip(bucket.names, bucket.offsets, strict=True)
+    }
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(snapshots, "BUCKET_BYTES", 2 * ALIGNED)
+    monkeypatch.setattr(snapshots, "PIECE_BYTES", 100)
+
+
+@pytest.mark.usefixtures("small")
+def test_tensors_lie_together_in_buckets_and_are_copied_in_pieces():
+    with ThreadPoolExecutor(3) as threads:
+        copy = Snapshot(weights(), threads=threads)
+    assert [bucket.names for bucket in copy.buckets] == [["a", "none", "b"], ["large"], ["c"]]
+    assert [(bucket.begin, bucket.end) for bucket in copy.buckets] == [(0, 128), (128, 8128), (8128, 8192)]
+    assert bytes_in(copy) == bytes_of(STATE)
+    assert copy.where()["room_bytes"] == 8000, "the largest one has room"
+
+
+def test_a_copy_is_made_in_memory_of_its_size():
+    first = Snapshot(weights())
+    again = {name: tensor + 1 for name, tensor in STATE.items()}
+    second = Snapshot(weights(1, again), first.memory)
+    assert second.memory is first.memory
+    assert bytes_in(second) == bytes_of(again)
+    other = Memory(first.memory.size_bytes * 2)
+    assert Snapshot(weights(), other).memory is not other
+
+
+def test_a_sender_sees_what_is_copied_into_memory_that_it_has_mapped():
+    copy, source = Snapshot(weights()), Source("cpu")
+    assert source.prepare(copy.where()) == ""
+    mapped = source._mapped[copy.memory.number]
+    Snapshot(weights(1, {name: tensor + 1 for name, tensor in STATE.items()}), copy.memory)
+    assert mapped.numpy().tobytes() == copy.memory.bytes.tobytes()
+
+
+def test_a_sender_keeps_the_memory_it_used_last():
+    copies, source = [Snapshot(weights(version)) for version in range(KEPT + 1)], Source("cpu")
+    first, *later = [copy.memory.number for copy in copies]
+    for copy in [*copies[:-1], copies[0], copies[-1]]:
+        source.prepare(copy.where())
+    assert list(source._mapped) == [first, later[-1]]
