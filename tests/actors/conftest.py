@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from actors.config import EmbeddedEngineConfig
 from actors.engines.embedded import EmbeddedEngine
+from tests.actors.sglang_served import FIRST
 from tests.actors.tiny import tiny_model
 
 Serve = Callable[..., AbstractAsyncContextManager[EmbeddedEngine]]
@@ -71,3 +73,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> Path:
+    """What an SGLang server wants to know of the model before its weights come."""
+    directory = tmp_path_factory.mktemp("model")
+    FIRST.config.save_pretrained(directory)
+    return directory
