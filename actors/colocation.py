@@ -40,10 +40,9 @@ def able_to_release(engine: EngineConfig) -> EngineConfig:
     """The engine's settings, with what lets it free its memory on CUDA."""
     if not isinstance(engine, SglangEngineConfig):
         return engine
-    given = {name.replace("-", "_"): value for name, value in engine.server.items()}
-    if given.get("device", "cuda" if torch.cuda.is_available() else "cpu") != "cuda":
+    if engine.settings.get("device", "cuda" if torch.cuda.is_available() else "cpu") != "cuda":
         return engine
-    return engine.model_copy(update={"server": {**given, "enable_memory_saver": True}})
+    return engine.model_copy(update={"server": {**engine.settings, "enable_memory_saver": True}})
 
 
 class Turns:

@@ -125,6 +125,11 @@ class SglangEngineConfig(Config):
     """A server that twice does not answer in this time is taken for dead: the fleet builds another engine."""
 
     @property
+    def settings(self) -> dict[str, SglangSetting]:
+        """`server` by SGLang's own names, with underscores."""
+        return {name.replace("-", "_"): value for name, value in self.server.items()}
+
+    @property
     def in_files(self) -> bool:
         """Whether weights that this host has get to the server in files."""
         return self.update == "disk" or (self.update == "group" and not self.attached)

@@ -13,6 +13,7 @@ from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import Metrics
 from bus.publish import Publisher
+from bus.waiting import set_within
 
 log = structlog.get_logger()
 PERIOD_S = 1.0
@@ -25,12 +26,7 @@ async def report_metrics(
     """Publish the step and numbers of `look` until `stop`. What the bus does not take is left out."""
     publisher, token = Publisher(bus), secrets.token_hex(4)
     for number in count():
-        try:
-            async with asyncio.timeout(PERIOD_S):
-                await stop.wait()
-        except TimeoutError:
-            pass
-        else:
+        if await set_within(stop, PERIOD_S):
             return
         step, values = look()
         metrics = Metrics(source=source, step=step, time_s=time.time(), values=dict(values))

@@ -32,6 +32,7 @@ from bus.connection import RETRY_S, Bus
 from bus.errors import ConfigError, EngineLostError
 from bus.messages import AnchorWanted, PolicyManifest
 from bus.status import report_status
+from bus.waiting import set_within
 from storage.blob_sources import blob_source
 
 log = structlog.get_logger()
@@ -157,11 +158,7 @@ class _Actor:
             if trained and self._follower.stage == "done":
                 log.info("run_is_done")
                 stop.set()
-            try:
-                async with asyncio.timeout(RETRY_S):
-                    await stop.wait()
-            except TimeoutError:
-                continue
+            await set_within(stop, RETRY_S)
 
     def _counters(self) -> tuple[int, dict[str, Json]]:
         engine = self._engine

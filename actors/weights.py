@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -18,6 +17,7 @@ from bus.codec import decode
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError, StorageError, WeightsKeptError
 from bus.messages import AnchorWanted, BlobRef, ModelFiles, PolicyManifest
+from bus.waiting import set_within
 from storage.blob_sources import Blobs, BlobSource
 from storage.model_files import unbundle
 from storage.weights import Weights
@@ -63,9 +63,7 @@ async def obtain_model(
             log.warning("model_files_not_fetched", reason=str(error))
             wanted = AnchorWanted(incarnation="", policy_version=-1, reason=str(error))
             await bus.notify(bus.subject("notice", "anchor"), wanted)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
-                await stop.wait()
+        await set_within(stop, POLL_S)
         found = await bus.get("policy", PolicyManifest)
         manifest = found[0] if found else manifest
     return None
@@ -123,9 +121,7 @@ class PolicyFollower:
                 if found is not None:
                     newest.hear(found[0])
                 await newest.pursue(tasks)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S):
-                        await newest.news.wait()
+                await set_within(newest.news, POLL_S)
             await newest.stop_fetching()
         await listening.unsubscribe()
 

@@ -6,7 +6,6 @@ import json
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic
 
@@ -21,6 +20,7 @@ from bus.connection import RETRY_S, Bus
 from bus.errors import BusError, HandBackError, SchemaError
 from bus.parts import Parts, Whole
 from bus.topology import ACK_WAIT_S
+from bus.waiting import set_within
 
 log = structlog.get_logger()
 AHEAD_BYTES = 64 << 20
@@ -59,12 +59,8 @@ class Inbox:
         while not self._messages and (left := deadline - time.monotonic()) > 0:
             self._woken.clear()
             await self._ask(limit)
-            try:
-                async with asyncio.timeout(min(left, RETRY_S)):  # short: nobody tells us of a reconnection
-                    await self._woken.wait()
-            except TimeoutError:
-                continue
-            if self._rejected:
+            # short: nobody tells us of a reconnection
+            if await set_within(self._woken, min(left, RETRY_S)) and self._rejected:
                 await self._refuse_missing_consumer()
         return [self._messages.popleft() for _ in range(min(limit, len(self._messages)))]
 
@@ -293,9 +289,7 @@ class _Ahead(Generic[M]):
 
     async def _next_change(self, timeout_s: float) -> None:
         self._changed.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
+        await set_within(self._changed, timeout_s)
 
 
 async def _handled(

@@ -11,6 +11,7 @@ import psutil
 from bus.codec import Json
 from bus.connection import Bus
 from bus.messages import Status
+from bus.waiting import set_within
 
 PERIOD_S = 0.5
 REMEDY = "restart nats-server"
@@ -37,11 +38,7 @@ async def report_status(
         await bus.notify(bus.subject("status", role), status)
         if stopping:
             return
-        try:
-            async with asyncio.timeout(PERIOD_S):
-                await stop.wait()
-        except TimeoutError:
-            continue
+        await set_within(stop, PERIOD_S)
 
 
 def peak_rss_bytes(pid: int | None = None) -> int:

@@ -9,7 +9,6 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Self
@@ -19,6 +18,7 @@ import numpy as np
 from actors.config import EmbeddedEngineConfig
 from bus.codec import Json
 from bus.errors import SluiceError
+from bus.waiting import set_within
 from launch.account import account
 from launch.config import RunConfig
 from launch.harm import Victim
@@ -201,10 +201,7 @@ async def _until(
             raise SluiceError(
                 f"waited {now - began:.0f} s, and step {step} was the last: see {local.log}, {local.run.logs}"
             )
-        with suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
-                await stop.wait()
-        if stop.is_set():
+        if await set_within(stop, POLL_S):
             raise SluiceError("stopped before everything was measured")
 
 

@@ -278,8 +278,8 @@ def _check_colocation(config: RunConfig) -> None:
             "weights that its host holds, which then holds none: set actors.engine.update=disk, or leave out "
             "colocation.enabled"
         )
-    server = {name.replace("-", "_"): value for name, value in getattr(engine, "server", {}).items()}
-    if str(server.get("enable_memory_saver", True)).lower() == "false":
+    settings = engine.settings if isinstance(engine, SglangEngineConfig) else {}
+    if str(settings.get("enable_memory_saver", True)).lower() == "false":
         raise ConfigError(
             "colocation.enabled needs SGLang's memory saver, and actors.engine.server.enable_memory_saver is "
             "false: leave it out, it is set where it is needed"

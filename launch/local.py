@@ -21,6 +21,7 @@ from bus.connection import RETRY_S, Bus
 from bus.errors import ConfigError
 from bus.server import free_port
 from bus.status import peak_rss_bytes
+from bus.waiting import set_within
 from launch.config import RunConfig
 from launch.curves import draw_curves
 from launch.monitor import RunFacts, RunMonitor, watch
@@ -194,11 +195,7 @@ async def _watch_memory(supervisor: Supervisor, monitor: RunMonitor, stop: async
                     monitor.note_memory("nats-server", peak_rss_bytes(child.pid))
             except psutil.NoSuchProcess:
                 continue
-        try:
-            async with asyncio.timeout(LOOK_S):
-                await stop.wait()
-        except TimeoutError:
-            continue
+        await set_within(stop, LOOK_S)
 
 
 def _conclude(config: RunConfig, run: RunDirectory, monitor: RunMonitor, wall_s: float) -> Summary:

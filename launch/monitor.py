@@ -13,6 +13,7 @@ from nats.aio.subscription import Subscription
 from bus.codec import Json
 from bus.connection import Bus
 from bus.messages import EvaluationResult, Metrics, Status
+from bus.waiting import set_within
 from launch.metrics import (
     History,
     Record,
@@ -188,18 +189,10 @@ async def watch(bus: Bus, monitor: RunMonitor, metrics_path: Path | None, stop: 
         for record in await asyncio.to_thread(lambda: list(read_records(metrics_path))):
             monitor.history.add(record)
     while not stop.is_set():
-        await _pause(stop, FLUSH_S)
+        await set_within(stop, FLUSH_S)
         await _flush(pending, metrics_path)
     await _drain(subscriptions)
     await _flush(pending, metrics_path)
-
-
-async def _pause(stop: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await stop.wait()
-    except TimeoutError:
-        return
 
 
 async def _flush(pending: list[Record], metrics_path: Path | None) -> None:

@@ -13,6 +13,7 @@ from bus.errors import BusError, ConfigError
 from bus.messages import RunRecord
 from bus.probe import until_it_cannot_store
 from bus.server import NatsServer
+from bus.waiting import ended_before
 from launch.config import RunConfig, resolve
 from launch.runtime import locked
 from learner.config import WorldConfig
@@ -229,11 +230,8 @@ async def joined(
             hint=f"is `launch storage --run {where.run}` running on this bus?",
         )
     )
-    stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if not waiting.done():
+    if not await ended_before(stop, waiting):
         waiting.cancel()
         return None
     own = {"run": where.run, "directory": where.directory, "bus": where.bus.model_dump()}
-    return resolve(json.loads((await waiting).config_json), overrides, own)
+    return resolve(json.loads(waiting.result().config_json), overrides, own)

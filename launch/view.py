@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from bus.codec import Json
+from bus.waiting import set_within
 from launch.metrics import Evaluation, Step, number, whole
 from launch.monitor import Process, RunMonitor
 from launch.units import UNKNOWN, count, duration, fraction, size
@@ -52,7 +53,7 @@ class TerminalView:
                 await asyncio.to_thread(live.update, Group(*lines), refresh=True)
                 if stopping:
                     return
-                await _pause(stop)
+                await set_within(stop, REFRESH_S)
 
     async def _run_plain(self, stop: asyncio.Event) -> None:
         news, next_s = News(self._monitor), 0.0
@@ -66,15 +67,7 @@ class TerminalView:
                 self._console.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
             if stopping:
                 return
-            await _pause(stop)
-
-
-async def _pause(stop: asyncio.Event) -> None:
-    try:
-        async with asyncio.timeout(REFRESH_S):
-            await stop.wait()
-    except TimeoutError:
-        return
+            await set_within(stop, REFRESH_S)
 
 
 # --- the live screen ---

@@ -9,6 +9,7 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.messages import BlobRef, EvaluationResult, EvaluationTask, PolicyManifest
 from bus.publish import Publisher
+from bus.waiting import set_within
 
 log = structlog.get_logger()
 RESULT_TIMEOUT_S = 300.0
@@ -45,10 +46,7 @@ class HeldOut:
 
     async def measured(self, policy_version: int) -> None:
         """Return once the result of a version that was asked for is here; gives up after a while."""
-        try:
-            async with asyncio.timeout(RESULT_TIMEOUT_S):
-                await self._asked[policy_version].wait()
-        except TimeoutError:
+        if not await set_within(self._asked[policy_version], RESULT_TIMEOUT_S):
             log.warning("evaluation_missing", policy_version=policy_version, waited_s=RESULT_TIMEOUT_S)
 
     def _hear(self, result: EvaluationResult) -> None:

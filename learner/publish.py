@@ -5,7 +5,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import AnchorWanted, BlobRef, DeltaRef, ModelFiles, PolicyManifest
 from bus.publish import Publisher
+from bus.waiting import set_within
 from learner.config import PublicationConfig
 from storage.blob_stores import BlobStore, on_bus
 from storage.deltas import Delta, encode_delta
@@ -105,8 +105,8 @@ class WeightPublisher:
                 except BusError as error:  # whoever wants it asks again
                     log.warning("anchor_not_published", reason=str(error))
                 self._wanted = None
-                await _pause(ANCHOR_PAUSE_S, stop)
-            await _pause(POLL_S, stop)
+                await set_within(stop, ANCHOR_PAUSE_S)
+            await set_within(stop, POLL_S)
 
     async def _answer(self, wanted: AnchorWanted) -> None:
         async with self._one:
@@ -273,9 +273,3 @@ class _Said(NamedTuple):
 
 def _blobs(manifest: PolicyManifest) -> set[BlobRef]:
     return {manifest.snapshot, *(delta.blob for delta in manifest.deltas)}
-
-
-async def _pause(seconds: float, stop: asyncio.Event) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await stop.wait()

@@ -26,7 +26,7 @@ from bus.messages import Metrics, Trajectory
 from bus.requests import Given
 from bus.roles import guarded, hold_role
 from bus.status import report_status
-from bus.waiting import ended_before
+from bus.waiting import ended_before, set_within
 from learner import lineage
 from learner.beginning import trainer_at
 from learner.checkpoint import latest_checkpoint, read_extra, save_checkpoint
@@ -305,11 +305,7 @@ class Shadow:
 
     async def _pause(self, doing: str) -> None:
         self._doing = doing
-        try:
-            async with asyncio.timeout(POLL_S):
-                await self._stop.wait()
-        except TimeoutError:
-            return
+        await set_within(self._stop, POLL_S)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Torch work runs on one thread of its own, so that the bus stays responsive."""

@@ -30,6 +30,7 @@ from bus.requests import (
     Waiting,
 )
 from bus.topology import by_shard, shard_of
+from bus.waiting import set_within
 from storage.admission import Admission
 from storage.closing import close_short
 from storage.config import AdmissionConfig, PrioritySampler
@@ -132,11 +133,7 @@ class Dispatcher:
             if not self.awaited_shards and (leases := self._admission.issue()):
                 await asyncio.to_thread(self.ledger.flush)
                 await self._publish_leases(leases)
-            try:
-                async with asyncio.timeout(POLL_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
+            await set_within(self._changed, POLL_S)
 
     async def _publish_leases(self, lease_ids: Sequence[int], *, again: bool = False) -> None:
         """Publish those that still roll out, and remember durably that they are published."""
@@ -184,11 +181,7 @@ class Dispatcher:
             if all(await asyncio.gather(*map(self._catch_up, range(self._shards)))):
                 await self._publish_lost(gone)
             await asyncio.to_thread(self.ledger.flush)
-            try:
-                async with asyncio.timeout(POLL_S / 4 if self.awaited_shards else POLL_S):
-                    await stop.wait()
-            except TimeoutError:
-                continue
+            await set_within(stop, POLL_S / 4 if self.awaited_shards else POLL_S)
 
     async def look_at_policy(self) -> None:
         """Hear of the newest published version, should its notice have been lost."""
@@ -281,11 +274,7 @@ class Dispatcher:
             left = deadline - asyncio.get_running_loop().time()
             if isinstance(answer, BatchLease) or left <= 0:
                 return [answer]
-            try:
-                async with asyncio.timeout(left):
-                    await news.wait()
-            except TimeoutError:
-                continue
+            await set_within(news, left)
 
     async def _choose(self, request: BatchRequest) -> BatchLease | Waiting:
         now_s = asyncio.get_running_loop().time()

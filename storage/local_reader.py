@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from bus.errors import BusError, StorageError
 from bus.messages import Trajectory
 from bus.requests import Located, LocateRequest
 from storage.addresses import directory_identity, host_identity
+from storage.mapped import MappedSegments
 from storage.pieces import Piece
 from storage.segments import Segment, check_segment
 
@@ -22,7 +22,6 @@ ANSWER_TIMEOUT_S = 10.0
 ATTEMPTS = 2
 """The second after the segments were merged or retired between answer and reading."""
 MAPPED_SEGMENTS = 32
-"""Kept mapped at once; each holds a file descriptor."""
 
 _Version = tuple[str, int, int]
 """A segment's path, inode and time of change: another one may have got its name."""
@@ -36,7 +35,7 @@ class LocalReader:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._host = host_identity()
-        self._mapped: OrderedDict[_Version, Segment] = OrderedDict()
+        self._mapped: MappedSegments[_Version] = MappedSegments(MAPPED_SEGMENTS)
         self._mutex = threading.Lock()  # guards the mapped segments
         self._complaints: dict[int, str] = {}
 
@@ -64,8 +63,7 @@ class LocalReader:
     def close(self) -> None:
         """Unmap everything."""
         with self._mutex:
-            while self._mapped:
-                self._mapped.popitem()[1].close()
+            self._mapped.close()
 
     async def _locate(self, shard: int, lease_ids: Sequence[int]) -> Located:
         return await self._bus.request(
@@ -98,7 +96,6 @@ class LocalReader:
         return [found[at] for at in range(len(rows))]
 
     def _segment(self, directory: Path, name: str) -> Segment:
-        """Mapped, and the last to be unmapped."""
         path = directory / name
         if Piece.parse(path).retired:
             raise StorageError(f"{path} is no segment")
@@ -107,12 +104,9 @@ class LocalReader:
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error}") from error
         version = str(path), found.st_ino, found.st_mtime_ns
-        if version in self._mapped:
-            self._mapped.move_to_end(version)
-            return self._mapped[version]
-        check_segment(path)
-        segment = Segment(path)
-        if len(self._mapped) >= MAPPED_SEGMENTS:
-            self._mapped.popitem(last=False)[1].close()
-        self._mapped[version] = segment
-        return segment
+
+        def checked() -> Segment:
+            check_segment(path)
+            return Segment(path)
+
+        return self._mapped.get(version, checked)

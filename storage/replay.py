@@ -1,9 +1,7 @@
 """One shard's trajectories on disk: immutable segments, an index of groups in memory, reads by mapping."""
 
 import threading
-from array import array
-from bisect import bisect_left, bisect_right
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from io import BufferedRandom
@@ -22,9 +20,9 @@ from storage.closed import load_marks, save_marks
 from storage.files import lock_directory, make_directory, remove, remove_leftovers
 from storage.index import Columns, RowIndex, load_columns, save_columns
 from storage.late import LateRewards
+from storage.layout import Layout
 from storage.pieces import Piece, choose_merge, choose_retirement, find_pieces, merged
 from storage.segments import (
-    Segment,
     Summary,
     check_segment,
     merge_segments,
@@ -33,8 +31,6 @@ from storage.segments import (
 )
 
 log = structlog.get_logger()
-MAPPED_SEGMENTS = 128
-"""Segments kept mapped at once; each holds a file descriptor."""
 INDEX_FILE = ".index"
 READER_ATTEMPTS = 5
 UNINDEXED_SEGMENTS = 256
@@ -53,11 +49,7 @@ class ReplayStore:
         self.directory = directory
         self.rewards: Counter[str] = Counter()
         """What became of the rewards that `give` was given, since this was opened."""
-        self._pieces: list[Piece] = []
-        self._begins: list[int] = []
-        """Of each piece, its first row."""
-        self._ends: array[int] = array("q")
-        """Of each segment ever written, where its rows end: right wherever a piece ends."""
+        self._layout = Layout(directory)
         self._indexed = 0, 0
         """Segments and rows in the index file."""
         self._index = RowIndex()
@@ -66,7 +58,6 @@ class ReplayStore:
         self._completed: list[int] = []
         self._late = LateRewards(directory, writable=writable)
         self._writing = threading.Lock()  # held while groups become complete: their order is durable
-        self._mapped: OrderedDict[int, Segment] = OrderedDict()  # by their piece's first segment
         self._mutex = threading.Lock()  # guards everything above
         self._housekeeping = threading.Lock()
         self._lock: BufferedRandom | None = lock_directory(directory) if writable else None
@@ -107,13 +98,13 @@ class ReplayStore:
     def size_bytes(self) -> int:
         """Of all segments."""
         with self._mutex:
-            return sum(piece.size_bytes for piece in self._pieces)
+            return sum(piece.size_bytes for piece in self._layout.pieces)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """What the directory holds, in order."""
         with self._mutex:
-            return tuple(self._pieces)
+            return tuple(self._layout.pieces)
 
     def tokens_of(self, lease_id: int) -> int:
         """Of all trajectories of a complete group together."""
@@ -163,22 +154,20 @@ class ReplayStore:
         if not fresh:
             return []
         self._late.expect(fresh)
-        number = len(self._ends)
+        number = len(self._layout.ends)
         written = write_segment(self._path(Piece(number, number)), fresh)
         piece = Piece(number, number, size_bytes=written.size_bytes, written_s=written.written_s)
         with self._mutex:
             before = len(self._index.completed)
-            self._pieces.append(piece)
-            self._begins.append(len(self._index))
             for t in fresh:
                 self._index.add(t.lease_id, t.sample, t.group_size, len(t.token_ids))
-            self._ends.append(len(self._index))
+            self._layout.add(piece, len(self._index))
         whole = self._index.completed[before:]
         completed = [lease_id for lease_id in whole if not self._late.is_missing(lease_id)]
         self._late.keep({}, self._places(completed))
         self._completed += completed
         segments, rows = self._indexed
-        if len(self._ends) - segments >= UNINDEXED_SEGMENTS and len(self._index) - rows >= rows // 4:
+        if len(self._layout.ends) - segments >= UNINDEXED_SEGMENTS and len(self._index) - rows >= rows // 4:
             self._save_index()
         return completed
 
@@ -237,12 +226,7 @@ class ReplayStore:
                 f"group of lease {late[0]} has rewards that lie apart from it: read it instead"
             )
         with self._mutex:
-            rows = [row for lease in leases for row in self._index.complete(lease)]
-            at = [bisect_right(self._begins, row) - 1 for row in rows]
-            found = [(self._pieces[n], row - self._begins[n]) for n, row in zip(at, rows, strict=True)]
-        for piece, _ in found:
-            self._refuse_retired(piece)
-        return found
+            return [self._layout.place_of(row) for lease in leases for row in self._index.complete(lease)]
 
     def rows_of(self, lease_id: int) -> list[int]:
         """Where a complete group is, by sample. Raises `StorageError` for any other."""
@@ -265,7 +249,8 @@ class ReplayStore:
             if not run:
                 return False
             written = merge_segments(self._path(merged(run)), [self._path(piece) for piece in run])
-            self._switch(run, merged(run, written.size_bytes))
+            with self._mutex:
+                self._layout.switch(run, merged(run, written.size_bytes))
             for piece in run:
                 remove(self._path(piece))
         log.info("segments_merged", store=str(self.directory), segments=len(run), bytes=written.size_bytes)
@@ -283,14 +268,15 @@ class ReplayStore:
             columns = self._columns_of(piece)
             retired = replace(piece, retired=True, size_bytes=0)
             save_columns(self._path(retired), columns, [len(columns)])
-            self._switch([piece], retired)
+            with self._mutex:
+                self._layout.switch([piece], retired)
             remove(self._path(piece))
         log.info("segment_retired", segment=str(self._path(piece)), bytes=piece.size_bytes, archive=archive)
 
     def close(self) -> None:
         """Unmap every file and let another writer in. Trajectories already read stay valid."""
         with self._housekeeping:  # waits for what another thread is in the middle of
-            if self._lock is not None and self._indexed != (len(self._ends), len(self._index)):
+            if self._lock is not None and self._indexed != (len(self._layout.ends), len(self._index)):
                 self._save_index()
             self._release()
 
@@ -305,19 +291,12 @@ class ReplayStore:
         if self._lock is None:
             raise StorageError(f"{self.directory} was opened for reading")
 
-    def _refuse_retired(self, piece: Piece) -> None:
-        if piece.retired:
-            raise StorageError(
-                f"{self._path(piece)} was retired to save space: restore its segment from the archive"
-            )
-
     def _path(self, piece: Piece) -> Path:
-        return self.directory / piece.name
+        return self._layout.path(piece)
 
     def _columns_of(self, piece: Piece) -> Columns:
         with self._mutex:
-            begin = self._begins[bisect_left(self._pieces, piece.first, key=lambda p: p.first)]
-            return self._index.columns(slice(begin, self._ends[piece.last]))
+            return self._index.columns(self._layout.rows_of(piece))
 
     def _read(self, find: Callable[[], list[int]]) -> list[Trajectory]:
         with self._mutex:
@@ -331,35 +310,11 @@ class ReplayStore:
             return [self._at(row) for row in find()]
 
     def _at(self, row: int) -> Trajectory:
-        n = bisect_right(self._begins, row) - 1
-        return self._late.joined(self._segment(self._pieces[n]).trajectory(row - self._begins[n]))
-
-    def _segment(self, piece: Piece) -> Segment:
-        """Mapped, and the last to be unmapped."""
-        segment = self._mapped.get(piece.first)
-        if segment is not None:
-            self._mapped.move_to_end(piece.first)
-            return segment
-        self._refuse_retired(piece)
-        if len(self._mapped) >= MAPPED_SEGMENTS:
-            self._mapped.popitem(last=False)[1].close()
-        self._mapped[piece.first] = Segment(self._path(piece))
-        return self._mapped[piece.first]
-
-    def _switch(self, old: Sequence[Piece], new: Piece) -> None:
-        """Read from `new` from now on what was read from these neighbours: the same rows."""
-        with self._mutex:
-            at = self._pieces.index(old[0])
-            self._pieces[at : at + len(old)] = [new]
-            self._begins[at : at + len(old)] = [self._begins[at]]
-            for piece in old:
-                if (segment := self._mapped.pop(piece.first, None)) is not None:
-                    segment.close()
+        return self._late.joined(self._layout.trajectory(row))
 
     def _release(self) -> None:
         with self._mutex:
-            while self._mapped:
-                self._mapped.popitem()[1].close()
+            self._layout.close()
         self._late.close()
         if self._lock is not None:
             self._lock.close()
@@ -401,20 +356,17 @@ class ReplayStore:
         covered = _agreeing(pieces, sizes, ends)
         indexed = int(ends[pieces[covered - 1].last]) if covered else 0
         parts = [known[:indexed], *(self._columns_on_disk(piece) for piece in pieces[covered:])]
-        counts = [0, *np.diff([0, *(ends[p.last] for p in pieces[:covered])]), *map(len, parts[1:])]
-        begins = np.cumsum(counts).tolist()
+        rows = [*np.diff([0, *(ends[p.last] for p in pieces[:covered])]).tolist(), *map(len, parts[1:])]
+        sized = [
+            replace(p, size_bytes=size.size_bytes, written_s=size.written_s) if size else p
+            for p, size in zip(pieces, sizes, strict=True)
+        ]
         with self._mutex:
-            self._pieces = [
-                replace(p, size_bytes=size.size_bytes, written_s=size.written_s) if size else p
-                for p, size in zip(pieces, sizes, strict=True)
-            ]
-            self._begins = begins[:-1]
-            self._ends = array("q", (e for p, e in zip(pieces, begins[1:], strict=True) for _ in p.numbers))
+            self._layout.close()
+            self._layout = Layout(self.directory, sized, rows)
             self._index = RowIndex(Columns.join(parts), load_marks(self.directory))
             self._completed = self._late.order(self._index.completed)
             self._indexed = (pieces[covered - 1].last + 1 if covered else 0), indexed
-            while self._mapped:
-                self._mapped.popitem()[1].close()
 
     def _columns_on_disk(self, piece: Piece) -> Columns:
         path = self._path(piece)
@@ -422,11 +374,11 @@ class ReplayStore:
 
     def _save_index(self) -> None:
         try:
-            save_columns(self.directory / INDEX_FILE, self._index.columns(), self._ends)
+            save_columns(self.directory / INDEX_FILE, self._index.columns(), self._layout.ends)
         except StorageError as error:  # the next start reads the segments instead
             log.warning("replay_index_not_written", reason=str(error))
         else:
-            self._indexed = len(self._ends), len(self._index)
+            self._indexed = len(self._layout.ends), len(self._index)
 
 
 def _agreeing(pieces: Sequence[Piece], found: Sequence[Summary | None], ends: NDArray[np.int64]) -> int:

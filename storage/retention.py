@@ -12,6 +12,7 @@ import structlog
 from bus.connection import Bus
 from bus.errors import BusError, StorageError
 from bus.requests import Unsettled, UnsettledRequest
+from bus.waiting import set_within
 from storage.archive import check_archive
 from storage.config import ReplayConfig
 from storage.pieces import Piece
@@ -57,11 +58,7 @@ async def keep_house(bus: Bus, store: ReplayStore, retention: Retention, stop: a
             await retire_settled(bus, store, retention, stop)
         except (StorageError, BusError) as error:
             log.warning("replay_not_tidied", store=str(store.directory), reason=str(error))
-        try:
-            async with asyncio.timeout(PERIOD_S):
-                await stop.wait()
-        except TimeoutError:
-            continue
+        await set_within(stop, PERIOD_S)
 
 
 async def retire_settled(bus: Bus, store: ReplayStore, retention: Retention, stop: asyncio.Event) -> None:

@@ -19,6 +19,7 @@ from bus.publish import Publisher
 from bus.roles import guarded, hold_role
 from bus.status import report_status
 from bus.topology import ensure
+from bus.waiting import set_within
 from storage.config import AdmissionConfig, DataConfig, ReplayConfig
 from storage.data_desk import DataDesk
 from storage.data_sets import DataSets
@@ -185,11 +186,7 @@ class _Service:
                     return
             except BusError as error:  # away, or a new learner has just replaced the files
                 log.warning("model_not_read", reason=str(error))
-            try:
-                async with asyncio.timeout(RETRY_S):
-                    await stop.wait()
-            except TimeoutError:
-                continue
+            await set_within(stop, RETRY_S)
 
     async def _remember_vocabulary(self, model: BlobRef) -> None:
         vocabulary = vocabulary_size(decode(await get_blob(self._bus, model), ModelFiles))
@@ -210,11 +207,7 @@ class _Service:
                         self._queues["dead_reasons"] = {s.rpartition(".")[2]: n for s, n in kinds.items()}
             except nats.errors.Error as error:  # the bus is away: only a screen misses this
                 log.debug("queues_not_seen", reason=str(error))
-            try:
-                async with asyncio.timeout(QUEUES_PERIOD_S):
-                    await finished.wait()
-            except TimeoutError:
-                continue
+            await set_within(finished, QUEUES_PERIOD_S)
 
     def _look(self) -> tuple[str, dict[str, Json]]:
         account = self._ledger.account()

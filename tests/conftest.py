@@ -42,8 +42,18 @@ async def bus(connect: Connect) -> AsyncIterator[Bus]:
         yield connected
 
 
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[ObjectStore]:
+    """The one that `object_store` empties for each test."""
+    server = ObjectStore()
+    yield server
+    server.kill()
+
+
 @pytest.fixture
-def object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+def object_store(
+    s3_server: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ObjectStore]:
     """An S3 server with one bucket, "bucket", which s3:// leads to in this test and its processes."""
     from s3fs import S3FileSystem
 
@@ -56,12 +66,10 @@ def object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ob
         "AWS_EC2_METADATA_DISABLED": "true",
         "AWS_MAX_ATTEMPTS": "1",
     }
-    store = ObjectStore()
-    for name, value in {**environment, "AWS_ENDPOINT_URL": store.url}.items():
+    for name, value in {**environment, "AWS_ENDPOINT_URL": s3_server.url}.items():
         monkeypatch.setenv(name, value)
     S3FileSystem.clear_instance_cache()
-    store.start()
-    store.create_bucket("bucket")
-    yield store
-    store.kill()
+    s3_server.begin()
+    s3_server.create_bucket("bucket")
+    yield s3_server
     S3FileSystem.clear_instance_cache()

@@ -40,10 +40,16 @@ class ObjectStore:
             else:
                 return
 
+    def begin(self) -> None:
+        """Run, and keep nothing of what was before. To start takes a second."""
+        if self._process is None:
+            self.start()
+        else:
+            self._ask("POST", "moto-api/reset")
+
     def create_bucket(self, name: str) -> None:
         """Also one that is there already."""
-        request = urllib.request.Request(f"{self.url}/{name}", method="PUT")
-        urllib.request.urlopen(request, timeout=10).close()
+        self._ask("PUT", name)
 
     def kill(self) -> None:
         """End it at once, with all that it keeps."""
@@ -51,3 +57,7 @@ class ObjectStore:
             self._process.kill()
             self._process.wait(10)
             self._process = None
+
+    def _ask(self, method: str, path: str) -> None:
+        request = urllib.request.Request(f"{self.url}/{path}", method=method)
+        urllib.request.urlopen(request, timeout=10).close()

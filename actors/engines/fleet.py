@@ -162,30 +162,13 @@ class Fleet:
         while another is at work supersedes it: engines that have not taken the older version skip it. An
         engine that cannot take it is built again. Returns the longest time that one engine stood still, in
         seconds. Raises EngineLostError when no engine is left."""
-        self._refuse_when_ended()
-        self._weights = self._weights.followed_by(state, policy_version)
-        async with asyncio.TaskGroup() as tasks:
-            updates = [
-                tasks.create_task(self._update(member))
-                for member in self._members.values()
-                if member.state == "serving"
-            ]
-        self._refuse_when_ended()
-        return max((update.result() for update in updates), default=0.0)
+        return await self._bring_to(self._weights.followed_by(state, policy_version))
 
     async def load_published(self, published: Published) -> float:
         """As `load_weights`, of which each engine gets the tensors from the learner.
 
         Raises `WeightsKeptError` when an engine could not, and goes on with those it has."""
-        self._refuse_when_ended()
-        self._weights = self._weights.followed_by_published(published)
-        serving = [member for member in self._members.values() if member.state == "serving"]
-        updates = await asyncio.gather(*map(self._update, serving), return_exceptions=True)
-        self._refuse_when_ended()
-        for result in updates:
-            if isinstance(result, BaseException):
-                raise result
-        return max((seconds for seconds in updates if isinstance(seconds, float)), default=0.0)
+        return await self._bring_to(self._weights.followed_by_published(published))
 
     async def release(self) -> None:
         """Leave the device to others until `resume`: engines hand out their tokens and free it, none starts.
@@ -361,6 +344,16 @@ class Fleet:
             return
         if all(member.name in ticket.refusals for member in left):
             ticket.seat.set_exception(ticket.refusals[left[0].name])
+
+    async def _bring_to(self, weights: HostWeights) -> float:
+        """Update the engines in service; when one keeps what it has, it is said after all have been asked."""
+        self._refuse_when_ended()
+        self._weights = weights
+        serving = [member for member in self._members.values() if member.state == "serving"]
+        updates = [asyncio.create_task(self._update(member)) for member in serving]
+        await asyncio.gather(*updates, return_exceptions=True)
+        self._refuse_when_ended()
+        return max((update.result() for update in updates), default=0.0)
 
     async def _update(self, member: Member) -> float:
         """Update one engine in its turn; those that have no weights yet need no turn."""

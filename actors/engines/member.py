@@ -15,8 +15,9 @@ from actors.engines.occupancy import Occupancy
 from actors.engines.pieces import left_of, sound
 from actors.engines.resting import Turn
 from actors.engines.ticket import Ticket
-from actors.engines.waiting import bounded, first, hear, set_within, unless
+from actors.engines.waiting import bounded, first, hear, unless
 from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError, WeightsKeptError
+from bus.waiting import set_within
 
 log = structlog.get_logger()
 Build = Callable[[], Awaitable[Engine]]

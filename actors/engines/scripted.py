@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from actors.engines.base import FinishReason, Generation, GenerationRequest
+from actors.engines.waiting import unless
 from bus.errors import EngineError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class ScriptedEngine:
         aborted = self._aborts[request.request_id] = asyncio.Event()
         before = self._policy_version
         try:
-            await self._wait(aborted)
+            await unless(aborted, self._open.wait())
         finally:
             del self._aborts[request.request_id]
         if self._failure is not None:
@@ -88,14 +89,6 @@ class ScriptedEngine:
     async def close(self) -> None:
         """Fail what is held."""
         self.fail("the scripted engine was closed")
-
-    async def _wait(self, aborted: asyncio.Event) -> None:
-        gates = [asyncio.create_task(self._open.wait()), asyncio.create_task(aborted.wait())]
-        try:
-            await asyncio.wait(gates, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for gate in gates:
-                gate.cancel()
 
     def _generation(self, request: GenerationRequest, version_before: int, *, aborted: bool) -> Generation:
         script = list(self._script(request.token_ids))

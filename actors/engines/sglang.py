@@ -19,7 +19,7 @@ from actors.engines.sglang_loading import Load, Loading
 from actors.engines.sglang_server import AttachedServer, OwnServer, Server
 from actors.engines.sglang_stream import Streamed
 from actors.engines.sglang_weights import HeldWeights
-from actors.engines.waiting import left_s
+from actors.engines.waiting import left_s, unless
 from bus.errors import ConfigError, EngineError, RequestRefusedError
 
 log = structlog.get_logger()
@@ -332,15 +332,9 @@ class SglangEngine:
 
     async def _ended_or_doubted(self) -> str:
         """Wait for the next look at the server: why it ended, or an empty string."""
-        ended = asyncio.create_task(self._server.ended(within_s=self._config.health_every_s))
-        doubted = asyncio.create_task(self._doubted.wait())
-        try:
-            await asyncio.wait({ended, doubted}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (ended, doubted):
-                task.cancel()
-        if ended.done():
-            return ended.result()
+        ended = await unless(self._doubted, self._server.ended(within_s=self._config.health_every_s))
+        if ended is not None:
+            return ended
         self._doubted.clear()
         return await self._server.ended(within_s=DYING_S)
 

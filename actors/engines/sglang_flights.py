@@ -11,6 +11,7 @@ from itertools import count
 from actors.engines.base import NOTHING, Generation, GenerationRequest
 from actors.engines.sglang_client import SglangClient
 from actors.engines.sglang_stream import Streamed
+from actors.engines.waiting import unless
 from bus.errors import EngineError, RequestRefusedError
 
 ABORT_AGAIN_S = 0.5
@@ -37,12 +38,7 @@ class Flight:
     async def admitted(self, serving: asyncio.Event) -> None:
         """Wait until the server serves, or the request is aborted."""
         while not serving.is_set() and not self.aborted.is_set():
-            waits = {asyncio.create_task(serving.wait()), asyncio.create_task(self.aborted.wait())}
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
+            await unless(self.aborted, serving.wait())
 
     def begins_again(self, generation: Generation) -> bool:
         """Whether it was interrupted before its first token, and nobody wants it ended."""

@@ -51,7 +51,7 @@ def interpreter(config: SglangEngineConfig) -> Path:
 
 def chosen(config: SglangEngineConfig) -> dict[str, SglangSetting]:
     """The user's settings by SGLang's names. Raises `ConfigError` for those that the engine decides."""
-    given = {name.replace("-", "_"): value for name, value in config.server.items()}
+    given = config.settings
     for name in OURS:
         if name in given:
             raise ConfigError(f"actors.engine.server.{name}={given[name]!r}: the engine sets this itself")

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from bus.errors import EngineError
-from bus.waiting import set_within as set_within
 
 T = TypeVar("T")
 AT_LEAST_S = 0.01

@@ -10,6 +10,7 @@ from typing import cast
 
 from actors.rewards.base import LATER, Answer, Late, Reward, RewardError
 from actors.rewards.registry import REWARDS, load_reward
+from bus.waiting import set_within
 
 Outcome = object
 """What a reward returned, or the exception it raised."""
@@ -99,15 +100,11 @@ async def _run_in_thread(reward: Reward, answers: Sequence[Answer], timeout_s: f
     threading.Thread(target=work, name="reward", daemon=True).start()
     while True:
         before = len(outcomes)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await ended.wait()
-        except TimeoutError as error:
-            if len(outcomes) == before:  # the same call as one timeout ago
-                abandoned.set()
-                return [*outcomes[:before], error]
-        else:
+        if await set_within(ended, timeout_s):
             return outcomes
+        if len(outcomes) == before:  # the same call as one timeout ago
+            abandoned.set()
+            return [*outcomes[:before], TimeoutError()]
 
 
 def _call(reward: Reward, answer: Answer) -> Outcome:

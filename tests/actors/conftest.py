@@ -2,14 +2,19 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from actors import weights
 from actors.config import EmbeddedEngineConfig
 from actors.engines.embedded import EmbeddedEngine
+from bus import consume
+from storage import dispatcher
+from tests.actors.sglang_served import FIRST
 from tests.actors.tiny import tiny_model
 
 Serve = Callable[..., AbstractAsyncContextManager[EmbeddedEngine]]
@@ -26,6 +31,15 @@ TEMPLATE = (
 def one_thread():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Poll often, so that a test waits for nothing but what it tests."""
+    monkeypatch.setattr(consume, "POLL_S", 0.1)
+    monkeypatch.setattr(dispatcher, "POLL_S", 0.05)
+    monkeypatch.setattr(dispatcher, "LONG_POLL_S", 0.3)
+    monkeypatch.setattr(weights, "POLL_S", 0.1)
 
 
 @pytest.fixture(scope="session")
@@ -71,3 +85,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> Path:
+    """What an SGLang server wants to know of the model before its weights come."""
+    directory = tmp_path_factory.mktemp("model")
+    FIRST.config.save_pretrained(directory)
+    return directory

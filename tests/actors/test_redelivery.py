@@ -14,13 +14,11 @@ from actors.policy import Policy
 from actors.rewards.scoring import Scorer
 from actors.weights import PolicyFollower
 from actors.worker import Worker
-from bus import consume
 from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.publish import Publisher
 from learner.scratch import character_tokenizer
-from storage import dispatcher
 from storage.config import AdmissionConfig
 from tests.factories import make_lease, make_trajectory
 from tests.storage.serving import (
@@ -37,7 +35,7 @@ from tests.storage.serving import (
     until,
 )
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 TOKENIZER = character_tokenizer()
 ONE_GROUP = AdmissionConfig(groups_per_step=1, samples_per_prompt=3, max_staleness=0)
 
@@ -60,13 +58,6 @@ class Scripted:
         if task.task_id in self._held:
             await self.released.wait()
         return await self._inner.run(task, policy)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consume, "POLL_S", 0.1)
-    monkeypatch.setattr(dispatcher, "POLL_S", 0.05)
-    monkeypatch.setattr(dispatcher, "LONG_POLL_S", 0.3)
 
 
 @pytest.fixture
@@ -237,6 +228,7 @@ async def test_a_lease_of_a_dead_learners_version_is_sampled_once_the_step_needs
     await bus.js.purge_stream(bus.topology.stream("TASKS"), keep=1)  # nobody acked the first two
     larger = AdmissionConfig(groups_per_step=3, samples_per_prompt=2, max_staleness=0)
     async with serving(bus, tmp_path, larger) as storage, at_work(make_worker(bus, engine, Scripted())):
+        await until(lambda: storage.ledger.next_id == 5)
         second = LearnerStandIn(bus, "b")
         await second.resume(0)
         await second.publish(0)

@@ -10,7 +10,7 @@ from bus.blobs import delete_blob, put_blob
 from bus.messages import PolicyManifest
 from bus.publish import Publisher
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 TIMEOUT_S = 10
 
 

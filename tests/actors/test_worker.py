@@ -21,7 +21,7 @@ from bus.messages import GroupRejected, TrajectoryBatch
 from bus.publish import Publisher
 from learner.scratch import character_tokenizer
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 TIMEOUT_S = 20
 TOKENIZER = character_tokenizer()
 

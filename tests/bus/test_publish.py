@@ -96,6 +96,7 @@ async def test_server_that_is_away_is_no_stream_that_stores_nothing(
     server: NatsServer, bus: Bus, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("bus.publish.ACK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("bus.publish.LONGEST_PAUSE_S", 0.1)
     publisher = Publisher(bus)
     await server.kill()
     publishing = asyncio.create_task(publisher.publish(bus.subject("events", "x"), b"x", message_id="a"))

@@ -1,5 +1,6 @@
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +37,14 @@ def train(trainer, steps):
     return results
 
 
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory) -> Path:
+    """A checkpoint, which nobody changes."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    save_checkpoint(trainer_of(tiny_model()), directory, 0, {}, keep=1)
+    return latest_checkpoint(directory)
+
+
 @pytest.fixture
 def held_writer(monkeypatch):
     """Checkpoints are not written before this event is set."""
@@ -68,10 +77,9 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, dtype, family)
         assert resumed.lr == expected.lr
 
 
-def test_a_checkpoint_before_the_first_step_resumes(tmp_path):
-    save_checkpoint(trainer_of(tiny_model()), tmp_path, 0, {}, keep=1)
+def test_a_checkpoint_before_the_first_step_resumes(untrained):
     resumed = trainer_of(tiny_model(seed=1))
-    load_checkpoint(resumed, latest_checkpoint(tmp_path))
+    load_checkpoint(resumed, untrained)
     [ours], [expected] = train(resumed, [0]), train(trainer_of(tiny_model()), [0])
     assert ours == expected
 
@@ -106,14 +114,12 @@ def test_an_interrupted_save_is_not_a_checkpoint(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata"])
-def test_a_torn_checkpoint_is_refused(tmp_path, name):
-    trainer = trainer_of(tiny_model())
-    save_checkpoint(trainer, tmp_path, 1, {}, keep=2)
-    directory = latest_checkpoint(tmp_path)
+def test_a_torn_checkpoint_is_refused(untrained, tmp_path, name):
+    directory = shutil.copytree(untrained, tmp_path / untrained.name)
     torn = directory / name
     torn.write_bytes(torn.read_bytes()[:-10])
     with pytest.raises(StorageError, match="is torn"):
-        load_checkpoint(trainer, directory)
+        load_checkpoint(trainer_of(tiny_model()), directory)
 
 
 def test_a_checkpoint_without_manifest_is_refused(tmp_path):
@@ -121,10 +127,9 @@ def test_a_checkpoint_without_manifest_is_refused(tmp_path):
         load_checkpoint(trainer_of(tiny_model()), tmp_path)
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_differences(tmp_path):
-    save_checkpoint(trainer_of(tiny_model("qwen3")), tmp_path, 1, {}, keep=2)
+def test_a_checkpoint_of_another_model_is_refused_with_the_differences(untrained):
     with pytest.raises(ConfigError, match=r"model_type is qwen3, not llama, .*head_dim is 24, not 16"):
-        load_checkpoint(trainer_of(tiny_model("llama")), latest_checkpoint(tmp_path))
+        load_checkpoint(trainer_of(tiny_model("llama")), untrained)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_show_in_it(tmp_path, held_writer):
@@ -178,16 +183,14 @@ def test_a_checkpoint_that_cannot_be_written_is_none(tmp_path, held_writer):
     load_checkpoint(trainer, latest_checkpoint(tmp_path))
 
 
-def test_a_flipped_bit_is_found(tmp_path):
-    trainer = trainer_of(tiny_model())
-    save_checkpoint(trainer, tmp_path, 1, {}, keep=2)
-    directory = latest_checkpoint(tmp_path)
+def test_a_flipped_bit_is_found(untrained, tmp_path):
+    directory = shutil.copytree(untrained, tmp_path / untrained.name)
     file = directory / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(StorageError, match=r"is damaged: the bytes of __0_0\.distcp are not those"):
-        load_checkpoint(trainer, directory)
+        load_checkpoint(trainer_of(tiny_model()), directory)
 
 
 def test_a_checkpoint_with_other_weights_frozen_is_refused(tmp_path):
@@ -230,6 +233,7 @@ def test_stock_loading_shares_one_count_of_updates_and_ours_does_not():
     assert {float(step) for step in steps} == {2.0}
 
 
+@pytest.mark.slow
 def test_with_the_stock_loader_a_resumed_run_departs(tmp_path, monkeypatch):
     uninterrupted = train(trainer_of(tiny_model()), range(6))
     first = trainer_of(tiny_model())
@@ -245,6 +249,7 @@ def test_with_the_stock_loader_a_resumed_run_departs(tmp_path, monkeypatch):
     assert losses != pytest.approx([result.loss for result in uninterrupted[3:]], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_layout_of_optimizer_state_that_resumes_wrongly_is_not_used(tmp_path, monkeypatch):
     assert SHARDING["distrib_optim_sharding_type"] == "fully_reshardable"
     monkeypatch.setitem(SHARDING, "distrib_optim_sharding_type", "dp_reshardable")
@@ -258,8 +263,7 @@ def test_the_layout_of_optimizer_state_that_resumes_wrongly_is_not_used(tmp_path
     assert losses != pytest.approx([result.loss for result in uninterrupted[3:]], abs=1e-4)
 
 
-def test_another_kind_of_optimizer_state_is_refused(tmp_path):
-    save_checkpoint(trainer_of(tiny_model()), tmp_path, 1, {}, keep=1)
+def test_another_kind_of_optimizer_state_is_refused(untrained):
     plain = trainer_of(tiny_model(), parallel=ParallelConfig(distributed_optimizer=False))
     with pytest.raises(ConfigError, match="distributed_optimizer=True: set that again"):
-        load_checkpoint(plain, latest_checkpoint(tmp_path))
+        load_checkpoint(plain, untrained)

@@ -21,9 +21,10 @@ from learner.world import World
 from storage.config import EvaluationConfig
 from storage.reader import ReplayReader
 from tests.learner.tiny import tiny_config
+from tests.storage.conftest import quick  # noqa: F401 - a fixture
 from tests.storage.serving import has, send_groups, serving, until
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 
 
 class Held(Trainer):

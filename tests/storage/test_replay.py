@@ -19,7 +19,7 @@ from zarr.storage import ZipStore
 from bus.codec import encode
 from bus.errors import SchemaError, StorageError
 from bus.messages import Trajectory, group_name
-from storage import pieces, replay, zipped
+from storage import layout, pieces, replay, zipped
 from storage.replay import ReplayStore
 from storage.segments import FILE, RECORD_FIELDS, ROW_COLUMNS, TOKEN_ARRAYS, Segment
 from storage.zipped import map_entries
@@ -314,7 +314,7 @@ def test_a_refused_write_leaves_nothing_and_can_be_tried_again(tmp_path, monkeyp
 
 
 def test_mapped_segments_are_bounded_and_results_outlive_the_store(tmp_path, monkeypatch):
-    monkeypatch.setattr(replay, "MAPPED_SEGMENTS", 3)
+    monkeypatch.setattr(layout, "MAPPED_SEGMENTS", 3)
     store = ReplayStore.open(tmp_path)
     for lease in range(8):
         store.append(group(lease))

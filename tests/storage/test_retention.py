@@ -39,6 +39,7 @@ async def test_only_rejected_and_committed_groups_are_settled(bus, tmp_path):
         await until(lambda: storage.ledger.next_id == 4)
         await send_groups(bus, [0, 1, 2])
         await send_rejections(bus, [3])
+        await until(lambda: set(storage.ledger.stored) == {0, 1, 2})  # each shard has its own pace
         await until(lambda: 3 not in storage.ledger.rolling_out)
         assert await learner.batch(1) == [0, 1]
         assert not {3} & set(await unsettled(bus))

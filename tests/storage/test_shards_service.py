@@ -92,6 +92,7 @@ async def test_shards_of_two_hosts_make_one_run(bus, tmp_path, connect):
         async with keeping(a, tmp_path / "a", 0), keeping(b, tmp_path / "b", 1):
             await has(bus, "TASKS", 4)
             await send_groups(bus, range(4))
+            await until(lambda: len(dispatcher.ledger.stored) == 4)  # each shard has its own pace
             assert await batch(bus, 1) == [["g00000000.0", "g00000000.1"], ["g00000001.0", "g00000001.1"]]
             assert await batch(bus, 2) == [["g00000002.0", "g00000002.1"], ["g00000003.0", "g00000003.1"]]
         assert dispatcher.ledger.account().trained == 4
