@@ -29,6 +29,8 @@ from storage.blob_http import own_address
 from storage.weights import Weights
 
 log = structlog.get_logger()
+AS_SGLANG = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""How SGLang's servers set NCCL: ranks that share memory in different ways fail with CUDA's "invalid argument"."""
 Line = dict[str, Any]
 Announced = Callable[[], Weights | None]
 START_S = 120.0
@@ -237,7 +239,7 @@ class _SenderProcess:
                 json.dumps(order),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**AS_SGLANG, **os.environ, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C is the learner's to handle
             )
         )

@@ -27,6 +27,8 @@ from bus.errors import TrainingError
 from learner.transfer import lock_pages
 
 Line = dict[str, Any]
+OURS = 3
+"""Where standard output goes that is ours: libraries write to the one they know (NCCL_DEBUG=INFO does)."""
 KEPT = 2
 """Pieces of the learner's memory: of the version that is sent and, where engines are slow, the one before."""
 
@@ -37,6 +39,7 @@ def main() -> NoReturn:
     From then on do what is told: `prepare` what `Snapshot.where` describes, or `send` it, and say when that
     is done. The first argument is a JSON object: `group`, `world_size`, `backend`, `device`, and `timeout_s`,
     which bounds every wait for the other ranks."""
+    _keep_output_to_ourselves()
     order = json.loads(sys.argv[1])
     asked: queue.SimpleQueue[Line] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(asked,), daemon=True).start()
@@ -65,9 +68,13 @@ def _listen(asked: "queue.SimpleQueue[Line]") -> None:
     os._exit(0)  # the learner is gone, or wants us gone
 
 
+def _keep_output_to_ourselves() -> None:
+    os.dup2(1, OURS)
+    os.dup2(2, 1)
+
+
 def _say(**line: object) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
+    os.write(OURS, json.dumps(line).encode() + b"\n")
 
 
 def _join(store: c10d.Store, order: Line, timeout: timedelta) -> dist.ProcessGroup:

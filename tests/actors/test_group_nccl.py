@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.nats, pytest.mark.multi_gpu, pytest.mark.timeout(300)]
 BLOB = BlobRef(subject="none", chunks=1, size_bytes=1, digest="")
 ENGINE = """
 import hashlib, json, sys, torch
+from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -26,7 +27,8 @@ order = json.loads(sys.stdin.readline())
 torch.cuda.set_device(1)
 store = dist.TCPStore(order["host"], order["port"], 2, is_master=False)
 group, _ = c10d._new_process_group_helper(
-    2, 1, [], c10d.Backend("nccl"), dist.PrefixStore(order["group"], store), group_name=order["group"]
+    2, 1, [], c10d.Backend("nccl"), dist.PrefixStore(order["group"], store), group_name=order["group"],
+    timeout=timedelta(seconds=60),
 )
 c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
 print("joined", flush=True)
