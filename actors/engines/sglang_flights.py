@@ -129,8 +129,9 @@ class Flights:
                 flight.sent.cancel()
 
     def weights_change(self) -> None:
-        """From now on the server may draw tokens with other weights."""
+        """From now on the server may draw tokens with other weights, and a pair may end what has none yet."""
         for flight in self:
+            flight.interrupted = flight.sent is not None
             if flight.streamed is not None:
                 flight.streamed.weights_change()
 
