@@ -40,10 +40,11 @@ $(STAMP): pyproject.toml
 
 sglang: $(SGLANG_STAMP)
 
-$(SGLANG_STAMP): $(SGLANG_CPU)/requirements.txt $(SGLANG_CPU)/sitecustomize.py $(SGLANG_CPU)/sgl_kernel/__init__.py
+$(SGLANG_STAMP): $(addprefix $(SGLANG_CPU)/,requirements.txt sitecustomize.py sgl_kernel/__init__.py ibverbs.c ibverbs.map)
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/pip install --quiet --no-deps --requirement $(SGLANG_CPU)/requirements.txt
 	cp -R $(SGLANG_CPU)/sgl_kernel $(SGLANG_CPU)/sitecustomize.py $$($(SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+	-$(CC) -shared -fPIC -Wl,-soname,libibverbs.so.1 -Wl,--version-script=$(SGLANG_CPU)/ibverbs.map -o $(SGLANG)/lib/libibverbs.so.1 $(SGLANG_CPU)/ibverbs.c
 	touch $(SGLANG_STAMP)
 
 clean:

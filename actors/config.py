@@ -1,5 +1,6 @@
 """Settings of the rollout side: sampling, engines, environments and rewards. Loads without torch."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -13,6 +14,11 @@ from storage.transport_config import RelayConfig
 REST_S = 90.0
 """Longest that a SGLang server is paused, continued and ended, besides starting or loading weights."""
 SglangSetting = bool | int | float | str | tuple[int | float | str, ...]
+
+
+def by_name(table: Mapping[str, SglangSetting]) -> dict[str, SglangSetting]:
+    """Settings that may be written as flags, by SGLang's own names, with underscores."""
+    return {name.replace("-", "_"): value for name, value in table.items()}
 
 
 class SamplingConfig(Config):
@@ -64,6 +70,26 @@ class EmbeddedEngineConfig(Config):
         return False
 
 
+class DisaggregationConfig(Config):
+    """Prompts on one SGLang server and the tokens after them on another: an engine is a pair of servers."""
+
+    enabled: bool = False
+    """Whether an engine is a pair. Each of the two has all weights and devices of its own."""
+
+    transfer: str = "mooncake"
+    """By what SGLang sends keys and values from one to the other: `mooncake`, `nixl`, ... Its package has to
+    be installed beside SGLang."""
+
+    prefill: dict[str, SglangSetting] = Field(default_factory=dict)
+    """Settings of the server for prompts, beside those in `server`, before which they go."""
+
+    decode: dict[str, SglangSetting] = Field(default_factory=dict)
+    """Settings of the server for the tokens after them, likewise."""
+
+    prefill_url: str | None = None
+    """Attach to this server for prompts, and for the tokens to the one at the engine's `url`."""
+
+
 class SglangEngineConfig(Config):
     """An SGLang server: one that this process starts, or one that runs already."""
 
@@ -85,6 +111,9 @@ class SglangEngineConfig(Config):
 
     environment: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the server."""
+
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
+    """Prefill and decode on servers of their own."""
 
     update: Literal["disk", "tensor", "group"] = "disk"
     """How weights get there: `disk` through files in `weights_directory`, which the server must see too;
@@ -127,7 +156,7 @@ class SglangEngineConfig(Config):
     @property
     def settings(self) -> dict[str, SglangSetting]:
         """`server` by SGLang's own names, with underscores."""
-        return {name.replace("-", "_"): value for name, value in self.server.items()}
+        return by_name(self.server)
 
     @property
     def in_files(self) -> bool:
@@ -149,15 +178,72 @@ class SglangEngineConfig(Config):
             raise ValueError(f"urls={list(self.urls)} names a server twice: each would load weights twice")
         return self
 
+    @model_validator(mode="after")
+    def _a_pair_is_one_engine(self) -> Self:
+        pair = self.disaggregation
+        if not pair.enabled:
+            if pair != DisaggregationConfig():
+                raise ValueError("disaggregation has settings and is off: set disaggregation.enabled=true")
+            return self
+        if self.update == "group":
+            raise ValueError(
+                'disaggregation with update="group": the learner sends to one server, and a pair is two: '
+                "set update=disk or update=tensor"
+            )
+        if self.pause == "retract":
+            raise ValueError(
+                "disaggregation with pause=retract: SGLang does not say which tokens of what it puts aside "
+                "are of which weights: set pause=in_place or pause=drain"
+            )
+        if self.routed_experts:
+            raise ValueError(
+                "disaggregation with routed_experts: each server of a pair knows those of its own tokens "
+                "only: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _an_attached_pair_has_two_urls(self) -> Self:
+        pair = self.disaggregation
+        if self.urls and pair.enabled:
+            raise ValueError(
+                f"disaggregation with urls={list(self.urls)}: one pair is named by url (decode) and "
+                "disaggregation.prefill_url; more need actors of their own"
+            )
+        if pair.enabled and (self.url is None) != (pair.prefill_url is None):
+            raise ValueError(
+                f"url={self.url!r} with disaggregation.prefill_url={pair.prefill_url!r}: a pair that runs "
+                "already has both"
+            )
+        if pair.prefill_url is not None:
+            if not pair.prefill_url.startswith(("http://", "https://")):
+                raise ValueError(
+                    f"disaggregation.prefill_url={pair.prefill_url!r} is no URL: write it as http://host:port"
+                )
+            if pair.prefill or pair.decode:
+                raise ValueError(
+                    f"disaggregation.prefill_url={pair.prefill_url!r} attaches to a server that runs: leave "
+                    "out disaggregation.prefill and disaggregation.decode"
+                )
+        return self
+
     @property
     def attached(self) -> tuple[str, ...]:
         """Servers that run already; empty where this process starts its own."""
         return self.urls or (() if self.url is None else (self.url,))
 
     def attached_to(self, url: str) -> "SglangEngineConfig":
-        """The settings of an engine at one of them."""
+        """The settings of an engine at one of them, or at another that somebody names."""
+        own = url in self.attached
         return self.model_copy(
-            update={"url": url.rstrip("/"), "urls": (), "server": {}, "environment": {}, "python": None}
+            update={
+                "url": url.rstrip("/"),
+                "urls": (),
+                "server": {},
+                "environment": {},
+                "python": None,
+                "disaggregation": self.disaggregation if own else DisaggregationConfig(),
+            }
         )
 
 

@@ -278,6 +278,11 @@ def _check_colocation(config: RunConfig) -> None:
             "weights that its host holds, which then holds none: set actors.engine.update=disk, or leave out "
             "colocation.enabled"
         )
+    if isinstance(engine, SglangEngineConfig) and engine.disaggregation.enabled:
+        raise ConfigError(
+            "colocation.enabled with actors.engine.disaggregation.enabled: the two servers of a pair do not "
+            "free their devices for the learner: leave out one of them"
+        )
     settings = engine.settings if isinstance(engine, SglangEngineConfig) else {}
     if str(settings.get("enable_memory_saver", True)).lower() == "false":
         raise ConfigError(

@@ -16,7 +16,8 @@ from actors.engines.routing import Routing
 from actors.engines.sglang_client import ServerFacts, SglangClient, UnreachableError
 from actors.engines.sglang_flights import Flight, Flights
 from actors.engines.sglang_loading import Load, Loading
-from actors.engines.sglang_server import AttachedServer, OwnServer, Server
+from actors.engines.sglang_pair import server_of
+from actors.engines.sglang_server import Server
 from actors.engines.sglang_stream import Streamed
 from actors.engines.sglang_weights import HeldWeights
 from actors.engines.waiting import left_s, unless
@@ -31,7 +32,7 @@ FAILED_LOOKS = 2
 
 
 class SglangEngine:
-    """Serves one model through one SGLang server, for as long as that lives.
+    """Serves one model through one SGLang server, or a pair of them, for as long as that lives.
 
     Requests wait for the first weights. When the server ends, hangs or does not take weights, all of its
     processes are killed, the requests in flight raise EngineError and so does every call after it: the fleet
@@ -45,11 +46,7 @@ class SglangEngine:
         self.tokens_generated = 0
         self._config = config
         self._held = HeldWeights(model_dir, config.weights_directory)
-        self._server: Server = (
-            AttachedServer(config)
-            if config.url is not None
-            else OwnServer(config, self._held.directory, log_file, number)
-        )
+        self._server: Server = server_of(config, self._held.directory, log_file, number)
         self._client: SglangClient | None = None
         self._facts: ServerFacts | None = None
         self._loading: Loading | None = None
@@ -92,16 +89,15 @@ class SglangEngine:
 
         Raises ConfigError for settings that this SGLang does not have, EngineError with the server's last
         lines when it does not come up."""
-        url = await self._server.start()
-        self._client = SglangClient.connect(url)
+        self._client = await self._server.start()
         await self._server.until_ready(self._client)
         self._facts = await self._client.facts()
         self._loading = Loading(self._held, self._client, self._facts)
         self._loading.check(self._config)
-        log.info("sglang_ready", url=url, version=self._facts.version)
+        log.info("sglang_ready", url=self.url, version=self._facts.version)
         if self._routing is not None and not self._facts.returns_experts:
             raise ConfigError(
-                f"actors.engine.routed_experts: the server at {url} does not return them: start it with "
+                f"actors.engine.routed_experts: the server at {self.url} does not return them: start it with "
                 "--enable-return-routed-experts"
             )
         if not self._facts.reports_spans and self._config.pause != "drain":

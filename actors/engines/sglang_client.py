@@ -62,6 +62,10 @@ class ServerFacts:
     """Where its weights are."""
     replicas: int = 1
     """Sets of such ranks, each with a copy of the model or a stage of it."""
+    role: str = "null"
+    """`prefill` or `decode` for half of a pair."""
+    bootstrap_port: int = 0
+    """Where a decode server finds out how to reach a prefill server."""
 
 
 class SglangClient:
@@ -81,17 +85,22 @@ class SglangClient:
         """Close its connections."""
         await self._session.close()
 
-    async def facts(self) -> ServerFacts:
-        """Ask what the server is and can do, one token included; refuses what is not SGLang."""
+    async def facts(self, meeting: Json | None = None) -> ServerFacts:
+        """Ask what the server is and can do, one token included; refuses what is not SGLang.
+
+        Half of a pair is refused too without `meeting`: what its requests say of the other half."""
         model = await self._call("GET", "/model_info")
         server = await self._call("GET", "/server_info")
         if "weight_version" not in model or "version" not in server:
             raise EngineError(f"{self.url} answers, but is not an SGLang server of version 0.5.17 or later")
+        role = str(server.get("disaggregation_mode") or "null")
+        if role != "null" and meeting is None:
+            raise EngineError(
+                f"{self.url} is the {role} server of a pair: name both, the decode server with "
+                "actors.engine.url and the prefill server with actors.engine.disaggregation.prefill_url"
+            )
         paths = (await self._call("GET", "/openapi.json")).get("paths", {})
-        probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1), experts_from=0)
-        answer = await self._call(
-            "POST", "/generate", request_body(probe, rid=f"probe-{uuid.uuid4().hex}", salt="probe")
-        )
+        answer = await self._call("POST", "/generate", probe_body() | (meeting or {}))
         return ServerFacts(
             version=str(server["version"]),
             model=str(model["model_path"]),
@@ -102,6 +111,8 @@ class SglangClient:
             tensor_ranks=int(server.get("tp_size", 1)),
             device="cpu" if server.get("device") == "cpu" else "cuda",
             replicas=int(server.get("dp_size", 1)) * int(server.get("pp_size", 1)),
+            role=role,
+            bootstrap_port=int(server.get("disaggregation_bootstrap_port") or 0),
         )
 
     async def generate(
@@ -112,11 +123,21 @@ class SglangClient:
 
         With `streamed` the server is asked for tokens as it draws them, and they are put there."""
         body = request_body(request, rid=rid, salt=salt)
+        generation, _ = await self.answer(
+            body, request, timeout_s=timeout_s, routing=routing, streamed=streamed
+        )
+        return generation
+
+    async def answer(
+        self, body: Json, request: GenerationRequest, *, timeout_s: float,
+        routing: Routing | None = None, streamed: Streamed | None = None,
+    ) -> tuple[Generation, Mapping[str, Any]]:  # fmt: skip
+        """What `body` makes of a request: as `generate`, and what the server says besides."""
         if streamed is None:
             answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
-            return read_answer(answer, request, routing)
+            return read_answer(answer, request, routing), answer["meta_info"]
         await self._stream("/generate", body, streamed, timeout_s)
-        return streamed.generation(routing)
+        return streamed.generation(routing), streamed.meta
 
     async def abort(self, rid: str) -> None:
         """End a request, and any other whose rid begins so."""
@@ -323,6 +344,12 @@ class SglangClient:
             raise UnreachableError(
                 f"no answer from an SGLang server at {self.url}{path}: {reason}"
             ) from error
+
+
+def probe_body() -> Json:
+    """What asks for one token."""
+    probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1), experts_from=0)
+    return request_body(probe, rid=f"probe-{uuid.uuid4().hex}", salt="probe")
 
 
 def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:

@@ -28,12 +28,11 @@ def refuse_unfit(config: SglangEngineConfig, given: Settings, device: str) -> No
     for name, reason in NEEDS_CUDA.items():
         if device == "cpu" and is_on(given.get(name)):
             raise _refusal(given, name, f"needs a GPU, this server is on the CPU: {reason}")
-    if str(given.get("disaggregation_mode", "null")) != "null":
+    if not config.disaggregation.enabled and str(given.get("disaggregation_mode", "null")) != "null":
         raise _refusal(
             given,
             "disaggregation_mode",
-            "is half of a pair: a prefill and a decode server answer behind SGLang's router, which does not "
-            "pass weights on to both. Leave it out: chunked_prefill_size bounds what a prompt holds up",
+            "is half of a pair: leave it out, and set actors.engine.disaggregation.enabled=true for both",
         )
     for name in LOSSY:
         if str(given.get(name, 1)) not in ("1", "1.0"):

@@ -129,23 +129,25 @@ class Flights:
                 flight.sent.cancel()
 
     def weights_change(self) -> None:
-        """From now on the server may draw tokens with other weights."""
+        """From now on the server may draw tokens with other weights, and a pair may end what has none yet."""
         for flight in self:
+            flight.interrupted = flight.sent is not None
             if flight.streamed is not None:
                 flight.streamed.weights_change()
 
     async def interrupt(self, timeout_s: float) -> None:
         """Have the server end all, and hand out what it has drawn. Raises `EngineError` as `drained` does."""
         end_s = time.monotonic() + timeout_s
-        while under_way := [flight for flight in self if flight.sent is not None and not flight.sent.done()]:
+        while under_way := {
+            flight: flight.sent for flight in self if flight.sent is not None and not flight.sent.done()
+        }:
             if time.monotonic() > end_s:
                 raise EngineError(f"{len(under_way)} requests did not end within {timeout_s:g} s of an abort")
             for flight in under_way:
                 flight.interrupted = True
             with suppress(EngineError):  # the requests hear of it too
                 await self._connected().abort_all()
-            sent = [flight.sent for flight in under_way if flight.sent is not None]
-            await asyncio.wait(sent, timeout=INTERRUPT_AGAIN_S)
+            await asyncio.wait(under_way.values(), timeout=INTERRUPT_AGAIN_S)
 
     def _rid(self, request: GenerationRequest) -> str:
         return f"{next(self._rids)}-{request.request_id}"

@@ -20,10 +20,10 @@ POLL_S = 0.25
 
 
 class Server(Protocol):
-    """The one server of an engine."""
+    """The server of an engine, or the two of a pair."""
 
-    async def start(self) -> str:
-        """Start it or find it; returns the URL."""
+    async def start(self) -> SglangClient:
+        """Start it or find it; who asks closes the client."""
 
     async def until_ready(self, client: SglangClient) -> None:
         """Return when it serves. Raises EngineError or ConfigError when it does not."""
@@ -45,14 +45,14 @@ class OwnServer:
         self._log_file = log_file
         self._number = number
 
-    async def start(self) -> str:
+    async def start(self) -> SglangClient:
         """Start a process, with arbitrary weights."""
         port = free_port(HOST)
         settings = server_settings(self._config, self._model, host=HOST, port=port, number=self._number)
         python = interpreter(self._config)
         environment = server_environment(self._config, settings, python)
         self.process = await ServerProcess.start(python, settings, environment, self._log_file)
-        return f"http://{HOST}:{port}"
+        return SglangClient.connect(f"http://{HOST}:{port}")
 
     async def until_ready(self, client: SglangClient) -> None:
         """Return when it has generated a token; it is killed when it does not in time."""
@@ -95,10 +95,10 @@ class AttachedServer:
     def __init__(self, config: SglangEngineConfig) -> None:
         self._config = config
 
-    async def start(self) -> str:
-        """Name the URL."""
+    async def start(self) -> SglangClient:
+        """Say how to reach it."""
         assert self._config.url is not None, "the engine makes one for a URL only"
-        return self._config.url
+        return SglangClient.connect(self._config.url)
 
     async def until_ready(self, client: SglangClient) -> None:
         """Return when it answers; it may be starting, or starting again.

@@ -58,6 +58,11 @@ def chosen(config: SglangEngineConfig) -> dict[str, SglangSetting]:
     return given
 
 
+def device_of(given: Settings) -> str:
+    """Which device a server with these settings uses."""
+    return str(given.get("device", "cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def base_gpu_id(given: Settings, number: int) -> int:
     """The first GPU of one of several engines of a process: each takes as many as its parallel sizes say.
 
@@ -68,10 +73,15 @@ def base_gpu_id(given: Settings, number: int) -> int:
     Raises `ConfigError` for a size that is no number."""
     if given.get("base_gpu_id") is not None:
         return size(given, "base_gpu_id")
-    gpus = replicas(given)
+    return number * gpus(given)
+
+
+def gpus(given: Settings) -> int:
+    """How many a server uses. Raises `ConfigError` for a size that is no number."""
+    found = replicas(given)
     for name, longer in (("tp_size", "tensor_parallel_size"), ("pp_size", "pipeline_parallel_size")):
-        gpus *= size(given, name, longer)
-    return number * gpus
+        found *= size(given, name, longer)
+    return found
 
 
 def server_settings(
@@ -89,8 +99,8 @@ def server_settings(
     Raises `ConfigError` for settings that the engine decides or a run suffers from, and for a model without
     architectures."""
     given = chosen(config)
-    device = given.get("device", "cuda" if torch.cuda.is_available() else "cpu")
-    refuse_unfit(config, given, str(device))
+    device = device_of(given)
+    refuse_unfit(config, given, device)
     return {
         "skip_tokenizer_init": True,  # token ids in and out
         "dtype": _dtype(model) or ("float32" if device == "cpu" else "bfloat16"),

@@ -37,6 +37,11 @@ class Streamed:
         """Whether the server has said how it ended."""
         return bool(self._meta.get("finish_reason"))
 
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """What the server said last of the request."""
+        return self._meta
+
     def add(self, chunk: Mapping[str, Any]) -> None:
         """Take the next piece, which may repeat tokens that came before. Raises EngineError for others."""
         try:

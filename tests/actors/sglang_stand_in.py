@@ -34,6 +34,12 @@ class StandIn:
         self.running.set()
         self.url = ""
         self._runner: web.AppRunner | None = None
+        self.role = "null"
+        """`prefill` or `decode` for half of a pair."""
+        self.retractions = 0
+        """Times that a request was put aside for want of memory."""
+        self.asked: list[dict[str, Any]] = []
+        """The bodies of requests to generate."""
         self.tensor_ranks = 1
         self.replicas = 1
         self.received: dict[str, torch.Tensor] = {}
@@ -68,11 +74,14 @@ class StandIn:
                         "dp_size": self.replicas,
                         "device": "cpu",
                         "incremental_streaming_output": self.streams,
+                        "disaggregation_mode": self.role,
+                        "disaggregation_bootstrap_port": 8998,
                     }
                 )
             case "openapi.json":
                 return web.json_response({"paths": {"/begin_weight_update": {}}})
             case "generate":
+                self.asked.append(body)
                 await self.running.wait()
                 return await self._generating(request, body)
             case "health_generate":
@@ -129,7 +138,9 @@ class StandIn:
         return response
 
     def _generated(self, count: int) -> dict[str, object]:
+        count = 1 if self.role == "prefill" else count
         meta = {
+            "num_retractions": self.retractions,
             "finish_reason": {"type": "length", "length": count},
             "output_token_logprobs": [[-1.0, TOKEN, None]] * count,
             "weight_version": self.version,

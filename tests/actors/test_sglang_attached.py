@@ -9,6 +9,7 @@ import torch
 
 from actors.config import SglangEngineConfig
 from actors.engines.sglang import SglangEngine
+from actors.engines.sglang_flights import Flights
 from bus.errors import EngineError
 from tests.actors.sglang_stand_in import StandIn
 from tests.actors.tiny import request
@@ -169,3 +170,17 @@ async def test_a_limit_that_draining_used_up_ends_the_update(server, attach):
             await flight
     server.running.set()
     await engine.close()
+
+
+async def test_requests_that_are_to_begin_again_before_the_abort_is_answered_are_waited_for_no_more():
+    class Server:
+        async def abort_all(self):
+            ended.set()
+            await flight.sent
+            flights.renew(flight)
+
+    ended, flights = asyncio.Event(), Flights(Server, 0)
+    with flights.new(request("first", [1])) as flight:
+        flight.sent = asyncio.create_task(ended.wait())
+        await asyncio.wait_for(flights.interrupt(TIMEOUT_S), TIMEOUT_S)
+        assert flight.sent is None

@@ -249,6 +249,9 @@ def test_colocation_is_refused_where_turns_cannot_be_taken():
     assert "actors.engine.url=http://there:30000:" in refusal(shared, attached)
     several = {"actors": {"engine": {"type": "sglang", "urls": ["http://a:1", "http://b:2"]}}}
     assert "actors.engine.urls=http://a:1, http://b:2:" in refusal(shared, several)
+    pair = {"actors": {"engine": {"type": "sglang", "disaggregation": {"enabled": True}}}}
+    assert "the two servers of a pair do not free their devices" in refusal(shared, pair)
+    assert resolve(pair).actors.engine.disaggregation.transfer == "mooncake"
     unable = {"actors": {"engine": {"type": "sglang", "server": {"enable-memory-saver": False}}}}
     assert "enable_memory_saver is false" in refusal(shared, unable)
     assert "learner.world.nodes=2" in refusal(shared, {"learner": {"world": {"nodes": 2}}})

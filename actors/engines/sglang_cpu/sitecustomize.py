@@ -1,14 +1,18 @@
-"""Lets `import torchvision` succeed beside a CPU build of torch, and SGLang return routed experts there.
+"""What SGLang lacks on a machine without CUDA, put right as its modules are loaded.
 
-torchvision's wheel has operators linked against CUDA, which cannot load there; it also registers fakes for
-two of them, for which their schemas must exist. They are declared when torchvision is first looked for.
-SGLang would register the memory in which it keeps routed experts with CUDA, to copy faster."""
+torchvision's wheel has operators linked against CUDA, which cannot load beside a CPU build of torch; it also
+registers fakes for two of them, for which their schemas must exist. They are declared when torchvision is
+first looked for. Mooncake, by which a prefill server sends, is linked against RDMA's library. SGLang would
+register the memory in which it keeps routed experts with CUDA, to copy faster, and copy the places of what a
+prefill server sends beside the device's work."""
 
+import ctypes
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 
@@ -28,23 +32,53 @@ class _DeclareOperators(importlib.abc.MetaPathFinder):
         return None
 
 
-class _LeaveMemoryUnregistered(importlib.abc.MetaPathFinder):
+class _LoadVerbs(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "sglang.srt.mem_cache.pool_host.common":
+        if fullname == "mooncake.engine":
+            sys.meta_path.remove(self)
+            try:
+                ctypes.CDLL("libibverbs.so.1")
+            except OSError:  # ours, which knows of no devices
+                ctypes.CDLL(str(Path(sys.prefix, "lib", "libibverbs.so.1")))
+        return None
+
+
+class _ChangeOnceLoaded(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, change: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._change = change
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)  # by the finders after this one
         if spec is not None and (loader := spec.loader) is not None:
             run = loader.exec_module
 
-            def run_and_replace(module: ModuleType) -> None:
+            def run_and_change(module: ModuleType) -> None:
                 run(module)
-                module._cuda_host_register = lambda *_: None  # type: ignore[attr-defined]
+                self._change(module)
 
-            loader.exec_module = run_and_replace  # type: ignore[method-assign]
+            loader.exec_module = run_and_change  # type: ignore[method-assign]
         return spec
 
 
-sys.meta_path[:0] = [_DeclareOperators(), _LeaveMemoryUnregistered()]
+def _leave_memory_unregistered(module: ModuleType) -> None:
+    module._cuda_host_register = lambda *_: None  # type: ignore[attr-defined]
+
+
+def _copy_places_at_once(module: ModuleType) -> None:
+    module.MooncakeKVSender.supports_host_tensor_indices = False
+
+
+sys.meta_path[:0] = [
+    _DeclareOperators(),
+    _LoadVerbs(),
+    _ChangeOnceLoaded("sglang.srt.mem_cache.pool_host.common", _leave_memory_unregistered),
+    _ChangeOnceLoaded("sglang.srt.disaggregation.mooncake.conn", _copy_places_at_once),
+]
