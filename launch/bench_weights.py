@@ -5,7 +5,6 @@ meanwhile. The embedded engine shares the learner's device, a SGLang server has 
 """
 
 import asyncio
-import logging
 import os
 import statistics
 import tempfile
@@ -17,7 +16,6 @@ from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 
-import structlog
 import torch
 from transformers import AutoConfig, Qwen3ForCausalLM
 
@@ -133,7 +131,6 @@ def bench_weights(workload: Workload, config: RunConfig, *, versions: int = 8) -
     if config.actors.engine.type == "sglang" and config.actors.engine.url is None:
         interpreter(config.actors.engine)  # before the model takes its time
     torch.set_num_threads(1)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     with (
         tempfile.TemporaryDirectory(prefix="sluice-bench-") as made,
         ThreadPoolExecutor(1, thread_name_prefix="train") as thread,

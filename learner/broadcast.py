@@ -30,7 +30,7 @@ from storage.weights import Weights
 
 log = structlog.get_logger()
 AS_SGLANG = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""How SGLang's servers set NCCL: ranks that share memory in different ways fail with CUDA's "invalid argument"."""
+"""As SGLang sets NCCL for its servers: ranks that share memory in different ways fail in CUDA."""
 Line = dict[str, Any]
 Announced = Callable[[], Weights | None]
 START_S = 120.0

@@ -49,7 +49,7 @@ class ServerFacts:
     version: str
     model: str
     update_sessions: bool
-    """Tensors are taken between /begin_weight_update and /end_weight_update only (0.5.23, not 0.5.17)."""
+    """Tensors are taken between /begin_weight_update and /end_weight_update only (from 0.5.21 on)."""
     reports_spans: bool
     """Answers say which tokens are of which weights; without it a generation must not see an update."""
     returns_experts: bool
@@ -62,6 +62,8 @@ class ServerFacts:
     """Where its weights are."""
     replicas: int = 1
     """Sets of such ranks, each with a copy of the model or a stage of it."""
+    speculation: str = ""
+    """Its algorithm of speculative decoding."""
     role: str = "null"
     """`prefill` or `decode` for half of a pair."""
     bootstrap_port: int = 0
@@ -108,6 +110,7 @@ class SglangClient:
             reports_spans="weight_versions" in answer.get("meta_info", {}),
             returns_experts="routed_experts" in answer.get("meta_info", {}),
             streams=bool(server.get("incremental_streaming_output")),
+            speculation=str(server.get("speculative_algorithm") or ""),
             tensor_ranks=int(server.get("tp_size", 1)),
             device="cpu" if server.get("device") == "cpu" else "cuda",
             replicas=int(server.get("dp_size", 1)) * int(server.get("pp_size", 1)),

@@ -32,6 +32,11 @@ class Loading:
 
     def check(self, config: SglangEngineConfig) -> None:
         """Raise `ConfigError` for a server that weights cannot get into as configured."""
+        if self._facts.speculation == "NGRAM" and not self._facts.update_sessions:
+            raise ConfigError(
+                f"SGLang {self._facts.version} ends with its first update where speculative_algorithm=NGRAM: "
+                "use 0.5.21 or later, or leave that out"
+            )
         if config.update == "group":
             self._group.refuse_unreachable()
 

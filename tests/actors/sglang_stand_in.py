@@ -42,6 +42,8 @@ class StandIn:
         """The bodies of requests to generate."""
         self.tensor_ranks = 1
         self.replicas = 1
+        self.speculation = None
+        self.update_sessions = True
         self.received: dict[str, torch.Tensor] = {}
         """What the learner sent."""
         self.groups: dict[str, GlooRank] = {}
@@ -72,6 +74,7 @@ class StandIn:
                         "version": "0.5.23",
                         "tp_size": self.tensor_ranks,
                         "dp_size": self.replicas,
+                        "speculative_algorithm": self.speculation,
                         "device": "cpu",
                         "incremental_streaming_output": self.streams,
                         "disaggregation_mode": self.role,
@@ -79,7 +82,9 @@ class StandIn:
                     }
                 )
             case "openapi.json":
-                return web.json_response({"paths": {"/begin_weight_update": {}}})
+                return web.json_response(
+                    {"paths": {"/begin_weight_update": {}} if self.update_sessions else {}}
+                )
             case "generate":
                 self.asked.append(body)
                 await self.running.wait()

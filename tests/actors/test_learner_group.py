@@ -424,6 +424,13 @@ async def test_a_server_of_several_replicas_is_refused_at_its_start(serving):
             await engine.start()
 
 
+async def test_a_server_that_an_update_would_end_is_refused_at_its_start(serving):
+    async with serving() as (engine, server):
+        server.speculation, server.update_sessions = "NGRAM", False
+        with pytest.raises(ConfigError, match="use 0.5.21 or later"):
+            await engine.start()
+
+
 @pytest.mark.slow
 async def test_a_fleet_follows_a_publisher_whose_tensors_come_in_groups(bus, tmp_path, serving):
     class Cut(Blobs):

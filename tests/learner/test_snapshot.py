@@ -1,5 +1,8 @@
 """Copies of weights that other processes map, and the sender's side of them."""
 
+import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -78,3 +81,11 @@ def test_a_sender_keeps_the_memory_it_used_last():
     for copy in [*copies[:-1], copies[0], copies[-1]]:
         source.prepare(copy.where())
     assert list(source._mapped) == [first, later[-1]]
+
+
+def test_what_libraries_print_in_a_sender_is_none_of_its_lines():
+    prints = "import os; from learner import sender; sender._keep_output_to_ourselves(); "
+    prints += "os.write(1, b'NCCL INFO'); print('noise', flush=True); sender._say(port=1)"
+    ended = subprocess.run([sys.executable, "-c", prints], capture_output=True, check=True, timeout=120)
+    assert json.loads(ended.stdout) == {"port": 1}
+    assert b"NCCL INFO" in ended.stderr
