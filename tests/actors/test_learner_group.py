@@ -427,7 +427,7 @@ async def test_a_server_of_several_replicas_is_refused_at_its_start(serving):
 async def test_a_server_that_an_update_would_end_is_refused_at_its_start(serving):
     async with serving() as (engine, server):
         server.speculation, server.update_sessions = "NGRAM", False
-        with pytest.raises(ConfigError, match="use 0.5.21 or later"):
+        with pytest.raises(ConfigError, match=r"use 0\.5\.21 or later"):
             await engine.start()
 
 
