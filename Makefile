@@ -16,7 +16,7 @@ demo: install
 	$(BIN)/launch local --preset sort
 
 test: install
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses logical --maxprocesses 8 --dist loadfile
 
 test-slow: install
 	$(BIN)/pytest -m slow
