@@ -27,7 +27,9 @@ SEQUENCE = 2048
 
 def medium() -> Workload:
     """Large enough that a copy of it leaves the caches, few enough tokens for a laptop."""
-    return Workload(qwen3(768, 2304, 8, 12, 6, 64, 8192), torch.bfloat16, 64, 64, 1, rounds=0)
+    model = qwen3(768, 2304, 8, 12, 6, 64, 8192)
+    model.architectures = ["Qwen3ForCausalLM"]  # by which SGLang tells what to serve
+    return Workload(model, torch.bfloat16, 64, 64, 1, rounds=0)
 
 
 def named(model: str, tokens: int) -> Workload:

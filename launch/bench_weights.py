@@ -1,7 +1,7 @@
 """What a publication costs, from a real learner's step to an engine that serves the new version.
 
 A learner trains at lr 1e-6 in bfloat16 and publishes each step over a real bus to an engine that generates
-meanwhile. The embedded engine shares the learner's device, a SGLang server has its own.
+meanwhile. The engine shares the learner's device, unless a SGLang server is given another.
 """
 
 import asyncio
@@ -158,8 +158,9 @@ async def _bench(
         publisher = WeightPublisher(bus, store, publication, incarnation="bench")
         await publisher.start(model)
         broadcaster = Broadcaster(
-            bus, publisher.announced, incarnation="bench", timeout_s=publication.broadcast_timeout_s
-        )
+            bus, publisher.announced, incarnation="bench",
+            timeout_s=publication.broadcast_timeout_s, threads=publication.threads,
+        )  # fmt: skip
         await broadcaster.start()
         serving, stop = PolicyFollower(bus, engine, blobs, from_learner=by_group), asyncio.Event()
         following = asyncio.create_task(serving.run(stop))
@@ -212,10 +213,10 @@ async def _transport_figures(
     """How long bytes alone take, as many as a delta has and as many as all weights have."""
     manifest = _published(publisher)
     figures: dict[str, Json] = {}
-    for name, size in (
-        ("delta", manifest.deltas[-1].blob.size_bytes),
-        ("full", manifest.snapshot.size_bytes),
-    ):
+    sizes = {"full": manifest.snapshot.size_bytes}
+    if manifest.deltas:
+        sizes["delta"] = manifest.deltas[-1].blob.size_bytes
+    for name, size in sizes.items():
         data = (os.urandom(min(size, RANDOM_BYTES)) * (size // RANDOM_BYTES + 1))[:size]
         began = time.perf_counter()
         ref = await store.put(data, "raw", name)

@@ -37,6 +37,8 @@ START_S = 120.0
 """Until a process of ours has loaded torch; and until it has mapped and locked what it is to send."""
 IDLE_S = 900.0
 """After so long without a broadcast a group is given up."""
+SPARES = 2
+"""Copies that are in use at a time, of a version and, where engines are slow, of the one before."""
 COPIES = 3
 """Attempts at a copy of weights that are replaced meanwhile."""
 
@@ -59,8 +61,8 @@ class Broadcaster:
         self._living: set[asyncio.Task[None]] = set()
         """Of the groups, and of those that are being ended."""
         self._newest: Snapshot | None = None
-        self._spare: Memory | None = None
-        """Of a snapshot that nobody needs any more; senders still have it mapped and locked."""
+        self._spares: list[Memory] = []
+        """Of snapshots that nobody needs any more, the newest last; senders have them mapped and locked."""
         self._copying = asyncio.Lock()
         self._closed = False
 
@@ -124,7 +126,7 @@ class Broadcaster:
 
     def _copied(self, weights: Weights) -> Snapshot:
         """A copy, in memory that is there already if there is any: new memory takes seconds to lock."""
-        memory, self._spare = self._spare, None
+        memory = self._spares.pop() if self._spares else None
         with ThreadPoolExecutor(self._threads, "copy") as threads:
             snapshot = Snapshot(weights, memory, threads)
         weakref.finalize(snapshot, self._unused, snapshot.memory).atexit = False
@@ -133,7 +135,7 @@ class Broadcaster:
     def _unused(self, memory: Memory) -> None:
         """Nobody holds the snapshot in it any more, so no process reads it."""
         if self._groups:
-            self._spare = memory
+            self._spares = [*self._spares, memory][-SPARES:]
 
     async def _make_ready(self, group: "_Group", snapshot: Snapshot) -> None:
         """Raises `BusError`, and gives the group up, when its process cannot send it."""
@@ -161,6 +163,7 @@ class Broadcaster:
             await process.prepares(snapshot)  # before anybody waits for it
         except BaseException:
             await process.end()
+            self._forget_what_no_group_needs()
             raise
         if self._closed:
             await process.end()
@@ -180,17 +183,22 @@ class Broadcaster:
             await process.says("joined", self._timeout_s)
             while await process.lives_until(group.begun, IDLE_S):
                 group.begun.clear()
-                assert group.due is not None, "set before"
-                await process.says("sent", self._timeout_s, told={"send": group.due.where()})
-                log.debug("weights_broadcast", group=group.name, policy_version=group.due.policy_version)
-                group.due = None
+                due, group.due = group.due, None
+                assert due is not None, "set before"
+                await process.says("sent", self._timeout_s, told={"send": due.where()})
+                log.debug("weights_broadcast", group=group.name, policy_version=due.policy_version)
+                del due  # its memory serves another
         except BusError as error:  # the engine hears of it by its own side of the group
             log.warning("group_given_up", group=group.name, reason=str(error))
         finally:
             del self._groups[group.name]
             await process.end()
-            if not self._groups:
-                self._newest = self._spare = None
+            self._forget_what_no_group_needs()
+
+    def _forget_what_no_group_needs(self) -> None:
+        if not self._groups:
+            self._newest = None
+            self._spares.clear()
 
 
 @dataclass(eq=False)

@@ -322,7 +322,7 @@ class PublicationConfig(Config):
     """Versions that can still be fetched; those still to be evaluated stay besides."""
 
     threads: int = Field(1, ge=1)
-    """CPU threads that compare, compress and hash, beside training."""
+    """CPU threads that compare, compress and hash, and copy what is broadcast, beside training."""
 
     broadcast_timeout_s: float = Field(120.0, gt=0)
     """How long an engine with `update = "group"` may take to join the learner's group, and to take a version,

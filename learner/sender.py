@@ -27,8 +27,7 @@ from bus.errors import TrainingError
 from learner.transfer import lock_pages
 
 Line = dict[str, Any]
-OURS = 3
-"""Where standard output goes that is ours: libraries write to the one they know (NCCL_DEBUG=INFO does)."""
+_output = 1
 KEPT = 2
 """Pieces of the learner's memory: of the version that is sent and, where engines are slow, the one before."""
 
@@ -39,7 +38,8 @@ def main() -> NoReturn:
     From then on do what is told: `prepare` what `Snapshot.where` describes, or `send` it, and say when that
     is done. The first argument is a JSON object: `group`, `world_size`, `backend`, `device`, and `timeout_s`,
     which bounds every wait for the other ranks."""
-    _keep_output_to_ourselves()
+    global _output
+    _output = _own_output()
     order = json.loads(sys.argv[1])
     asked: queue.SimpleQueue[Line] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(asked,), daemon=True).start()
@@ -68,13 +68,15 @@ def _listen(asked: "queue.SimpleQueue[Line]") -> None:
     os._exit(0)  # the learner is gone, or wants us gone
 
 
-def _keep_output_to_ourselves() -> None:
-    os.dup2(1, OURS)
+def _own_output() -> int:
+    """Standard output for us alone: libraries write to the descriptor they know (NCCL_DEBUG=INFO does)."""
+    own = os.dup(1)
     os.dup2(2, 1)
+    return own
 
 
 def _say(**line: object) -> None:
-    os.write(OURS, json.dumps(line).encode() + b"\n")
+    os.write(_output, json.dumps(line).encode() + b"\n")
 
 
 def _join(store: c10d.Store, order: Line, timeout: timedelta) -> dist.ProcessGroup:

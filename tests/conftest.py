@@ -66,10 +66,10 @@ def object_store(
         "AWS_EC2_METADATA_DISABLED": "true",
         "AWS_MAX_ATTEMPTS": "1",
     }
+    s3_server.begin()
     for name, value in {**environment, "AWS_ENDPOINT_URL": s3_server.url}.items():
         monkeypatch.setenv(name, value)
     S3FileSystem.clear_instance_cache()
-    s3_server.begin()
     s3_server.create_bucket("bucket")
     yield s3_server
     S3FileSystem.clear_instance_cache()

@@ -43,6 +43,7 @@ class ObjectStore:
     def begin(self) -> None:
         """Run, and keep nothing of what was before. To start takes a second."""
         if self._process is None:
+            self.port = free_port(HOST)  # another may have taken the one before
             self.start()
         else:
             self._ask("POST", "moto-api/reset")

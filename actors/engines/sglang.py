@@ -220,6 +220,7 @@ class SglangEngine:
         try:
             generation = flight.sent.result()
         except RequestRefusedError:
+            self._flights.abandon(flight)  # the other server of a pair may have taken it
             raise
         except EngineError as error:
             self._flights.abandon(flight)  # it may have been too slow only, or the connection broke

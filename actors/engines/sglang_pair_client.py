@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Awaitable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -32,7 +33,7 @@ One = TypeVar("One")
 Other = TypeVar("Other")
 NOWHERE: Json = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
 """SGLang's own mark of a request that is for one half of a pair alone; its answer means nothing."""
-FIRST_TRANSFER_S = 120.0
+FIRST_TRANSFER_S = 60.0
 """The first makes the connection."""
 HAND_OVER_S = 10.0
 """Prompts that are not through after this are ended, and begin again with the new weights."""
@@ -104,7 +105,8 @@ class PairClient(SglangClient):
     ) -> Generation:  # fmt: skip
         """Continue a prompt, as `SglangClient.generate`.
 
-        One that is not across when weights change is `NOTHING`: it can be asked for again."""
+        One that is not across when weights change is `NOTHING`: it can be asked for again. One whose tokens
+        are of no certain version from some point on ends there."""
         if self._paused:
             return NOTHING
         body = request_body(request, rid=rid, salt=salt) | self._room()
@@ -121,24 +123,24 @@ class PairClient(SglangClient):
             for half in (asked.first, asked.rest):
                 half.add_done_callback(hear)
                 half.cancel()
-        if updates != self._updates and said.get("num_retractions"):
-            raise EngineError(
-                f"request {request.request_id}: the decode server had put it aside for want of memory, "
-                "perhaps while weights changed: nobody knows which of its tokens are of which"
-            )
+        if updates != self._updates and len(generation.token_ids) and said.get("num_retractions", 1):
+            # put aside for want of memory, perhaps while weights changed: nobody knows of which they are
+            return streamed.kept() if streamed else NOTHING
         return generation
 
     async def abort(self, rid: str) -> None:
         """End a request at both, and any other whose rid begins so."""
+        await asyncio.sleep(0)  # one that was asked for in this turn of the loop gets there first
         if asked := self._asked.get(rid):
             asked.ended = True
-        await together(self.prefill.abort(rid), self.decode.abort(rid))
+        await _at_both(self.prefill.abort(rid), self.decode.abort(rid))
 
     async def abort_all(self) -> None:
         """End every request at both."""
+        await asyncio.sleep(0)  # as above
         for asked in self._asked.values():
             asked.ended = True
-        await together(self.prefill.abort_all(), self.decode.abort_all())
+        await _at_both(self.prefill.abort_all(), self.decode.abort_all())
 
     async def healthy(self, timeout_s: float) -> bool:
         """Whether both still generate."""
@@ -205,7 +207,8 @@ class PairClient(SglangClient):
 
     async def _end(self, asked: _Asked) -> None:
         while pending := [half for half in (asked.first, asked.rest) if not half.done()]:
-            await self.abort(asked.rid)
+            with suppress(EngineError):  # the request hears of it too
+                await self.abort(asked.rid)
             await asyncio.wait(pending, timeout=ABORT_AGAIN_S)
 
 
@@ -245,6 +248,13 @@ def joined(head: Generation, generation: Generation, request: GenerationRequest)
     versions = generation.policy_versions.copy()
     versions[0] = head.policy_versions[0]
     return replace(generation, policy_versions=versions)
+
+
+async def _at_both(one: Awaitable[None], other: Awaitable[None]) -> None:
+    """Do both, also when one fails: that is raised then."""
+    for failure in await asyncio.gather(one, other, return_exceptions=True):
+        if failure is not None:
+            raise failure
 
 
 async def together(one: Awaitable[One], other: Awaitable[Other]) -> tuple[One, Other]:

@@ -1,4 +1,4 @@
-"""An engine's weights on their way into a SGLang server: in a file for as long as the server reads it."""
+"""An engine's weights on their way into a SGLang server: in files for as long as the server reads them."""
 
 import fcntl
 import shutil
@@ -6,9 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
 
 import torch
 
@@ -70,9 +68,8 @@ class HeldWeights:
         parts = list(buckets(state, FILE_BYTES))
         paths = [self.directory / f"model-{number:05}.safetensors" for number in range(len(parts))]
         try:
-            with ExitStack() as opened, ThreadPoolExecutor(spare_threads(), "write") as threads:
-                files = [opened.enter_context(path.open("wb")) for path in paths]
-                list(threads.map(_write, files, parts))
+            with ThreadPoolExecutor(spare_threads(), "write") as threads:
+                list(threads.map(_write, paths, parts))
         except OSError as error:
             self.drop()
             raise ConfigError(
@@ -128,14 +125,15 @@ def buckets(state: State, size_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, 
         yield bucket
 
 
-def _write(file: IO[bytes], state: State) -> None:
+def _write(path: Path, state: State) -> None:
     """Make it a safetensors file of these tensors. Raises `OSError` where there is no room."""
     kinds = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
     beginning, places = laid_out(kinds, {"format": "pt"})
-    file.write(beginning)
-    for name in places:  # not into a mapping: a full disk would kill us, by SIGBUS
-        raw = state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        file.write(raw.numpy().data)
+    with path.open("wb") as file:
+        file.write(beginning)
+        for name in places:  # not into a mapping: a full disk would kill us, by SIGBUS
+            raw = state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            file.write(raw.numpy().data)
 
 
 def _size(state: State) -> int:

@@ -14,7 +14,7 @@ from actors.engines.base import InterruptedGenerationError
 from actors.engines.sglang import SglangEngine
 from actors.engines.sglang_process import group_members
 from bus.errors import EngineError, RequestRefusedError
-from tests.actors.test_engine_sglang import CONFIG, FIRST, LONG, PROMPT, SECOND
+from tests.actors.sglang_served import CONFIG, FIRST, LONG, PROMPT, SECOND
 from tests.actors.tiny import recomputed, request
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(420)]
@@ -143,6 +143,8 @@ async def test_a_prompt_that_is_handed_over_while_weights_change_has_tokens_of_b
                 break
         await client.decode.resume()
         await asyncio.wait_for(flight, LIMIT_S)
+    else:
+        pytest.fail("no prompt was met on its way from one server to the other")
     await engine.load_weights(SECOND.state_dict(), 1)
     generation = await asyncio.wait_for(flight, LIMIT_S)
     old = generation.policy_versions.tolist().count(0)

@@ -104,8 +104,8 @@ async def test_tokens_of_uncertain_versions_are_not_handed_out(servers, attach):
     assert len((await engine.generate(request("of one version", [1], new=4))).token_ids) == 4
     flight = await held_at(decode, engine, "put aside")
     await asyncio.wait_for(engine.load_weights(STATE, 1), LIMIT_S)
-    with pytest.raises(EngineError, match="put it aside for want of memory"):
-        await asyncio.wait_for(flight, LIMIT_S)
+    generation = await asyncio.wait_for(flight, LIMIT_S)
+    assert generation.policy_versions.tolist() == [1] * 4, "it began again"
     assert not engine.failure
     await engine.close()
 

@@ -204,7 +204,7 @@ async def test_idle_loop_notices_stop(bus: Bus):
     asyncio.get_running_loop().call_later(0.1, stop.set)
     began = time.monotonic()
     await consume(Inbox(bus, "TASKS", "rollout"), bus, Lease, Recorder(until=1), stop=stop, concurrency=1)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 4
 
 
 @pytest.mark.nats

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from learner import snapshot as snapshots
+from learner.broadcast import SPARES, Broadcaster
 from learner.host_copy import host_tensors
 from learner.sender import KEPT, Source
 from learner.snapshot import ALIGNED, Memory, Snapshot
@@ -84,8 +85,25 @@ def test_a_sender_keeps_the_memory_it_used_last():
 
 
 def test_what_libraries_print_in_a_sender_is_none_of_its_lines():
-    prints = "import os; from learner import sender; sender._keep_output_to_ourselves(); "
+    prints = "import os; from learner import sender; sender._output = sender._own_output(); "
     prints += "os.write(1, b'NCCL INFO'); print('noise', flush=True); sender._say(port=1)"
     ended = subprocess.run([sys.executable, "-c", prints], capture_output=True, check=True, timeout=120)
     assert json.loads(ended.stdout) == {"port": 1}
     assert b"NCCL INFO" in ended.stderr
+
+
+async def test_copies_that_are_sent_late_take_no_more_memory_than_two_of_them():
+    announced = [weights()]
+    broadcaster = Broadcaster(None, lambda: announced[-1], incarnation="one", timeout_s=1.0, threads=1)
+    broadcaster._groups["slow"] = None
+    late, memories = None, set()
+    for version in range(8):
+        announced.append(weights(version))
+        copy = await broadcaster._snapshot(version)
+        memories.add(copy.memory.number)
+        late = (
+            copy if version % 2 else late
+        )  # a slow engine takes every other version, while the next is made
+        del copy
+    assert len(memories) == SPARES
+    assert late is not None
