@@ -20,7 +20,7 @@ from bus.connection import RETRY_S, Bus
 from bus.errors import BusError, HandBackError, SchemaError
 from bus.parts import Parts, Whole
 from bus.topology import ACK_WAIT_S
-from bus.waiting import set_within
+from bus.waiting import cancelled, set_within
 
 log = structlog.get_logger()
 AHEAD_BYTES = 64 << 20
@@ -237,9 +237,7 @@ async def consume_batches(
                     await received.ack()
             await taking
         finally:
-            beating.cancel()
-            taking.cancel()
-            await asyncio.wait([taking, beating])
+            await cancelled(taking, beating)
         await inbox.give_back()
 
 

@@ -1,9 +1,10 @@
 """Waiting for one thing, or for what ends the wait."""
 
 import asyncio
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+CANCEL_AGAIN_S = 1.0
 
 
 async def set_within(event: asyncio.Event, timeout_s: float) -> bool:
@@ -24,3 +25,14 @@ async def ended_before(stop: asyncio.Event, task: asyncio.Task[T]) -> bool:
     if task.done():
         task.result()
     return task.done()
+
+
+async def cancelled(*tasks: "asyncio.Task[Any]") -> None:
+    """Cancel the tasks, and return when all have ended.
+
+    Once is not enough: Python 3.11's `asyncio.wait_for`, by which nats-py waits for answers, forgets that it
+    was cancelled when an answer came at the same moment."""
+    while running := [task for task in tasks if not task.done()]:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running, timeout=CANCEL_AGAIN_S)

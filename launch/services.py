@@ -13,7 +13,7 @@ from bus.errors import BusError, ConfigError
 from bus.messages import RunRecord
 from bus.probe import until_it_cannot_store
 from bus.server import NatsServer
-from bus.waiting import ended_before
+from bus.waiting import cancelled, ended_before
 from launch.config import RunConfig, resolve
 from launch.runtime import locked
 from learner.config import WorldConfig
@@ -52,9 +52,7 @@ async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event) -> bool:
     full = asyncio.create_task(until_it_cannot_store(server.url))
     tasks = {ended, stopping, full}
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
+    await cancelled(*tasks)
     if stop.is_set():
         return True
     if not ended.cancelled():

@@ -185,7 +185,7 @@ async def test_the_memory_of_a_version_that_nobody_needs_any_more_serves_a_later
         assert server.said.count("update_weights_from_distributed") == 3 * 2
         assert server.said.count("init_weights_update_group") == 1
     await learner.none_is_left()
-    assert learner.broadcaster._spare is None
+    assert not learner.broadcaster._spares
 
 
 @pytest.mark.slow
