@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from bus import consume
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.server import NatsServer
 from bus.topology import ensure
+from storage import dispatcher
 from tests.object_store import ObjectStore
 
 RUN = "test"
@@ -40,6 +42,14 @@ async def bus(connect: Connect) -> AsyncIterator[Bus]:
         await ensure(connected.js, connected.topology, shards=2)
         await connected.create_keys()
         yield connected
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Poll often, so that a test waits for nothing but what it tests."""
+    monkeypatch.setattr(consume, "POLL_S", 0.1)
+    monkeypatch.setattr(dispatcher, "POLL_S", 0.05)
+    monkeypatch.setattr(dispatcher, "LONG_POLL_S", 0.3)
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from actors import weights
 from actors.config import EmbeddedEngineConfig
 from actors.engines.embedded import EmbeddedEngine
-from bus import consume
-from storage import dispatcher
 from tests.actors.sglang_served import FIRST
 from tests.actors.tiny import tiny_model
 
@@ -34,11 +32,8 @@ def one_thread():
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Poll often, so that a test waits for nothing but what it tests."""
-    monkeypatch.setattr(consume, "POLL_S", 0.1)
-    monkeypatch.setattr(dispatcher, "POLL_S", 0.05)
-    monkeypatch.setattr(dispatcher, "LONG_POLL_S", 0.3)
+def quick(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actors poll often, too."""
     monkeypatch.setattr(weights, "POLL_S", 0.1)
 
 

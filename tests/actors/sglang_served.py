@@ -65,5 +65,5 @@ async def in_flight(engine, *generations) -> None:
     await until(running, f"{len(generations)} requests at the worker")
 
 
-def started(engine, name, new=LONG, **sampling):
-    return asyncio.create_task(engine.generate(request(name, PROMPT, new=new, **sampling)))
+def started(engine, name, prompt=PROMPT, new=LONG, **sampling):
+    return asyncio.create_task(engine.generate(request(name, prompt, new=new, **sampling)))

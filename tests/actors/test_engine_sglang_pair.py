@@ -14,7 +14,7 @@ from actors.engines.base import InterruptedGenerationError
 from actors.engines.sglang import SglangEngine
 from actors.engines.sglang_process import group_members
 from bus.errors import EngineError, RequestRefusedError
-from tests.actors.sglang_served import CONFIG, FIRST, LONG, PROMPT, SECOND
+from tests.actors.sglang_served import CONFIG, FIRST, LONG, PROMPT, SECOND, started
 from tests.actors.tiny import recomputed, request
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(420)]
@@ -46,10 +46,6 @@ async def engine(shared) -> SglangEngine:
 
 def groups_of(engine) -> list[int]:
     return [server.process.pid for server in (engine._server.prefill, engine._server.decode)]
-
-
-def started(engine, name, prompt=PROMPT, new=LONG, **sampling):
-    return asyncio.create_task(engine.generate(request(name, prompt, new=new, **sampling)))
 
 
 async def handed_out(engine, name, more_than=0) -> int:

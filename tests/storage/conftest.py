@@ -2,18 +2,15 @@
 
 import pytest
 
-from bus import consume, roles
+from bus import roles
 from bus.connection import Bus
-from storage import dispatcher, reader
+from storage import reader
 from tests.storage.serving import LearnerStandIn
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Poll often, so that a test waits for nothing but what it tests."""
-    monkeypatch.setattr(consume, "POLL_S", 0.1)
-    monkeypatch.setattr(dispatcher, "POLL_S", 0.05)
-    monkeypatch.setattr(dispatcher, "LONG_POLL_S", 0.3)
+def quick(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers try again soon, too."""
     monkeypatch.setattr(reader, "RETRY_S", 0.02)
 
 
