@@ -125,15 +125,14 @@ def bench_actors(
     """
     from actors.engines.bench import bench_actors as measured
     from actors.engines.bench_actor import ActorLoad
-    from launch.bench_models import random_model, shape
+    from launch.bench_models import random_model, refuse_several, shape
 
     configure_logging("warning")
     shape(model)  # refuses an unknown name before anything runs
     engine = validate({"actors": {"engine": {"type": "sglang"}}}, flags(settings)).actors.engine
     if engine.type != "sglang":
         raise ConfigError(f"--actors.engine.type {engine.type}: this command measures an SGLang server")
-    if engine.urls:
-        raise ConfigError("--actors.engine.urls: one server is measured, name it with --actors.engine.url")
+    refuse_several(engine)
     load = ActorLoad(concurrency=concurrency, new_tokens=new_tokens, rounds=rounds)
     _show(measured(engine, partial(random_model, model), load, embedded=not server_only), as_json=as_json)
 

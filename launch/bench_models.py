@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from actors.config import SglangEngineConfig
 from bus.errors import ConfigError
 from learner.bench_shapes import SHAPES
 from learner.conversion.files import save_hf_directory
@@ -23,6 +24,12 @@ def shape(name: str) -> Qwen3Config:
         eos_token_id=None,
         pad_token_id=0,
     )
+
+
+def refuse_several(engine: SglangEngineConfig) -> None:
+    """Raise `ConfigError` for settings that name several servers."""
+    if engine.urls:
+        raise ConfigError("--actors.engine.urls: one server is measured, name it with --actors.engine.url")
 
 
 def random_model(name: str, *, seed: int = 0, where: torch.device | None = None) -> Qwen3ForCausalLM:

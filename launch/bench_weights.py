@@ -29,11 +29,11 @@ from actors.weights import PolicyFollower
 from bus.codec import Json
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.errors import ConfigError
 from bus.messages import PolicyManifest
 from bus.server import NatsServer
 from bus.topology import ensure
 from launch.bench_learning import Learning, medium, named
+from launch.bench_models import refuse_several
 from launch.config import Layer, RunConfig, validate
 from learner.bench import Workload
 from learner.broadcast import Broadcaster
@@ -114,8 +114,8 @@ def settings(*layers: Layer) -> RunConfig:
     learner = {"publication": {"anchor_every": 1000, "threads": min(8, os.cpu_count() or 1)}}
     engine = {"type": "embedded", "dtype": "bfloat16", "slots": 4}
     config = validate({"learner": learner, "actors": {"engine": engine}}, *layers)
-    if config.actors.engine.type == "sglang" and config.actors.engine.urls:
-        raise ConfigError("--actors.engine.urls: one server is measured, name it with --actors.engine.url")
+    if config.actors.engine.type == "sglang":
+        refuse_several(config.actors.engine)
     return config
 
 
