@@ -143,6 +143,15 @@ def apply_delta(base: Weights, data: bytes | bytearray, threads: Executor | None
     return result
 
 
+def changed_positions(old: Words, new: Words) -> NDArray[np.int64]:
+    """Where two arrays of equally many words differ, ascending."""
+    found = [
+        np.flatnonzero(old[start : start + BLOCK_WORDS] != new[start : start + BLOCK_WORDS]) + start
+        for start in range(0, len(new), BLOCK_WORDS)
+    ]
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
 # --- encoding ---
 
 
@@ -171,12 +180,7 @@ def _encoded(base: Weights, item: tuple[str, HostTensor]) -> tuple[TensorChange,
 
 def _sparse(old: Words, new: Words) -> tuple[Words, Words] | None:
     """The gaps between changed words, and how far each moved; `None` where all words take less space."""
-    blocks = range(0, len(new), BLOCK_WORDS)
-    found = [
-        np.flatnonzero(old[start : start + BLOCK_WORDS] != new[start : start + BLOCK_WORDS]) + start
-        for start in blocks
-    ]
-    positions = np.concatenate(found) if found else np.zeros(0, np.int64)
+    positions = changed_positions(old, new)
     gaps = np.diff(positions, prepend=-1) - 1
     largest = int(gaps.max(initial=0))
     width = next((width for width in GAP_BYTES if largest < 1 << 8 * width), None)

@@ -18,6 +18,7 @@ import torch
 from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.routing import Routing
 from actors.engines.sglang_answers import BAD_REQUEST, read_answer
+from actors.engines.sglang_changes import APPLY
 from actors.engines.sglang_stream import Streamed, read_events
 from actors.engines.waiting import bounded, left_s
 from bus.broadcasts import OfferedBucket
@@ -64,6 +65,8 @@ class ServerFacts:
     """Sets of such ranks, each with a copy of the model or a stage of it."""
     speculation: str = ""
     """Its algorithm of speculative decoding."""
+    takes_changes: bool = False
+    """Its own process writes elements that changed where they belong: see `in_server/sluice_changes.py`."""
     role: str = "null"
     """`prefill` or `decode` for half of a pair."""
     bootstrap_port: int = 0
@@ -114,6 +117,7 @@ class SglangClient:
             tensor_ranks=int(server.get("tp_size", 1)),
             device="cpu" if server.get("device") == "cpu" else "cuda",
             replicas=int(server.get("dp_size", 1)) * int(server.get("pp_size", 1)),
+            takes_changes=_takes_changes(server),
             role=role,
             bootstrap_port=int(server.get("disaggregation_bootstrap_port") or 0),
         )
@@ -206,6 +210,21 @@ class SglangClient:
                         "abort_all_requests": False,
                     }
                     await self._update("/update_weights_from_tensor", body, timeout_s)
+
+    async def load_changes(
+        self, file: Path, policy_version: int, facts: ServerFacts, *, flush: bool, timeout_s: float
+    ) -> None:
+        """Have its own process write in what changed since its last weights, from a file."""
+        path = torch.frombuffer(bytearray(str(file).encode()), dtype=torch.uint8)
+        body = {
+            "serialized_named_tensors": [_pickled({"path": path})] * facts.tensor_ranks,
+            "load_format": APPLY,
+            "flush_cache": flush,
+            "weight_version": str(policy_version),
+            "abort_all_requests": False,
+        }
+        async with self.updating(facts, timeout_s):
+            await self._update("/update_weights_from_tensor", body, timeout_s)
 
     @asynccontextmanager
     async def updating(self, facts: ServerFacts, timeout_s: float) -> AsyncIterator[None]:
@@ -376,6 +395,13 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
         "extra_key": salt,
         **(routed if request.experts_from is not None else {}),
     }
+
+
+def _takes_changes(server: Json) -> bool:
+    """Whether one has our loader, for the weights of one model: a draft's are others of the same names."""
+    replicated = int(server.get("dp_size", 1)) > 1 and not server.get("enable_dp_attention")
+    plain = not (server.get("speculative_algorithm") or server.get("quantization") or replicated)
+    return plain and APPLY in (server.get("custom_weight_loader") or ())
 
 
 def _pickled(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -10,6 +10,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 UNKNOWN_SETTING = 64
 """Exit status when the installed SGLang has no setting of a name; the reason is the last line it prints."""
@@ -19,7 +20,8 @@ MODULE = "sglang.launch_server"
 def main() -> None:
     """Serve with the settings in the first argument, a JSON object, as long as standard input is open."""
     _end_with_stdin()
-    sys.path.pop(0)  # the directory of this file, where `sglang` is a module of ours
+    here = Path(sys.path.pop(0))  # the directory of this file, where `sglang` is a module of ours
+    sys.path.append(str(here / "in_server"))  # its processes inherit this
     settings = json.loads(sys.argv[1])
     actions = _actions()
     for name in settings:

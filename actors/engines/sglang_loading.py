@@ -76,7 +76,8 @@ class Loading:
     async def again(self, config: SglangEngineConfig, end_s: float) -> None:
         """Have the server take all weights that this host holds, if it holds any, until `end_s`."""
         if self._held.policy_version >= 0:
-            load = await self._kept(config, self._held.tensors, self._held.policy_version)
+            held = self._held.tensors, self._held.policy_version
+            load = await self._kept(config, *held, whole=True)
             await load(False, end_s)
 
     async def close(self) -> None:
@@ -84,14 +85,24 @@ class Loading:
         if self._published is not None:
             await self._group.end(self._published)
 
-    async def _kept(self, config: SglangEngineConfig, state: State, policy_version: int) -> Load:
+    async def _kept(
+        self, config: SglangEngineConfig, state: State, policy_version: int, *, whole: bool = False
+    ) -> Load:
+        """Take tensors that the server is to have; it has those that were held, unless it lost all."""
+        changed = None
+        if config.in_files:  # all outside the pause
+            if self._facts.takes_changes and not whole:
+                changed = await asyncio.to_thread(self._held.write_changes, state)
+            if changed is None:
+                await asyncio.to_thread(self._held.write, state)
         self._held.keep(state, policy_version)
-        if config.in_files:  # outside the pause
-            await asyncio.to_thread(self._held.write, state)
 
         async def load(flush: bool, end_s: float) -> int:
             client, facts, timeout_s = self._client, self._facts, left_s(end_s)
-            if config.in_files:
+            if changed is not None:
+                await client.load_changes(changed, policy_version, facts, flush=flush, timeout_s=timeout_s)
+                await asyncio.to_thread(self._held.drop)
+            elif config.in_files:
                 directory = self._held.directory
                 await client.load_files(directory, policy_version, flush=flush, timeout_s=timeout_s)
                 await asyncio.to_thread(self._held.drop)  # pages go back to the system
@@ -119,7 +130,7 @@ class Loading:
         try:
             async with bounded(left_s(end_s), "the transport did not bring them"):
                 state = await published.tensors()
-            load = await self._kept(config, state, published.policy_version)
+            load = await self._kept(config, state, published.policy_version, whole=True)
         except (BusError, StorageError, ConfigError) as error:
             raise EngineError(f"not all of version {offer[0].policy_version} came: {error}") from error
         return await load(flush, end_s)

@@ -97,7 +97,11 @@ class PairClient(SglangClient):
             self.prefill._call("POST", "/generate", body, timeout_s=FIRST_TRANSFER_S),
             self.decode._call("POST", "/generate", body, timeout_s=FIRST_TRANSFER_S),
         )
-        return replace(rest, reports_spans=first.reports_spans and rest.reports_spans)
+        return replace(
+            rest,
+            reports_spans=first.reports_spans and rest.reports_spans,
+            takes_changes=first.takes_changes and rest.takes_changes,
+        )
 
     async def generate(
         self, request: GenerationRequest, *, rid: str, salt: str, timeout_s: float,
@@ -180,6 +184,18 @@ class PairClient(SglangClient):
             await client.load_tensors(parts, policy_version, facts, flush=flush, timeout_s=timeout_s)
 
         await together(load(self.prefill, self._prefill_facts), load(self.decode, facts))
+
+    async def load_changes(
+        self, file: Path, policy_version: int, facts: ServerFacts, *, flush: bool, timeout_s: float
+    ) -> None:
+        """Have both write in what changed."""
+        assert self._prefill_facts is not None, "the engine asks for facts first"
+        self._updates += 1
+        given = file, policy_version
+        await together(
+            self.prefill.load_changes(*given, self._prefill_facts, flush=flush, timeout_s=timeout_s),
+            self.decode.load_changes(*given, facts, flush=flush, timeout_s=timeout_s),
+        )
 
     async def release(self, timeout_s: float) -> None:
         """Refused."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from actors.config import SglangEngineConfig, SglangSetting
+from actors.engines.sglang_changes import APPLY
 from actors.engines.sglang_features import added, refuse_unfit, replicas, size
 from bus.errors import ConfigError
 
@@ -114,6 +115,7 @@ def server_settings(
         "host": host,
         "port": port,
         "load_format": "dummy",
+        "custom_weight_loader": (*_several(given.get("custom_weight_loader", ())), APPLY),
         "weight_version": "-1",
     }
 
@@ -130,6 +132,10 @@ def server_environment(config: SglangEngineConfig, settings: Settings, python: P
 
 def _streaming(interval: int) -> Settings:
     return {"stream_interval": interval, "incremental_streaming_output": True}
+
+
+def _several(value: SglangSetting) -> tuple[int | float | str, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _dtype(model: Path) -> str:

@@ -6,10 +6,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from actors.engines.sglang_changes import changes
 from bus.errors import ConfigError, EngineError
 from storage.weights import TORCH_DTYPES, laid_out, spare_threads
 
@@ -21,6 +23,7 @@ BUCKET_BYTES = 256 << 20
 FILE_BYTES = 1 << 30
 """Of tensors in one file, which one thread writes: the system lets no two write to a file at a time."""
 NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
+FROM_TORCH = {"format": "pt"}
 State = Mapping[str, torch.Tensor]
 
 
@@ -52,8 +55,7 @@ class HeldWeights:
         """Take the tensors, the first time all of them.
 
         Raises `EngineError`, and takes none, when they are another model's."""
-        if self.policy_version >= 0:
-            self._check(state)
+        self._check(state)
         self._tensors.update(state)
         self.policy_version = policy_version
 
@@ -67,16 +69,24 @@ class HeldWeights:
         self.drop()
         parts = list(buckets(state, FILE_BYTES))
         paths = [self.directory / f"model-{number:05}.safetensors" for number in range(len(parts))]
-        try:
-            with ThreadPoolExecutor(spare_threads(), "write") as threads:
-                list(threads.map(_write, paths, parts))
-        except OSError as error:
-            self.drop()
-            raise ConfigError(
-                f"no room for {_size(state):,} bytes of weights in {self.directory} ({error.strerror}): "
-                "name a larger place with actors.engine.weights_directory"
-            ) from error
+        with self._room_for(state), ThreadPoolExecutor(spare_threads(), "write") as threads:
+            list(threads.map(_write, paths, parts))
         return self.directory
+
+    def write_changes(self, state: State) -> Path | None:
+        """Return a file with the elements that these have anew, for a server that has what is held.
+
+        `None` where nothing is held, and where it would be large: then `write` them.
+        Raises `EngineError` for another model's tensors, `ConfigError` when there is no room."""
+        self._check(state)
+        found = changes(self._tensors, state) if self.policy_version >= 0 else None
+        if found is None:
+            return None
+        self.drop()
+        path = self.directory / "changes.safetensors"
+        with self._room_for(found.tensors):
+            _write(path, found.tensors, found.metadata)
+        return path
 
     def drop(self) -> None:
         """Remove the files, which were read; a server that still has them mapped keeps their pages."""
@@ -101,7 +111,21 @@ class HeldWeights:
         shutil.rmtree(self._root, ignore_errors=True)
         self._lock.close()
 
+    @contextmanager
+    def _room_for(self, state: State) -> Iterator[None]:
+        """Inside, files of these are written. Raises `ConfigError` where there is no room, and drops them."""
+        try:
+            yield
+        except OSError as error:
+            self.drop()
+            raise ConfigError(
+                f"no room for {_size(state):,} bytes of weights in {self.directory} ({error.strerror}): "
+                "name a larger place with actors.engine.weights_directory"
+            ) from error
+
     def _check(self, state: State) -> None:
+        if self.policy_version < 0:
+            return
         for name, tensor in state.items():
             held = self._tensors.get(name)
             if held is None:
@@ -125,10 +149,10 @@ def buckets(state: State, size_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, 
         yield bucket
 
 
-def _write(path: Path, state: State) -> None:
+def _write(path: Path, state: State, metadata: Mapping[str, str] = FROM_TORCH) -> None:
     """Make it a safetensors file of these tensors. Raises `OSError` where there is no room."""
     kinds = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
-    beginning, places = laid_out(kinds, {"format": "pt"})
+    beginning, places = laid_out(kinds, metadata)
     with path.open("wb") as file:
         file.write(beginning)
         for name in places:  # not into a mapping: a full disk would kill us, by SIGBUS

@@ -65,5 +65,15 @@ async def in_flight(engine, *generations) -> None:
     await until(running, f"{len(generations)} requests at the worker")
 
 
+def noted(call, names, name):
+    """The same, which says each time that it is called."""
+
+    def noting(*args, **kwargs):
+        names.append(name)
+        return call(*args, **kwargs)
+
+    return noting
+
+
 def started(engine, name, prompt=PROMPT, new=LONG, **sampling):
     return asyncio.create_task(engine.generate(request(name, prompt, new=new, **sampling)))

@@ -31,6 +31,7 @@ from tests.actors.sglang_served import (
     SECOND,
     group_of,
     in_flight,
+    noted,
     requests_at_the_worker,
     started,
     until,
@@ -108,6 +109,27 @@ async def test_weights_arrive_whole_and_in_part(engine, update, monkeypatch):
     assert await engine.checksums() == before
     generation = await engine.generate(request(f"after-{update}", PROMPT, new=8))
     assert set(generation.policy_versions.tolist()) == {4}
+
+
+async def test_elements_that_changed_are_written_where_the_server_has_them(engine, monkeypatch):
+    torch.manual_seed(0)
+    state, ways = FIRST.state_dict(), []
+    for way in ("load_changes", "load_files"):
+        monkeypatch.setattr(engine._client, way, noted(getattr(engine._client, way), ways, way))
+    for version in (1, 2, 3):
+        state = {
+            name: torch.where(torch.rand(tensor.shape) < 0.05, tensor * 1.25, tensor)
+            for name, tensor in state.items()
+        }
+        await engine.load_weights(state, version)
+    changed = await engine.checksums()
+    assert ways == ["load_changes"] * 3
+    generation = await engine.generate(request("changed", PROMPT, new=8))
+    assert set(generation.policy_versions.tolist()) == {3}
+    await engine.load_weights(SECOND.state_dict(), 4)
+    await engine.load_weights(state, 5)
+    assert ways[3:] == ["load_files"] * 2
+    assert await engine.checksums() == changed
 
 
 @pytest.mark.parametrize("update", ["disk", "tensor"])

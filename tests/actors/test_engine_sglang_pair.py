@@ -90,6 +90,14 @@ async def test_weights_arrive_in_both(engine, update, monkeypatch):
     generation = await engine.generate(request("after", PROMPT, new=8))
     assert set(generation.policy_versions.tolist()) == {1}
     np.testing.assert_allclose(generation.logprobs, recomputed(SECOND, PROMPT, generation), atol=1e-5)
+    moved = {name: tensor.clone() for name, tensor in SECOND.state_dict().items()}
+    for tensor in moved.values():
+        tensor.view(-1)[3] += 1
+    await engine.load_weights(moved, 2)  # by `disk` only what changed
+    partly = await engine.checksums()
+    assert all(partly[name] != after[name] for name in after if "cos_sin" not in name)
+    await engine.load_weights(SECOND.state_dict(), 3)
+    assert await engine.checksums() == after
 
 
 async def test_versions_are_exact_across_an_update_in_flight(engine):

@@ -30,6 +30,7 @@ from tests.actors.sglang_served import (
     SECOND,
     group_of,
     in_flight,
+    noted,
     started,
     until,
 )
@@ -135,9 +136,13 @@ async def test_a_mixture_of_experts_takes_published_weights_and_says_where_it_se
     asked = SglangEngineConfig(**CONFIG, routed_experts=True)
     engine = SglangEngine(tmp_path / "model", asked, tmp_path / "engine.log")
     first = replace(request("experts", PROMPT, new=32), experts_from=0)
+    before = {name: torch.where(torch.rand(t.shape) < 0.05, t * 2, t) for name, t in state.items()}
+    changes = []
     try:
         await engine.start()
-        await engine.load_weights(state, 0)
+        await engine.load_weights(before, 0)
+        engine._client.load_changes = noted(engine._client.load_changes, changes, "changes")
+        await engine.load_weights(state, 1)
         generation = await engine.generate(first)
         ticket = Ticket(
             0, replace(first, request_id="again", sampling=replace(first.sampling, max_new_tokens=200))
@@ -150,6 +155,7 @@ async def test_a_mixture_of_experts_takes_published_weights_and_says_where_it_se
     finally:
         await engine.close()
     np.testing.assert_allclose(generation.logprobs, recomputed(model, PROMPT, generation), atol=1e-5)
+    assert changes == ["changes"]
     assert ticket.pieces[0].finish_reason == "abort"
     for found, new in ((generation, 32), (ticket.generation(), 200)):
         assert found.routed_experts.dtype == np.uint8

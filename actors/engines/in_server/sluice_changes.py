@@ -1,0 +1,84 @@
+"""Runs in SGLang's process, as a custom weight loader: writes only the elements that changed.
+
+Where an element of a Hugging Face tensor lies in the server's parameters, fused and cut for its rank as they
+are, only the model's own `load_weights` knows. So that is given tensors which are NaN wherever nothing
+changed, and a NaN that it copies leaves what is there. Imports nothing of Sluice."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
+
+POSITIONS, VALUES, WHOLE = "positions.", "values.", "whole."
+"""How tensors of a file are called: of all elements of a dtype together, and those that it has whole."""
+CHANGES = "changes"
+"""In the file's metadata: JSON, of each dtype the name, shape and number of elements of each tensor."""
+PIECE_ELEMENTS = 1 << 26
+"""Written at a time: what that takes of the device besides stays small."""
+CHECKED = (torch.bfloat16, torch.float16, torch.float32)
+Named = tuple[str, torch.Tensor]
+
+
+def apply(model: Any, named_tensors: Sequence[Named]) -> None:
+    """Have the model take a file, whose path is the only tensor: its bytes.
+
+    Raises `RuntimeError` when a NaN got into a parameter: then the model writes weights in another way than
+    by copying them, and the server has to be given all of them."""
+    [(_, path)] = named_tensors
+    device = next(model.parameters()).device
+    before = _with_nan(model)
+    with safe_open(bytes(path.tolist()).decode(), "pt") as file, torch.no_grad(), _NanChangesNothing():  # type: ignore[no-untyped-call]
+        model.load_weights(_tensors(file, device))
+    if spoiled := _with_nan(model) - before:
+        raise RuntimeError(
+            f"{type(model).__name__} does not copy what it loads into {', '.join(sorted(spoiled)[:3])}, so "
+            "changes alone cannot be written: set actors.engine.update=tensor"
+        )
+
+
+def _tensors(file: Any, device: torch.device) -> Iterator[Named]:
+    """Those of a file, NaN where nothing changed: one at a time, since each is as large as it is whole."""
+    for dtype, entries in json.loads(file.metadata()[CHANGES]).items():
+        counts = [count for _, _, count in entries]
+        positions, values = (
+            file.get_tensor(kind + dtype).to(device).split(counts) for kind in (POSITIONS, VALUES)
+        )
+        for (name, shape, _), where, what in zip(entries, positions, values, strict=True):
+            tensor = torch.full(shape, torch.nan, dtype=what.dtype, device=device)
+            tensor.view(-1)[where.long()] = what
+            yield name, tensor
+    for name in file.keys():  # noqa: SIM118 - it is no mapping
+        if name.startswith(WHOLE):
+            yield name.removeprefix(WHOLE), file.get_tensor(name).to(device)
+
+
+class _NanChangesNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, copying a NaN leaves what is there."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.ops.aten.copy_.default or not args[1].is_floating_point():
+            return func(*args, **(kwargs or {}))
+        target, source = args[:2]
+        rows = max(1, PIECE_ELEMENTS * target.shape[0] // max(1, target.numel())) if target.dim() else 0
+        pieces = (
+            zip(target.split(rows), source.expand_as(target).split(rows), strict=True) if rows else [args[:2]]
+        )
+        for old, new in pieces:
+            func(old, torch.where(torch.isnan(new), old, new.to(old)))
+        return target
+
+
+def _with_nan(model: Any) -> set[str]:
+    """Names of the parameters that have a NaN somewhere."""
+    largest = {
+        name: parameter.detach().amax().float()
+        for name, parameter in model.named_parameters()
+        if parameter.dtype in CHECKED and parameter.numel()
+    }
+    found = torch.stack(list(largest.values())).isnan().tolist()
+    return {name for name, is_nan in zip(largest, found, strict=True) if is_nan}

@@ -1,0 +1,87 @@
+"""What changed in weights that a server has: a file with those elements, which its own process writes in.
+
+Of an update by Adam at a learning rate of 1e-6 that is a hundredth of all."""
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from actors.engines.in_server import sluice_changes
+from actors.engines.in_server.sluice_changes import CHANGES, POSITIONS, VALUES, WHOLE
+from storage.deltas import changed_positions
+from storage.weights import spare_threads
+
+IN_SERVER = sluice_changes.__file__
+APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply.__name__}"
+"""As SGLang names it among its custom weight loaders."""
+POSITION = torch.int32
+WORTH_IT = 0.5
+"""What a file may have of the size of the tensors themselves."""
+State = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The content of a file for `sluice_changes.apply`."""
+
+    tensors: State
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sparse:
+    """Elements of one tensor."""
+
+    positions: torch.Tensor
+    """int32 [N], in the flattened tensor."""
+    values: torch.Tensor
+    """[N], as they are now."""
+
+
+def changes(old: State, new: State) -> Changes | None:
+    """What makes `new` of `old`, which has all of its tensors with the same shapes and dtypes.
+
+    `None` where writing all of `new` is as good, or is the only way: a NaN cannot be told from no change."""
+    with ThreadPoolExecutor(spare_threads(), "changes") as threads:
+        found = dict(zip(new, threads.map(_sparse, (old[name] for name in new), new.values()), strict=True))
+    tensors = {WHOLE + name: new[name] for name, sparse in found.items() if sparse is None}
+    told = {}
+    for dtype in {tensor.dtype for tensor in new.values()}:
+        kind = str(dtype).removeprefix("torch.")
+        of_dtype = {name: s for name, s in found.items() if s is not None and s.values.dtype == dtype}
+        if of_dtype:
+            told[kind] = [[name, list(new[name].shape), len(s.positions)] for name, s in of_dtype.items()]
+            tensors[POSITIONS + kind] = torch.cat([sparse.positions for sparse in of_dtype.values()])
+            tensors[VALUES + kind] = torch.cat([sparse.values for sparse in of_dtype.values()])
+    if _size(tensors) > WORTH_IT * _size(new) or any(map(_has_nan, tensors.values())):
+        return None
+    return Changes(tensors, {CHANGES: json.dumps(told)})
+
+
+def _sparse(old: torch.Tensor, new: torch.Tensor) -> _Sparse | None:
+    """The elements whose bits changed, `None` for a tensor that goes whole.
+
+    One element goes whole: models fill scalars in, which is not copying."""
+    if not new.is_floating_point() or new.numel() < 2 or new.numel() > torch.iinfo(POSITION).max:
+        return None
+    positions = torch.from_numpy(changed_positions(_words(old), _words(new)))
+    if len(positions) * (POSITION.itemsize + new.itemsize) > WORTH_IT * new.nbytes:
+        return None
+    return _Sparse(positions.to(POSITION), new.detach().cpu().reshape(-1)[positions])
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
+def _words(tensor: torch.Tensor) -> np.ndarray:
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    return tensor.detach().cpu().contiguous().reshape(-1).view(word).numpy()
+
+
+def _size(state: State) -> int:
+    return sum(tensor.nbytes for tensor in state.values())

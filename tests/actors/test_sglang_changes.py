@@ -1,0 +1,177 @@
+"""What changed in weights goes into a file, and from there into the parameters of a model like SGLang's."""
+
+import json
+
+import pytest
+import torch
+
+from actors.engines.in_server import sluice_changes
+from actors.engines.sglang_changes import changes
+from actors.engines.sglang_weights import HeldWeights
+
+BIG, LENGTH = 64, 96
+
+
+class Fused(torch.nn.Module):
+    """Has its parameters as SGLang has them: fused and cut for rank 1 of 2, transposed, in two places."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.qk = torch.nn.Parameter(torch.zeros(BIG, LENGTH, dtype=dtype))
+        self.down = torch.nn.Parameter(torch.zeros(LENGTH, BIG, dtype=dtype))
+        self.stacked = torch.nn.Parameter(torch.zeros(2 * BIG, LENGTH, dtype=dtype))
+        self.embed = torch.nn.Parameter(torch.zeros(LENGTH, BIG, dtype=dtype))
+        self.head = torch.nn.Parameter(torch.zeros(LENGTH, BIG, dtype=torch.float32))
+        self.scale = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+
+    def load_weights(self, weights) -> None:
+        both = {}
+        for name, tensor in weights:
+            match name:
+                case "q" | "k":
+                    half = BIG // 2
+                    self.qk.data.narrow(0, half * (name == "k"), half).copy_(tensor.narrow(0, half, half))
+                case "down":
+                    self.down.data[:] = tensor.t()
+                case "a" | "b":
+                    both[name] = tensor
+                    if len(both) == 2:
+                        self.stacked.data.copy_(torch.cat([both["a"], both["b"]]))
+                case "embed":
+                    self.embed.data.copy_(tensor)
+                    self.head.data.copy_(tensor)
+                case "scale":
+                    self.scale.data.fill_(tensor.item())
+                case _:
+                    raise AssertionError(name)
+
+
+def policy(dtype):
+    shapes = dict.fromkeys("qkab", (BIG, LENGTH)) | {
+        "down": (BIG, LENGTH),
+        "embed": (LENGTH, BIG),
+        "scale": (1,),
+    }
+    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+
+
+def later(state, share):
+    """The same with about a share of the elements moved."""
+    return {
+        name: torch.where(torch.rand(tensor.shape) < share, tensor * 1.5 + 0.25, tensor)
+        for name, tensor in state.items()
+    }
+
+
+def loaded(state, dtype):
+    model = Fused(dtype)
+    model.load_weights(state.items())
+    return model
+
+
+def apply(model, file):
+    path = torch.frombuffer(bytearray(str(file).encode()), dtype=torch.uint8)
+    sluice_changes.apply(model, [("path", path)])
+
+
+def same_bits(one, other):
+    return all(
+        torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        for mine, theirs in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+
+
+@pytest.fixture
+def held(tmp_path):
+    model_dir = tmp_path / "model"
+    model_dir.mkdir()
+    (model_dir / "config.json").write_text(json.dumps({"architectures": ["Fused"]}))
+    weights = HeldWeights(model_dir, tmp_path / "weights")
+    yield weights
+    weights.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("piece", [sluice_changes.PIECE_ELEMENTS, 5 * LENGTH])
+def test_a_model_that_takes_changes_is_as_one_that_took_all(held, dtype, piece, monkeypatch):
+    monkeypatch.setattr(sluice_changes, "PIECE_ELEMENTS", piece)
+    torch.manual_seed(0)
+    first = policy(dtype)
+    model = loaded(first, dtype)
+    held.keep(first, 0)
+    for version in (1, 2, 3):
+        state = later(held.tensors, 0.02)
+        file = held.write_changes(state)
+        assert file is not None
+        assert file.stat().st_size < 0.2 * sum(tensor.nbytes for tensor in state.values()) + 2000
+        apply(model, file)
+        held.keep(state, version)
+        assert same_bits(model, loaded(state, dtype))
+
+
+def test_negative_zeros_and_infinities_are_changes_like_others(held):
+    first = {"embed": torch.zeros(LENGTH, BIG)}
+    model = Fused(torch.float32)
+    held.keep(first, 0)
+    state = {"embed": first["embed"].clone()}
+    state["embed"][3, 4], state["embed"][5, 6] = -0.0, torch.inf
+    apply(model, held.write_changes(state))
+    assert torch.equal(model.embed.view(torch.int32), state["embed"].view(torch.int32))
+
+
+def test_tensors_that_changed_much_go_whole_beside_those_that_did_not(held):
+    torch.manual_seed(0)
+    first = policy(torch.float32)
+    model = loaded(first, torch.float32)
+    held.keep(first, 0)
+    state = later(first, 0.01) | {"down": torch.randn(BIG, LENGTH)}
+    apply(model, held.write_changes(state))
+    assert same_bits(model, loaded(state, torch.float32))
+
+
+def test_where_nothing_changed_there_is_a_file_all_the_same(held):
+    first = policy(torch.float32)
+    model = loaded(first, torch.float32)
+    held.keep(first, 0)
+    apply(model, held.write_changes({"scale": first["scale"], "q": first["q"]}))
+    assert same_bits(model, loaded(first, torch.float32))
+
+
+def test_what_is_large_or_cannot_be_told_from_no_change_is_not_written_so(held):
+    torch.manual_seed(0)
+    first = policy(torch.float32)
+    assert held.write_changes(first) is None
+    held.keep(first, 0)
+    assert held.write_changes(policy(torch.float32)) is None
+    state = {"q": first["q"].clone()}
+    state["q"][1, 2] = torch.nan
+    assert changes(first, state) is None
+    assert held.write_changes(state) is None
+
+
+class Assigning(Fused):
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            assert name == "embed"
+            self.embed.data = tensor.clone()
+
+
+def test_a_model_that_does_not_copy_is_refused_and_says_what_to_do(held):
+    first = {"embed": torch.randn(LENGTH, BIG)}
+    model = Assigning(torch.float32)
+    model.load_weights(first.items())
+    held.keep(first, 0)
+    file = held.write_changes(later(first, 0.01))
+    with pytest.raises(RuntimeError, match=r"Assigning does not copy .*embed.*actors.engine.update=tensor"):
+        apply(model, file)
+
+
+def test_a_parameter_that_had_a_nan_before_says_nothing(held):
+    first = {"embed": torch.randn(LENGTH, BIG)}
+    model = Fused(torch.float32)
+    model.embed.data.copy_(first["embed"])
+    model.qk.data[0, 0] = torch.nan
+    held.keep(first, 0)
+    state = later(first, 0.01)
+    apply(model, held.write_changes(state))
+    assert torch.equal(model.embed, state["embed"])
