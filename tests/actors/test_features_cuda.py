@@ -11,6 +11,7 @@ from actors.config import SglangEngineConfig
 from actors.engines.sglang import SglangEngine
 from bus.errors import ConfigError
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy
+from tests.actors.sglang_served import noted
 from tests.actors.tiny import recomputed, request
 
 pytestmark = pytest.mark.timeout(900)
@@ -65,6 +66,27 @@ async def test_a_deterministic_server_answers_alike_alone_and_in_company(tmp_pat
         check(model, again, PROMPT, version=0)
 
 
+@pytest.mark.gpu
+async def test_elements_that_changed_are_written_where_a_gpu_has_them(tmp_path):
+    async with serving(tmp_path, policy(0)) as engine:
+        await takes_changes(engine)
+
+
+async def takes_changes(engine):
+    """It is at any version, and takes three more."""
+    state, changes = policy(1).state_dict(), []
+    engine._client.load_changes = noted(engine._client.load_changes, changes, "changes")
+    await engine.load_weights(state, 7)
+    moved = {name: torch.where(torch.rand(t.shape) < 0.05, t * 4, t) for name, t in state.items()}
+    await engine.load_weights(moved, 8)
+    assert changes == ["changes"]
+    changed = await engine.checksums()
+    await engine.load_weights(policy(0).state_dict(), 9)
+    await engine.load_weights(moved, 10)
+    assert changes == ["changes"]
+    assert await engine.checksums() == changed
+
+
 @pytest.mark.multi_gpu
 @TWO_GPUS
 @pytest.mark.parametrize(
@@ -80,3 +102,4 @@ async def test_ranks_of_a_server_all_take_a_new_version(tmp_path, settings):
             found = [engine.generate(request(f"v{version}-{n}", prompts[n], new=32)) for n in range(4)]
             for prompt, generation in zip(prompts, await asyncio.gather(*found), strict=True):
                 check(model, generation, prompt, version=version)
+        await takes_changes(engine)
