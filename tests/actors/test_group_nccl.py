@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import os
 import sys
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from actors.engines.published import Published
 from bus.messages import BlobRef, PolicyManifest
-from learner.broadcast import Broadcaster
+from learner.broadcast import AS_SGLANG, Broadcaster
 from learner.host_copy import host_tensors
 from storage.weights import Weights
 
@@ -67,8 +68,9 @@ async def test_weights_reach_another_gpu_version_after_version(bus, monkeypatch)
     )
     await broadcaster.start()
     engine = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", ENGINE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-    )
+        sys.executable, "-c", ENGINE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        env=os.environ | AS_SGLANG,
+    )  # fmt: skip
     group = ""
     try:
         with structlog.testing.capture_logs() as logs:
