@@ -134,8 +134,8 @@ async def followed(bus, engine):
 
 async def published(bus, version, model):
     """Weights that a real engine can load."""
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}  # noqa: F811
-    snapshot = await put_blob(bus, Publisher(bus), save(state), "weights", version)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    snapshot = await put_blob(bus, Publisher(bus), save(tensors), "weights", version)
     manifest = PolicyManifest(
         policy_version=version, incarnation="one", snapshot=snapshot, model=snapshot, stage="rl"
     )
@@ -317,6 +317,26 @@ async def test_rollouts_wait_for_no_more_prompts_than_are_allowed_at_once(bus, d
         await desk.ask(asked)
         await desk.result()
     assert (environment.most_busy, environment.runs) == (3, 2 * PROMPTS)
+
+
+async def test_what_fell_behind_is_answered_by_one_measurement_of_the_newest_version(
+    bus, desk, engine, follower, rollouts
+):
+    environment = Recording()
+    asked = [await publish(bus, version) for version in (1, 2, 3)]
+    await follower.at_least(3)
+    async with desk.evaluator(rollouts, environment):
+        for manifest in asked:
+            await desk.ask(manifest)
+        results = [await desk.result() for _ in asked]
+        assert environment.runs == 2 * PROMPTS
+        other = await publish(bus, 4)
+        await desk.ask(other)
+        results.append(await desk.result())
+    assert [(r.policy_version, r.drawn_by) for r in results] == [
+        (1, (3, 3)), (2, (3, 3)), (3, (3, 3)), (4, (4, 4)),
+    ]  # fmt: skip
+    assert environment.runs == 4 * PROMPTS
 
 
 async def test_a_rollout_that_fails_counts_as_zero_and_the_others_count(bus, desk, follower, rollouts):
