@@ -1,147 +1,19 @@
-"""Held-out accuracy on the engines that roll out, and on one of its own."""
+"""Held-out accuracy on the engines that roll out."""
 
 import asyncio
-from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
-from safetensors.torch import save
 
 from actors import evaluation_engines
-from actors.config import ActorsConfig, EmbeddedEngineConfig, EvaluatorConfig, SglangEngineConfig
-from actors.engines.base import Sampling
-from actors.engines.embedded import EmbeddedEngine
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Episode
-from actors.evaluation import Evaluator
-from actors.evaluation_engines import OwnEngine, RolloutEngines
-from actors.weights import PolicyFollower
-from bus.blobs import delete_blob, put_blob
-from bus.codec import encode
+from actors.evaluation_engines import RolloutEngines
 from bus.errors import EngineError, EngineLostError, HandBackError
-from bus.messages import EvaluationResult, EvaluationTask, PolicyManifest, Prompt, PromptSet
-from bus.publish import Publisher
-from learner.scratch import character_tokenizer
-from storage.blob_sources import Blobs
+from tests.actors.held_out import PROMPTS, TIMEOUT_S, Desk, Recording, followed, published, until
 from tests.actors.test_fleet_embedded import fleet_of, state  # noqa: F401
 from tests.actors.test_weights import publish
 from tests.actors.tiny import tiny_model
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-TIMEOUT_S = 30
-TOKENIZER = character_tokenizer()
-SAMPLED = Sampling(max_new_tokens=12)
-PROMPTS = 4
-
-
-class Recording:
-    """Asks once; the reward is 1. Remembers the versions of all tokens, and what `meanwhile` is to happen."""
-
-    trajectories_per_episode = 1
-
-    def __init__(self, meanwhile=None):
-        self.runs = self.busy = self.most_busy = 0
-        self.versions = []
-        self._meanwhile = meanwhile
-
-    async def run(self, task, policy):
-        self.runs += 1
-        self.busy += 1
-        self.most_busy = max(self.busy, self.most_busy)
-        try:
-            if self._meanwhile is not None:
-                await self._meanwhile(self.runs)
-            policy = policy.fresh(task.task_id)
-            await policy.chat(task.messages)
-        finally:
-            self.busy -= 1
-        [trajectory] = trajectories = policy.trajectories(1.0)
-        self.versions += trajectory.policy_versions[trajectory.loss_mask].tolist()
-        return Episode(trajectories=trajectories)
-
-
-class Desk:
-    """Asks for evaluations as a learner does, and has evaluators answer."""
-
-    def __init__(self, bus):
-        self.bus = bus
-        self.results = asyncio.Queue()
-
-    async def listen(self):
-        await self.bus.listen(
-            self.bus.subject("events", "evaluation"), EvaluationResult, self.results.put_nowait
-        )
-
-    async def ask(self, manifest):
-        prompts = PromptSet(prompts=tuple(Prompt(content=str(n)) for n in range(PROMPTS)))
-        ref = await put_blob(self.bus, Publisher(self.bus), encode(prompts), "heldout")
-        task, name = EvaluationTask(policy=manifest, prompts=ref), f"{manifest.incarnation}-{manifest}"
-        await Publisher(self.bus).publish(
-            self.bus.subject("tasks", "evaluation"), encode(task), message_id=name
-        )
-
-    async def result(self):
-        async with asyncio.timeout(TIMEOUT_S):
-            return await self.results.get()
-
-    async def settled(self):
-        """Return when no task is left."""
-        await until(self.no_task_is_left)
-
-    async def no_task_is_left(self):
-        return (await self.bus.js.stream_info(self.bus.topology.stream("TASKS"))).state.messages == 0
-
-    async def handed_out(self, times):
-        info = await self.bus.js.consumer_info(self.bus.topology.stream("TASKS"), "evaluation")
-        return info.delivered.consumer_seq >= times
-
-    @asynccontextmanager
-    async def evaluator(self, engines, environment, *, fails=False):
-        """An evaluator at work, its end awaited; yields what stops it, and its task."""
-        working = Evaluator(
-            self.bus, engines, TOKENIZER, environment,
-            sampled=SAMPLED, greedy=replace(SAMPLED, temperature=0.0),
-        )  # fmt: skip
-        stop = asyncio.Event()
-        running = asyncio.create_task(working.run(stop))
-        try:
-            yield stop, running
-        finally:
-            stop.set()
-            await asyncio.wait([running], timeout=TIMEOUT_S)
-            assert running.done(), "the evaluator did not end"
-            assert working.doing == ""
-        assert running.exception() is None or fails
-
-
-async def until(condition):
-    async with asyncio.timeout(TIMEOUT_S):
-        while not await condition():  # noqa: ASYNC110 - servers and engines have no event for it
-            await asyncio.sleep(0.02)
-
-
-@asynccontextmanager
-async def followed(bus, engine):
-    follower, stop = PolicyFollower(bus, engine), asyncio.Event()
-    running = asyncio.create_task(follower.run(stop))
-    try:
-        yield follower
-    finally:
-        stop.set()
-        await asyncio.wait([running], timeout=TIMEOUT_S)
-        running.result()
-
-
-async def published(bus, version, model):
-    """Weights that a real engine can load."""
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    snapshot = await put_blob(bus, Publisher(bus), save(tensors), "weights", version)
-    manifest = PolicyManifest(
-        policy_version=version, incarnation="one", snapshot=snapshot, model=snapshot, stage="rl"
-    )
-    await bus.put("policy", manifest)
-    await bus.notify(bus.subject("notice", "policy"), manifest)
-    return manifest
 
 
 @pytest.fixture
@@ -176,9 +48,6 @@ async def busy_with(engine, requests):
         return engine.running == requests
 
     await until(is_busy)
-
-
-# --- on the engines that roll out ---
 
 
 async def test_the_result_says_which_versions_drew_its_tokens(bus, desk, engine, follower, rollouts):
@@ -387,58 +256,3 @@ async def test_the_range_of_real_engines_is_that_of_their_tokens_across_a_turn_o
             await desk.ask(asked)
             result = await desk.result()
     assert result.drawn_by == (min(environment.versions), max(environment.versions)) == (1, 2)
-
-
-# --- on an engine of its own ---
-
-
-async def test_an_own_engine_keeps_the_version_while_others_are_published(bus, desk, model):
-    async def publish_another(run):
-        await published(bus, 1 + run, tiny_model("qwen3", seed=run))
-
-    built = []
-
-    def build():
-        built.append(EmbeddedEngine(tiny_model("qwen3", seed=9), EmbeddedEngineConfig(seed=0)))
-        return built[-1]
-
-    environment = Recording(publish_another)
-    async with desk.evaluator(OwnEngine(build, Blobs(bus)), environment):
-        asked = await published(bus, 1, model)
-        await desk.ask(asked)
-        first = await desk.result()
-        await desk.ask(await published(bus, 50, tiny_model("qwen3", seed=3)))
-        second = await desk.result()
-    assert (first.drawn_by, second.drawn_by) == ((1, 1), (50, 50))
-    assert set(environment.versions) == {1, 50}
-    assert len(built) == 1
-    assert not built[0]._thread.is_alive()
-
-
-async def test_an_own_engine_skips_a_version_whose_weights_are_gone(bus, desk):
-    def build():
-        raise AssertionError("there is nothing to load")
-
-    gone = await publish(bus, 1)
-    await delete_blob(bus, gone.snapshot)
-    async with desk.evaluator(OwnEngine(build, Blobs(bus)), Recording()):
-        await desk.ask(gone)
-        await desk.settled()
-    assert desk.results.empty()
-
-
-# --- which of the two ---
-
-
-@pytest.mark.parametrize(
-    ("engine", "chosen", "expected"),
-    [
-        (EmbeddedEngineConfig(), None, "own"),
-        (SglangEngineConfig(), None, "rollout"),
-        (EmbeddedEngineConfig(), "rollout", "rollout"),
-        (SglangEngineConfig(), "own", "own"),
-    ],
-)
-def test_servers_evaluate_themselves_unless_the_settings_say_otherwise(engine, chosen, expected):
-    config = ActorsConfig(engine=engine, evaluation=EvaluatorConfig(engine=chosen))
-    assert config.evaluates_on == expected
