@@ -266,6 +266,19 @@ class SingleTurnConfig(Config):
 EnvironmentConfig = Annotated[SingleTurnConfig | LengthProfileConfig, Field(discriminator="type")]
 
 
+class EvaluatorConfig(Config):
+    """How an actor answers held-out prompts."""
+
+    engine: Literal["own", "rollout"] | None = None
+    """`own`: an embedded engine beside the others, which keeps exactly the version asked for. `rollout`: the
+    engines that roll out, in turn with rollouts, from when they have that version; later ones may draw some
+    of the tokens, and the result says which. Without it: `own` where the rollouts' engine is embedded, and
+    `rollout` with `sglang`."""
+
+    prompts_at_once: int = Field(64, ge=1)
+    """Prompts under way at a time on the engines that roll out: rollouts wait for no more than these."""
+
+
 class ActorsConfig(Config):
     """One actor process: its engine, what it does with a prompt, how much at once."""
 
@@ -277,6 +290,9 @@ class ActorsConfig(Config):
 
     environment: EnvironmentConfig = SingleTurnConfig()
     """What a rollout is, and how it is rewarded."""
+
+    evaluation: EvaluatorConfig = EvaluatorConfig()
+    """How it answers held-out prompts."""
 
     weights: RelayConfig = RelayConfig()
     """How published weights get here, and on from here; counts where the learner publishes over HTTP."""
@@ -297,6 +313,12 @@ class ActorsConfig(Config):
 
     patience_s: float = Field(600.0, gt=0)
     """How long start-up waits for the learner's first policy version."""
+
+    @property
+    def evaluates_on(self) -> Literal["own", "rollout"]:
+        """The engine of held-out prompts, also where the settings leave it to that of the rollouts."""
+        default: Literal["own", "rollout"] = "rollout" if self.engine.type == "sglang" else "own"
+        return self.evaluation.engine or default
 
     @model_validator(mode="after")
     def _a_url_is_one_engine(self) -> Self:

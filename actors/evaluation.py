@@ -1,112 +1,179 @@
-"""Held-out accuracy of exactly one policy version, on an engine of its own so that no swap disturbs it."""
+"""Held-out accuracy of a policy version."""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import structlog
 
 from actors.engines.base import Engine, Sampling
-from actors.environments.base import Environment, Task
+from actors.environments.base import Environment, Episode, Task
+from actors.evaluation_engines import EvaluationEngines
 from actors.policy import Policy, Tokenizer
-from actors.weights import fetch_state
 from bus.blobs import get_blob
 from bus.codec import decode, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume
-from bus.errors import BusError, SluiceError, StorageError
+from bus.errors import BusError, EngineLostError, HandBackError, SluiceError, StorageError
 from bus.messages import BlobRef, EvaluationResult, EvaluationTask, Prompt, PromptSet
-from bus.publish import Publisher
-from storage.blob_sources import Blobs, BlobSource
+from bus.publish import Publisher, together
 
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What became of one prompt."""
+
+    reward: float
+    versions: frozenset[int] = frozenset()
+    """Of the weights that drew its tokens."""
+
+
 class Evaluator:
-    """Answers evaluation tasks one at a time; its engine is started with the first."""
+    """Answers evaluation tasks one at a time."""
 
     def __init__(
-        self, bus: Bus, build_engine: Callable[[], Engine], tokenizer: Tokenizer, environment: Environment, *,
-        sampled: Sampling, greedy: Sampling, blobs: BlobSource | None = None,
+        self, bus: Bus, engines: EvaluationEngines, tokenizer: Tokenizer, environment: Environment, *,
+        sampled: Sampling, greedy: Sampling,
     ) -> None:  # fmt: skip
         self.doing = ""
         self._bus = bus
-        self._build_engine = build_engine
+        self._engines = engines
         self._tokenizer = tokenizer
         self._sampled = sampled
         self._greedy = greedy
         self._environment = environment
-        self._blobs = blobs or Blobs(bus)
         self._publisher = Publisher(bus)
-        self._engine: Engine | None = None
         self._prompts: dict[str, Sequence[Prompt]] = {}
+        self._stop = asyncio.Event()
+        self._latest: tuple[BlobRef, EvaluationResult] | None = None
+        """The result before, and the prompts it is of."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Evaluate until `stop`."""
+        self._stop = stop
         inbox = Inbox(self._bus, "TASKS", "evaluation")
         try:
-            await consume(inbox, self._bus, EvaluationTask, self._evaluate, stop=stop, concurrency=1)
+            await consume(inbox, self._bus, EvaluationTask, self._on_task, stop=stop, concurrency=1)
         finally:
-            if self._engine is not None:
-                await self._engine.close()
+            await self._engines.close()
 
-    async def _evaluate(self, task: EvaluationTask) -> None:
-        started = time.monotonic()
+    async def _on_task(self, task: EvaluationTask) -> None:
         version = task.policy.policy_version
         self.doing = f"evaluating version {version}"
         try:
-            state = await fetch_state(self._blobs, task.policy)
-            prompts = await self._heldout(task.prompts)
-        except (
-            BusError,
-            StorageError,
-        ) as error:  # the learner keeps what is to be evaluated; after its restart it is gone
+            result = await self._evaluated(task)
+        except (BusError, StorageError) as error:  # the learner keeps what is to be evaluated while it lives
             log.warning("evaluation_skipped", policy_version=version, reason=str(error))
-            return
-        engine = await self._started_engine()
-        await engine.load_weights(state, version)
+        else:
+            if result is not None:
+                await self._publish(result)
+        finally:
+            self.doing = ""
+
+    async def _evaluated(self, task: EvaluationTask) -> EvaluationResult | None:
+        """The result, or None where it would be of no use.
+
+        Raises `BusError` or `StorageError` when prompts or weights cannot be had."""
+        started, version = time.monotonic(), task.policy.policy_version
+        prompts = await self._heldout(task.prompts)
+        engine = await self._engines.with_weights(task.policy, self._stop)
+        if engine is None:
+            log.warning("evaluation_skipped", policy_version=version, reason="its learner is gone")
+            return None
+        if known := self._known(task, engine.policy_version):
+            return replace(known, policy_version=version, seconds=time.monotonic() - started)
+        sampled = await self._answers(prompts, engine, self._sampled)
+        greedy = await self._answers(prompts, engine, self._greedy)
+        versions = frozenset[int]().union(*(answer.versions for answer in (*sampled, *greedy)))
+        if min(versions, default=version) < version:
+            log.warning("evaluation_skipped", policy_version=version, reason="older weights came meanwhile")
+            return None
         result = EvaluationResult(
             policy_version=version,
             incarnation=task.policy.incarnation,
-            sampled=await self._accuracy(prompts, Policy(engine, self._tokenizer, self._sampled)),
-            greedy=await self._accuracy(prompts, Policy(engine, self._tokenizer, self._greedy)),
+            sampled=_accuracy(sampled),
+            greedy=_accuracy(greedy),
             prompts=len(prompts),
             seconds=time.monotonic() - started,
+            oldest_version=min(versions, default=None),
+            newest_version=max(versions, default=None),
         )
-        name = f"evaluation-{task.policy.incarnation}-{version}"
+        self._latest = task.prompts, result
+        return result
+
+    def _known(self, task: EvaluationTask, current: int) -> EvaluationResult | None:
+        """The result before, if all of it is of the engine's current version: then this one is the same.
+
+        Where evaluations fall behind, several in a row are of the newest version."""
+        if self._latest is None:
+            return None
+        prompts, result = self._latest
+        same = prompts.digest == task.prompts.digest and result.incarnation == task.policy.incarnation
+        alone = result.oldest_version == result.newest_version == current
+        return result if same and alone else None
+
+    async def _publish(self, result: EvaluationResult) -> None:
+        name = f"evaluation-{result.incarnation}-{result.policy_version}"
         await self._publisher.publish(
             self._bus.subject("events", "evaluation"), encode(result), message_id=name
         )
-        log.info("evaluated", policy_version=version, sampled=result.sampled, greedy=result.greedy)
-        self.doing = ""
+        log.info(
+            "evaluated",
+            policy_version=result.policy_version,
+            drawn_by=result.drawn_by,
+            sampled=result.sampled,
+            greedy=result.greedy,
+        )
 
-    async def _accuracy(self, prompts: Sequence[Prompt], policy: Policy) -> float:
-        """Mean reward; a rollout that fails, or whose reward is not known at once, counts as 0."""
+    async def _answers(
+        self, prompts: Sequence[Prompt], engine: Engine, sampling: Sampling
+    ) -> Sequence[_Answer]:
+        """One for each prompt.
 
-        async def reward(task: Task) -> float:
-            try:
-                episode = await self._environment.run(task, policy.fresh(task.task_id))
-            except SluiceError as error:
-                log.warning("evaluation_rollout_failed", task=task.task_id, reason=str(error))
-                return 0.0
-            [first, *_] = episode.trajectories
-            if first.reward_due:
-                log.warning("evaluation_rollout_failed", task=task.task_id, reason="its reward comes later")
-            return 0.0 if first.reward_due else first.reward
+        Raises `HandBackError` when this process is to end before all are begun and others can do it, and
+        `EngineLostError` when no engine is left."""
+        policy = Policy(engine, self._tokenizer, sampling)
+        places = asyncio.Semaphore(self._engines.prompts_at_once or len(prompts))
 
-        rewards = await asyncio.gather(*(reward(_task(n, prompt)) for n, prompt in enumerate(prompts)))
-        return sum(rewards) / len(prompts)
+        async def answer(task: Task) -> _Answer:
+            async with places:
+                if self._engines.hands_back and self._stop.is_set():
+                    raise HandBackError("an evaluation was not finished when this actor was stopped")
+                return await self._answer(task, policy)
+
+        return await together(answer(_task(n, prompt)) for n, prompt in enumerate(prompts))
+
+    async def _answer(self, task: Task, policy: Policy) -> _Answer:
+        """A rollout that fails, or whose reward is not known at once, has reward 0."""
+        try:
+            episode = await self._environment.run(task, policy.fresh(task.task_id))
+        except (EngineLostError, HandBackError):  # not the rollout's fault: the evaluation is another actor's
+            raise
+        except SluiceError as error:
+            log.warning("evaluation_rollout_failed", task=task.task_id, reason=str(error))
+            return _Answer(reward=0.0)
+        [first, *_] = episode.trajectories
+        if first.reward_due:
+            log.warning("evaluation_rollout_failed", task=task.task_id, reason="its reward comes later")
+        return _Answer(reward=0.0 if first.reward_due else first.reward, versions=_versions(episode))
 
     async def _heldout(self, ref: BlobRef) -> Sequence[Prompt]:
         if ref.digest not in self._prompts:
             self._prompts = {ref.digest: decode(await get_blob(self._bus, ref), PromptSet).prompts}
         return self._prompts[ref.digest]
 
-    async def _started_engine(self) -> Engine:
-        if self._engine is None:
-            self._engine = self._build_engine()
-            await self._engine.start()
-        return self._engine
+
+def _accuracy(answers: Sequence[_Answer]) -> float:
+    return sum(answer.reward for answer in answers) / len(answers)
+
+
+def _versions(episode: Episode) -> frozenset[int]:
+    """Of the weights that drew its tokens."""
+    drawn = (t.policy_versions[t.policy_versions >= 0].tolist() for t in episode.trajectories)
+    return frozenset[int]().union(*drawn)
 
 
 def _task(number: int, prompt: Prompt) -> Task:

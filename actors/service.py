@@ -1,4 +1,4 @@
-"""`launch actors`: an engine, the rollout workers and the evaluator of one host, in one process."""
+"""`launch actors`: the engines, the rollout workers and the evaluator of one host, in one process."""
 
 import asyncio
 import os
@@ -21,6 +21,7 @@ from actors.engines.fleet import Fleet
 from actors.engines.joining import EngineDesk, attached_builds
 from actors.environments.build import build_environment
 from actors.evaluation import Evaluator
+from actors.evaluation_engines import EvaluationEngines, OwnEngine, RolloutEngines
 from actors.filters import load_filter
 from actors.policy import Policy
 from actors.reporting import report_metrics
@@ -72,7 +73,6 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         sampled = Sampling.from_config(settings.sampling, ends)
         greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0)
         engine = _fleet(settings, model)
-        build_evaluator = partial(evaluation_engine, settings.actors.engine, model)
         try:
             if settings.colocation.enabled:
                 turns = Turns(bus, engine, settings.colocation, actor=actor_name())
@@ -97,9 +97,13 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
                 name=actor_name(),
                 share_after_s=settings.actors.share_after_s,
             )
-            evaluator = Evaluator(
-                bus, build_evaluator, tokenizer, environment, sampled=sampled, greedy=greedy, blobs=blobs
+            at_once = settings.actors.evaluation.prompts_at_once
+            answering: EvaluationEngines = (
+                RolloutEngines(bus, engine, follower, prompts_at_once=at_once)
+                if settings.actors.evaluates_on == "rollout"
+                else OwnEngine(partial(evaluation_engine, settings.actors.engine, model), blobs)
             )
+            evaluator = Evaluator(bus, answering, tokenizer, environment, sampled=sampled, greedy=greedy)
             desk = EngineDesk(
                 bus,
                 engine,

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -69,6 +70,14 @@ async def obtain_model(
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """Weights that are here, and the announcement of them."""
+
+    manifest: PolicyManifest
+    weights: Weights
+
+
 class PolicyFollower:
     """Keeps one engine at the latest version it can get; in between versions are skipped."""
 
@@ -93,7 +102,9 @@ class PolicyFollower:
         self._receiving = asyncio.Lock()
         self._given: Mapping[str, bytes] = {}
         """Digests of the tensors that the engine was given last."""
-        self._newest: Newest[Weights] | Newest[Published] = (
+        self._learners: set[str] = set()
+        """Incarnations whose weights the engine was given; it has those of the last of them."""
+        self._newest: Newest[_Received] | Newest[Published] = (
             Newest(self._announce, self._have_sent, loads_at_once=loads_at_once)
             if from_learner
             else Newest(self._receive, self._load, loads_at_once=loads_at_once)
@@ -125,28 +136,37 @@ class PolicyFollower:
             await newest.stop_fetching()
         await listening.unsubscribe()
 
-    async def at_least(self, policy_version: int) -> None:
+    async def at_least(self, policy_version: int, *, of: str | None = None) -> None:
         """Return once the engine's weights are `policy_version` or younger: so no token exceeds the bound.
 
         A lease may be of a version whose learner died and resumed from an older one. That version comes again
-        if the steps taken back leave groups enough; else storage lowers the lease's version.
+        if the steps taken back leave groups enough; else storage lowers the lease's version. With `of` only
+        weights of the learner of that incarnation count.
         """
         async with self._swapped:
-            await self._swapped.wait_for(lambda: self._engine.policy_version >= policy_version)
+            await self._swapped.wait_for(
+                lambda: self._engine.policy_version >= policy_version and (of is None or self._is_of(of))
+            )
 
-    async def _receive(self, manifest: PolicyManifest) -> Weights | None:
+    def _is_of(self, incarnation: str) -> bool:
+        """Whether the engine's weights are of the learner of that incarnation, and it is the latest."""
+        latest = self.latest.incarnation if self.latest else ""
+        return incarnation == latest and incarnation in self._learners
+
+    async def _receive(self, manifest: PolicyManifest) -> _Received | None:
         if self._refused(manifest):
             return None
         try:
-            return await self._receiver.advance(manifest)
+            return _Received(manifest, await self._receiver.advance(manifest))
         except (BusError, StorageError) as error:  # the old version goes on meanwhile
             await self._not_had(manifest, error)
             return None
 
-    async def _load(self, weights: Weights) -> bool:
+    async def _load(self, received: _Received) -> bool:
+        weights = received.weights
         changed, self._given = weights.changed_since(self._given), weights.digests
         pause_s = await self._engine.load_weights(torch_tensors(changed), weights.policy_version)
-        await self._loaded(weights.policy_version, pause_s)
+        await self._loaded(received.manifest, pause_s)
         return True
 
     async def _announce(self, manifest: PolicyManifest) -> Published | None:
@@ -162,7 +182,7 @@ class PolicyFollower:
         except WeightsKeptError as error:
             await self._not_had(published.manifest, error)
             return False
-        await self._loaded(published.policy_version, pause_s)
+        await self._loaded(published.manifest, pause_s)
         return True
 
     async def _fetched(self, manifest: PolicyManifest) -> Mapping[str, torch.Tensor]:
@@ -170,9 +190,10 @@ class PolicyFollower:
         async with self._receiving:
             return torch_tensors((await self._receiver.advance(manifest)).tensors)
 
-    async def _loaded(self, policy_version: int, pause_s: float) -> None:
+    async def _loaded(self, manifest: PolicyManifest, pause_s: float) -> None:
         self.pause_s = pause_s
-        log.debug("weights_swapped", policy_version=policy_version, pause_s=round(pause_s, 4))
+        self._learners.add(manifest.incarnation)
+        log.debug("weights_swapped", policy_version=manifest.policy_version, pause_s=round(pause_s, 4))
         async with self._swapped:
             self._swapped.notify_all()
 

@@ -290,7 +290,7 @@ class ModelFiles(Message, tag="model_files"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationTask(Message, tag="evaluation_task"):
-    """Asks for held-out accuracy of exactly one policy version."""
+    """Asks for held-out accuracy of one policy version."""
 
     policy: PolicyManifest
     prompts: BlobRef
@@ -315,6 +315,24 @@ class EvaluationResult(Message, tag="evaluation_result"):
     greedy: float
     prompts: int
     seconds: float
+    oldest_version: int | None = None
+    """The oldest version that drew a token of the answers; None: it was `policy_version`."""
+    newest_version: int | None = None
+    """The newest that did; None: it was `policy_version`."""
+
+    @property
+    def drawn_by(self) -> tuple[int, int]:
+        """The oldest and the newest version that drew a token of the answers."""
+        oldest = self.policy_version if self.oldest_version is None else self.oldest_version
+        return oldest, self.policy_version if self.newest_version is None else self.newest_version
+
+    def check(self) -> None:
+        """Raise `SchemaError` for versions out of order: none is older than the one that was asked for."""
+        oldest, newest = self.drawn_by
+        if not self.policy_version <= oldest <= newest:
+            raise SchemaError(
+                f"versions {oldest} to {newest} cannot have answered for version {self.policy_version}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

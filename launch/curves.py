@@ -83,11 +83,13 @@ def _draw_reward(axes: Axes, history: History, target: float | None) -> None:
 
 
 def _draw_evaluations(axes: Axes, history: History) -> None:
-    """Evaluations at the step that made the version; what precedes reinforcement learning as a level."""
+    """Evaluations at the middle of the steps that made the versions which drew the answers.
+
+    What precedes reinforcement learning is a level."""
     start = history.trains_from or 0
     later = [e for version, e in history.evaluations.items() if version >= start]
     if later:
-        at = [e.policy_version - start for e in later]
+        at = [sum(e.drawn_by) / 2 - start for e in later]
         sampled, greedy = [e.sampled for e in later], [e.greedy for e in later]
         axes.plot(at, sampled, "o-", color=ORANGE, lw=2, ms=6, label="held-out accuracy, sampled")
         axes.plot(at, greedy, "s:", color=ORANGE, lw=1.2, ms=4, alpha=0.7, label="held-out accuracy, greedy")

@@ -27,6 +27,7 @@ def metrics_record(metrics: Metrics) -> Record:
 
 def evaluation_record(result: EvaluationResult, *, step: int) -> Record:
     """The line for a held-out evaluation that arrived now; `step` made the evaluated version."""
+    oldest, newest = result.drawn_by
     return {
         "time_s": time.time(),
         "source": "evaluation",
@@ -38,6 +39,8 @@ def evaluation_record(result: EvaluationResult, *, step: int) -> Record:
         "greedy": result.greedy,
         "prompts": result.prompts,
         "seconds": result.seconds,
+        "oldest_version": oldest,
+        "newest_version": newest,
     }
 
 
@@ -109,6 +112,23 @@ class Evaluation:
     time_s: float
     sampled: float
     greedy: float
+    drawn_by: tuple[int, int]
+    """The oldest and the newest version that drew a token of the answers."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether all tokens were drawn by the version that was to be measured."""
+        return self.drawn_by == (self.policy_version, self.policy_version)
+
+    @property
+    def where(self) -> str:
+        """The version for a screen, with those that drew the answers where they were others."""
+        return f"v{self.policy_version}" + ("" if self.exact else f" ({drawn_by_text(*self.drawn_by)})")
+
+
+def drawn_by_text(oldest: int, newest: int) -> str:
+    """The versions that drew the answers of an evaluation, for a screen."""
+    return f"drawn by v{oldest}" if oldest == newest else f"drawn by v{oldest} to v{newest}"
 
 
 class History:
@@ -145,11 +165,14 @@ class History:
             self._add_step(record)
 
     def _add_evaluation(self, record: Record) -> None:
+        version = whole(record, "policy_version")
+        record = {"oldest_version": version, "newest_version": version} | record  # older builds say neither
         evaluation = Evaluation(
-            policy_version=whole(record, "policy_version"),
+            policy_version=version,
             time_s=number(record, "time_s"),
             sampled=number(record, "sampled"),
             greedy=number(record, "greedy"),
+            drawn_by=(whole(record, "oldest_version"), whole(record, "newest_version")),
         )
         self.evaluations[evaluation.policy_version] = evaluation
         self.evaluations = dict(sorted(self.evaluations.items()))

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.codec import Json
-from launch.metrics import number, whole
+from launch.metrics import drawn_by_text, number, whole
 from launch.monitor import RunMonitor
 from launch.units import UNKNOWN, count, duration, fraction, size
 from storage.run import RunDirectory
@@ -76,13 +76,19 @@ def _accuracies(monitor: RunMonitor, progress: Mapping[str, Json]) -> Summary:
     measured = _evaluations(monitor, progress)
     trains_from = whole(progress, "trains_from") if "trains_from" in progress else monitor.trains_from
     last = _latest(monitor, progress, "policy_version")
+    others: dict[int, Summary] = {
+        version: {"drawn_by": list(evaluation.drawn_by)}
+        for version, evaluation in monitor.history.evaluations.items()
+        if not evaluation.exact
+    }
     return {
         "heldout_accuracy_start": _sampled(measured, 0),
         "heldout_accuracy_after_sft": _sampled(measured, trains_from) if trains_from else None,
         "heldout_accuracy_end": _sampled(measured, last),
         "heldout_accuracy_greedy_end": measured[last][1] if last in measured else None,
         "heldout_evaluations": {
-            str(version): {"sampled": pair[0], "greedy": pair[1]} for version, pair in measured.items()
+            str(version): {"sampled": pair[0], "greedy": pair[1], **others.get(version, {})}
+            for version, pair in measured.items()
         },
     }
 
@@ -159,15 +165,24 @@ def print_summary(console: Console, summary: Summary) -> None:
 
 def _result_rows(summary: Summary) -> list[tuple[str, str]]:
     wall, warmup, rl = (duration(_known(summary, key)) for key in ("wall_s", "warmup_wall_s", "rl_wall_s"))
-    steps, version = summary["steps"], summary["policy_version"]
+    steps, version = whole(summary, "steps"), whole(summary, "policy_version")
     return [
-        ("Held-out accuracy, untrained", fraction(_known(summary, "heldout_accuracy_start"))),
-        ("... after warm-up (SFT)", fraction(_known(summary, "heldout_accuracy_after_sft"))),
-        ("... at the end", fraction(_known(summary, "heldout_accuracy_end"))),
+        ("Held-out accuracy, untrained", _accuracy(summary, "heldout_accuracy_start", 0)),
+        ("... after warm-up (SFT)", _accuracy(summary, "heldout_accuracy_after_sft", version - steps)),
+        ("... at the end", _accuracy(summary, "heldout_accuracy_end", version)),
         ("Target accuracy", _target(summary)),
         ("Optimizer steps", f"{steps} of reinforcement learning, policy version {version}"),
         ("Time", f"{wall} this launch; in all launches warm-up {warmup}, reinforcement learning {rl}"),
     ]
+
+
+def _accuracy(summary: Summary, key: str, version: int) -> str:
+    """What was measured of a version, and which versions drew the answers where they were others."""
+    measured, evaluations = fraction(_known(summary, key)), summary["heldout_evaluations"]
+    match evaluations.get(str(version)) if isinstance(evaluations, dict) else None:
+        case {"drawn_by": [int(oldest), int(newest)]}:
+            return f"{measured} ({drawn_by_text(oldest, newest)})"
+    return measured
 
 
 def _target(summary: Summary) -> str:

@@ -128,13 +128,13 @@ def _held_out(monitor: RunMonitor) -> str:
         return f"not measured yet{wanted}"
     first, *_ = evaluations.values()
     *_, last = evaluations.values()
-    since = "" if first is last else f", was {fraction(first.sampled)} at v{first.policy_version}"
+    since = "" if first is last else f", was {fraction(first.sampled)} at {first.where}"
     return f"{_accuracy(last)}{wanted}{since}"
 
 
 def _accuracy(evaluation: Evaluation) -> str:
     sampled, greedy = fraction(evaluation.sampled), fraction(evaluation.greedy)
-    return f"{sampled} sampled, {greedy} greedy at v{evaluation.policy_version}"
+    return f"{sampled} sampled, {greedy} greedy at {evaluation.where}"
 
 
 def _step_time(step: Step | None) -> str:
@@ -249,7 +249,7 @@ def status_line(monitor: RunMonitor) -> str:
     """The run in one line, for a log."""
     reward, evaluations = monitor.history.recent_reward(), monitor.history.evaluations
     latest = evaluations[next(reversed(evaluations))] if evaluations else None
-    held_out = UNKNOWN if latest is None else f"{fraction(latest.sampled)} at v{latest.policy_version}"
+    held_out = UNKNOWN if latest is None else f"{fraction(latest.sampled)} at {latest.where}"
     trained = number(monitor.values("learner"), "trained_tokens_per_s")
     storage = monitor.values("storage")
     parts = [

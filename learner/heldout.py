@@ -1,4 +1,4 @@
-"""Held-out accuracy, measured by the actors on exactly the version that the learner asks for."""
+"""Held-out accuracy, measured by the actors on the versions that the learner asks for."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,18 +12,20 @@ from bus.publish import Publisher
 from bus.waiting import set_within
 
 log = structlog.get_logger()
-RESULT_TIMEOUT_S = 300.0
 
 
 class HeldOut:
     """Asks for evaluations of one learner's versions and hears their results."""
 
-    def __init__(self, bus: Bus, incarnation: str, on_result: Callable[[EvaluationResult], None]) -> None:
+    def __init__(
+        self, bus: Bus, incarnation: str, on_result: Callable[[EvaluationResult], None], patience_s: float
+    ) -> None:
         self.prompts: BlobRef | None = None
         """The run's held-out prompts, None if it has none; known after `find`."""
         self._bus = bus
         self._incarnation = incarnation
         self._on_result = on_result
+        self._patience_s = patience_s
         self._publisher = Publisher(bus)
         self._asked: dict[int, asyncio.Event] = {}
         """By version, set when its result is here."""
@@ -45,9 +47,9 @@ class HeldOut:
         await self._publisher.publish(self._bus.subject("tasks", "evaluation"), encode(task), message_id=name)
 
     async def measured(self, policy_version: int) -> None:
-        """Return once the result of a version that was asked for is here; gives up after a while."""
-        if not await set_within(self._asked[policy_version], RESULT_TIMEOUT_S):
-            log.warning("evaluation_missing", policy_version=policy_version, waited_s=RESULT_TIMEOUT_S)
+        """Return once the result of a version that was asked for is here; gives up after `patience_s`."""
+        if not await set_within(self._asked[policy_version], self._patience_s):
+            log.warning("evaluation_missing", policy_version=policy_version, waited_s=self._patience_s)
 
     def _hear(self, result: EvaluationResult) -> None:
         if result.incarnation != self._incarnation:

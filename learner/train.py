@@ -65,7 +65,7 @@ class Learner:
             bus, settings.colocation,
             incarnation=incarnation, make_room=world.make_room, on_wait=self._on_wait,
         )  # fmt: skip
-        self._heldout = HeldOut(bus, incarnation, self._on_evaluation)
+        self._heldout = HeldOut(bus, incarnation, self._on_evaluation, settings.evaluation.patience_s)
         self._publishing: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[BatchLease] | None = None
         self._saving: tuple[int, dict[str, Any]] | None = None

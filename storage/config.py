@@ -209,7 +209,10 @@ class ReplayConfig(Config):
 
 
 class EvaluationConfig(Config):
-    """Held-out accuracy, measured by the actors on exactly one policy version."""
+    """Held-out accuracy, measured by the actors as `actors.evaluation` says."""
 
     every_versions: int = Field(10, ge=0)
     """Evaluate each so many versions; 0 measures only the first and the last."""
+
+    patience_s: float = Field(300.0, gt=0)
+    """How long the learner waits for the accuracy of its last version, before it ends without."""

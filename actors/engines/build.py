@@ -24,7 +24,7 @@ def build_engine(config: EngineConfig, model: Path, log_file: Path, *, number: i
 
 
 def evaluation_engine(config: EngineConfig, model: Path) -> Engine:
-    """An engine in this process for held-out prompts: it keeps one version while the other goes on."""
+    """An engine in this process for held-out prompts alone: it keeps one version while the others go on."""
     from actors.engines.embedded import EmbeddedEngine
 
     own = config if isinstance(config, EmbeddedEngineConfig) else EmbeddedEngineConfig()

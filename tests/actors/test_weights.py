@@ -93,6 +93,20 @@ async def test_a_dead_learners_version_is_waited_for_until_its_successor_reaches
     assert engine.policy_version == 6
 
 
+async def test_a_dead_learners_later_version_is_none_of_its_successors(bus, following):
+    follower, engine = following
+    async with asyncio.timeout(TIMEOUT_S):
+        await publish(bus, 9, incarnation="dead")
+        await follower.at_least(9, of="dead")
+        waiting = asyncio.create_task(follower.at_least(5, of="resumed"))
+        await publish(bus, 5, incarnation="resumed")
+        await waiting
+        assert engine.policy_version == 5
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await follower.at_least(5, of="dead")
+
+
 async def test_stage_is_the_learners(bus, following):
     follower, _ = following
     await publish(bus, 0, stage="warmup")

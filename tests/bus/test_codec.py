@@ -92,6 +92,10 @@ POLICY = PolicyManifest(
 CHAT = Prompt(
     content=[{"role": "user", "content": "2+2?"}], label=None, metadata={"level": 3, "tags": ["a", None]}
 )
+EVALUATED = EvaluationResult(
+    policy_version=1, incarnation="a", sampled=0.5, greedy=1.0, prompts=9, seconds=2.5,
+    oldest_version=1, newest_version=3,
+)  # fmt: skip
 EXAMPLES = (
     CHAT,
     DELTAS[0],
@@ -166,7 +170,7 @@ EXAMPLES = (
     StoredGroups(shard=1, after=5, lease_ids=(7, 9), total=7, tokens=(16, 20)),
     EvaluationTask(policy=POLICY, prompts=BLOB),
     PromptSet(prompts=(CHAT, Prompt(content="plain"))),
-    EvaluationResult(policy_version=1, incarnation="a", sampled=0.5, greedy=1.0, prompts=9, seconds=2.5),
+    EVALUATED,
     Metrics(source="learner", step=3, time_s=1.75e9, values={"train/loss": 0.5, "train/note": "x"}),
     Status(source="a", role="actors", doing="rolls out", pid=1, peak_rss_bytes=2, values={"busy": 3}),
     DeadLetter(subject="s", reason="r", data=b"\x00\xff", origin="9", kind="version", actor="a"),
@@ -184,6 +188,18 @@ EXAMPLES = (
     CloseRequest(lease_ids=(3, 5)),
     Closed(lease_ids=(3,)),
 )
+
+
+def test_an_evaluation_of_an_older_build_was_drawn_by_its_version_alone():
+    found = decode(wire(EVALUATED, oldest_version=..., newest_version=...), EvaluationResult)
+    assert (EVALUATED.drawn_by, found.drawn_by) == ((1, 3), (1, 1))
+
+
+@pytest.mark.parametrize("versions", [(0, 1), (2, 1), (None, 0)])
+def test_no_version_answers_for_a_later_one(versions):
+    oldest, newest = versions
+    with pytest.raises(SchemaError, match="cannot have answered for version 1"):
+        decode(wire(EVALUATED, oldest_version=oldest, newest_version=newest), EvaluationResult)
 
 
 def same(left: object, right: object) -> bool:

@@ -19,7 +19,7 @@ STEPS = 10
 
 def run_of(steps: int) -> tuple[str, ...]:
     flags = [str(steps) if before == "--learner.steps" else flag for before, flag in pairwise(("", *LONG))]
-    return (*flags, "--colocation.enabled")
+    return (*flags, "--colocation.enabled", "--actors.evaluation.engine", "rollout")
 
 
 def said(run: Path, part_name: str) -> list[tuple[str, str, float, int]]:
@@ -55,6 +55,16 @@ def assert_never_both(run: Path) -> int:
             free,
         )
     return len(holds) // 2
+
+
+def evaluations(run: Path) -> dict[int, tuple[int, int]]:
+    """By the version asked for, the oldest and the newest that drew a token."""
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {
+        row["policy_version"]: (row["oldest_version"], row["newest_version"])
+        for row in rows
+        if row["kind"] == "evaluation"
+    }
 
 
 def ended_before_an_engine_was_ready(run: Path) -> set[str]:
@@ -109,6 +119,10 @@ def test_the_learner_trains_while_the_engines_stand_still_and_only_then(tmp_path
     }
     assert len(steps) == STEPS, "a row may come twice"
     assert "engine_lost" not in (run / "logs/actors.log").read_text(), "resting is no failure"
+    evaluated = evaluations(run)
+    last = STEPS + 1
+    assert {0, 1, last} <= evaluated.keys()
+    assert evaluated[last] == (last, last), "nothing was published while the learner waited for it"
 
 
 def test_the_engines_go_on_when_the_learner_falls_silent_while_it_has_the_device(tmp_path: Path):

@@ -25,9 +25,16 @@ def test_a_run_on_sglang_trains_and_accounts_for_everything(tmp_path: Path):
     assert summary["groups"]["trained"] == 16
     assert summary["groups_rejected"] == {}
     assert summary["max_staleness_seen"] <= summary["max_staleness_allowed"]
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    rows = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
     mismatches = [row["policy/mismatch_nats"] for row in rows if "policy/mismatch_nats" in row]
     assert mismatches, "some tokens were drawn by the weights they were trained at"
     assert max(mismatches) < 1e-5
+    drawn_by = {
+        row["policy_version"]: (row["oldest_version"], row["newest_version"])
+        for row in rows
+        if row["kind"] == "evaluation"
+    }
+    assert {0, 1, 3, 5} <= drawn_by.keys(), "the servers that roll out answered held-out prompts"
+    assert drawn_by[5] == (5, 5)
     [log] = (run / "logs").glob("engine-*.log")
     assert "POST /generate" in log.read_text()

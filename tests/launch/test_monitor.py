@@ -11,7 +11,7 @@ import pytest
 from bus.codec import encode
 from bus.connection import Bus
 from bus.publish import Publisher
-from launch.metrics import History, append_records, metrics_record, read_records
+from launch.metrics import History, append_records, evaluation_record, metrics_record, read_records
 from launch.monitor import RunMonitor, watch
 from tests.launch.messages import FACTS, MIB, Clock, actor, evaluation, learner, metrics, storage
 
@@ -160,7 +160,9 @@ async def test_watch_feeds_the_monitor_and_writes_every_event_once(bus: Bus, tmp
             await events.publish(
                 bus.subject("events", "metrics"), encode(metrics(step)), message_id=f"m{step}"
             )
-        await events.publish(bus.subject("events", "evaluation"), encode(evaluation(3, 0.7)), message_id="e3")
+        await events.publish(
+            bus.subject("events", "evaluation"), encode(evaluation(3, 0.7, drawn_by=(3, 4))), message_id="e3"
+        )
         for status in (learner(), actor(), storage()):
             await bus.notify(bus.subject("status", status.role), status)
         await bus.client.flush()
@@ -172,7 +174,15 @@ async def test_watch_feeds_the_monitor_and_writes_every_event_once(bus: Bus, tmp
     assert lines[2]["reward/mean"] == 0.5
     assert (lines[2]["source"], lines[2]["step"], lines[2]["time_s"]) == ("learner", 3, 1003.0)
     assert (lines[3]["policy_version"], lines[3]["sampled"]) == (3, 0.7)
-    assert list(History(read_records(path)).evaluations) == [3]
+    assert (lines[3]["oldest_version"], lines[3]["newest_version"]) == (3, 4)
+    [read] = History(read_records(path)).evaluations.values()
+    assert (read.policy_version, read.drawn_by) == (3, (3, 4))
+
+
+def test_an_evaluation_that_an_older_build_wrote_was_drawn_by_its_version_alone():
+    line = evaluation_record(evaluation(3, 0.7), step=2)
+    del line["oldest_version"], line["newest_version"]
+    assert History([line]).evaluations[3].exact
 
 
 @pytest.mark.nats

@@ -134,6 +134,19 @@ def test_the_table_has_units_and_reasons(run: RunDirectory):
         assert part in text
 
 
+def test_the_table_says_which_versions_answered_for_another(run: RunDirectory):
+    monitor = watched()
+    for version, sampled, drawn_by in ((0, 0.02, (0, 1)), (1, 0.3, (2, 2)), (21, 0.91, (21, 21))):
+        monitor.on_evaluation(evaluation(version, sampled, drawn_by=drawn_by))
+    summary = summarise(monitor, run=run, progress=PROGRESS, checkpoint=None, wall_s=130.0)
+    found = {version: row.get("drawn_by") for version, row in summary["heldout_evaluations"].items()}
+    assert found == {"0": [0, 1], "1": [2, 2], "21": None}
+    text = printed(json.loads(json.dumps(summary)))
+    for part in ("0.020 (drawn by v0 to v1)", "0.300 (drawn by v2)", "0.910 "):
+        assert part in text
+    assert "0.910 (" not in text
+
+
 def test_the_table_of_a_run_without_numbers(run: RunDirectory):
     text = printed(summarise(RunMonitor(FACTS), run=run, progress=None, checkpoint=None, wall_s=1.0))
     assert "0.900, not reached" in text

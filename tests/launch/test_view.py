@@ -129,6 +129,16 @@ def test_status_line_holds_the_essentials():
         assert part in line
 
 
+def test_versions_that_answered_for_another_are_named():
+    monitor, _ = make_monitor()
+    news = News(monitor)
+    monitor.on_evaluation(evaluation(0, 0.02, drawn_by=(1, 1)))
+    monitor.on_evaluation(evaluation(30, 0.91, 0.95, drawn_by=(31, 33)))
+    assert "held-out accuracy: 0.910 sampled, 0.950 greedy at v30 (drawn by v31 to v33)" in news.take()
+    assert "held-out 0.910 at v30 (drawn by v31 to v33) " in status_line(monitor)
+    assert "was 0.020 at v0 (drawn by v1)" in "".join(shown(monitor, width=120))
+
+
 def test_news_comes_once():
     monitor, _ = make_monitor(actors=1)
     news = News(monitor)

@@ -1,0 +1,70 @@
+"""Held-out accuracy on an engine of its own, and which engine it is measured on."""
+
+import pytest
+
+from actors.config import ActorsConfig, EmbeddedEngineConfig, EvaluatorConfig, SglangEngineConfig
+from actors.engines.embedded import EmbeddedEngine
+from actors.evaluation_engines import OwnEngine
+from bus.blobs import delete_blob
+from storage.blob_sources import Blobs
+from tests.actors.held_out import Desk, Recording, published
+from tests.actors.test_weights import publish
+from tests.actors.tiny import tiny_model
+
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
+
+
+@pytest.fixture
+async def desk(bus):
+    desk = Desk(bus)
+    await desk.listen()
+    return desk
+
+
+async def test_an_own_engine_keeps_the_version_while_others_are_published(bus, desk, model):
+    async def publish_another(run):
+        await published(bus, 1 + run, tiny_model("qwen3", seed=run))
+
+    built = []
+
+    def build():
+        built.append(EmbeddedEngine(tiny_model("qwen3", seed=9), EmbeddedEngineConfig(seed=0)))
+        return built[-1]
+
+    environment = Recording(publish_another)
+    async with desk.evaluator(OwnEngine(build, Blobs(bus)), environment):
+        asked = await published(bus, 1, model)
+        await desk.ask(asked)
+        first = await desk.result()
+        await desk.ask(await published(bus, 50, tiny_model("qwen3", seed=3)))
+        second = await desk.result()
+    assert (first.drawn_by, second.drawn_by) == ((1, 1), (50, 50))
+    assert set(environment.versions) == {1, 50}
+    assert len(built) == 1
+    assert not built[0]._thread.is_alive()
+
+
+async def test_an_own_engine_skips_a_version_whose_weights_are_gone(bus, desk):
+    def build():
+        raise AssertionError("there is nothing to load")
+
+    gone = await publish(bus, 1)
+    await delete_blob(bus, gone.snapshot)
+    async with desk.evaluator(OwnEngine(build, Blobs(bus)), Recording()):
+        await desk.ask(gone)
+        await desk.settled()
+    assert desk.results.empty()
+
+
+@pytest.mark.parametrize(
+    ("engine", "chosen", "expected"),
+    [
+        (EmbeddedEngineConfig(), None, "own"),
+        (SglangEngineConfig(), None, "rollout"),
+        (EmbeddedEngineConfig(), "rollout", "rollout"),
+        (SglangEngineConfig(), "own", "own"),
+    ],
+)
+def test_servers_evaluate_themselves_unless_the_settings_say_otherwise(engine, chosen, expected):
+    config = ActorsConfig(engine=engine, evaluation=EvaluatorConfig(engine=chosen))
+    assert config.evaluates_on == expected
