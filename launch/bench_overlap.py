@@ -141,9 +141,10 @@ class Measurement:
         elif mode == self.turns[-1].mode:
             after = self.turns[-1].last
         else:
-            await asyncio.to_thread(self._set_bound, self._staleness if mode == "async" else 0)
+            bound = self._staleness if mode == "async" else 0
+            await asyncio.to_thread(self._set_bound, bound)
             self.local.terminate("storage")
-            settling = self._staleness + 2  # issued under the other bound, and one is under way
+            settling = bound + 2  # one is under way, and the next one's batch is there
             self._where = f"while {mode} settled, from step {after} and {began_s:.0f} s on"
         settled = partial(_settled, mode, after + settling)
         first = await self.until(settled, first_s + STEP_TIMEOUT_S * settling, first_s=first_s)
