@@ -167,7 +167,8 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     engine_device
         GPU of the actors.
     steps
-        Measured in each turn, after some in which the mode settles.
+        Measured in each turn, after some in which the mode settles. Asynchronous ones come in bursts of
+        max_staleness + 1: a multiple of that is fair.
     rounds
         Each is a turn of one mode, then one of the other.
     limit_s
