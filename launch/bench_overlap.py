@@ -18,7 +18,7 @@ import structlog
 
 from bus.codec import Json
 from bus.errors import SluiceError
-from bus.waiting import set_within
+from bus.waiting import cancelled, ended_before, set_within
 from launch.config import RunConfig
 from launch.harm import END_TIMEOUT_S, Victim
 from launch.overlap_record import Heard, Turn
@@ -78,7 +78,7 @@ async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> d
         failure = await measurement.run()
         found = await asyncio.to_thread(measured, measurement, failure)
         killed = failure is not None and not isinstance(failure, LimitError)
-        ended = f"killed: {failure}" if killed else await _end(local, plan)
+        ended = f"killed: {failure}" if killed else await end_run(local, plan, stop)
     finally:
         await local.kill(patience_s=0)
     counts = await asyncio.to_thread(account_of, config, run) if ended == WELL else None
@@ -93,15 +93,18 @@ def measured(measurement: "Measurement", failure: SluiceError | None) -> dict[st
     return figures(measurement.config, measurement.local.run, measurement.heard, turns)
 
 
-async def _end(local: Victim, plan: Plan) -> str:
+async def end_run(local: Victim, plan: Plan, stop: asyncio.Event) -> str:
     """`WELL`, or what was wrong with it: what was measured before is true all the same."""
     left_s = ENDING_SHARE * plan.limit_s - plan.elapsed_s()
     log.info("run_ends", at_s=round(plan.elapsed_s(), 1), log=str(local.log))
+    ending = asyncio.create_task(local.end(max(0.0, min(END_TIMEOUT_S, left_s))))
     try:
-        await local.end(max(0.0, min(END_TIMEOUT_S, left_s)))
+        if await ended_before(stop, ending):
+            return WELL
     except SluiceError as error:
         return str(error)
-    return WELL
+    await cancelled(ending)
+    return "killed: stopped while the run ended"
 
 
 class Measurement:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from bus.errors import ConfigError, SluiceError
-from launch.bench_overlap import LimitError, Measurement, Plan, measured
+from launch.bench_overlap import LimitError, Measurement, Plan, end_run, measured
 from launch.harm import Victim
 from launch.metrics import append_records
 from launch.overlap_record import Heard, Turn
@@ -187,6 +187,18 @@ async def test_a_cut_before_two_steps_are_known_is_an_error(measurement, records
     ended = await cut.run()
     with pytest.raises(SluiceError, match=f"nothing was measured: the limit of 0.001 s came {where} was"):
         measured(cut, ended)
+
+
+async def test_a_stop_while_the_run_ends_waits_for_nothing(run):
+    class Lasting(Victim):
+        async def end(self, timeout_s: float = 0.0) -> None:
+            stop.set()
+            await asyncio.Event().wait()
+
+    stop = asyncio.Event()
+    async with asyncio.timeout(30):
+        ended = await end_run(Lasting(run, (), random.Random(0)), Plan(steps=1, rounds=1), stop)
+    assert ended == "killed: stopped while the run ended"
 
 
 def test_every_other_round_begins_with_the_other_mode():
