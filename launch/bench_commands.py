@@ -3,6 +3,7 @@
 import json
 import time
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -145,6 +146,7 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     engine_device: int | None = None,
     steps: int = 10,
     rounds: int = 2,
+    limit_s: float = inf,
     prompt_tokens: int = 256,
     config: ConfigFile = None,
     settings: Settings = RunConfig(),
@@ -165,9 +167,12 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     engine_device
         GPU of the actors.
     steps
-        Measured in each turn, after some in which the mode settles.
+        Measured in each turn, after some in which the mode settles. Asynchronous ones come in bursts of
+        max_staleness + 1: a multiple of that is fair.
     rounds
         Each is a turn of one mode, then one of the other.
+    limit_s
+        All of it ends within so many seconds, the run's start and end too, and what was measured is reported.
     prompt_tokens
         Length of each prompt.
     config
@@ -175,6 +180,7 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     as_json
         Print one JSON object on one line.
     """
+    began = time.monotonic()  # imports take seconds
     from launch.bench_overlap import WELL, Plan
     from launch.bench_overlap import bench_overlap as measured
     from launch.overlap_settings import defaults, make
@@ -182,14 +188,17 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
 
     if steps < 1 or rounds < 1:
         raise ConfigError(f"--steps {steps} --rounds {rounds}: measure one step in one round at least")
-    configure_logging("warning")
+    if not limit_s > 0:
+        raise ConfigError(f"--limit-s {limit_s:g}: give some seconds, or leave it out to measure everything")
+    plan = Plan(steps, rounds, limit_s, began)
+    configure_logging("info")
     devices = {"learner": learner_device, "actors": engine_device}
     layers = layers_of(None, config, {}, settings)
     directory = Path(layers.get("directory", "runs/overlap")).absolute() / time.strftime("%Y%m%d-%H%M%S")
     below = defaults(model, directory, devices=devices)
     resolved = settings_of(merge(layers, {"directory": directory}), below, model, prompt_tokens=prompt_tokens)
     make(resolved, model, prompt_tokens=prompt_tokens)
-    report = run(partial(measured, resolved, Plan(steps, rounds)))
+    report = run(partial(measured, resolved, plan))
     _show(report, as_json=as_json)
     if report["ended"] != WELL:
         fail(SluiceError(str(report["ended"])))

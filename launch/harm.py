@@ -24,6 +24,8 @@ from storage.run import RunDirectory
 PARTS = ("actors", "storage", "learner", "bus")
 END_TIMEOUT_S = 180.0
 ORPHAN_TIMEOUT_S = 60.0
+GONE_TIMEOUT_S = 3.0
+"""What was killed is gone after that, unless the kernel holds it."""
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -61,7 +63,7 @@ class Victim:
                 preexec_fn=die_with_parent(),
             )  # fmt: skip
 
-    async def end(self) -> None:
+    async def end(self, timeout_s: float = END_TIMEOUT_S) -> None:
         """Stop kindly. Raises `SluiceError` when the run does not end (`kill` does it), or not well."""
         self.deaf.close()
         if self.process is None:
@@ -69,25 +71,33 @@ class Victim:
         with suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGINT)
         try:
-            async with asyncio.timeout(END_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 status = await self.process.wait()
         except TimeoutError:
-            raise SluiceError(f"the run did not end within {END_TIMEOUT_S:g} s: see {self.log}") from None
+            raise SluiceError(f"the run did not end within {timeout_s:.3g} s: see {self.log}") from None
         if status != 0:
             raise SluiceError(f"the run ended with status {status}: see {self.log}")
 
-    async def kill(self) -> None:
-        """Stop by force what still runs: the supervisor, and what does not end soon because it is gone."""
+    async def kill(self, patience_s: float = ORPHAN_TIMEOUT_S) -> None:
+        """Stop by force what still runs: the supervisor, and what does not end soon because it is gone.
+
+        Args:
+            patience_s: how soon; 0 kills every process at once."""
         self.deaf.close()
         if self.process is None or self.process.returncode is not None:
             return
-        children = psutil.Process(self.process.pid).children(recursive=True)
+        supervisor = psutil.Process(self.process.pid)
+        supervisor.suspend()  # it must not start another part meanwhile
+        children = supervisor.children(recursive=True)
         self.process.kill()
         await self.process.wait()
-        _, orphans = await asyncio.to_thread(psutil.wait_procs, children, timeout=ORPHAN_TIMEOUT_S)
+        _, orphans = await asyncio.to_thread(psutil.wait_procs, children, timeout=patience_s)
         for orphan in orphans:
             with suppress(psutil.NoSuchProcess):
-                orphan.kill()
+                for process in (*orphan.children(recursive=True), orphan):  # it may have begun some since
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
+        await asyncio.to_thread(psutil.wait_procs, orphans, timeout=GONE_TIMEOUT_S)
 
     def refuse_end(self) -> None:
         """Raise `SluiceError` if the run has given up."""

@@ -76,6 +76,8 @@ class Dispatcher:
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
         """Set, and replaced, whenever a batch that could not be formed may have become possible."""
+        self._ended = False
+        """Whoever still waits for a batch is to ask the next dispatcher."""
 
     @property
     def policy(self) -> PolicyManifest | None:
@@ -122,6 +124,8 @@ class Dispatcher:
             )
         for subscription in serving:
             await subscription.unsubscribe()
+        self._ended = True
+        self._wake()  # a request without an answer would wait for one for long
         await asyncio.to_thread(self.ledger.flush)
 
     # --- admission ---
@@ -267,7 +271,7 @@ class Dispatcher:
 
     async def _on_batch(self, request: BatchRequest) -> list[Message]:
         deadline = asyncio.get_running_loop().time() + LONG_POLL_S
-        while True:
+        while not self._ended:
             self._admission.refuse_fenced(request.incarnation)  # each time: another may have come meanwhile
             news = self._news
             answer = await self._choose(request)
@@ -275,6 +279,7 @@ class Dispatcher:
             if isinstance(answer, BatchLease) or left <= 0:
                 return [answer]
             await set_within(news, left)
+        return [Waiting(reason="storage has ended")]
 
     async def _choose(self, request: BatchRequest) -> BatchLease | Waiting:
         now_s = asyncio.get_running_loop().time()

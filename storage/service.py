@@ -1,6 +1,7 @@
 """`launch storage`: the dispatcher of a run, and in the same process all of its replay shards or some."""
 
 import asyncio
+import json
 import secrets
 from collections import Counter
 from collections.abc import Iterable
@@ -38,6 +39,8 @@ from storage.shards_service import HeldShard, hold_shards, run_shard
 
 log = structlog.get_logger()
 QUEUES_PERIOD_S = 1.0
+LENGTHS_CHECKED = "lengths_checked"
+"""Fact of the ledger: which prompts, for which model and length of answers, were found to fit."""
 _QUEUES = {"TASKS": "tasks_pending", "TRAJECTORIES": "trajectories_pending", "DEAD": "dead"}
 """Streams whose length is reported, and under which name."""
 
@@ -175,18 +178,21 @@ class _Service:
             try:
                 found = await self._bus.get("policy", PolicyManifest)
                 if found is not None:
-                    await check_lengths(
-                        self._bus,
-                        found[0].model,
-                        self._data.prompts,
-                        max_new_tokens=self._settings.max_new_tokens,
-                    )
+                    await self._check_lengths(found[0].model)
                     await self._remember_vocabulary(found[0].model)
                     self._dispatcher.admit()
                     return
             except BusError as error:  # away, or a new learner has just replaced the files
                 log.warning("model_not_read", reason=str(error))
             await set_within(stop, RETRY_S)
+
+    async def _check_lengths(self, model: BlobRef) -> None:
+        """Once for the same prompts and model: it takes long, and after a restart a run waits for leases."""
+        longest = self._settings.max_new_tokens
+        checked = json.dumps([self._data.latest.digest, model.digest, longest])
+        if self._ledger.facts.get(LENGTHS_CHECKED) != checked:
+            await check_lengths(self._bus, model, self._data.prompts, max_new_tokens=longest)
+            self._ledger.set_fact(LENGTHS_CHECKED, checked)
 
     async def _remember_vocabulary(self, model: BlobRef) -> None:
         vocabulary = vocabulary_size(decode(await get_blob(self._bus, model), ModelFiles))

@@ -1,24 +1,36 @@
 """What `launch bench overlap` reads in a run's record, and what it refuses there."""
 
 import asyncio
+import json
 import random
 
 import pytest
 
 from bus.errors import ConfigError, SluiceError
-from launch.bench_overlap import Heard, Plan, Turn, _until
+from launch.bench_overlap import LimitError, Measurement, Plan, end_run, measured
 from launch.harm import Victim
 from launch.metrics import append_records
+from launch.overlap_record import Heard, Turn
 from launch.overlap_settings import defaults, make, settings
 from storage.run import RunDirectory
 
+STALENESS, SETTLED = 2, 3
 
-def step(number, time_s):
-    return {"source": "learner-1", "step": number, "time_s": time_s, "train/stage": "rl"}
+
+def step(number, time_s, staleness=STALENESS, seconds=1.0):
+    return {
+        "source": "learner-1", "step": number, "time_s": time_s, "train/stage": "rl",
+        "train/trajectories": 16, "train/tokens": 100, "time/step_s": seconds,
+        "time/waiting_for_batch_s": 0.0, "time/publish_stall_s": 0.0,
+        "staleness/max_versions": staleness, "staleness/mean_versions": staleness,
+    }  # fmt: skip
 
 
 def reading(source, time_s, busy_s):
-    return {"source": source, "step": 0, "time_s": time_s, "engine/busy_s": busy_s, "engine/count": 1}
+    return {
+        "source": source, "step": 0, "time_s": time_s, "engine/count": 1,
+        "engine/busy_s": busy_s, "engine/request_s": busy_s, "engine/tokens": busy_s,
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -50,14 +62,143 @@ def test_a_part_that_died_ends_the_measurement(run, lines, message):
         Heard.of(run)
 
 
-async def test_a_wait_ends_at_its_limit_and_at_once_when_stopped(run):
-    local, stop = Victim(run, (), random.Random(0)), asyncio.Event()
-    append_records(run.metrics, [step(7, 1.0)])
+def steps(first, last, *, began_s, seconds, staleness=STALENESS, read=True):
+    """Steps that end every `seconds`, and the actors' counters after each."""
+    records = []
+    for number in range(first, last + 1):
+        time_s = began_s + (number - first + 1) * seconds
+        records.append(step(number, time_s, staleness, seconds))
+        if read:
+            records.append(reading("actors-1", time_s, time_s))
+    return records
+
+
+class Scripted(Victim):
+    """A run that has no processes: storage's restart makes it say what it says next."""
+
+    def terminate(self, name):
+        assert name == "storage"
+        append_records(self.run.metrics, self.next)
+
+
+@pytest.fixture
+def measurement(run, tmp_path):
+    """Builds one of a run that has said `records`, and says `then` when its mode has changed."""
+
+    def build(records, then=(), *, stopped=False, rounds=1, **plan):
+        append_records(run.metrics, records)
+        run.config.write_text(json.dumps({"admission": {"max_staleness": STALENESS}}))
+        local, stop = Scripted(run, (), random.Random(0)), asyncio.Event()
+        local.next = then
+        if stopped:
+            stop.set()
+        layers = {"admission": {"max_staleness": STALENESS}}
+        config = settings(layers, defaults("tiny", tmp_path, devices={}), "tiny", prompt_tokens=16)
+        return Measurement(local, config, Plan(rounds=rounds, **plan), stop)
+
+    return build
+
+
+async def test_a_wait_ends_when_it_has_taken_too_long_and_at_once_when_stopped(measurement):
+    waiting = measurement([step(7, 1.0)], steps=1)
     with pytest.raises(SluiceError, match="step 7 was the last"):
-        await _until(local, lambda heard: heard.step > 7, stop, 0.0)
-    stop.set()
-    with pytest.raises(SluiceError, match="stopped"):
-        await _until(local, lambda heard: heard.step > 7, stop, 600.0)
+        await waiting.until(lambda heard: heard.step > 7, 0.0)
+    waiting = measurement([], stopped=True, steps=1)
+    with pytest.raises(SluiceError, match="stopped before the first turn had settled, and step 7 was"):
+        await waiting.until(lambda heard: heard.step > 7, 600.0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "failure", "said"),
+    [
+        (
+            {"limit_s": 0.001},
+            LimitError,
+            "the limit of 0.001 s came while async was measured, from step 3 on",
+        ),
+        ({"stopped": True}, SluiceError, "stopped while async was measured, from step 3 on, and step 7"),
+    ],
+)
+async def test_a_turn_that_is_cut_counts_with_what_is_known_of_it(measurement, plan, failure, said):
+    known = steps(1, 6, began_s=0.0, seconds=2.0)
+    cut = measurement([*known, step(7, 14.0)], steps=10, **plan)
+    ended = await cut.run()
+    assert type(ended) is failure
+    assert said in str(ended)
+    found = measured(cut, ended)
+    [turn] = found["absolute"]["turns"]
+    assert (turn["mode"], turn["settling_steps"], turn["first"], turn["last"]) == (
+        "async",
+        SETTLED,
+        SETTLED,
+        6,
+    )
+    assert (turn["settling_s"], turn["step_s"], turn["trajectories_per_s"]) == (6.0, [2.0, 2.0, 2.0], 8.0)
+    assert found["ratios"] == {
+        "async_over_sync": None, "learner_idle": 0.0, "engine_idle": 0.0,
+        "slots_idle": found["modes"]["async"]["slots_idle"],
+    }  # fmt: skip
+    assert (found["modes"]["sync"], found["absolute"]["async_over_sync_tokens"]) == (None, None)
+
+
+async def test_a_cut_in_the_synchronous_turn_leaves_the_ratio(measurement):
+    settling = steps(7, 10, began_s=6.0, seconds=1.0)
+    synchronous = steps(11, 13, began_s=10.0, seconds=4.0, staleness=0)
+    known = steps(1, 6, began_s=0.0, seconds=1.0)
+    cut = measurement(known, [*settling, *synchronous], steps=3, limit_s=0.001)
+    ended = await cut.run()
+    assert "came while sync was measured, from step 11 on, and step 13 was the last" in str(ended)
+    found = measured(cut, ended)
+    assert found["ratios"]["async_over_sync"] == found["absolute"]["async_over_sync_tokens"] == 4.0
+    turns = [(turn["mode"], turn["first"], turn["last"]) for turn in found["absolute"]["turns"]]
+    assert turns == [("async", 3, 6), ("sync", 11, 13)]
+
+
+async def test_a_cut_while_the_mode_settles_says_so(measurement):
+    settling = steps(6, 8, began_s=5.0, seconds=1.0)
+    cut = measurement(steps(1, 5, began_s=0.0, seconds=1.0), settling, steps=2, limit_s=0.001)
+    ended = await cut.run()
+    assert "came while sync settled, from step 5 and 0 s on, and step 8 was the last" in str(ended)
+    assert [turn["mode"] for turn in measured(cut, ended)["absolute"]["turns"]] == ["async"]
+
+
+async def test_changing_back_to_the_same_mode_is_no_change(measurement):
+    after = [*steps(6, 9, began_s=5.0, seconds=1.0), *steps(10, 15, began_s=9.0, seconds=1.0, staleness=0)]
+    whole = measurement(steps(1, 5, began_s=0.0, seconds=1.0), after, steps=2, limit_s=0.001, rounds=2)
+    await whole.run()
+    settled = [(turn.mode, turn.after, turn.first, turn.last) for turn in whole.turns]
+    assert settled == [("async", 0, 3, 5), ("sync", 5, 10, 12), ("sync", 12, 12, 14)]
+
+
+@pytest.mark.parametrize(
+    ("records", "where"),
+    [
+        ([], "before the first step, and step 0"),
+        (steps(1, 2, began_s=0.0, seconds=1.0), "before the first turn had settled, and step 2"),
+        (steps(1, 4, began_s=0.0, seconds=1.0), "while async was measured, from step 3 on, and step 4"),
+        (
+            steps(1, 9, began_s=0.0, seconds=1.0, read=False),
+            "while async was measured, from step 3 on, and step 9",
+        ),
+    ],
+)
+async def test_a_cut_before_two_steps_are_known_is_an_error(measurement, records, where):
+    cut = measurement(records, steps=10, limit_s=0.001)
+    ended = await cut.run()
+    with pytest.raises(SluiceError, match=f"nothing was measured: the limit of 0.001 s came {where} was"):
+        measured(cut, ended)
+
+
+async def test_a_stop_while_the_run_ends_waits_for_nothing(run):
+    class Lasting(Victim):
+        async def end(self, timeout_s: float = 0.0) -> None:
+            stop.set()
+            await asyncio.Event().wait()
+
+    stop = asyncio.Event()
+    async with asyncio.timeout(30):
+        ended = await end_run(Lasting(run, (), random.Random(0)), Plan(steps=1, rounds=1), stop)
+    assert ended == "killed: stopped while the run ended"
 
 
 def test_every_other_round_begins_with_the_other_mode():

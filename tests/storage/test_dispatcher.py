@@ -9,7 +9,7 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.errors import BusError, StorageError
-from bus.requests import BatchLease, Waiting
+from bus.requests import BatchLease, BatchRequest, Waiting
 from bus.roles import hold_role
 from bus.topology import ensure
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler
@@ -241,6 +241,18 @@ async def test_request_that_waits_is_answered_as_soon_as_its_groups_are_stored(
             await send_groups(bus, [lease_id])
         async with asyncio.timeout(20):
             assert isinstance(await asking, BatchLease)
+
+
+async def test_request_that_waits_is_answered_when_storage_ends(bus, learner, tmp_path, monkeypatch):
+    monkeypatch.setattr("storage.dispatcher.LONG_POLL_S", 60.0)
+    subject = bus.subject("rpc", "batch")
+    request = BatchRequest(step=1, policy_version=0, incarnation="a")
+    async with serving(bus, tmp_path):
+        await learner.publish(0)
+        await has(bus, "TASKS", 4)
+        asking = asyncio.create_task(bus.request(subject, request, Waiting, timeout_s=30.0))
+        await until(lambda: any(task.get_name() == f"serve {subject}" for task in asyncio.all_tasks()))
+    assert await asking == Waiting(reason="storage has ended")
 
 
 async def test_drawn_groups_carry_their_weights_and_are_the_same_after_a_restart(bus, learner, tmp_path):

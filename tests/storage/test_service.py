@@ -16,6 +16,7 @@ from bus.messages import BlobRef, GroupRejected, ModelFiles, PolicyManifest, Pro
 from bus.publish import Publisher
 from learner.scratch import character_tokenizer
 from storage.config import DataConfig, ReplayConfig
+from storage.lengths import check_lengths
 from storage.model_files import bundle
 from storage.replay import ReplayStore
 from storage.run import RunDirectory
@@ -32,6 +33,7 @@ from tests.storage.serving import (
     running,
     send,
     send_groups,
+    send_rejections,
     until,
 )
 
@@ -100,6 +102,30 @@ async def test_prompts_are_checked_against_the_model_before_the_first_lease(bus,
         found = await bus.get("heldout", BlobRef)
         assert found is not None
         assert [p.content for p in decode(await get_blob(bus, found[0]), PromptSet).prompts] == ["4 + 4 ="]
+
+
+async def test_prompts_that_were_checked_are_not_checked_again_by_a_restart(
+    bus, tmp_path, model_files, monkeypatch
+):
+    checks: list[int] = []
+
+    async def counted(*arguments: object, max_new_tokens: int) -> None:
+        checks.append(max_new_tokens)
+        await check_lengths(*arguments, max_new_tokens=max_new_tokens)
+
+    monkeypatch.setattr("storage.service.check_lengths", counted)
+    await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
+    settings = make_settings(tmp_path, "2 + 2 =", "x" * 20)
+    async with storage(bus, settings):
+        await has(bus, "TASKS", 4)
+    async with storage(bus, settings):
+        await send_rejections(bus, [0])
+        await has(bus, "TASKS", 5)  # leases are let out again
+    assert checks == [10]
+    with pytest.raises(ExceptionGroup) as failure:
+        await run_storage(bus, replace(settings, max_new_tokens=11), asyncio.Event())
+    assert failure.group_contains(ConfigError, match="prompt 2 has 22 tokens: with 11 new ones")
+    assert checks == [10, 11]
 
 
 async def is_known(bus: Bus) -> bool:
