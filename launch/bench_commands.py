@@ -180,7 +180,8 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     as_json
         Print one JSON object on one line.
     """
-    began = time.monotonic()  # imports take seconds
+    import psutil
+
     from launch.bench_overlap import WELL, Plan
     from launch.bench_overlap import bench_overlap as measured
     from launch.overlap_settings import defaults, make
@@ -190,7 +191,8 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
         raise ConfigError(f"--steps {steps} --rounds {rounds}: measure one step in one round at least")
     if not limit_s > 0:
         raise ConfigError(f"--limit-s {limit_s:g}: give some seconds, or leave it out to measure everything")
-    plan = Plan(steps, rounds, limit_s, began)
+    age_s = time.time() - psutil.Process().create_time()  # imports take seconds
+    plan = Plan(steps, rounds, limit_s, began=time.monotonic() - age_s)
     configure_logging("info")
     devices = {"learner": learner_device, "actors": engine_device}
     layers = layers_of(None, config, {}, settings)

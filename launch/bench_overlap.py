@@ -32,7 +32,7 @@ START_TIMEOUT_S = 1500.0
 """Until the first step: the first start of a server on a GPU compiles kernels."""
 STEP_TIMEOUT_S = 600.0
 POLL_S = 0.5
-MEASURING_SHARE, ENDING_SHARE = 0.88, 0.97
+MEASURING_SHARE, ENDING_SHARE = 0.88, 0.95
 """Of the limit, when nothing more is measured and when the run is killed; the rest is for the account."""
 
 
