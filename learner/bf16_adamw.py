@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import AdamW, adamw
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class BFloat16StateAdamW(AdamW):
     """Torch's AdamW, but for the rounding of its moments after each update.
@@ -17,11 +19,20 @@ class BFloat16StateAdamW(AdamW):
     only one are alive.
     """
 
-    def round_state(self) -> None:
-        """Bring all moments to bfloat16; after anything but `step` that changed the state."""
-        for values in self.state.values():
-            for name in ("exp_avg", "exp_avg_sq"):
-                values[name] = values[name].bfloat16()
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would widen all moments to the dtype of the parameters: there may be no room."""
+        saved = state_dict["state"]
+        rest = {
+            number: {name: value for name, value in values.items() if name not in MOMENTS}
+            for number, values in saved.items()
+        }
+        super().load_state_dict({**state_dict, "state": rest})
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name in MOMENTS:
+                self.state[parameter][name] = saved[number][name].to(parameter.device, torch.bfloat16)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -35,7 +46,7 @@ class BFloat16StateAdamW(AdamW):
 
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        moments = [state[name].float() for name in ("exp_avg", "exp_avg_sq")]
+        moments = [state[name].float() for name in MOMENTS]
         fused_update(
             parameter,
             grad,
@@ -45,8 +56,8 @@ class BFloat16StateAdamW(AdamW):
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
         )
-        state["exp_avg"].copy_(moments[0])
-        state["exp_avg_sq"].copy_(moments[1])
+        for name, moment in zip(MOMENTS, moments, strict=True):
+            state[name].copy_(moment)
 
 
 def fused_update(

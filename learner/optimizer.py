@@ -65,7 +65,6 @@ def build_optimizer(
         if config.state_dtype == "bfloat16":
             part.optimizer.__class__ = BFloat16StateAdamW
         _prime(part.optimizer)
-        _keep_state_dtype(part.optimizer)
     return optimizer
 
 
@@ -121,23 +120,18 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
     for part in optimizer.chained_optimizers:
         for values in part.optimizer.state.values():
             values["step"] = values["step"].to(values["exp_avg"].device, copy=True)
-        _keep_state_dtype(part.optimizer)
 
 
 def _prime(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that the first update would make: in its dtype, for there may be no room for a wider."""
+    dtype = torch.bfloat16 if isinstance(optimizer, BFloat16StateAdamW) else None
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
+                "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
             }
-
-
-def _keep_state_dtype(optimizer: torch.optim.Optimizer) -> None:
-    """Torch casts what it loads to the dtype of the parameters."""
-    if isinstance(optimizer, BFloat16StateAdamW):
-        optimizer.round_state()
 
 
 def _keep_step_on_load(optimizer: DistributedOptimizer) -> None:

@@ -1,10 +1,12 @@
 import pytest
 import torch
 from pydantic import ValidationError
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.bf16_adamw import BFloat16StateAdamW
+from learner.bf16_adamw import MOMENTS, BFloat16StateAdamW
 from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from learner.config import OptimizerConfig, TISLoss
+from learner.optimizer import _prime
 from learner.packing import pack
 from learner.trainer import Trainer
 from tests.learner.tiny import hf_state, random_samples, tiny_model
@@ -43,9 +45,8 @@ def test_an_update_is_that_of_torch_from_rounded_moments():
     ours, theirs = (torch.nn.Parameter(torch.arange(50.0)) for _ in range(2))
     settings = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     optimizer, reference = BFloat16StateAdamW([ours], **settings), torch.optim.AdamW([theirs], **settings)
-    zeros = {name: torch.zeros(50) for name in ("exp_avg", "exp_avg_sq")}
+    zeros = {name: torch.zeros(50, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
     optimizer.state[ours] = {"step": torch.tensor(0.0), **zeros}
-    optimizer.round_state()
     for _ in range(5):
         ours.grad = torch.randn(50)
         theirs.grad = ours.grad.clone()
@@ -55,6 +56,34 @@ def test_an_update_is_that_of_torch_from_rounded_moments():
         for name in ("exp_avg", "exp_avg_sq"):
             reference.state[theirs][name].copy_(reference.state[theirs][name].bfloat16())
             assert torch.equal(optimizer.state[ours][name].float(), reference.state[theirs][name])
+
+
+class Made(TorchDispatchMode):
+    """Notes what is as large as the weights, and in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float32 and made.numel() == 50:
+            self.wide.append(func)
+        return made
+
+
+def test_neither_the_beginning_nor_a_resume_needs_room_for_float32_moments():
+    saved = BFloat16StateAdamW([torch.nn.Parameter(torch.arange(50.0))])
+    resumed = BFloat16StateAdamW([torch.nn.Parameter(torch.zeros(50))])
+    with Made() as made:
+        _prime(saved)
+        state = saved.state_dict()
+        for name in ("exp_avg", "exp_avg_sq"):
+            state["state"][0][name].fill_(3.5)
+        resumed.load_state_dict(state)
+    assert made.wide == []
+    [values] = resumed.state.values()
+    assert all(torch.equal(values[name], torch.full((50,), 3.5, dtype=torch.bfloat16)) for name in MOMENTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
