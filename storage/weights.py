@@ -113,9 +113,9 @@ def in_order(threads: Executor | None, work: Callable[[T], U], items: Iterable[T
 
 
 def spare_threads() -> int:
-    """How many threads may work on weights beside what this process is for: half of its cores, at most 8."""
+    """How many threads may work on weights beside what this process is for: half of its cores, at most 16."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(8, max(1, cores // 2))
+    return min(16, max(1, cores // 2))
 
 
 @dataclass(frozen=True, slots=True)
