@@ -302,7 +302,7 @@ class Fleet:
             self._refuse_for_good(ticket)
         kept_free: Member | None = None
         for ticket in list(self._queue):
-            free = [m for m in self._members.values() if self._has_room(m) and m is not kept_free]
+            free = [m for m in self._members.values() if m.has_room() and m is not kept_free]
             if not free:
                 return
             if ticket.seat is None or ticket.seat.done():
@@ -318,9 +318,6 @@ class Fleet:
                 member.seat(ticket)
                 self._note_affinity(ticket, member)
                 ticket.seat.set_result(None)
-
-    def _has_room(self, member: Member) -> bool:
-        return member.state == "serving" and member.policy_version >= 0 and member.load < member.company
 
     def _choose(self, ticket: Ticket, free: Iterable[Member]) -> Member | None:
         """The least busy, unless another has its beginning and is not much busier."""

@@ -16,6 +16,10 @@ class FleetConfig(Config):
     requests_per_engine: int = Field(256, ge=1)
     """Requests that one engine has at once; further ones wait in the fleet, the oldest goes first."""
 
+    refill: float = Field(1 / 16, ge=0, lt=1)
+    """An engine that had no place left gives the next ones away together, as soon as this share is free: it
+    stops decoding for each batch of prompts, be it one. 0 gives each away at once."""
+
     affinity_slack: int = Field(16, ge=0)
     """A request goes where its beginning is cached, unless that engine has this many requests more than
     the least busy one. 0 looks at the load only."""
@@ -72,6 +76,10 @@ class FleetConfig(Config):
                 f"backoff_max_s={self.backoff_max_s:g} is below backoff_s={self.backoff_s:g}: raise it"
             )
         return self
+
+    def refill_of(self, places: int) -> int:
+        """How many of so many places are given away together."""
+        return max(1, int(self.refill * places))
 
     def company_after(self, failures: int) -> int:
         """Requests that an engine may have at once, one among them under which so many engines have failed.

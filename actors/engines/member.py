@@ -78,6 +78,8 @@ class Member:
         self._idle = asyncio.Event()
         self._out = asyncio.Event()
         """Set when the engine must leave service, for a failure or for good."""
+        self._full = False
+        """Whether too few of its places have become free since it had none."""
         self._leaving = False
         self._failures_s: list[float] = []
         self._tokens_before = 0
@@ -107,6 +109,12 @@ class Member:
         """Requests that may be here at once, for the sake of those under which engines have failed."""
         suspicion = max((ticket.failures for ticket in self.seated), default=0)
         return self._config.company_after(suspicion)
+
+    def has_room(self) -> bool:
+        """Whether a request may have a place here, of which those of a full engine become free together."""
+        company = self.company
+        self._full = self.load > company - (self._config.refill_of(company) if self._full else 1)
+        return self.state == "serving" and self.policy_version >= 0 and not self._full
 
     @property
     def tokens_generated(self) -> int:

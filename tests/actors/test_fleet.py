@@ -98,6 +98,18 @@ async def test_requests_go_to_the_least_busy_engine_and_wait_in_order_when_all_a
 
 
 @virtual
+async def test_a_full_engine_gives_places_away_together_and_none_starves():
+    async with Yard(1, requests_per_engine=8, refill=0.5, token_s=1.0) as yard:
+        early = [yard.ask(f"early-{n}", new=10 * (n + 1)) for n in range(8)]
+        late = [yard.ask(f"late-{n}", new=10) for n in range(5)]
+        await asyncio.sleep(35)
+        assert (sum(task.done() for task in early), yard.engine("e0").running) == (3, 5)
+        await asyncio.sleep(10)
+        assert (sum(task.done() for task in early), yard.engine("e0").running) == (4, 8)
+        await asyncio.gather(*early, *late)
+
+
+@virtual
 async def test_a_later_turn_goes_where_its_beginning_is_cached():
     async with Yard(3, affinity_slack=2) as yard:
         prompt = list(range(1, 65))

@@ -56,6 +56,7 @@ class World:
         self.names = count
         config = FleetConfig(
             requests_per_engine=self.per_engine,
+            refill=self.random.choice([0, 0.4, 0.9]),
             updated_at_once=self.random.choice([0.25, 0.5, 1.0]),
             attempts=1000,
             restarts=1000,
@@ -193,7 +194,7 @@ async def live_through(kinds, seed, per_engine):
 INTERLEAVINGS = {
     "kinds": st.lists(st.sampled_from(KINDS), min_size=1, max_size=60),
     "seed": st.integers(0, 1 << 32),
-    "per_engine": st.integers(1, 3),
+    "per_engine": st.integers(1, 4),
 }
 
 
