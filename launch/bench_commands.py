@@ -89,7 +89,7 @@ def bench_weights(
     from launch.bench_weights import settings as settings_of
     from launch.bench_weights import workload_of
 
-    configure_logging("warning")
+    configure_logging("info")
     if versions < 1:
         raise ConfigError(f"--versions {versions}: measure one at least")
     config = settings_of(flags(settings))

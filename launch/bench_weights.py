@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 
+import structlog
 import torch
 from transformers import AutoConfig, Qwen3ForCausalLM
 
@@ -35,13 +36,14 @@ from bus.topology import ensure
 from launch.bench_learning import Learning, medium, named
 from launch.bench_models import refuse_several
 from launch.config import Layer, RunConfig, validate
-from learner.bench import Workload
+from learner.bench import Workload, weights
 from learner.broadcast import Broadcaster
 from learner.parallel import close_world, device, init_world
 from learner.publish import WeightPublisher
 from storage.blob_sources import BlobSource, blob_source
 from storage.blob_stores import BlobStore, blob_store
 
+log = structlog.get_logger()
 RUN = "bench"
 FIRST = 2
 """Versions that do not count: each makes one set of the learner's buffers."""
@@ -138,6 +140,7 @@ def bench_weights(workload: Workload, config: RunConfig, *, versions: int = 8) -
         thread.submit(init_world).result()
         try:
             learning = thread.submit(Learning, workload, config.learner, thread).result()
+            log.info("learner_ready", parameters=weights(workload.model))
             return asyncio.run(_bench(learning, workload, config, Path(made), versions))
         finally:
             thread.submit(close_world).result()
@@ -181,8 +184,9 @@ async def _train_and_publish(
 ) -> Measured:  # fmt: skip
     """The learner's loop as far as publication is concerned."""
     measured = Measured()
-    for _ in range(STEPS_BEFORE):
+    for step in range(STEPS_BEFORE):
         await learning.in_thread(learning.step)
+        log.info("step_trained", step=step + 1, before_measuring=STEPS_BEFORE)
     await learning.in_thread(learning.bare_copy_s)
     for version in range(versions + FIRST):
         await learning.in_thread(learning.step)
@@ -199,6 +203,11 @@ async def _train_and_publish(
             await publisher.publish(tensors, policy_version=version, stage="rl", trains_from=0)
             published = time.perf_counter()
             served = await serving
+        log.info(
+            "version_served", policy_version=version, counts=version >= FIRST,
+            pause_s=round(following.pause_s, 4), publish_to_serving_s=round(served - began, 3),
+            stall_s=round(stall, 4), bare_copy_s=round(bare, 4),
+        )  # fmt: skip
         if version >= FIRST:
             measured.add(
                 publisher.figures, pause=following.pause_s, stall=stall, stall_over_copy=stall / bare,

@@ -143,13 +143,16 @@ def apply_delta(base: Weights, data: bytes | bytearray, threads: Executor | None
     return result
 
 
-def changed_positions(old: Words, new: Words) -> NDArray[np.int64]:
-    """Where two arrays of equally many words differ, ascending."""
-    found = [
-        np.flatnonzero(old[start : start + BLOCK_WORDS] != new[start : start + BLOCK_WORDS]) + start
-        for start in range(0, len(new), BLOCK_WORDS)
-    ]
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+def changed_positions(old: Words, new: Words, *, at_most: int) -> NDArray[np.int64] | None:
+    """Where two arrays of equally many words differ, ascending; `None` if at more than `at_most`."""
+    found, count = [np.zeros(0, np.int64)], 0
+    for start in range(0, len(new), BLOCK_WORDS):
+        block = slice(start, start + BLOCK_WORDS)
+        found.append(np.flatnonzero(old[block] != new[block]) + start)
+        count += len(found[-1])
+        if count > at_most:
+            return None
+    return np.concatenate(found)
 
 
 # --- encoding ---
@@ -180,7 +183,9 @@ def _encoded(base: Weights, item: tuple[str, HostTensor]) -> tuple[TensorChange,
 
 def _sparse(old: Words, new: Words) -> tuple[Words, Words] | None:
     """The gaps between changed words, and how far each moved; `None` where all words take less space."""
-    positions = changed_positions(old, new)
+    positions = changed_positions(old, new, at_most=new.nbytes // (GAP_BYTES[0] + new.itemsize))
+    if positions is None:
+        return None
     gaps = np.diff(positions, prepend=-1) - 1
     largest = int(gaps.max(initial=0))
     width = next((width for width in GAP_BYTES if largest < 1 << 8 * width), None)

@@ -119,7 +119,8 @@ class Engine(Protocol):
     async def load_weights(self, state: Mapping[str, "torch.Tensor"], policy_version: int) -> float:
         """Pause, take the tensors (HF names; the first time all of them), go on with what is in flight.
 
-        Nobody writes to the tensors afterwards: engines that come later may still take them.
+        Nobody writes to the tensors afterwards: engines that come later may still take them, and the next
+        ones are compared with them.
         Tokens drawn afterwards carry `policy_version`. Returns the seconds generation stood still."""
 
     async def abort(self, request_id: str) -> None:

@@ -13,7 +13,8 @@ from actors.config import SglangEngineConfig
 from actors.engines.base import NOTHING, Generation, GenerationRequest, InterruptedGenerationError
 from actors.engines.published import Published
 from actors.engines.routing import Routing
-from actors.engines.sglang_client import ServerFacts, SglangClient, UnreachableError
+from actors.engines.sglang_client import SglangClient, UnreachableError
+from actors.engines.sglang_facts import ServerFacts
 from actors.engines.sglang_flights import Flight, Flights
 from actors.engines.sglang_loading import Load, Loading
 from actors.engines.sglang_pair import server_of

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,18 +16,34 @@ from actors.engines.in_server.sluice_changes import CHANGES, POSITIONS, VALUES, 
 from storage.deltas import changed_positions
 from storage.weights import spare_threads
 
-IN_SERVER = sluice_changes.__file__
-APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply.__name__}"
-"""As SGLang names it among its custom weight loaders."""
+APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply_1.__name__}"
+"""As SGLang names it among its custom weight loaders. Another form of the file is another name."""
+COPYING = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Model types of which SGLang copies what it loads, by its source: others might compute something of it."""
+EXPERTS = ("mixtral", "qwen3_moe")
 POSITION = torch.int32
 WORTH_IT = 0.5
 """What a file may have of the size of the tensors themselves."""
 State = Mapping[str, torch.Tensor]
 
 
+def takes_changes(server: Mapping[str, Any], model_type: str, *, update_sessions: bool) -> bool:
+    """Whether changes may be written into a server's weights: whether it has them as they are loaded.
+
+    Args:
+        server: its own settings, as /server_info has them.
+        model_type: as config.json has it.
+        update_sessions: before and after an update it undoes and redoes what its kernels for experts need."""
+    replicated = int(server.get("dp_size", 1)) > 1 and not server.get("enable_dp_attention")
+    other = ("speculative_algorithm", "quantization", "cpu_offload_gb")  # a draft's are of the same names
+    plain = not (replicated or any(server.get(name) for name in other))
+    known = model_type in COPYING and (update_sessions or model_type not in EXPERTS)
+    return plain and known and APPLY in (server.get("custom_weight_loader") or ())
+
+
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The content of a file for `sluice_changes.apply`."""
+    """The content of a file for `sluice_changes.apply_1`."""
 
     tensors: State
     metadata: Mapping[str, str]
@@ -68,9 +85,11 @@ def _sparse(old: torch.Tensor, new: torch.Tensor) -> _Sparse | None:
     One element goes whole: models fill scalars in, which is not copying."""
     if not new.is_floating_point() or new.numel() < 2 or new.numel() > torch.iinfo(POSITION).max:
         return None
-    positions = torch.from_numpy(changed_positions(_words(old), _words(new)))
-    if len(positions) * (POSITION.itemsize + new.itemsize) > WORTH_IT * new.nbytes:
+    at_most = int(WORTH_IT * new.nbytes / (POSITION.itemsize + new.itemsize))
+    found = changed_positions(_words(old), _words(new), at_most=at_most)
+    if found is None:
         return None
+    positions = torch.from_numpy(found)
     return _Sparse(positions.to(POSITION), new.detach().cpu().reshape(-1)[positions])
 
 

@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -19,6 +18,7 @@ from actors.engines.base import Generation, GenerationRequest, Sampling
 from actors.engines.routing import Routing
 from actors.engines.sglang_answers import BAD_REQUEST, read_answer
 from actors.engines.sglang_changes import APPLY
+from actors.engines.sglang_facts import ServerFacts
 from actors.engines.sglang_stream import Streamed, read_events
 from actors.engines.waiting import bounded, left_s
 from bus.broadcasts import OfferedBucket
@@ -41,36 +41,6 @@ OK = 200
 NONE_OPEN = (400, 404)
 """No update is open; it has no such sessions (0.5.17)."""
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ServerFacts:
-    """What a server can do."""
-
-    version: str
-    model: str
-    update_sessions: bool
-    """Tensors are taken between /begin_weight_update and /end_weight_update only (from 0.5.21 on)."""
-    reports_spans: bool
-    """Answers say which tokens are of which weights; without it a generation must not see an update."""
-    returns_experts: bool
-    """Answers say where the tokens of a mixture of experts went."""
-    streams: bool
-    """It hands out tokens piece by piece, each once, as it draws them."""
-    tensor_ranks: int
-    """Ranks that each take a copy of the tensors in a request."""
-    device: Literal["cpu", "cuda"] = "cuda"
-    """Where its weights are."""
-    replicas: int = 1
-    """Sets of such ranks, each with a copy of the model or a stage of it."""
-    speculation: str = ""
-    """Its algorithm of speculative decoding."""
-    takes_changes: bool = False
-    """Its own process writes elements that changed where they belong: see `in_server/sluice_changes.py`."""
-    role: str = "null"
-    """`prefill` or `decode` for half of a pair."""
-    bootstrap_port: int = 0
-    """Where a decode server finds out how to reach a prefill server."""
 
 
 class SglangClient:
@@ -117,7 +87,7 @@ class SglangClient:
             tensor_ranks=int(server.get("tp_size", 1)),
             device="cpu" if server.get("device") == "cpu" else "cuda",
             replicas=int(server.get("dp_size", 1)) * int(server.get("pp_size", 1)),
-            takes_changes=_takes_changes(server),
+            settings=server,
             role=role,
             bootstrap_port=int(server.get("disaggregation_bootstrap_port") or 0),
         )
@@ -395,13 +365,6 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
         "extra_key": salt,
         **(routed if request.experts_from is not None else {}),
     }
-
-
-def _takes_changes(server: Json) -> bool:
-    """Whether one has our loader, for the weights of one model: a draft's are others of the same names."""
-    replicated = int(server.get("dp_size", 1)) > 1 and not server.get("enable_dp_attention")
-    plain = not (server.get("speculative_algorithm") or server.get("quantization") or replicated)
-    return plain and APPLY in (server.get("custom_weight_loader") or ())
 
 
 def _pickled(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -7,7 +7,8 @@ from contextlib import suppress
 import structlog
 
 from actors.engines.published import OFFER_S, Published
-from actors.engines.sglang_client import ServerFacts, SglangClient
+from actors.engines.sglang_client import SglangClient
+from actors.engines.sglang_facts import ServerFacts
 from actors.engines.waiting import left_s
 from bus.broadcasts import OfferedBucket
 from bus.errors import BusError, ConfigError, EngineError

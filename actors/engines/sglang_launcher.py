@@ -15,6 +15,7 @@ from pathlib import Path
 UNKNOWN_SETTING = 64
 """Exit status when the installed SGLang has no setting of a name; the reason is the last line it prints."""
 MODULE = "sglang.launch_server"
+OURS = "sluice_changes."
 
 
 def main() -> None:
@@ -23,6 +24,9 @@ def main() -> None:
     here = Path(sys.path.pop(0))  # the directory of this file, where `sglang` is a module of ours
     sys.path.append(str(here / "in_server"))  # its processes inherit this
     settings = json.loads(sys.argv[1])
+    if _lays_out_anew(settings):
+        loaders = settings.get("custom_weight_loader", [])
+        settings["custom_weight_loader"] = [name for name in loaders if not name.startswith(OURS)]
     actions = _actions()
     for name in settings:
         if name not in actions:
@@ -32,6 +36,17 @@ def main() -> None:
             sys.exit(UNKNOWN_SETTING)
     sys.argv = [MODULE, *_flags(settings, actions)]
     runpy.run_module(MODULE, run_name="__main__")
+
+
+def _lays_out_anew(settings: Mapping[str, object]) -> bool:
+    """Whether kernels have weights in another layout than they are loaded in: changes have no place there."""
+    import torch
+    from sglang.srt.utils import cpu_has_amx_support  # type: ignore[import-not-found,unused-ignore]
+
+    fused = os.environ.get("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "0").lower() in ("1", "true")
+    return (
+        fused or torch.version.hip is not None or (settings.get("device") == "cpu" and cpu_has_amx_support())
+    )
 
 
 def _end_with_stdin() -> None:

@@ -4,10 +4,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 
 from actors.config import SglangEngineConfig
 from actors.engines.published import Published
-from actors.engines.sglang_client import ServerFacts, SglangClient, TooSlowError, UnreachableError
+from actors.engines.sglang_changes import takes_changes
+from actors.engines.sglang_client import SglangClient, TooSlowError, UnreachableError
+from actors.engines.sglang_facts import ServerFacts
 from actors.engines.sglang_group import LearnerGroup, Offer
 from actors.engines.sglang_weights import HeldWeights, State, buckets
 from actors.engines.waiting import bounded, left_s
@@ -29,6 +32,11 @@ class Loading:
         self._group = LearnerGroup(client, facts)
         self._published: Published | None = None
         """What is in the server, where it came by announcement."""
+        self._in_server: int | None = None
+        """Version of all that is held, when the server was given it; None when that is not certain."""
+        self._takes_changes = takes_changes(
+            facts.settings, held.model_type, update_sessions=facts.update_sessions
+        )
 
     def check(self, config: SglangEngineConfig) -> None:
         """Raise `ConfigError` for a server that weights cannot get into as configured."""
@@ -76,8 +84,8 @@ class Loading:
     async def again(self, config: SglangEngineConfig, end_s: float) -> None:
         """Have the server take all weights that this host holds, if it holds any, until `end_s`."""
         if self._held.policy_version >= 0:
-            held = self._held.tensors, self._held.policy_version
-            load = await self._kept(config, *held, whole=True)
+            self._in_server = None
+            load = await self._kept(config, self._held.tensors, self._held.policy_version)
             await load(False, end_s)
 
     async def close(self) -> None:
@@ -85,39 +93,61 @@ class Loading:
         if self._published is not None:
             await self._group.end(self._published)
 
-    async def _kept(
-        self, config: SglangEngineConfig, state: State, policy_version: int, *, whole: bool = False
-    ) -> Load:
-        """Take tensors that the server is to have; it has those that were held, unless it lost all."""
+    async def _kept(self, config: SglangEngineConfig, state: State, policy_version: int) -> Load:
+        """Take tensors that the server is to have; where it may have others than those held, it gets all."""
+        certain = await self._has_what_is_held()
         changed = None
+        if not certain:
+            state = {**self._held.tensors, **state}
         if config.in_files:  # all outside the pause
-            if self._facts.takes_changes and not whole:
+            if certain and self._takes_changes:
                 changed = await asyncio.to_thread(self._held.write_changes, state)
             if changed is None:
                 await asyncio.to_thread(self._held.write, state)
         self._held.keep(state, policy_version)
 
         async def load(flush: bool, end_s: float) -> int:
-            client, facts, timeout_s = self._client, self._facts, left_s(end_s)
-            if changed is not None:
-                await client.load_changes(changed, policy_version, facts, flush=flush, timeout_s=timeout_s)
-                await asyncio.to_thread(self._held.drop)
-            elif config.in_files:
-                directory = self._held.directory
-                await client.load_files(directory, policy_version, flush=flush, timeout_s=timeout_s)
-                await asyncio.to_thread(self._held.drop)  # pages go back to the system
-            else:
-                parts = buckets(state)
-                await client.load_tensors(parts, policy_version, facts, flush=flush, timeout_s=timeout_s)
+            self._in_server = None
+            await self._load(config, state, changed, policy_version, flush=flush, end_s=end_s)
+            self._in_server = policy_version
             return policy_version
 
         return load
+
+    async def _load(
+        self, config: SglangEngineConfig, state: State, changed: Path | None, policy_version: int, *,
+        flush: bool, end_s: float,
+    ) -> None:  # fmt: skip
+        client, facts, timeout_s = self._client, self._facts, left_s(end_s)
+        if not config.in_files:
+            parts = buckets(state)
+            await client.load_tensors(parts, policy_version, facts, flush=flush, timeout_s=timeout_s)
+            return
+        if changed is None:
+            directory = self._held.directory
+            await client.load_files(directory, policy_version, flush=flush, timeout_s=timeout_s)
+        else:
+            try:
+                await client.load_changes(changed, policy_version, facts, flush=flush, timeout_s=timeout_s)
+            except EngineError as error:  # a fault there ends the server: only its log says more
+                remedy = "actors.engine.update=tensor gives it whole tensors"
+                raise EngineError(f"{error}. It was to write in what changed: {remedy}") from error
+        await asyncio.to_thread(self._held.drop)  # pages go back to the system
+
+    async def _has_what_is_held(self) -> bool:
+        """Whether the server says that it has the version it was given: it may have been started again."""
+        if self._in_server is None or self._in_server != self._held.policy_version:
+            return False
+        try:
+            return await self._client.weight_version() == str(self._in_server)
+        except EngineError:  # the load will say why
+            return False
 
     async def _receive(
         self, config: SglangEngineConfig, offer: Offer, published: Published, flush: bool, end_s: float
     ) -> int:
         """Have the server take what the learner sends. Where that fails it gets all weights from here."""
-        self._published = published
+        self._published, self._in_server = published, None
         try:
             await self._group.receive(offer, published, flush=flush, end_s=end_s)
         except (UnreachableError, TooSlowError):  # it is dead, or waits for the learner still
@@ -130,7 +160,7 @@ class Loading:
         try:
             async with bounded(left_s(end_s), "the transport did not bring them"):
                 state = await published.tensors()
-            load = await self._kept(config, state, published.policy_version, whole=True)
+            load = await self._kept(config, state, published.policy_version)
         except (BusError, StorageError, ConfigError) as error:
             raise EngineError(f"not all of version {offer[0].policy_version} came: {error}") from error
         return await load(flush, end_s)

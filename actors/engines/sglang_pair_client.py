@@ -16,13 +16,13 @@ from actors.engines.base import NOTHING, Generation, GenerationRequest
 from actors.engines.routing import Routing
 from actors.engines.sglang_client import (
     Json,
-    ServerFacts,
     SglangClient,
     TooSlowError,
     UnreachableError,
     probe_body,
     request_body,
 )
+from actors.engines.sglang_facts import ServerFacts
 from actors.engines.sglang_flights import ABORT_AGAIN_S
 from actors.engines.sglang_stream import Streamed
 from actors.engines.waiting import bounded, hear
@@ -100,7 +100,7 @@ class PairClient(SglangClient):
         return replace(
             rest,
             reports_spans=first.reports_spans and rest.reports_spans,
-            takes_changes=first.takes_changes and rest.takes_changes,
+            settings=rest.settings if first.custom_loaders == rest.custom_loaders else {},
         )
 
     async def generate(
@@ -184,6 +184,11 @@ class PairClient(SglangClient):
             await client.load_tensors(parts, policy_version, facts, flush=flush, timeout_s=timeout_s)
 
         await together(load(self.prefill, self._prefill_facts), load(self.decode, facts))
+
+    async def weight_version(self) -> str:
+        """The version that both say their weights are; empty where they differ."""
+        first, rest = await together(self.prefill.weight_version(), self.decode.weight_version())
+        return rest if first == rest else ""
 
     async def load_changes(
         self, file: Path, policy_version: int, facts: ServerFacts, *, flush: bool, timeout_s: float

@@ -1,6 +1,7 @@
 """An engine's weights on their way into a SGLang server: in files for as long as the server reads them."""
 
 import fcntl
+import json
 import shutil
 import tempfile
 import time
@@ -42,6 +43,7 @@ class HeldWeights:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.directory = self._root / "model"
         shutil.copytree(model_dir, self.directory, ignore=shutil.ignore_patterns("*.safetensors*"))
+        self.model_type = str(json.loads((model_dir / "config.json").read_text()).get("model_type", ""))
         self.policy_version = -1
         """Of the tensors; -1 when there are none yet."""
         self._tensors: dict[str, torch.Tensor] = {}
@@ -76,10 +78,10 @@ class HeldWeights:
     def write_changes(self, state: State) -> Path | None:
         """Return a file with the elements that these have anew, for a server that has what is held.
 
-        `None` where nothing is held, and where it would be large: then `write` them.
+        `None` where it would be large, or cannot be told: then `write` them.
         Raises `EngineError` for another model's tensors, `ConfigError` when there is no room."""
         self._check(state)
-        found = changes(self._tensors, state) if self.policy_version >= 0 else None
+        found = changes(self._tensors, state)
         if found is None:
             return None
         self.drop()

@@ -1,15 +1,36 @@
 """What the engine uses of an SGLang server, over HTTP: it generates at once, and can hang."""
 
 import asyncio
+import base64
 import json
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from aiohttp import web
+from safetensors.torch import load_file
 
+from actors.engines.in_server.sluice_changes import apply_1
+from actors.engines.sglang_changes import APPLY
 from tests.actors.gloo_rank import GlooRank
 
 TOKEN = 5
+
+
+class Copying(torch.nn.Module):
+    """A model that loads weights as SGLang does the plain ones."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.state = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in state.items()}
+        for name, parameter in self.state.items():
+            self.register_parameter(name, parameter)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.state[name].data.copy_(tensor)
 
 
 class StandIn:
@@ -21,6 +42,9 @@ class StandIn:
         """Of each request that carried weights."""
         self.version = "default"
         self.refuses_weights = False
+        self.custom_weight_loader: list[str] | None = None
+        self.weights: dict[str, torch.Tensor] = {}
+        """What it was given in files, and where its loader is called."""
         self.streams = False
         self.pieces: list[dict[str, object]] = []
         """Said instead of a generation to who wants a stream; then the connection breaks."""
@@ -64,7 +88,7 @@ class StandIn:
     async def _answer(self, request: web.Request) -> web.StreamResponse:  # noqa: C901  # a case for each path
         path = request.match_info["path"]
         self.said.append(path)
-        body = await request.json() if request.method == "POST" else {}
+        body = await request.json() if request.can_read_body else {}
         match path:
             case "model_info":
                 return web.json_response({"weight_version": self.version, "model_path": "stand-in"})
@@ -75,6 +99,7 @@ class StandIn:
                         "tp_size": self.tensor_ranks,
                         "dp_size": self.replicas,
                         "speculative_algorithm": self.speculation,
+                        "custom_weight_loader": self.custom_weight_loader,
                         "device": "cpu",
                         "incremental_streaming_output": self.streams,
                         "disaggregation_mode": self.role,
@@ -102,8 +127,20 @@ class StandIn:
             case "begin_weight_update" | "end_weight_update":
                 return self._session(begins=path == "begin_weight_update")
             case "update_weights_from_disk" | "update_weights_from_tensor":
+                if not self.refuses_weights:
+                    self._take(body)
                 return self._updated(body["weight_version"])
         return web.json_response({"success": True})
+
+    def _take(self, body: dict[str, Any]) -> None:
+        if directory := body.get("model_path"):
+            for file in Path(directory).glob("*.safetensors"):
+                self.weights |= load_file(file)
+        elif body.get("load_format") == APPLY:
+            named = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+            model = Copying(self.weights)
+            apply_1(model, named)
+            self.weights = {name: tensor.detach() for name, tensor in model.state.items()}
 
     async def _in_group(self, path: str, body: dict[str, object]) -> web.Response:
         name = body["group_name"]

@@ -14,7 +14,7 @@ from actors.engines.base import InterruptedGenerationError
 from actors.engines.sglang import SglangEngine
 from actors.engines.sglang_process import group_members
 from bus.errors import EngineError, RequestRefusedError
-from tests.actors.sglang_served import CONFIG, FIRST, LONG, PROMPT, SECOND, started
+from tests.actors.sglang_served import CONFIG, FIRST, LONG, PROMPT, SECOND, noted, started
 from tests.actors.tiny import recomputed, request
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(420)]
@@ -93,7 +93,10 @@ async def test_weights_arrive_in_both(engine, update, monkeypatch):
     moved = {name: tensor.clone() for name, tensor in SECOND.state_dict().items()}
     for tensor in moved.values():
         tensor.view(-1)[3] += 1
-    await engine.load_weights(moved, 2)  # by `disk` only what changed
+    ways = []
+    monkeypatch.setattr(engine._client, "load_changes", noted(engine._client.load_changes, ways, "changes"))
+    await engine.load_weights(moved, 2)
+    assert ways == (["changes"] if update == "disk" else [])
     partly = await engine.checksums()
     assert all(partly[name] != after[name] for name in after if "cos_sin" not in name)
     await engine.load_weights(SECOND.state_dict(), 3)

@@ -9,6 +9,7 @@ import torch
 
 from actors.config import SglangEngineConfig
 from actors.engines.sglang import SglangEngine
+from actors.engines.sglang_changes import APPLY
 from actors.engines.sglang_flights import Flights
 from bus.errors import EngineError
 from tests.actors.sglang_stand_in import StandIn
@@ -30,7 +31,9 @@ async def server():
 def attach(server, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    (model / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
+    )
 
     def attached(**settings):
         config = SglangEngineConfig(
@@ -75,6 +78,46 @@ async def test_a_server_that_does_not_take_weights_fails_the_engine(server, atta
     await has_failed(engine)
     assert engine.policy_version == 0
     await engine.close()
+
+
+@pytest.mark.parametrize("trouble", ["none", "started again", "loaded by another", "cancelled", "released"])
+async def test_a_server_has_what_it_is_to_have_whatever_became_of_it(server, attach, trouble, monkeypatch):
+    server.custom_weight_loader = [APPLY]
+    engine = attach()
+    await engine.start()
+    states = [STATE]
+    for n in (2, 3, 5):
+        states.append({name: tensor.clone() for name, tensor in states[-1].items()})
+        states[-1]["large"][n, n] = n
+    await engine.load_weights(states[0], 0)
+    await engine.load_weights(states[1], 1)
+    assert server.said.count("update_weights_from_tensor") == 1
+    if trouble == "started again":
+        server.weights, server.version = {name: t * 0 - 1 for name, t in STATE.items()}, "default"
+    elif trouble == "loaded by another":
+        server.weights, server.version = {name: t * 0 - 1 for name, t in STATE.items()}, "7"
+    if trouble == "cancelled":
+        monkeypatch.setattr(engine._client, "load_changes", never)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await engine.load_weights({"large": states[2]["large"]}, 2)
+        monkeypatch.undo()
+    elif trouble == "released":
+        await engine.release()
+        await engine.load_weights({"large": states[2]["large"]}, 2)
+        server.weights = {name: t * 0 - 1 for name, t in STATE.items()}
+        await engine.resume()
+    else:
+        await engine.load_weights({"large": states[2]["large"]}, 2)
+    await engine.load_weights({"large": states[3]["large"]}, 3)
+    assert all(torch.equal(server.weights[name], states[3][name]) for name in STATE)
+    changes = {"none": 3, "cancelled": 1}.get(trouble, 2)
+    assert server.said.count("update_weights_from_tensor") == changes
+    await engine.close()
+
+
+async def never(*args, **kwargs):
+    await asyncio.Event().wait()
 
 
 async def test_an_update_that_fails_is_ended_at_the_server(server, attach):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.engines.in_server import sluice_changes
-from actors.engines.sglang_changes import changes
+from actors.engines.sglang_changes import APPLY, changes, takes_changes
 from actors.engines.sglang_weights import HeldWeights
 
 BIG, LENGTH = 64, 96
@@ -71,7 +71,7 @@ def loaded(state, dtype):
 
 def apply(model, file):
     path = torch.frombuffer(bytearray(str(file).encode()), dtype=torch.uint8)
-    sluice_changes.apply(model, [("path", path)])
+    sluice_changes.apply_1(model, [("path", path)])
 
 
 def same_bits(one, other):
@@ -79,6 +79,30 @@ def same_bits(one, other):
         torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
         for mine, theirs in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     )
+
+
+OURS = {"custom_weight_loader": ["mine.load", APPLY], "dp_size": 1, "quantization": None}
+
+
+@pytest.mark.parametrize(
+    ("server", "model_type", "sessions", "takes"),
+    [
+        (OURS, "qwen3", False, True),
+        (OURS, "qwen3_moe", True, True),
+        (OURS, "qwen3_moe", False, False),
+        (OURS, "mamba2", True, False),
+        (OURS | {"custom_weight_loader": None}, "qwen3", True, False),
+        (OURS | {"custom_weight_loader": ["mine.load"]}, "qwen3", True, False),
+        (OURS | {"quantization": "fp8"}, "qwen3", True, False),
+        (OURS | {"speculative_algorithm": "EAGLE"}, "qwen3", True, False),
+        (OURS | {"cpu_offload_gb": 4}, "qwen3", True, False),
+        (OURS | {"dp_size": 2}, "qwen3", True, False),
+        (OURS | {"dp_size": 2, "enable_dp_attention": True}, "qwen3", True, True),
+        ({}, "qwen3", True, False),
+    ],
+)
+def test_changes_are_for_servers_that_have_weights_as_they_are_loaded(server, model_type, sessions, takes):
+    assert takes_changes(server, model_type, update_sessions=sessions) is takes
 
 
 @pytest.fixture
@@ -140,7 +164,6 @@ def test_where_nothing_changed_there_is_a_file_all_the_same(held):
 def test_what_is_large_or_cannot_be_told_from_no_change_is_not_written_so(held):
     torch.manual_seed(0)
     first = policy(torch.float32)
-    assert held.write_changes(first) is None
     held.keep(first, 0)
     assert held.write_changes(policy(torch.float32)) is None
     state = {"q": first["q"].clone()}
@@ -162,7 +185,7 @@ def test_a_model_that_does_not_copy_is_refused_and_says_what_to_do(held):
     model.load_weights(first.items())
     held.keep(first, 0)
     file = held.write_changes(later(first, 0.01))
-    with pytest.raises(RuntimeError, match=r"Assigning does not copy .*embed.*actors.engine.update=tensor"):
+    with pytest.raises(RuntimeError, match=r"Assigning does not copy .*embed.*changes alone"):
         apply(model, file)
 
 

@@ -18,12 +18,12 @@ CHANGES = "changes"
 """In the file's metadata: JSON, of each dtype the name, shape and number of elements of each tensor."""
 PIECE_ELEMENTS = 1 << 26
 """Written at a time: what that takes of the device besides stays small."""
-CHECKED = (torch.bfloat16, torch.float16, torch.float32)
+CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Named = tuple[str, torch.Tensor]
 
 
-def apply(model: Any, named_tensors: Sequence[Named]) -> None:
-    """Have the model take a file, whose path is the only tensor: its bytes.
+def apply_1(model: Any, named_tensors: Sequence[Named]) -> None:
+    """Have the model take a file in the first form there is, whose path is the only tensor: its bytes.
 
     Raises `RuntimeError` when a NaN got into a parameter: then the model writes weights in another way than
     by copying them, and the server has to be given all of them."""
@@ -35,7 +35,7 @@ def apply(model: Any, named_tensors: Sequence[Named]) -> None:
     if spoiled := _with_nan(model) - before:
         raise RuntimeError(
             f"{type(model).__name__} does not copy what it loads into {', '.join(sorted(spoiled)[:3])}, so "
-            "changes alone cannot be written: set actors.engine.update=tensor"
+            "changes alone cannot be written"
         )
 
 
@@ -43,12 +43,10 @@ def _tensors(file: Any, device: torch.device) -> Iterator[Named]:
     """Those of a file, NaN where nothing changed: one at a time, since each is as large as it is whole."""
     for dtype, entries in json.loads(file.metadata()[CHANGES]).items():
         counts = [count for _, _, count in entries]
-        positions, values = (
-            file.get_tensor(kind + dtype).to(device).split(counts) for kind in (POSITIONS, VALUES)
-        )
+        positions, values = (file.get_tensor(kind + dtype).split(counts) for kind in (POSITIONS, VALUES))
         for (name, shape, _), where, what in zip(entries, positions, values, strict=True):
             tensor = torch.full(shape, torch.nan, dtype=what.dtype, device=device)
-            tensor.view(-1)[where.long()] = what
+            tensor.view(-1)[where.to(device).long()] = what.to(device)
             yield name, tensor
     for name in file.keys():  # noqa: SIM118 - it is no mapping
         if name.startswith(WHOLE):
@@ -74,11 +72,12 @@ class _NanChangesNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _with_nan(model: Any) -> set[str]:
-    """Names of the parameters that have a NaN somewhere."""
+    """Names of the parameters and buffers that have a NaN somewhere."""
+    device = next(model.parameters()).device
     largest = {
-        name: parameter.detach().amax().float()
-        for name, parameter in model.named_parameters()
-        if parameter.dtype in CHECKED and parameter.numel()
+        name: tensor.detach().amax().to(device, torch.float64)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.dtype in CHECKED and tensor.numel()
     }
     found = torch.stack(list(largest.values())).isnan().tolist()
     return {name for name, is_nan in zip(largest, found, strict=True) if is_nan}
