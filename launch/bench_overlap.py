@@ -87,7 +87,8 @@ async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> d
 
 def measured(measurement: "Measurement", failure: SluiceError | None) -> dict[str, Json]:
     """The figures of the turns as far as they came. Raises `SluiceError` if `failure` came before any."""
-    turns = trained(measurement.heard, measurement.turns)
+    burst = measurement.config.admission.max_staleness + 1
+    turns = trained(measurement.heard, measurement.turns, burst=burst)
     if failure is not None and not turns:
         raise SluiceError(f"nothing was measured: {failure}") from failure
     return figures(measurement.config, measurement.local.run, measurement.heard, turns)
@@ -139,7 +140,8 @@ class Measurement:
         began_s, after, settling, first_s = self._plan.elapsed_s(), self.heard.step, 0, STEP_TIMEOUT_S
         log.info("turn_begins", mode=mode, at_s=self._now(), step=after)
         if not self.turns:
-            settling = self._staleness + 1  # all issued before the first step: they come in a burst
+            # what is issued before the first step comes in a burst, and steps of the next still wait for it
+            settling = 2 * (self._staleness + 1)
             first_s = START_TIMEOUT_S
         elif mode == self.turns[-1].mode:
             after = self.turns[-1].last
