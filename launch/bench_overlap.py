@@ -150,7 +150,7 @@ class Measurement:
             await asyncio.to_thread(self._set_bound, bound)
             self.local.terminate("storage")
             settling = bound + 2  # one is under way, and the next one's batch is there
-            self._where = f"while {mode} settled, from step {after} and {began_s:.0f} s on"
+            self._where = f"while {mode} settled, from step {after} on"
         settled = partial(_settled, mode, after + settling)
         first = await self.until(settled, first_s + STEP_TIMEOUT_S * settling, first_s=first_s)
         turn = Turn(mode, first, first + self._plan.steps, after, began_s)
