@@ -209,6 +209,9 @@ class Measurement:
 
 
 def _settled(mode: str, earliest: int, heard: Heard) -> int:
-    """The first step from `earliest` on by which what began under another bound is over; 0 before it."""
+    """The first step from `earliest` on by which what began under another bound is over; 0 before it.
+
+    A single step may be on-policy by chance: each burst begins with one."""
+    on_policy = {step for step in heard.steps if staleness(heard, step) == 0}
     steps = (step for step in heard.steps if step >= earliest)
-    return min((step for step in steps if mode == "async" or staleness(heard, step) == 0), default=0)
+    return min((step for step in steps if mode == "async" or {step - 1, step} <= on_policy), default=0)

@@ -163,14 +163,14 @@ def test_of_a_turn_that_was_cut_a_part_counts_that_is_like_the_whole(run, mode, 
 
 async def test_a_cut_in_the_synchronous_turn_leaves_the_ratio(measurement):
     settling = steps(10, 13, began_s=18.0)
-    synchronous = steps(14, 16, began_s=22.0, seconds=8.0, staleness=0)
+    synchronous = steps(14, 17, began_s=22.0, seconds=8.0, staleness=0)
     cut = measurement(bursts(1, 9), [*settling, *synchronous], steps=3, limit_s=0.001)
     ended = await cut.run()
-    assert "came while sync was measured, from step 14 on, and step 16 was the last" in str(ended)
+    assert "came while sync was measured, from step 15 on, and step 17 was the last" in str(ended)
     found = measured(cut, ended)
     assert found["ratios"]["async_over_sync"] == found["absolute"]["async_over_sync_tokens"] == 4.0
     turns = [(turn["mode"], turn["first"], turn["last"], turn["cut"]) for turn in found["absolute"]["turns"]]
-    assert turns == [("async", 6, 9, False), ("sync", 14, 16, True)]
+    assert turns == [("async", 6, 9, False), ("sync", 15, 17, True)]
 
 
 async def test_a_cut_while_the_mode_settles_says_so(measurement):
@@ -180,8 +180,19 @@ async def test_a_cut_while_the_mode_settles_says_so(measurement):
     assert [turn["mode"] for turn in measured(cut, ended)["absolute"]["turns"]] == ["async"]
 
 
+async def test_one_step_that_is_on_policy_by_chance_does_not_settle_the_synchronous_mode(measurement):
+    by_chance, staler = steps(10, 10, began_s=9.0, staleness=0), steps(11, 11, began_s=10.0)
+    after = [*steps(9, 9, began_s=8.0), *by_chance, *staler, *steps(12, 15, began_s=11.0, staleness=0)]
+    whole = measurement(steps(1, 8), after, steps=2)
+    assert await whole.run() is None
+    assert [(turn.mode, turn.after, turn.first, turn.last) for turn in whole.turns] == [
+        ("async", 0, 6, 8),
+        ("sync", 8, 13, 15),
+    ]
+
+
 async def test_changing_back_to_the_same_mode_is_no_change(measurement):
-    after = [*steps(9, 12, began_s=8.0), *steps(13, 18, began_s=12.0, staleness=0)]
+    after = [*steps(9, 11, began_s=8.0), *steps(12, 18, began_s=11.0, staleness=0)]
     whole = measurement(steps(1, 8), after, steps=2, limit_s=0.001, rounds=2)
     await whole.run()
     settled = [(turn.mode, turn.after, turn.first, turn.last) for turn in whole.turns]
