@@ -35,6 +35,9 @@ POLL_S = 0.5
 MEASURING_SHARE, ENDING_SHARE = 0.88, 0.95
 """Of the limit, when nothing more is measured and when the run is killed; the rest is for the account."""
 
+ACCOUNT_S = 5.0
+"""Where less of the limit is left, no account is begun."""
+
 
 class LimitError(SluiceError):
     """The time that was given is over."""
@@ -67,7 +70,7 @@ async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> d
     """Measure; raises `SluiceError` when it ends before a turn has the steps that count.
 
     The report's "cut" says what ended it before the plan was done: the limit, `stop`, or a run that does not
-    train. Its "ended" is "well", or what was wrong with the run's end; then there is no account."""
+    train. Its "ended" is "well", or what was wrong with the run's end or its account; then there is none."""
     run = RunDirectory(config.directory, config.run)
     given = config.directory / f"{config.run}.json"
     await asyncio.to_thread(write_json, given, json.loads(config.model_dump_json(exclude={"bus"})))
@@ -81,7 +84,9 @@ async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> d
         ended = f"killed: {failure}" if killed else await end_run(local, plan, stop)
     finally:
         await local.kill(patience_s=0)
-    counts = await asyncio.to_thread(account_of, config, run) if ended == WELL else None
+    counts = None
+    if ended == WELL:
+        counts, ended = await accounted(config, run, plan, stop)
     return {**found, "cut": None if failure is None else str(failure), "ended": ended, "account": counts}
 
 
@@ -106,6 +111,24 @@ async def end_run(local: Victim, plan: Plan, stop: asyncio.Event) -> str:
         return str(error)
     await cancelled(ending)
     return "killed: stopped while the run ended"
+
+
+async def accounted(
+    config: RunConfig, run: RunDirectory, plan: Plan, stop: asyncio.Event
+) -> tuple[dict[str, Json] | None, str]:
+    """What became of every trajectory, and `WELL`; or None, and why that is not known."""
+
+    def go_on(needs_s: float = 0.0) -> None:
+        if stop.is_set():
+            raise SluiceError("stopped")
+        if plan.limit_s - plan.elapsed_s() < needs_s:
+            raise LimitError(f"the limit of {plan.limit_s:g} s leaves no time for it")
+
+    try:
+        go_on(ACCOUNT_S)
+        return await asyncio.to_thread(account_of, config, run, go_on), WELL
+    except SluiceError as error:
+        return None, f"no account: {error}"
 
 
 class Measurement:

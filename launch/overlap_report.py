@@ -1,6 +1,6 @@
 """The report of `launch bench overlap`, out of what a run has said of the turns that were measured."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -75,11 +75,12 @@ def figures(config: RunConfig, run: RunDirectory, heard: Heard, turns: Sequence[
     }
 
 
-def account_of(config: RunConfig, run: RunDirectory) -> dict[str, Json]:
-    """What became of every trajectory of a run that has ended well."""
-    admission, samples = config.admission, config.admission.samples_per_prompt
+def account_of(config: RunConfig, run: RunDirectory, go_on: Callable[[], None]) -> dict[str, Json]:
+    """What became of every trajectory of a run that has ended well; `account` says what is raised."""
+    shards, samples = config.replay.shards, config.admission.samples_per_prompt
+    bound = config.admission.max_staleness
+    counts = account(run, shards=shards, samples=samples, max_staleness=bound, go_on=go_on)
     states = [state for state, _ in states_of(run.ledger).values()]
-    counts = account(run, shards=config.replay.shards, samples=samples, max_staleness=admission.max_staleness)
     return counts | {"rejected": states.count("rejected") * samples}
 
 
