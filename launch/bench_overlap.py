@@ -34,7 +34,8 @@ STEP_TIMEOUT_S = 600.0
 POLL_S = 0.5
 MEASURING_SHARE, ENDING_SHARE = 0.88, 0.95
 """Of the limit, when nothing more is measured and when the run is killed; the rest is for the account."""
-
+KINDLY_S = 45.0
+"""For the run's end, which writes a checkpoint; less only where measuring would have less than half."""
 ACCOUNT_S = 5.0
 """Where less of the limit is left, no account is begun."""
 
@@ -52,7 +53,7 @@ class Plan:
     rounds: int
     """Each is a turn of one mode, then one of the other; every other round begins with the other."""
     limit_s: float = inf
-    """For all of it, counted from `began`: what was measured by then is reported."""
+    """For the run's start, for measuring and for the run's end, counted from `began`."""
     began: float = field(default_factory=time.monotonic)
     """On the monotonic clock."""
 
@@ -60,6 +61,16 @@ class Plan:
     def modes(self) -> list[str]:
         """Of all turns."""
         return [mode for n in range(self.rounds) for mode in (MODES if n % 2 == 0 else reversed(MODES))]
+
+    @property
+    def measuring_s(self) -> float:
+        """When nothing more is measured: the run's end begins."""
+        return min(MEASURING_SHARE * self.limit_s, max(self.limit_s / 2, self.ending_s - KINDLY_S))
+
+    @property
+    def ending_s(self) -> float:
+        """When the run is killed."""
+        return ENDING_SHARE * self.limit_s
 
     def elapsed_s(self) -> float:
         """Since it began."""
@@ -101,7 +112,7 @@ def measured(measurement: "Measurement", failure: SluiceError | None) -> dict[st
 
 async def end_run(local: Victim, plan: Plan, stop: asyncio.Event) -> str:
     """`WELL`, or what was wrong with it: what was measured before is true all the same."""
-    left_s = ENDING_SHARE * plan.limit_s - plan.elapsed_s()
+    left_s = plan.ending_s - plan.elapsed_s()
     log.info("run_ends", at_s=round(plan.elapsed_s(), 1), log=str(local.log))
     ending = asyncio.create_task(local.end(max(0.0, min(END_TIMEOUT_S, left_s))))
     try:
@@ -210,7 +221,7 @@ class Measurement:
             if self.heard.step > step:
                 quiet, step = max(quiet, now + STEP_TIMEOUT_S), self.heard.step
             logs = f"see {self.local.log}, {self.local.run.logs}"
-            left_s = MEASURING_SHARE * self._plan.limit_s - self._plan.elapsed_s()
+            left_s = self._plan.measuring_s - self._plan.elapsed_s()
             if left_s <= 0:
                 limit = f"the limit of {self._plan.limit_s:g} s"
                 raise LimitError(f"{limit} came {self._where}, and step {step} was the last: {logs}")

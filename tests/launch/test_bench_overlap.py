@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from math import inf
 
 import pytest
 
@@ -225,6 +226,15 @@ async def test_a_stop_while_the_run_ends_waits_for_nothing(run):
     async with asyncio.timeout(30):
         ended = await end_run(Lasting(run, (), random.Random(0)), Plan(steps=1, rounds=1), stop)
     assert ended == "killed: stopped while the run ended"
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "measuring_s", "ending_s"),
+    [(1000, 880, 950), (440, 373, 418), (100, 50, 95), (10, 5, 9.5), (inf, inf, inf)],
+)
+def test_the_end_of_the_run_has_its_time_within_the_limit(limit_s, measuring_s, ending_s):
+    plan = Plan(steps=1, rounds=1, limit_s=limit_s)
+    assert (plan.measuring_s, plan.ending_s) == pytest.approx((measuring_s, ending_s))
 
 
 def test_every_other_round_begins_with_the_other_mode():
