@@ -8,6 +8,7 @@ from math import inf
 import pytest
 
 from bus.errors import ConfigError, SluiceError
+from launch.bench_commands import age_of_process
 from launch.bench_overlap import LimitError, Measurement, Plan, end_run, measured
 from launch.harm import Victim
 from launch.metrics import append_records
@@ -267,3 +268,8 @@ def test_only_what_the_user_did_not_name_is_made(tmp_path):
     make(config, "tiny", prompt_tokens=16)
     assert own.read_text() == "mine"
     assert [path.name for path in directory.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(("created_s", "age_s"), [(997.0, 3.0), (1100.0, 0.0), (-1e9, 60.0)])
+def test_the_age_of_a_process_is_believed_within_reason(created_s, age_s):
+    assert age_of_process(created_s, 1000.0) == age_s
