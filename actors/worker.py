@@ -1,6 +1,7 @@
 """From prompt lease to published group: what an actor does all day."""
 
 import asyncio
+import time
 from collections import Counter
 
 import structlog
@@ -9,6 +10,7 @@ from actors.environments.base import Environment, Episode, Task
 from actors.filters import GroupFilter
 from actors.group import NOTHING, Group
 from actors.policy import Policy
+from actors.seldom import Seldom
 from actors.weights import PolicyFollower
 from bus.codec import encode
 from bus.connection import Bus
@@ -23,6 +25,8 @@ from storage.lease_desk import FREE_DELIVERIES
 log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 2.0
 """Without an answer from storage a lease is rolled out as its message says."""
+TELL_EVERY_S = 10.0
+"""That storage does not answer, which hundreds of leases find at once each second while it is away."""
 WEIGHTS_PATIENCE_S = 1.0
 """Weights that take longer may never come: the learner may have resumed from further back."""
 
@@ -45,6 +49,7 @@ class Worker:
         self._name = name
         self._share_after_s = share_after_s
         self._publisher = Publisher(bus)
+        self._unanswered = Seldom(TELL_EVERY_S)
         self._suspect = asyncio.Lock()
         """Held for a lease that may have killed its actors: so a death accuses one prompt, not all."""
         self._stop = asyncio.Event()
@@ -178,7 +183,8 @@ class Worker:
         try:
             found = await self._bus.request(subject, request, LeaseState, timeout_s=ANSWER_TIMEOUT_S)
         except SluiceError as error:
-            log.warning("lease_state_not_known", lease_id=lease.lease_id, reason=str(error))
+            if times := self._unanswered.due(time.monotonic()):
+                log.warning("lease_state_not_known", times=times, lease_id=lease.lease_id, reason=str(error))
             return LeaseState(state="open", policy_version=lease.policy_version)
         if found.state == "quarantined":
             raise SchemaError(f"lease {lease.lease_id}: quarantined, since its rollouts ended their actors")

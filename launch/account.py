@@ -2,12 +2,16 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bus.codec import Json
+from bus.errors import StorageError
 from launch.past_ledger import states_of
 from learner import lineage
 from storage.replay import ReplayStore
@@ -18,19 +22,26 @@ LOSS_TOLERANCE = 1e-5
 USED = ("stored", "leased", "committed")
 
 
-def account(run: RunDirectory, *, shards: int, samples: int, max_staleness: int) -> dict[str, Json]:
-    """Compare ledger, replay, checkpoint and lineage; counts are of trajectories, `samples` a group."""
-    progress = json.loads((run.path / "progress.json").read_text())
+def account(
+    run: RunDirectory, *, shards: int, samples: int, max_staleness: int,
+    go_on: Callable[[], None] = lambda: None,
+) -> dict[str, Json]:  # fmt: skip
+    """Compare ledger, replay, checkpoint and lineage; counts are of trajectories, `samples` a group.
+
+    Before each group is read, `go_on` is called: what it raises ends the account. Raises `SluiceError` when
+    something to compare is missing, or cannot be read."""
+    progress = _progress(run.path / "progress.json")
     groups = states_of(run.ledger)
-    lengths = _stored_lengths(run, shards)
+    lengths = _stored_lengths(run, shards, go_on)
     trained = lineage.read(run.path / "lineage.jsonl", until_step=progress["step"])
     uses = Counter(lease for leases in trained.values() for lease in leases)
     overdue = progress["policy_version"] - max_staleness
     missing = [lease for lease, (state, _) in groups.items() if state in USED and lease not in lengths]
     stuck = [lease for lease, (state, version) in groups.items() if state == "issued" and version < overdue]
     given = {lease for lease, (state, _) in groups.items() if state in ("leased", "committed")}
-    consumed = np.concatenate([lengths[lease] for lease in uses if lease in lengths])
-    submitted = np.concatenate(list(lengths.values()))
+    consumed = [lengths[lease] for lease in uses if lease in lengths]
+    if not consumed:
+        raise StorageError(f"of {len(uses)} groups that {run.path} was trained on its replay has none")
     return {
         "steps": progress["step"],
         "groups_issued": len(groups),
@@ -39,7 +50,7 @@ def account(run: RunDirectory, *, shards: int, samples: int, max_staleness: int)
         "trained_too_often": sum(n - 1 for n in uses.values() if n > 1) * samples,
         "trained_but_not_in_ledger": len(set(uses) - given),
         "given_but_not_trained": len(given - set(uses)),
-        "length_ks_p": ks_p(consumed, submitted),
+        "length_ks_p": ks_p(np.concatenate(consumed), np.concatenate(list(lengths.values()))),
         "max_staleness_seen": progress["max_staleness_seen"],
         "max_staleness_allowed": max_staleness,
     }
@@ -73,11 +84,22 @@ def ks_p(one: NDArray[np.int64], other: NDArray[np.int64]) -> float:
     return float(np.clip(2 * np.sum(terms), 0, 1))
 
 
-def _stored_lengths(run: RunDirectory, shards: int) -> dict[int, NDArray[np.int64]]:
+def _progress(path: Path) -> dict[str, Any]:
+    """What the learner wrote when it ended."""
+    if not path.exists():
+        raise StorageError(f"{path} is missing: the run's learner did not end well")
+    progress: dict[str, Any] = json.loads(path.read_text())
+    return progress
+
+
+def _stored_lengths(
+    run: RunDirectory, shards: int, go_on: Callable[[], None]
+) -> dict[int, NDArray[np.int64]]:
     """Lease -> lengths of its trajectories, of every complete group in replay."""
     lengths: dict[int, NDArray[np.int64]] = {}
     for shard in range(shards):
         with closing(ReplayStore.open(run.replay(shard))) as store:
             for lease in store.completed:
+                go_on()
                 lengths[lease] = np.array([len(t.token_ids) for t in store.read([lease])])
     return lengths

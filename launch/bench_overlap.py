@@ -34,6 +34,10 @@ STEP_TIMEOUT_S = 600.0
 POLL_S = 0.5
 MEASURING_SHARE, ENDING_SHARE = 0.88, 0.95
 """Of the limit, when nothing more is measured and when the run is killed; the rest is for the account."""
+KINDLY_S = 45.0
+"""For the run's end, which writes a checkpoint; less only where measuring would have less than half."""
+ACCOUNT_S = 5.0
+"""Where less of the limit is left, no account is begun."""
 
 
 class LimitError(SluiceError):
@@ -49,7 +53,7 @@ class Plan:
     rounds: int
     """Each is a turn of one mode, then one of the other; every other round begins with the other."""
     limit_s: float = inf
-    """For all of it, counted from `began`: what was measured by then is reported."""
+    """For the run's start, for measuring and for the run's end, counted from `began`."""
     began: float = field(default_factory=time.monotonic)
     """On the monotonic clock."""
 
@@ -57,6 +61,16 @@ class Plan:
     def modes(self) -> list[str]:
         """Of all turns."""
         return [mode for n in range(self.rounds) for mode in (MODES if n % 2 == 0 else reversed(MODES))]
+
+    @property
+    def measuring_s(self) -> float:
+        """When nothing more is measured: the run's end begins."""
+        return min(MEASURING_SHARE * self.limit_s, max(self.limit_s / 2, self.ending_s - KINDLY_S))
+
+    @property
+    def ending_s(self) -> float:
+        """When the run is killed."""
+        return ENDING_SHARE * self.limit_s
 
     def elapsed_s(self) -> float:
         """Since it began."""
@@ -67,7 +81,7 @@ async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> d
     """Measure; raises `SluiceError` when it ends before a turn has the steps that count.
 
     The report's "cut" says what ended it before the plan was done: the limit, `stop`, or a run that does not
-    train. Its "ended" is "well", or what was wrong with the run's end; then there is no account."""
+    train. Its "ended" is "well", or what was wrong with the run's end or its account; then there is none."""
     run = RunDirectory(config.directory, config.run)
     given = config.directory / f"{config.run}.json"
     await asyncio.to_thread(write_json, given, json.loads(config.model_dump_json(exclude={"bus"})))
@@ -81,13 +95,16 @@ async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> d
         ended = f"killed: {failure}" if killed else await end_run(local, plan, stop)
     finally:
         await local.kill(patience_s=0)
-    counts = await asyncio.to_thread(account_of, config, run) if ended == WELL else None
+    counts = None
+    if ended == WELL:
+        counts, ended = await accounted(config, run, plan, stop)
     return {**found, "cut": None if failure is None else str(failure), "ended": ended, "account": counts}
 
 
 def measured(measurement: "Measurement", failure: SluiceError | None) -> dict[str, Json]:
     """The figures of the turns as far as they came. Raises `SluiceError` if `failure` came before any."""
-    turns = trained(measurement.heard, measurement.turns)
+    burst = measurement.config.admission.max_staleness + 1
+    turns = trained(measurement.heard, measurement.turns, burst=burst)
     if failure is not None and not turns:
         raise SluiceError(f"nothing was measured: {failure}") from failure
     return figures(measurement.config, measurement.local.run, measurement.heard, turns)
@@ -95,7 +112,7 @@ def measured(measurement: "Measurement", failure: SluiceError | None) -> dict[st
 
 async def end_run(local: Victim, plan: Plan, stop: asyncio.Event) -> str:
     """`WELL`, or what was wrong with it: what was measured before is true all the same."""
-    left_s = ENDING_SHARE * plan.limit_s - plan.elapsed_s()
+    left_s = plan.ending_s - plan.elapsed_s()
     log.info("run_ends", at_s=round(plan.elapsed_s(), 1), log=str(local.log))
     ending = asyncio.create_task(local.end(max(0.0, min(END_TIMEOUT_S, left_s))))
     try:
@@ -105,6 +122,24 @@ async def end_run(local: Victim, plan: Plan, stop: asyncio.Event) -> str:
         return str(error)
     await cancelled(ending)
     return "killed: stopped while the run ended"
+
+
+async def accounted(
+    config: RunConfig, run: RunDirectory, plan: Plan, stop: asyncio.Event
+) -> tuple[dict[str, Json] | None, str]:
+    """What became of every trajectory, and `WELL`; or None, and why that is not known."""
+
+    def go_on(needs_s: float = 0.0) -> None:
+        if stop.is_set():
+            raise SluiceError("stopped")
+        if plan.limit_s - plan.elapsed_s() < needs_s:
+            raise LimitError(f"the limit of {plan.limit_s:g} s leaves no time for it")
+
+    try:
+        go_on(ACCOUNT_S)
+        return await asyncio.to_thread(account_of, config, run, go_on), WELL
+    except SluiceError as error:
+        return None, f"no account: {error}"
 
 
 class Measurement:
@@ -139,7 +174,8 @@ class Measurement:
         began_s, after, settling, first_s = self._plan.elapsed_s(), self.heard.step, 0, STEP_TIMEOUT_S
         log.info("turn_begins", mode=mode, at_s=self._now(), step=after)
         if not self.turns:
-            settling = self._staleness + 1  # all issued before the first step: they come in a burst
+            # what is issued before the first step comes in a burst, and steps of the next still wait for it
+            settling = 2 * (self._staleness + 1)
             first_s = START_TIMEOUT_S
         elif mode == self.turns[-1].mode:
             after = self.turns[-1].last
@@ -148,7 +184,7 @@ class Measurement:
             await asyncio.to_thread(self._set_bound, bound)
             self.local.terminate("storage")
             settling = bound + 2  # one is under way, and the next one's batch is there
-            self._where = f"while {mode} settled, from step {after} and {began_s:.0f} s on"
+            self._where = f"while {mode} settled, from step {after} on"
         settled = partial(_settled, mode, after + settling)
         first = await self.until(settled, first_s + STEP_TIMEOUT_S * settling, first_s=first_s)
         turn = Turn(mode, first, first + self._plan.steps, after, began_s)
@@ -185,7 +221,7 @@ class Measurement:
             if self.heard.step > step:
                 quiet, step = max(quiet, now + STEP_TIMEOUT_S), self.heard.step
             logs = f"see {self.local.log}, {self.local.run.logs}"
-            left_s = MEASURING_SHARE * self._plan.limit_s - self._plan.elapsed_s()
+            left_s = self._plan.measuring_s - self._plan.elapsed_s()
             if left_s <= 0:
                 limit = f"the limit of {self._plan.limit_s:g} s"
                 raise LimitError(f"{limit} came {self._where}, and step {step} was the last: {logs}")
@@ -207,6 +243,9 @@ class Measurement:
 
 
 def _settled(mode: str, earliest: int, heard: Heard) -> int:
-    """The first step from `earliest` on by which what began under another bound is over; 0 before it."""
+    """The first step from `earliest` on by which what began under another bound is over; 0 before it.
+
+    A single step may be on-policy by chance: each burst begins with one."""
+    on_policy = {step for step in heard.steps if staleness(heard, step) == 0}
     steps = (step for step in heard.steps if step >= earliest)
-    return min((step for step in steps if mode == "async" or staleness(heard, step) == 0), default=0)
+    return min((step for step in steps if mode == "async" or {step - 1, step} <= on_policy), default=0)

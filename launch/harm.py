@@ -86,17 +86,13 @@ class Victim:
         self.deaf.close()
         if self.process is None or self.process.returncode is not None:
             return
-        supervisor = psutil.Process(self.process.pid)
-        supervisor.suspend()  # it must not start another part meanwhile
-        children = supervisor.children(recursive=True)
-        self.process.kill()
+        children: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):  # it may end just now
+            children = _kill(psutil.Process(self.process.pid))
         await self.process.wait()
         _, orphans = await asyncio.to_thread(psutil.wait_procs, children, timeout=patience_s)
         for orphan in orphans:
-            with suppress(psutil.NoSuchProcess):
-                for process in (*orphan.children(recursive=True), orphan):  # it may have begun some since
-                    with suppress(psutil.NoSuchProcess):
-                        process.kill()
+            _kill_all(orphan)
         await asyncio.to_thread(psutil.wait_procs, orphans, timeout=GONE_TIMEOUT_S)
 
     def refuse_end(self) -> None:
@@ -212,6 +208,27 @@ class Victim:
                     command = child.cmdline()
                     if name in (command[3], Path(command[0]).name):
                         yield child
+
+
+def _kill(process: psutil.Process) -> list[psutil.Process]:
+    """Kill a process, whatever is raised; returns those that it had begun, and theirs.
+
+    It is suspended before they are looked for: it must begin no more of them meanwhile."""
+    begun: list[psutil.Process] = []
+    try:
+        with suppress(psutil.NoSuchProcess):
+            process.suspend()
+            begun = process.children(recursive=True)
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    return begun
+
+
+def _kill_all(process: psutil.Process) -> None:
+    """Kill a process before those that it had begun, so that none is begun in their place."""
+    for child in _kill(process):
+        _kill_all(child)
 
 
 def _deaf(port: int, subject: str) -> socket.socket:

@@ -22,6 +22,8 @@ class Turn:
     """The last step before the mode was changed to: those up to `first` settled it."""
     began_s: float = 0.0
     """When it was changed to, in seconds since the bench began."""
+    cut: bool = False
+    """Whether it was to have more steps."""
 
     @property
     def steps(self) -> range:

@@ -1,6 +1,6 @@
 """The report of `launch bench overlap`, out of what a run has said of the turns that were measured."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -18,14 +18,26 @@ MODES = ("async", "sync")
 LIMITS: dict[str, Json] = {"async_over_sync": 2.0, "learner_idle": 0.05, "engine_idle": 0.05}
 """The first at least, the others at most; wanted with a GPU for each side. `slots_idle` has none."""
 ENOUGH_STEPS = 2
-"""Of a turn that was cut."""
+"""Of a synchronous turn that was cut."""
 
 
-def trained(heard: Heard, turns: Sequence[Turn]) -> list[Turn]:
-    """The turns with the steps of which everything is known; a cut one only with `ENOUGH_STEPS` or all."""
+def trained(heard: Heard, turns: Sequence[Turn], *, burst: int) -> list[Turn]:
+    """The turns with the steps of which everything is known, those with enough of them to count.
+
+    Of an asynchronous turn that was cut whole bursts count, of `burst` steps each: within one, the first step
+    waits for all. Of a synchronous one `ENOUGH_STEPS` do, or more."""
     known = max((step for step in heard.steps if heard.has_read_after(step)), default=0)
-    cut = [(turn, replace(turn, last=min(turn.last, known))) for turn in turns]
-    return [now for turn, now in cut if len(now.steps) >= min(ENOUGH_STEPS, len(turn.steps))]
+    cut = (turn if turn.last <= known else _cut(turn, known - turn.first, burst) for turn in turns)
+    return [turn for turn in cut if turn.steps]
+
+
+def _cut(turn: Turn, steps: int, burst: int) -> Turn:
+    """What counts of a turn of which only so many steps are known; it may be none."""
+    if turn.mode == "async":
+        steps -= steps % burst
+    elif steps < ENOUGH_STEPS:
+        steps = 0
+    return replace(turn, last=turn.first + steps, cut=True)
 
 
 def figures(config: RunConfig, run: RunDirectory, heard: Heard, turns: Sequence[Turn]) -> dict[str, Json]:
@@ -63,11 +75,12 @@ def figures(config: RunConfig, run: RunDirectory, heard: Heard, turns: Sequence[
     }
 
 
-def account_of(config: RunConfig, run: RunDirectory) -> dict[str, Json]:
-    """What became of every trajectory of a run that has ended well."""
-    admission, samples = config.admission, config.admission.samples_per_prompt
+def account_of(config: RunConfig, run: RunDirectory, go_on: Callable[[], None]) -> dict[str, Json]:
+    """What became of every trajectory of a run that has ended well; `account` says what is raised."""
+    shards, samples = config.replay.shards, config.admission.samples_per_prompt
+    bound = config.admission.max_staleness
+    counts = account(run, shards=shards, samples=samples, max_staleness=bound, go_on=go_on)
     states = [state for state, _ in states_of(run.ledger).values()]
-    counts = account(run, shards=config.replay.shards, samples=samples, max_staleness=admission.max_staleness)
     return counts | {"rejected": states.count("rejected") * samples}
 
 
@@ -84,6 +97,7 @@ def _told(heard: Heard, turn: Turn) -> dict[str, Json]:
         "settling_s": round(sum(heard.step_s(range(turn.after + 1, turn.first + 1))), 1),
         "first": turn.first,
         "last": turn.last,
+        "cut": turn.cut,
         "step_s": list(heard.step_s(turn.steps)),
         "trajectories_per_s": _rate(heard, turn),
     }

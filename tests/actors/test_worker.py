@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 from factories import make_lease
+from structlog.testing import capture_logs
 
 from actors.config import SingleTurnConfig
 from actors.engines.base import Sampling
@@ -106,6 +107,15 @@ async def test_a_redelivered_lease_gives_the_same_ids_so_nothing_is_stored_twice
     state = (await bus.js.stream_info(bus.topology.stream("TRAJECTORIES"))).state
     assert state.last_seq == 1  # the bus took the second for the duplicate it is
     assert first.trajectories[0].trajectory_id == "g00000000.0"
+
+
+async def test_that_storage_does_not_answer_is_told_once_for_all_leases(bus, engine, monkeypatch):
+    monkeypatch.setattr("actors.worker.TELL_EVERY_S", 3600.0)
+    leases = [replace(make_lease(n, samples=1, policy_version=4), republished=True) for n in (0, 2, 4, 6)]
+    with capture_logs() as logs:
+        await Actor(bus, engine).roll_out(*leases, result=GROUPS)
+    told = [line for line in logs if line["event"] == "lease_state_not_known"]
+    assert [(line["times"], line["log_level"]) for line in told] == [(1, "warning")]
 
 
 async def test_a_group_of_equal_rewards_is_rejected_with_a_countable_reason(bus, engine):

@@ -13,6 +13,7 @@ from storage.run import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
 STEPS, STALENESS, GROUPS, SAMPLES = 4, 2, 4, 4
+BURST = STALENESS + 1
 
 
 def bench(directory: Path, *arguments: str) -> Command:
@@ -56,7 +57,7 @@ def test_both_modes_are_measured_in_one_run_that_loses_nothing(tmp_path: Path):
 def test_a_bench_that_is_stopped_reports_what_was_measured_and_leaves_nothing_behind(tmp_path: Path):
     command = bench(tmp_path, "--steps", "1000000")
     try:
-        deadline, last = time.monotonic() + 600.0, STALENESS + 3
+        deadline, last = time.monotonic() + 600.0, 3 * BURST
         while not _has_measured(tmp_path, last):
             assert command.process.poll() is None, command.said()
             assert time.monotonic() < deadline, command.said()
@@ -71,7 +72,9 @@ def test_a_bench_that_is_stopped_reports_what_was_measured_and_leaves_nothing_be
     report = reported(command)
     assert "stopped while async was measured" in report["cut"]
     assert (report["ended"], report["account"]) == (f"killed: {report['cut']}", None)
-    assert report["modes"]["async"]["steps"] >= 2
+    [turn] = report["absolute"]["turns"]
+    assert (turn["first"], turn["cut"]) == (2 * BURST, True)
+    assert report["modes"]["async"]["steps"] in range(BURST, 1_000_000, BURST)
     assert (report["modes"]["sync"], report["ratios"]["async_over_sync"]) == (None, None)
 
 

@@ -3,18 +3,21 @@
 import asyncio
 import json
 import random
+from math import inf
 
 import pytest
 
 from bus.errors import ConfigError, SluiceError
+from launch.bench_commands import age_of_process
 from launch.bench_overlap import LimitError, Measurement, Plan, end_run, measured
 from launch.harm import Victim
 from launch.metrics import append_records
 from launch.overlap_record import Heard, Turn
+from launch.overlap_report import trained
 from launch.overlap_settings import defaults, make, settings
 from storage.run import RunDirectory
 
-STALENESS, SETTLED = 2, 3
+STALENESS, BURST, SETTLED = 2, 3, 6
 
 
 def step(number, time_s, staleness=STALENESS, seconds=1.0):
@@ -62,11 +65,20 @@ def test_a_part_that_died_ends_the_measurement(run, lines, message):
         Heard.of(run)
 
 
-def steps(first, last, *, began_s, seconds, staleness=STALENESS, read=True):
-    """Steps that end every `seconds`, and the actors' counters after each."""
+def steps(first, last, *, began_s=0.0, seconds=1.0, staleness=STALENESS, read=True):
+    """Steps that take so long each, and the actors' counters after each."""
+    return timed(first, began_s, [seconds] * (last - first + 1), staleness=staleness, read=read)
+
+
+def bursts(first, last, *, began_s=0.0):
+    """Asynchronous steps as they come: the first of a burst waits for all of it."""
+    return timed(first, began_s, [(4.0, 1.0, 1.0)[n % BURST] for n in range(last - first + 1)])
+
+
+def timed(first, time_s, each_s, *, staleness=STALENESS, read=True):
     records = []
-    for number in range(first, last + 1):
-        time_s = began_s + (number - first + 1) * seconds
+    for number, seconds in enumerate(each_s, first):
+        time_s += seconds
         records.append(step(number, time_s, staleness, seconds))
         if read:
             records.append(reading("actors-1", time_s, time_s))
@@ -114,26 +126,24 @@ async def test_a_wait_ends_when_it_has_taken_too_long_and_at_once_when_stopped(m
         (
             {"limit_s": 0.001},
             LimitError,
-            "the limit of 0.001 s came while async was measured, from step 3 on",
+            "the limit of 0.001 s came while async was measured, from step 6 on",
         ),
-        ({"stopped": True}, SluiceError, "stopped while async was measured, from step 3 on, and step 7"),
+        ({"stopped": True}, SluiceError, "stopped while async was measured, from step 6 on, and step 12"),
     ],
 )
-async def test_a_turn_that_is_cut_counts_with_what_is_known_of_it(measurement, plan, failure, said):
-    known = steps(1, 6, began_s=0.0, seconds=2.0)
-    cut = measurement([*known, step(7, 14.0)], steps=10, **plan)
+async def test_an_asynchronous_turn_that_is_cut_counts_with_its_whole_bursts(
+    measurement, plan, failure, said
+):
+    known = bursts(1, SETTLED + BURST + 2)
+    cut = measurement([*known, step(SETTLED + BURST + 3, 24.0)], steps=10, **plan)
     ended = await cut.run()
     assert type(ended) is failure
     assert said in str(ended)
     found = measured(cut, ended)
     [turn] = found["absolute"]["turns"]
-    assert (turn["mode"], turn["settling_steps"], turn["first"], turn["last"]) == (
-        "async",
-        SETTLED,
-        SETTLED,
-        6,
-    )
-    assert (turn["settling_s"], turn["step_s"], turn["trajectories_per_s"]) == (6.0, [2.0, 2.0, 2.0], 8.0)
+    assert (turn["mode"], turn["settling_steps"], turn["first"]) == ("async", SETTLED, SETTLED)
+    assert (turn["last"], turn["cut"]) == (SETTLED + BURST, True)
+    assert (turn["settling_s"], turn["step_s"], turn["trajectories_per_s"]) == (12.0, [4.0, 1.0, 1.0], 8.0)
     assert found["ratios"] == {
         "async_over_sync": None, "learner_idle": 0.0, "engine_idle": 0.0,
         "slots_idle": found["modes"]["async"]["slots_idle"],
@@ -141,48 +151,66 @@ async def test_a_turn_that_is_cut_counts_with_what_is_known_of_it(measurement, p
     assert (found["modes"]["sync"], found["absolute"]["async_over_sync_tokens"]) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("mode", "wanted", "known", "counted"),
+    [("async", 9, 2, 0), ("async", 9, 5, 3), ("async", 2, 2, 2), ("sync", 9, 1, 0), ("sync", 9, 2, 2)],
+)
+def test_of_a_turn_that_was_cut_a_part_counts_that_is_like_the_whole(run, mode, wanted, known, counted):
+    append_records(run.metrics, steps(1, 4 + known))
+    turns = trained(Heard.of(run), [Turn(mode, 4, 4 + wanted)], burst=BURST)
+    assert [(turn.first, len(turn.steps), turn.cut) for turn in turns] == (
+        [(4, counted, counted < wanted)] if counted else []
+    )
+
+
 async def test_a_cut_in_the_synchronous_turn_leaves_the_ratio(measurement):
-    settling = steps(7, 10, began_s=6.0, seconds=1.0)
-    synchronous = steps(11, 13, began_s=10.0, seconds=4.0, staleness=0)
-    known = steps(1, 6, began_s=0.0, seconds=1.0)
-    cut = measurement(known, [*settling, *synchronous], steps=3, limit_s=0.001)
+    settling = steps(10, 13, began_s=18.0)
+    synchronous = steps(14, 17, began_s=22.0, seconds=8.0, staleness=0)
+    cut = measurement(bursts(1, 9), [*settling, *synchronous], steps=3, limit_s=0.001)
     ended = await cut.run()
-    assert "came while sync was measured, from step 11 on, and step 13 was the last" in str(ended)
+    assert "came while sync was measured, from step 15 on, and step 17 was the last" in str(ended)
     found = measured(cut, ended)
     assert found["ratios"]["async_over_sync"] == found["absolute"]["async_over_sync_tokens"] == 4.0
-    turns = [(turn["mode"], turn["first"], turn["last"]) for turn in found["absolute"]["turns"]]
-    assert turns == [("async", 3, 6), ("sync", 11, 13)]
+    turns = [(turn["mode"], turn["first"], turn["last"], turn["cut"]) for turn in found["absolute"]["turns"]]
+    assert turns == [("async", 6, 9, False), ("sync", 15, 17, True)]
 
 
 async def test_a_cut_while_the_mode_settles_says_so(measurement):
-    settling = steps(6, 8, began_s=5.0, seconds=1.0)
-    cut = measurement(steps(1, 5, began_s=0.0, seconds=1.0), settling, steps=2, limit_s=0.001)
+    cut = measurement(steps(1, 8), steps(9, 11, began_s=8.0), steps=2, limit_s=0.001)
     ended = await cut.run()
-    assert "came while sync settled, from step 5 and 0 s on, and step 8 was the last" in str(ended)
+    assert "came while sync settled, from step 8 on, and step 11 was the last" in str(ended)
     assert [turn["mode"] for turn in measured(cut, ended)["absolute"]["turns"]] == ["async"]
 
 
+async def test_one_step_that_is_on_policy_by_chance_does_not_settle_the_synchronous_mode(measurement):
+    by_chance, staler = steps(10, 10, began_s=9.0, staleness=0), steps(11, 11, began_s=10.0)
+    after = [*steps(9, 9, began_s=8.0), *by_chance, *staler, *steps(12, 15, began_s=11.0, staleness=0)]
+    whole = measurement(steps(1, 8), after, steps=2)
+    assert await whole.run() is None
+    assert [(turn.mode, turn.after, turn.first, turn.last) for turn in whole.turns] == [
+        ("async", 0, 6, 8),
+        ("sync", 8, 13, 15),
+    ]
+
+
 async def test_changing_back_to_the_same_mode_is_no_change(measurement):
-    after = [*steps(6, 9, began_s=5.0, seconds=1.0), *steps(10, 15, began_s=9.0, seconds=1.0, staleness=0)]
-    whole = measurement(steps(1, 5, began_s=0.0, seconds=1.0), after, steps=2, limit_s=0.001, rounds=2)
+    after = [*steps(9, 11, began_s=8.0), *steps(12, 18, began_s=11.0, staleness=0)]
+    whole = measurement(steps(1, 8), after, steps=2, limit_s=0.001, rounds=2)
     await whole.run()
     settled = [(turn.mode, turn.after, turn.first, turn.last) for turn in whole.turns]
-    assert settled == [("async", 0, 3, 5), ("sync", 5, 10, 12), ("sync", 12, 12, 14)]
+    assert settled == [("async", 0, 6, 8), ("sync", 8, 13, 15), ("sync", 15, 15, 17)]
 
 
 @pytest.mark.parametrize(
     ("records", "where"),
     [
         ([], "before the first step, and step 0"),
-        (steps(1, 2, began_s=0.0, seconds=1.0), "before the first turn had settled, and step 2"),
-        (steps(1, 4, began_s=0.0, seconds=1.0), "while async was measured, from step 3 on, and step 4"),
-        (
-            steps(1, 9, began_s=0.0, seconds=1.0, read=False),
-            "while async was measured, from step 3 on, and step 9",
-        ),
+        (bursts(1, 5), "before the first turn had settled, and step 5"),
+        (bursts(1, 8), "while async was measured, from step 6 on, and step 8"),
+        (steps(1, 9, read=False), "while async was measured, from step 6 on, and step 9"),
     ],
 )
-async def test_a_cut_before_two_steps_are_known_is_an_error(measurement, records, where):
+async def test_a_cut_before_a_burst_is_known_is_an_error(measurement, records, where):
     cut = measurement(records, steps=10, limit_s=0.001)
     ended = await cut.run()
     with pytest.raises(SluiceError, match=f"nothing was measured: the limit of 0.001 s came {where} was"):
@@ -199,6 +227,15 @@ async def test_a_stop_while_the_run_ends_waits_for_nothing(run):
     async with asyncio.timeout(30):
         ended = await end_run(Lasting(run, (), random.Random(0)), Plan(steps=1, rounds=1), stop)
     assert ended == "killed: stopped while the run ended"
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "measuring_s", "ending_s"),
+    [(1000, 880, 950), (440, 373, 418), (100, 50, 95), (10, 5, 9.5), (inf, inf, inf)],
+)
+def test_the_end_of_the_run_has_its_time_within_the_limit(limit_s, measuring_s, ending_s):
+    plan = Plan(steps=1, rounds=1, limit_s=limit_s)
+    assert (plan.measuring_s, plan.ending_s) == pytest.approx((measuring_s, ending_s))
 
 
 def test_every_other_round_begins_with_the_other_mode():
@@ -231,3 +268,8 @@ def test_only_what_the_user_did_not_name_is_made(tmp_path):
     make(config, "tiny", prompt_tokens=16)
     assert own.read_text() == "mine"
     assert [path.name for path in directory.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(("created_s", "age_s"), [(997.0, 3.0), (1100.0, 0.0), (-1e9, 60.0)])
+def test_the_age_of_a_process_is_believed_within_reason(created_s, age_s):
+    assert age_of_process(created_s, 1000.0) == age_s

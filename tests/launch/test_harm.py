@@ -1,0 +1,88 @@
+"""How a run under fire is killed: all of it, whatever ends meanwhile."""
+
+import asyncio
+import random
+import signal
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from launch.harm import Victim
+from storage.run import RunDirectory
+
+TIMEOUT_S = 30.0
+
+
+@pytest.fixture
+async def victim(tmp_path):
+    """Starts one whose supervisor is a shell command; kills what is left of it."""
+    started = []
+
+    async def start(command):
+        local = Victim(RunDirectory(tmp_path, "harmed"), (), random.Random(0))
+        local.process = await asyncio.create_subprocess_exec("sh", "-c", command, start_new_session=True)
+        started.append(local.process)
+        return local
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def running(word):
+    """Processes with a word in their command."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        command = " ".join(process.info["cmdline"] or ())
+        if word in command and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+async def until(condition):
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():  # noqa: ASYNC110 - processes tell nobody
+            await asyncio.sleep(0.05)
+
+
+async def test_an_orphan_begins_nothing_while_it_is_killed(victim, tmp_path):
+    word = f"86399.{time.time_ns()}"
+    script = tmp_path / "part.sh"
+    script.write_text(f"while :; do sleep {word}; done\n")
+    local = await victim(f"sh {script} & sh {script} & wait")
+    await until(lambda: len(running(word)) == 2)
+    try:
+        await local.kill(patience_s=0)
+        await until(lambda: not running(word) and not running(str(script)))
+    finally:
+        for process in [*running(str(script)), *running(word)]:
+            process.kill()
+    assert local.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("where", ["suspend", "children"])
+async def test_a_supervisor_that_ends_meanwhile_is_no_error(victim, monkeypatch, where):
+    def gone(process, **_):
+        raise psutil.NoSuchProcess(process.pid)
+
+    local = await victim("exec sleep 86399")
+    monkeypatch.setattr(psutil.Process, where, gone)
+    async with asyncio.timeout(TIMEOUT_S):
+        await local.kill(patience_s=0)
+    assert local.process.returncode == -signal.SIGKILL
+
+
+async def test_what_cannot_be_looked_for_does_not_keep_the_supervisor_running(victim, monkeypatch):
+    def refused(process, **_):
+        raise psutil.AccessDenied(process.pid)
+
+    local = await victim("exec sleep 86399")
+    monkeypatch.setattr(psutil.Process, "children", refused)
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(psutil.AccessDenied):
+            await local.kill(patience_s=0)
+        assert await local.process.wait() == -signal.SIGKILL
