@@ -179,6 +179,8 @@ def _result_rows(summary: Summary) -> list[tuple[str, str]]:
 def _accuracy(summary: Summary, key: str, version: int) -> str:
     """What was measured of a version, and which versions drew the answers where they were others."""
     measured, evaluations = fraction(_known(summary, key)), summary["heldout_evaluations"]
+    if _known(summary, key) is None:
+        return measured
     match evaluations.get(str(version)) if isinstance(evaluations, dict) else None:
         case {"drawn_by": [int(oldest), int(newest)]}:
             return f"{measured} ({drawn_by_text(oldest, newest)})"
