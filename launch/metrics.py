@@ -203,7 +203,7 @@ class History:
         self.evaluations = {
             version: evaluation
             for version, evaluation in self.evaluations.items()
-            if version <= step.policy_version or evaluation.time_s > step.time_s
+            if evaluation.drawn_by[1] <= step.policy_version or evaluation.time_s > step.time_s
         }
 
 

@@ -128,6 +128,16 @@ def test_evaluations_of_lost_versions_go_with_their_steps():
     assert list(monitor.history.evaluations) == [1, 6]
 
 
+def test_an_evaluation_that_lost_versions_answered_goes_with_them():
+    monitor, _ = make_monitor()
+    for step in range(1, 11):
+        monitor.on_metrics(metrics(step))
+    for version, newest in ((4, 6), (5, 9)):
+        monitor.on_evaluation(evaluation(version, 0.5, drawn_by=(version, newest)))
+    monitor.on_metrics(metrics(6, time_s=time.time() + 10))
+    assert list(monitor.history.evaluations) == [4]
+
+
 def test_a_line_cut_short_by_a_kill_costs_only_itself(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     append_records(path, [metrics_record(metrics(1))])
