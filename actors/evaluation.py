@@ -29,6 +29,7 @@ class _Answer:
     reward: float
     versions: frozenset[int] = frozenset()
     """Of the weights that drew its tokens."""
+    failed: bool = False
 
 
 class Evaluator:
@@ -49,7 +50,7 @@ class Evaluator:
         self._prompts: dict[str, Sequence[Prompt]] = {}
         self._stop = asyncio.Event()
         self._latest: tuple[BlobRef, EvaluationResult] | None = None
-        """The result before, and the prompts it is of."""
+        """The result before, and the prompts it is of; None if some of its rollouts failed."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Evaluate until `stop`."""
@@ -87,8 +88,12 @@ class Evaluator:
             return replace(known, policy_version=version, seconds=time.monotonic() - started)
         sampled = await self._answers(prompts, engine, self._sampled)
         greedy = await self._answers(prompts, engine, self._greedy)
-        versions = frozenset[int]().union(*(answer.versions for answer in (*sampled, *greedy)))
-        if min(versions, default=version) < version:
+        answers = (*sampled, *greedy)
+        versions = frozenset[int]().union(*(answer.versions for answer in answers))
+        if not versions:
+            log.warning("evaluation_skipped", policy_version=version, reason="no rollout drew a token")
+            return None
+        if min(versions) < version:
             log.warning("evaluation_skipped", policy_version=version, reason="older weights came meanwhile")
             return None
         result = EvaluationResult(
@@ -98,10 +103,11 @@ class Evaluator:
             greedy=_accuracy(greedy),
             prompts=len(prompts),
             seconds=time.monotonic() - started,
-            oldest_version=min(versions, default=None),
-            newest_version=max(versions, default=None),
+            oldest_version=min(versions),
+            newest_version=max(versions),
+            failed=sum(answer.failed for answer in answers),
         )
-        self._latest = task.prompts, result
+        self._latest = None if result.failed else (task.prompts, result)
         return result
 
     def _known(self, task: EvaluationTask, current: int) -> EvaluationResult | None:
@@ -126,6 +132,7 @@ class Evaluator:
             drawn_by=result.drawn_by,
             sampled=result.sampled,
             greedy=result.greedy,
+            failed=result.failed,
         )
 
     async def _answers(
@@ -154,7 +161,7 @@ class Evaluator:
             raise
         except SluiceError as error:
             log.warning("evaluation_rollout_failed", task=task.task_id, reason=str(error))
-            return _Answer(reward=0.0)
+            return _Answer(reward=0.0, failed=True)
         [first, *_] = episode.trajectories
         if first.reward_due:
             log.warning("evaluation_rollout_failed", task=task.task_id, reason="its reward comes later")

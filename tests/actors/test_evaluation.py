@@ -217,7 +217,23 @@ async def test_a_rollout_that_fails_counts_as_zero_and_the_others_count(bus, des
     async with desk.evaluator(rollouts, Recording(fail)):
         await desk.ask(asked)
         result = await desk.result()
-    assert (result.sampled, result.greedy) == (0.75, 0.5)
+    assert (result.sampled, result.greedy, result.failed) == (0.75, 0.5, 3)
+
+
+async def test_nothing_is_told_where_every_rollout_failed_and_the_next_version_is_measured(
+    bus, desk, follower, rollouts
+):
+    async def fail(run):
+        if run <= 2 * PROMPTS:
+            raise EngineError("engines that answer nothing")
+
+    async with desk.evaluator(rollouts, Recording(fail)):
+        await desk.ask(await publish(bus, 1))
+        await desk.settled()
+        await desk.ask(await publish(bus, 2))
+        result = await desk.result()
+    assert (result.policy_version, result.sampled, result.failed) == (2, 1.0, 0)
+    assert desk.results.empty()
 
 
 async def test_without_engines_the_evaluator_ends_and_its_task_is_left_for_others(

@@ -147,6 +147,18 @@ def test_the_table_says_which_versions_answered_for_another(run: RunDirectory):
     assert "0.910 (" not in text
 
 
+def test_the_table_says_how_many_rollouts_of_an_evaluation_failed(run: RunDirectory):
+    monitor = watched()
+    monitor.on_evaluation(evaluation(1, 0.3, drawn_by=(2, 2), failed=3))
+    monitor.on_evaluation(evaluation(21, 0.91, failed=1))
+    summary = summarise(monitor, run=run, progress=PROGRESS, checkpoint=None, wall_s=130.0)
+    found = {version: row.get("failed") for version, row in summary["heldout_evaluations"].items()}
+    assert found == {"0": None, "1": 3, "21": 1}
+    text = printed(json.loads(json.dumps(summary)))
+    for part in ("0.300 (drawn by v2, 3 rollouts failed)", "0.910 (1 rollout failed)"):
+        assert part in text
+
+
 def test_the_table_names_no_versions_where_nothing_was_measured(run: RunDirectory):
     monitor = watched()
     monitor.on_evaluation(evaluation(0, 0.02, drawn_by=(0, 3)))
