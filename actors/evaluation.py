@@ -84,7 +84,7 @@ class Evaluator:
         if engine is None:
             log.warning("evaluation_skipped", policy_version=version, reason="its learner is gone")
             return None
-        if known := self._known(task, engine.policy_version):
+        if known := self._known(task):
             return replace(known, policy_version=version, seconds=time.monotonic() - started)
         sampled = await self._answers(prompts, engine, self._sampled)
         greedy = await self._answers(prompts, engine, self._greedy)
@@ -110,16 +110,18 @@ class Evaluator:
         self._latest = None if result.failed else (task.prompts, result)
         return result
 
-    def _known(self, task: EvaluationTask, current: int) -> EvaluationResult | None:
-        """The result before, if all of it is of the engine's current version: then this one is the same.
+    def _known(self, task: EvaluationTask) -> EvaluationResult | None:
+        """The result before, if no token of it is older than the version asked for: it is of this one too.
 
-        Where evaluations fall behind, several in a row are of the newest version."""
+        So evaluations that take longer than their versions do not pile up. The version that the learner is at
+        is measured alone nevertheless: no token is of a later one."""
         if self._latest is None:
             return None
-        prompts, result = self._latest
+        (prompts, result), version = self._latest, task.policy.policy_version
         same = prompts.digest == task.prompts.digest and result.incarnation == task.policy.incarnation
-        alone = result.oldest_version == result.newest_version == current
-        return result if same and alone else None
+        oldest, newest = result.drawn_by
+        answers = oldest == newest == version if self._engines.exact else oldest >= version
+        return result if same and answers else None
 
     async def _publish(self, result: EvaluationResult) -> None:
         name = f"evaluation-{result.incarnation}-{result.policy_version}"

@@ -28,6 +28,8 @@ class EvaluationEngines(Protocol):
     """As many are under way at a time; None for all."""
     hands_back: bool
     """Whether an evaluation that prompts are left of is another's when this process is to end."""
+    exact: bool
+    """Whether all tokens are of the version asked for; else later ones may draw them."""
 
     async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
         """An engine whose tokens are of these weights or of later ones of the same learner.
@@ -44,6 +46,7 @@ class OwnEngine:
 
     prompts_at_once: int | None = None
     hands_back = False
+    exact = True
 
     def __init__(self, build: Callable[[], Engine], blobs: BlobSource) -> None:
         self._build = build
@@ -69,6 +72,7 @@ class RolloutEngines:
     """The engines that roll out: they take newer weights while they answer, and each token says which."""
 
     hands_back = True
+    exact = False
 
     def __init__(
         self, bus: Bus, engine: Engine, follower: PolicyFollower, *, prompts_at_once: int | None

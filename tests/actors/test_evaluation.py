@@ -188,24 +188,57 @@ async def test_rollouts_wait_for_no_more_prompts_than_are_allowed_at_once(bus, d
     assert (environment.most_busy, environment.runs) == (3, 2 * PROMPTS)
 
 
-async def test_what_fell_behind_is_answered_by_one_measurement_of_the_newest_version(
+async def test_what_fell_behind_is_answered_by_one_measurement_and_the_newest_version_alone(
     bus, desk, engine, follower, rollouts
 ):
     environment = Recording()
-    asked = [await publish(bus, version) for version in (1, 2, 3)]
-    await follower.at_least(3)
+    asked = [await publish(bus, version) for version in (1, 2, 3, 4)]
+    await follower.at_least(4)
+    engine.hold()
     async with desk.evaluator(rollouts, environment):
         for manifest in asked:
             await desk.ask(manifest)
+        await busy_with(engine, PROMPTS)
+        asked.append(await publish(bus, 5))
+        await follower.at_least(5)
+        engine.release()
+        await desk.ask(asked[-1])
         results = [await desk.result() for _ in asked]
-        assert environment.runs == 2 * PROMPTS
-        other = await publish(bus, 4)
-        await desk.ask(other)
-        results.append(await desk.result())
     assert [(r.policy_version, r.drawn_by) for r in results] == [
-        (1, (3, 3)), (2, (3, 3)), (3, (3, 3)), (4, (4, 4)),
+        (1, (4, 5)), (2, (4, 5)), (3, (4, 5)), (4, (4, 5)), (5, (5, 5)),
     ]  # fmt: skip
     assert environment.runs == 4 * PROMPTS
+
+
+@pytest.mark.parametrize("other", ["learner", "prompts"])
+async def test_no_measurement_answers_for_another_learner_or_for_other_prompts(
+    bus, desk, engine, follower, rollouts, other
+):
+    environment = Recording()
+    async with desk.evaluator(rollouts, environment):
+        await desk.ask(await publish(bus, 5))
+        await desk.result()
+        resumed = await publish(bus, 5, incarnation="resumed" if other == "learner" else "one")
+        await desk.ask(resumed, prompts=PROMPTS if other == "learner" else 2)
+        result = await desk.result()
+    assert (result.incarnation, result.prompts) == (
+        ("resumed", PROMPTS) if other == "learner" else ("one", 2)
+    )
+    assert environment.runs == 2 * PROMPTS + 2 * result.prompts
+
+
+async def test_a_measurement_with_failed_rollouts_answers_for_no_other_version(bus, desk, follower, rollouts):
+    async def fail(run):
+        if run == 1:
+            raise EngineError("this prompt ends its engines")
+
+    asked = [await publish(bus, version) for version in (1, 2)]
+    await follower.at_least(2)
+    async with desk.evaluator(rollouts, Recording(fail)):
+        for manifest in asked:
+            await desk.ask(manifest)
+        results = [await desk.result() for _ in asked]
+    assert [(r.policy_version, r.drawn_by, r.failed) for r in results] == [(1, (2, 2), 1), (2, (2, 2), 0)]
 
 
 async def test_a_rollout_that_fails_counts_as_zero_and_the_others_count(bus, desk, follower, rollouts):

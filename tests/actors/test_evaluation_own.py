@@ -38,8 +38,10 @@ async def test_an_own_engine_keeps_the_version_while_others_are_published(bus, d
         first = await desk.result()
         await desk.ask(await published(bus, 50, tiny_model("qwen3", seed=3)))
         second = await desk.result()
-    assert (first.drawn_by, second.drawn_by) == ((1, 1), (50, 50))
-    assert set(environment.versions) == {1, 50}
+        await desk.ask(await published(bus, 40, tiny_model("qwen3", seed=4)))
+        third = await desk.result()
+    assert [result.drawn_by for result in (first, second, third)] == [(1, 1), (50, 50), (40, 40)]
+    assert set(environment.versions) == {1, 40, 50}
     assert len(built) == 1
     assert not built[0]._thread.is_alive()
 
