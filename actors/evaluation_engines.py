@@ -99,7 +99,8 @@ class RolloutEngines:
             raise HandBackError(f"evaluation of version {version} was not begun when this actor was stopped")
         raise HandBackError(
             f"evaluation of version {version}: after {PATIENCE_S:g} s the engines of this actor still have "
-            f"version {self._engine.policy_version}: what its log says of weights_not_fetched is why"
+            f"version {self._engine.policy_version}: they are slow to load it, or it could not be had, "
+            "of which this actor's log says weights_not_fetched"
         )
 
     async def close(self) -> None:

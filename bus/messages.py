@@ -306,7 +306,7 @@ class PromptSet(Message, tag="prompt_set"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult(Message, tag="evaluation_result"):
-    """Mean reward of one policy version on the held-out prompts."""
+    """Mean reward on the held-out prompts, of the policy version asked for or of later ones (`drawn_by`)."""
 
     policy_version: int
     incarnation: str

@@ -215,4 +215,5 @@ class EvaluationConfig(Config):
     """Evaluate each so many versions; 0 measures only the first and the last."""
 
     patience_s: float = Field(300.0, gt=0)
-    """How long the learner waits for the accuracy of its last version, before it ends without."""
+    """How long the learner waits for the accuracy of the version it is at: of the last, before it ends
+    without, and where `learner.target_accuracy` seems reached, before it trains on without."""
