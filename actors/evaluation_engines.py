@@ -86,11 +86,11 @@ class RolloutEngines:
     async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
         """Wait until they have come by themselves: nothing is fetched for it."""
         version, give_up = policy.policy_version, time.monotonic() + PATIENCE_S
-        while time.monotonic() < give_up and not stop.is_set():
+        while (left := give_up - time.monotonic()) > 0 and not stop.is_set():
             if not await self._of_the_learner(policy):
                 return None
             try:
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(min(LOOK_S, left)):
                     await self._follower.at_least(version, of=policy.incarnation)
             except TimeoutError:
                 continue

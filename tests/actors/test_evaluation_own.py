@@ -7,18 +7,11 @@ from actors.engines.embedded import EmbeddedEngine
 from actors.evaluation_engines import OwnEngine
 from bus.blobs import delete_blob
 from storage.blob_sources import Blobs
-from tests.actors.held_out import Desk, Recording, published
+from tests.actors.held_out import Recording, published
 from tests.actors.test_weights import publish
 from tests.actors.tiny import tiny_model
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-
-
-@pytest.fixture
-async def desk(bus):
-    desk = Desk(bus)
-    await desk.listen()
-    return desk
 
 
 async def test_an_own_engine_keeps_the_version_while_others_are_published(bus, desk, model):
