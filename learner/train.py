@@ -257,6 +257,7 @@ class Learner:
         copied = None if self._stop.is_set() else await self._exported()
         if copied is not None:
             self.progress.stage = "done"
+            self._heldout.warn_of_missing()
         await self._checkpoint()
         await self._checkpointed()
         if copied is not None:
@@ -273,9 +274,7 @@ class Learner:
         if self.progress.sampled_accuracy(version) is None:
             await self._evaluate()
             self._doing = f"waiting for the evaluation of version {version}"
-            measured = asyncio.create_task(self._heldout.measured(version))
-            if not await ended_before(self._stop, measured):
-                measured.cancel()
+            await self._heldout.measured(version, self._stop)
         return self.progress.sampled_accuracy(version)
 
     async def _give_back_the_next_batch(self) -> None:
