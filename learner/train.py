@@ -160,7 +160,7 @@ class Learner:
                     await self._checkpointed()
                 if progress.step % learner.checkpoint.save_every == 0:
                     await self._checkpoint()
-                if self._target_reached() and await self._latest_reaches_target():
+                if progress.target_reached_step is not None and await self._latest_reaches_target():
                     return
 
     async def _step(self) -> bool:
@@ -171,6 +171,9 @@ class Learner:
         if lease is None:
             return False
         waited = time.monotonic() - started
+        if progress.step == 0 and self._settings.evaluated_on == "rollout":
+            await self._accuracy_now()  # the first groups are here: so is somebody who can measure it
+            started = time.monotonic() - waited  # the step's time goes without it
         self._doing = f"training step {progress.step + 1}"
         async with self._device.held(self._stop) as ours:
             if not ours:
@@ -235,10 +238,6 @@ class Learner:
         return batch, result
 
     # --- the end ---
-
-    def _target_reached(self) -> bool:
-        """Whether any version that was evaluated in this stage reached the target."""
-        return self.progress.target_reached_step is not None
 
     async def _latest_reaches_target(self) -> bool:
         """Evaluate the weights as they are; go on if sampling noise had flattered an older version."""

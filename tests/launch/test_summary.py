@@ -5,11 +5,12 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from bus.codec import Json
-from launch.curves import HEIGHT_PX, WIDTH_PX, draw_curves
-from launch.metrics import Record, append_records, evaluation_record, metrics_record
+from launch.curves import HEIGHT_PX, WIDTH_PX, _draw_evaluations, draw_curves
+from launch.metrics import History, Record, append_records, evaluation_record, metrics_record
 from launch.monitor import RunMonitor
 from launch.summary import print_summary, summarise, write_summary
 from storage.run import RunDirectory
@@ -196,6 +197,15 @@ def test_curves_are_one_picture_of_known_size(tmp_path: Path, steps: int):
     append_records(lines, a_run(steps) if steps else [])
     draw_curves(lines, picture, title="demo", max_staleness=4, target_accuracy=0.9)
     assert png_size(picture) == (WIDTH_PX, HEIGHT_PX)
+
+
+def test_the_level_before_warm_up_names_the_versions_that_answered():
+    first = evaluation_record(evaluation(0, 0.02, drawn_by=(0, 1), failed=2), step=0)
+    history = History([*map(metrics_record, map(metrics, (1, 2))), first])
+    axes = Figure().subplots()
+    _draw_evaluations(axes, history)
+    [level] = axes.get_legend_handles_labels()[1]
+    assert level == "held-out before warm-up: 0.020 at v0 (drawn by v0 to v1, 2 rollouts failed)"
 
 
 def test_curves_need_neither_numbers_nor_bounds(tmp_path: Path):
