@@ -29,6 +29,7 @@ class _Answer:
     reward: float
     versions: frozenset[int] = frozenset()
     """Of the weights that drew its tokens."""
+    failed: bool = False
 
 
 class Evaluator:
@@ -49,7 +50,7 @@ class Evaluator:
         self._prompts: dict[str, Sequence[Prompt]] = {}
         self._stop = asyncio.Event()
         self._latest: tuple[BlobRef, EvaluationResult] | None = None
-        """The result before, and the prompts it is of."""
+        """The result before, and the prompts it is of; None if some of its rollouts failed."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Evaluate until `stop`."""
@@ -83,12 +84,16 @@ class Evaluator:
         if engine is None:
             log.warning("evaluation_skipped", policy_version=version, reason="its learner is gone")
             return None
-        if known := self._known(task, engine.policy_version):
+        if known := self._known(task):
             return replace(known, policy_version=version, seconds=time.monotonic() - started)
         sampled = await self._answers(prompts, engine, self._sampled)
         greedy = await self._answers(prompts, engine, self._greedy)
-        versions = frozenset[int]().union(*(answer.versions for answer in (*sampled, *greedy)))
-        if min(versions, default=version) < version:
+        answers = (*sampled, *greedy)
+        versions = frozenset[int]().union(*(answer.versions for answer in answers))
+        if not versions:
+            log.warning("evaluation_skipped", policy_version=version, reason="no rollout drew a token")
+            return None
+        if min(versions) < version:
             log.warning("evaluation_skipped", policy_version=version, reason="older weights came meanwhile")
             return None
         result = EvaluationResult(
@@ -98,22 +103,25 @@ class Evaluator:
             greedy=_accuracy(greedy),
             prompts=len(prompts),
             seconds=time.monotonic() - started,
-            oldest_version=min(versions, default=None),
-            newest_version=max(versions, default=None),
+            oldest_version=min(versions),
+            newest_version=max(versions),
+            failed=sum(answer.failed for answer in answers),
         )
-        self._latest = task.prompts, result
+        self._latest = None if result.failed else (task.prompts, result)
         return result
 
-    def _known(self, task: EvaluationTask, current: int) -> EvaluationResult | None:
-        """The result before, if all of it is of the engine's current version: then this one is the same.
+    def _known(self, task: EvaluationTask) -> EvaluationResult | None:
+        """The result before, if no token of it is older than the version asked for: it is of this one too.
 
-        Where evaluations fall behind, several in a row are of the newest version."""
+        So evaluations that take longer than their versions do not pile up. The version that the learner is at
+        is measured alone nevertheless: no token is of a later one."""
         if self._latest is None:
             return None
-        prompts, result = self._latest
+        (prompts, result), version = self._latest, task.policy.policy_version
         same = prompts.digest == task.prompts.digest and result.incarnation == task.policy.incarnation
-        alone = result.oldest_version == result.newest_version == current
-        return result if same and alone else None
+        oldest, newest = result.drawn_by
+        answers = oldest == newest == version if self._engines.exact else oldest >= version
+        return result if same and answers else None
 
     async def _publish(self, result: EvaluationResult) -> None:
         name = f"evaluation-{result.incarnation}-{result.policy_version}"
@@ -126,6 +134,7 @@ class Evaluator:
             drawn_by=result.drawn_by,
             sampled=result.sampled,
             greedy=result.greedy,
+            failed=result.failed,
         )
 
     async def _answers(
@@ -154,7 +163,7 @@ class Evaluator:
             raise
         except SluiceError as error:
             log.warning("evaluation_rollout_failed", task=task.task_id, reason=str(error))
-            return _Answer(reward=0.0)
+            return _Answer(reward=0.0, failed=True)
         [first, *_] = episode.trajectories
         if first.reward_due:
             log.warning("evaluation_rollout_failed", task=task.task_id, reason="its reward comes later")

@@ -28,6 +28,8 @@ class EvaluationEngines(Protocol):
     """As many are under way at a time; None for all."""
     hands_back: bool
     """Whether an evaluation that prompts are left of is another's when this process is to end."""
+    exact: bool
+    """Whether all tokens are of the version asked for; else later ones may draw them."""
 
     async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
         """An engine whose tokens are of these weights or of later ones of the same learner.
@@ -44,6 +46,7 @@ class OwnEngine:
 
     prompts_at_once: int | None = None
     hands_back = False
+    exact = True
 
     def __init__(self, build: Callable[[], Engine], blobs: BlobSource) -> None:
         self._build = build
@@ -69,6 +72,7 @@ class RolloutEngines:
     """The engines that roll out: they take newer weights while they answer, and each token says which."""
 
     hands_back = True
+    exact = False
 
     def __init__(
         self, bus: Bus, engine: Engine, follower: PolicyFollower, *, prompts_at_once: int | None
@@ -82,11 +86,11 @@ class RolloutEngines:
     async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
         """Wait until they have come by themselves: nothing is fetched for it."""
         version, give_up = policy.policy_version, time.monotonic() + PATIENCE_S
-        while time.monotonic() < give_up and not stop.is_set():
+        while (left := give_up - time.monotonic()) > 0 and not stop.is_set():
             if not await self._of_the_learner(policy):
                 return None
             try:
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(min(LOOK_S, left)):
                     await self._follower.at_least(version, of=policy.incarnation)
             except TimeoutError:
                 continue
@@ -95,7 +99,8 @@ class RolloutEngines:
             raise HandBackError(f"evaluation of version {version} was not begun when this actor was stopped")
         raise HandBackError(
             f"evaluation of version {version}: after {PATIENCE_S:g} s the engines of this actor still have "
-            f"version {self._engine.policy_version}: what its log says of weights_not_fetched is why"
+            f"version {self._engine.policy_version}: they are slow to load it, or it could not be had, "
+            "of which this actor's log says weights_not_fetched"
         )
 
     async def close(self) -> None:

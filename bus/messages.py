@@ -306,7 +306,7 @@ class PromptSet(Message, tag="prompt_set"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult(Message, tag="evaluation_result"):
-    """Mean reward of one policy version on the held-out prompts."""
+    """Mean reward on the held-out prompts, of the policy version asked for or of later ones (`drawn_by`)."""
 
     policy_version: int
     incarnation: str
@@ -319,6 +319,8 @@ class EvaluationResult(Message, tag="evaluation_result"):
     """The oldest version that drew a token of the answers; None: it was `policy_version`."""
     newest_version: int | None = None
     """The newest that did; None: it was `policy_version`."""
+    failed: int = 0
+    """Rollouts that failed, of two a prompt; each counts as reward 0."""
 
     @property
     def drawn_by(self) -> tuple[int, int]:
@@ -327,12 +329,15 @@ class EvaluationResult(Message, tag="evaluation_result"):
         return oldest, self.policy_version if self.newest_version is None else self.newest_version
 
     def check(self) -> None:
-        """Raise `SchemaError` for versions out of order: none is older than the one that was asked for."""
+        """Raise `SchemaError` for versions out of order (none is older than the one that was asked for), and
+        for more failed rollouts than there were rollouts."""
         oldest, newest = self.drawn_by
         if not self.policy_version <= oldest <= newest:
             raise SchemaError(
                 f"versions {oldest} to {newest} cannot have answered for version {self.policy_version}"
             )
+        if not 0 <= self.failed <= 2 * self.prompts:
+            raise SchemaError(f"{self.failed} rollouts cannot have failed with {self.prompts} prompts")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -95,7 +95,7 @@ def _draw_evaluations(axes: Axes, history: History) -> None:
         axes.plot(at, greedy, "s:", color=ORANGE, lw=1.2, ms=4, alpha=0.7, label="held-out accuracy, greedy")
     for version, evaluation in history.evaluations.items():
         if version < start:
-            label = f"held-out before warm-up: {evaluation.sampled:.3f}"
+            label = f"held-out before warm-up: {evaluation.sampled:.3f} at {evaluation.where}"
             axes.axhline(evaluation.sampled, color=GREY, ls=":", lw=1.5, label=label)
 
 

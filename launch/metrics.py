@@ -41,6 +41,7 @@ def evaluation_record(result: EvaluationResult, *, step: int) -> Record:
         "seconds": result.seconds,
         "oldest_version": oldest,
         "newest_version": newest,
+        "failed": result.failed,
     }
 
 
@@ -114,6 +115,8 @@ class Evaluation:
     greedy: float
     drawn_by: tuple[int, int]
     """The oldest and the newest version that drew a token of the answers."""
+    failed: int
+    """Rollouts that failed, which count as reward 0."""
 
     @property
     def exact(self) -> bool:
@@ -122,13 +125,21 @@ class Evaluation:
 
     @property
     def where(self) -> str:
-        """The version for a screen, with those that drew the answers where they were others."""
-        return f"v{self.policy_version}" + ("" if self.exact else f" ({drawn_by_text(*self.drawn_by)})")
+        """The version for a screen, with what is to be known of how it was measured."""
+        return f"v{self.policy_version}" + remarks(None if self.exact else self.drawn_by, self.failed)
 
 
-def drawn_by_text(oldest: int, newest: int) -> str:
-    """The versions that drew the answers of an evaluation, for a screen."""
-    return f"drawn by v{oldest}" if oldest == newest else f"drawn by v{oldest} to v{newest}"
+def remarks(drawn_by: tuple[int, int] | None, failed: int) -> str:
+    """For a screen, behind an accuracy: the versions that drew the answers, and how many rollouts failed.
+
+    Empty where `drawn_by` is None, for the version that was to be measured alone, and none failed."""
+    texts = []
+    if drawn_by is not None:
+        oldest, newest = drawn_by
+        texts.append(f"drawn by v{oldest}" if oldest == newest else f"drawn by v{oldest} to v{newest}")
+    if failed:
+        texts.append(f"{failed} rollouts failed" if failed > 1 else "1 rollout failed")
+    return f" ({', '.join(texts)})" if texts else ""
 
 
 class History:
@@ -173,6 +184,7 @@ class History:
             sampled=number(record, "sampled"),
             greedy=number(record, "greedy"),
             drawn_by=(whole(record, "oldest_version"), whole(record, "newest_version")),
+            failed=whole(record, "failed"),
         )
         self.evaluations[evaluation.policy_version] = evaluation
         self.evaluations = dict(sorted(self.evaluations.items()))
@@ -203,7 +215,7 @@ class History:
         self.evaluations = {
             version: evaluation
             for version, evaluation in self.evaluations.items()
-            if version <= step.policy_version or evaluation.time_s > step.time_s
+            if evaluation.drawn_by[1] <= step.policy_version or evaluation.time_s > step.time_s
         }
 
 

@@ -153,6 +153,7 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
         progress=directory.path / "progress.json",
         lineage=directory.path / "lineage.jsonl",
         export=directory.export,
+        evaluated_on=config.actors.evaluates_on,
         colocation=config.colocation,
     )
     return settings, demonstrations

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.codec import Json
-from launch.metrics import drawn_by_text, number, whole
+from launch.metrics import Evaluation, number, remarks, whole
 from launch.monitor import RunMonitor
 from launch.units import UNKNOWN, count, duration, fraction, size
 from storage.run import RunDirectory
@@ -76,21 +76,25 @@ def _accuracies(monitor: RunMonitor, progress: Mapping[str, Json]) -> Summary:
     measured = _evaluations(monitor, progress)
     trains_from = whole(progress, "trains_from") if "trains_from" in progress else monitor.trains_from
     last = _latest(monitor, progress, "policy_version")
-    others: dict[int, Summary] = {
-        version: {"drawn_by": list(evaluation.drawn_by)}
-        for version, evaluation in monitor.history.evaluations.items()
-        if not evaluation.exact
-    }
+    heard = monitor.history.evaluations
     return {
         "heldout_accuracy_start": _sampled(measured, 0),
         "heldout_accuracy_after_sft": _sampled(measured, trains_from) if trains_from else None,
         "heldout_accuracy_end": _sampled(measured, last),
         "heldout_accuracy_greedy_end": measured[last][1] if last in measured else None,
         "heldout_evaluations": {
-            str(version): {"sampled": pair[0], "greedy": pair[1], **others.get(version, {})}
+            str(version): {"sampled": pair[0], "greedy": pair[1], **_how(heard.get(version))}
             for version, pair in measured.items()
         },
     }
+
+
+def _how(evaluation: Evaluation | None) -> Summary:
+    """What is to be known of how a version was measured: other versions drew the answers, rollouts failed."""
+    if evaluation is None:
+        return {}
+    drawn_by: Summary = {} if evaluation.exact else {"drawn_by": list(evaluation.drawn_by)}
+    return drawn_by | ({"failed": evaluation.failed} if evaluation.failed else {})
 
 
 def _evaluations(monitor: RunMonitor, progress: Mapping[str, Json]) -> dict[int, tuple[float, float]]:
@@ -177,12 +181,16 @@ def _result_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _accuracy(summary: Summary, key: str, version: int) -> str:
-    """What was measured of a version, and which versions drew the answers where they were others."""
-    measured, evaluations = fraction(_known(summary, key)), summary["heldout_evaluations"]
-    match evaluations.get(str(version)) if isinstance(evaluations, dict) else None:
-        case {"drawn_by": [int(oldest), int(newest)]}:
-            return f"{measured} ({drawn_by_text(oldest, newest)})"
-    return measured
+    """What was measured of a version, and what is to be known of how."""
+    measured, evaluations = _known(summary, key), summary["heldout_evaluations"]
+    row = evaluations.get(str(version)) if isinstance(evaluations, dict) else None
+    if measured is None or not isinstance(row, dict):
+        return fraction(measured)
+    failed = whole(row, "failed")
+    match row.get("drawn_by"):
+        case [int(oldest), int(newest)]:
+            return fraction(measured) + remarks((oldest, newest), failed)
+    return fraction(measured) + remarks(None, failed)
 
 
 def _target(summary: Summary) -> str:

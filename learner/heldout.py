@@ -1,4 +1,4 @@
-"""Held-out accuracy, measured by the actors on the versions that the learner asks for."""
+"""Held-out accuracy, measured by the actors on the versions that the learner asks for, or on later ones."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.messages import BlobRef, EvaluationResult, EvaluationTask, PolicyManifest
 from bus.publish import Publisher
-from bus.waiting import set_within
+from bus.waiting import ended_before, set_within
 
 log = structlog.get_logger()
 
@@ -46,10 +46,23 @@ class HeldOut:
         name = f"evaluate-{self._incarnation}-{version}"
         await self._publisher.publish(self._bus.subject("tasks", "evaluation"), encode(task), message_id=name)
 
-    async def measured(self, policy_version: int) -> None:
-        """Return once the result of a version that was asked for is here; gives up after `patience_s`."""
-        if not await set_within(self._asked[policy_version], self._patience_s):
+    async def measured(self, policy_version: int, stop: asyncio.Event) -> None:
+        """Return once the result of a version that was asked for is here, after `patience_s` or on `stop`."""
+        hearing = asyncio.create_task(set_within(self._asked[policy_version], self._patience_s))
+        if not await ended_before(stop, hearing):
+            hearing.cancel()
+        elif not hearing.result():
             log.warning("evaluation_missing", policy_version=policy_version, waited_s=self._patience_s)
+
+    def warn_of_missing(self) -> None:
+        """Name the versions that were asked for and never heard of: gaps in the curve."""
+        missing = [version for version, heard in self._asked.items() if not heard.is_set()]
+        if missing:
+            log.warning(
+                "evaluations_missing",
+                policy_versions=missing,
+                remedy="the actors' logs say why (evaluation_skipped), or that nobody came to it",
+            )
 
     def _hear(self, result: EvaluationResult) -> None:
         if result.incarnation != self._incarnation:

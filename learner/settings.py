@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from bus.config import ColocationConfig
 from learner.config import LearnerConfig, ModelConfig, WarmupConfig
@@ -28,5 +29,7 @@ class LearnerSettings:
     lineage: Path
     """Where the groups of every step are written down."""
     export: Path
+    evaluated_on: Literal["own", "rollout"] = "own"
+    """The actors' engines that answer held-out prompts; those that roll out take later versions meanwhile."""
     colocation: ColocationConfig = field(default_factory=ColocationConfig)
     """Whether actors share this host's devices."""

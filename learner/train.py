@@ -160,7 +160,7 @@ class Learner:
                     await self._checkpointed()
                 if progress.step % learner.checkpoint.save_every == 0:
                     await self._checkpoint()
-                if self._target_reached() and await self._latest_reaches_target():
+                if progress.target_reached_step is not None and await self._latest_reaches_target():
                     return
 
     async def _step(self) -> bool:
@@ -171,6 +171,9 @@ class Learner:
         if lease is None:
             return False
         waited = time.monotonic() - started
+        if progress.step == 0 and self._settings.evaluated_on == "rollout":
+            await self._accuracy_now()  # the first groups are here: so is somebody who can measure it
+            started = time.monotonic() - waited  # the step's time goes without it
         self._doing = f"training step {progress.step + 1}"
         async with self._device.held(self._stop) as ours:
             if not ours:
@@ -236,10 +239,6 @@ class Learner:
 
     # --- the end ---
 
-    def _target_reached(self) -> bool:
-        """Whether any version that was evaluated in this stage reached the target."""
-        return self.progress.target_reached_step is not None
-
     async def _latest_reaches_target(self) -> bool:
         """Evaluate the weights as they are; go on if sampling noise had flattered an older version."""
         accuracy = await self._accuracy_now()
@@ -257,6 +256,7 @@ class Learner:
         copied = None if self._stop.is_set() else await self._exported()
         if copied is not None:
             self.progress.stage = "done"
+            self._heldout.warn_of_missing()
         await self._checkpoint()
         await self._checkpointed()
         if copied is not None:
@@ -273,9 +273,7 @@ class Learner:
         if self.progress.sampled_accuracy(version) is None:
             await self._evaluate()
             self._doing = f"waiting for the evaluation of version {version}"
-            measured = asyncio.create_task(self._heldout.measured(version))
-            if not await ended_before(self._stop, measured):
-                measured.cancel()
+            await self._heldout.measured(version, self._stop)
         return self.progress.sampled_accuracy(version)
 
     async def _give_back_the_next_batch(self) -> None:

@@ -215,4 +215,6 @@ class EvaluationConfig(Config):
     """Evaluate each so many versions; 0 measures only the first and the last."""
 
     patience_s: float = Field(300.0, gt=0)
-    """How long the learner waits for the accuracy of its last version, before it ends without."""
+    """How long the learner waits for the accuracy of the version it is at, before it goes on without: at the
+    end, where `learner.target_accuracy` seems reached and, with evaluations on the engines that roll out,
+    before the first step of reinforcement learning."""

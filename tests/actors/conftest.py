@@ -12,6 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from actors import weights
 from actors.config import EmbeddedEngineConfig
 from actors.engines.embedded import EmbeddedEngine
+from bus.connection import Bus
+from tests.actors.held_out import Desk
 from tests.actors.sglang_served import FIRST
 from tests.actors.tiny import tiny_model
 
@@ -35,6 +37,14 @@ def one_thread():
 def quick(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Actors poll often, too."""
     monkeypatch.setattr(weights, "POLL_S", 0.1)
+
+
+@pytest.fixture
+async def desk(bus: Bus) -> Desk:
+    """Asks for evaluations."""
+    desk = Desk(bus)
+    await desk.listen()
+    return desk
 
 
 @pytest.fixture(scope="session")

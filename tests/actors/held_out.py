@@ -60,10 +60,10 @@ class Desk:
             self.bus.subject("events", "evaluation"), EvaluationResult, self.results.put_nowait
         )
 
-    async def ask(self, manifest):
-        prompts = PromptSet(prompts=tuple(Prompt(content=str(n)) for n in range(PROMPTS)))
-        ref = await put_blob(self.bus, Publisher(self.bus), encode(prompts), "heldout")
-        task, name = EvaluationTask(policy=manifest, prompts=ref), f"{manifest.incarnation}-{manifest}"
+    async def ask(self, manifest, prompts=PROMPTS):
+        held_out = PromptSet(prompts=tuple(Prompt(content=str(n)) for n in range(prompts)))
+        ref = await put_blob(self.bus, Publisher(self.bus), encode(held_out), "heldout")
+        task, name = EvaluationTask(policy=manifest, prompts=ref), f"{manifest}-{prompts}"
         await Publisher(self.bus).publish(
             self.bus.subject("tasks", "evaluation"), encode(task), message_id=name
         )

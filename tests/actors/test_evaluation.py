@@ -8,19 +8,12 @@ from actors import evaluation_engines
 from actors.engines.scripted import ScriptedEngine
 from actors.evaluation_engines import RolloutEngines
 from bus.errors import EngineError, EngineLostError, HandBackError
-from tests.actors.held_out import PROMPTS, TIMEOUT_S, Desk, Recording, followed, published, until
+from tests.actors.held_out import PROMPTS, TIMEOUT_S, Recording, followed, published, until
 from tests.actors.test_fleet_embedded import fleet_of, state  # noqa: F401
 from tests.actors.test_weights import publish
 from tests.actors.tiny import tiny_model
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-
-
-@pytest.fixture
-async def desk(bus):
-    desk = Desk(bus)
-    await desk.listen()
-    return desk
 
 
 @pytest.fixture
@@ -43,6 +36,11 @@ def rollouts(bus, engine, follower):
     return RolloutEngines(bus, engine, follower, prompts_at_once=64)
 
 
+async def reached(follower, version, of=None):
+    async with asyncio.timeout(TIMEOUT_S):
+        await follower.at_least(version, of=of)
+
+
 async def busy_with(engine, requests):
     async def is_busy():
         return engine.running == requests
@@ -54,12 +52,12 @@ async def test_the_result_says_which_versions_drew_its_tokens(bus, desk, engine,
     environment = Recording()
     async with desk.evaluator(rollouts, environment):
         asked = await publish(bus, 3)
-        await follower.at_least(3)
+        await reached(follower, 3)
         engine.hold()
         await desk.ask(asked)
         await busy_with(engine, PROMPTS)
         await publish(bus, 5)
-        await follower.at_least(5)
+        await reached(follower, 5)
         engine.release()
         result = await desk.result()
     assert (result.policy_version, result.incarnation, result.drawn_by) == (3, "one", (3, 5))
@@ -73,7 +71,7 @@ async def test_nothing_is_answered_by_a_version_older_than_the_one_asked_for(
     bus, desk, engine, follower, rollouts
 ):
     await publish(bus, 4)
-    await follower.at_least(4)
+    await reached(follower, 4)
     asked = await publish(bus, 5, announce=False)
     async with desk.evaluator(rollouts, Recording()):
         await desk.ask(asked)
@@ -88,11 +86,13 @@ async def test_a_version_that_does_not_come_is_handed_to_others_with_the_reason(
     bus, engine, follower, rollouts, monkeypatch
 ):
     monkeypatch.setattr(evaluation_engines, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(evaluation_engines, "LOOK_S", 2 * TIMEOUT_S)
     await publish(bus, 4)
-    await follower.at_least(4)
+    await reached(follower, 4)
     asked = await publish(bus, 7, announce=False)
-    with pytest.raises(HandBackError, match=r"version 7: after 0\.2 s .* still have version 4"):
-        await rollouts.with_weights(asked, asyncio.Event())
+    async with asyncio.timeout(TIMEOUT_S):
+        with pytest.raises(HandBackError, match=r"version 7: after 0\.2 s .* still have version 4"):
+            await rollouts.with_weights(asked, asyncio.Event())
 
 
 async def test_an_evaluation_that_was_handed_back_is_answered_when_its_version_has_come(
@@ -114,7 +114,7 @@ async def test_what_a_dead_learner_asked_for_is_forgotten_and_its_successor_is_a
 ):
     async with desk.evaluator(rollouts, Recording()):
         await publish(bus, 9, incarnation="dead")
-        await follower.at_least(9, of="dead")
+        await reached(follower, 9, of="dead")
         gone = await publish(bus, 10, incarnation="dead", announce=False)
         asked = await publish(bus, 5, incarnation="resumed")
         await desk.ask(gone)
@@ -130,12 +130,12 @@ async def test_no_result_mixes_in_the_older_weights_of_a_resumed_learner(
 ):
     async with desk.evaluator(rollouts, Recording()):
         asked = await publish(bus, 5)
-        await follower.at_least(5)
+        await reached(follower, 5)
         engine.hold()
         await desk.ask(asked)
         await busy_with(engine, PROMPTS)
         resumed = await publish(bus, 3, incarnation="resumed")
-        await follower.at_least(3, of="resumed")
+        await reached(follower, 3, of="resumed")
         engine.release()
         await desk.settled()
         await desk.ask(resumed)
@@ -147,7 +147,7 @@ async def test_an_actor_that_stops_leaves_the_prompts_it_did_not_begin_to_anothe
     bus, desk, engine, follower
 ):
     asked = await publish(bus, 1)
-    await follower.at_least(1)
+    await reached(follower, 1)
     first, second = Recording(), Recording()
     engines = RolloutEngines(bus, engine, follower, prompts_at_once=2)
     engine.hold()
@@ -179,7 +179,7 @@ async def test_an_actor_that_stops_while_the_version_is_on_its_way_leaves_the_ev
 
 async def test_rollouts_wait_for_no_more_prompts_than_are_allowed_at_once(bus, desk, engine, follower):
     asked = await publish(bus, 1)
-    await follower.at_least(1)
+    await reached(follower, 1)
     environment = Recording()
     engines = RolloutEngines(bus, engine, follower, prompts_at_once=3)
     async with desk.evaluator(engines, environment):
@@ -188,24 +188,57 @@ async def test_rollouts_wait_for_no_more_prompts_than_are_allowed_at_once(bus, d
     assert (environment.most_busy, environment.runs) == (3, 2 * PROMPTS)
 
 
-async def test_what_fell_behind_is_answered_by_one_measurement_of_the_newest_version(
+async def test_what_fell_behind_is_answered_by_one_measurement_and_the_newest_version_alone(
     bus, desk, engine, follower, rollouts
 ):
     environment = Recording()
-    asked = [await publish(bus, version) for version in (1, 2, 3)]
-    await follower.at_least(3)
+    asked = [await publish(bus, version) for version in (1, 2, 3, 4)]
+    await reached(follower, 4)
+    engine.hold()
     async with desk.evaluator(rollouts, environment):
         for manifest in asked:
             await desk.ask(manifest)
+        await busy_with(engine, PROMPTS)
+        asked.append(await publish(bus, 5))
+        await reached(follower, 5)
+        engine.release()
+        await desk.ask(asked[-1])
         results = [await desk.result() for _ in asked]
-        assert environment.runs == 2 * PROMPTS
-        other = await publish(bus, 4)
-        await desk.ask(other)
-        results.append(await desk.result())
     assert [(r.policy_version, r.drawn_by) for r in results] == [
-        (1, (3, 3)), (2, (3, 3)), (3, (3, 3)), (4, (4, 4)),
+        (1, (4, 5)), (2, (4, 5)), (3, (4, 5)), (4, (4, 5)), (5, (5, 5)),
     ]  # fmt: skip
     assert environment.runs == 4 * PROMPTS
+
+
+@pytest.mark.parametrize("other", ["learner", "prompts"])
+async def test_no_measurement_answers_for_another_learner_or_for_other_prompts(
+    bus, desk, engine, follower, rollouts, other
+):
+    environment = Recording()
+    async with desk.evaluator(rollouts, environment):
+        await desk.ask(await publish(bus, 5))
+        await desk.result()
+        resumed = await publish(bus, 5, incarnation="resumed" if other == "learner" else "one")
+        await desk.ask(resumed, prompts=PROMPTS if other == "learner" else 2)
+        result = await desk.result()
+    assert (result.incarnation, result.prompts) == (
+        ("resumed", PROMPTS) if other == "learner" else ("one", 2)
+    )
+    assert environment.runs == 2 * PROMPTS + 2 * result.prompts
+
+
+async def test_a_measurement_with_failed_rollouts_answers_for_no_other_version(bus, desk, follower, rollouts):
+    async def fail(run):
+        if run == 1:
+            raise EngineError("this prompt ends its engines")
+
+    asked = [await publish(bus, version) for version in (1, 2)]
+    await reached(follower, 2)
+    async with desk.evaluator(rollouts, Recording(fail)):
+        for manifest in asked:
+            await desk.ask(manifest)
+        results = [await desk.result() for _ in asked]
+    assert [(r.policy_version, r.drawn_by, r.failed) for r in results] == [(1, (2, 2), 1), (2, (2, 2), 0)]
 
 
 async def test_a_rollout_that_fails_counts_as_zero_and_the_others_count(bus, desk, follower, rollouts):
@@ -217,7 +250,23 @@ async def test_a_rollout_that_fails_counts_as_zero_and_the_others_count(bus, des
     async with desk.evaluator(rollouts, Recording(fail)):
         await desk.ask(asked)
         result = await desk.result()
-    assert (result.sampled, result.greedy) == (0.75, 0.5)
+    assert (result.sampled, result.greedy, result.failed) == (0.75, 0.5, 3)
+
+
+async def test_nothing_is_told_where_every_rollout_failed_and_the_next_version_is_measured(
+    bus, desk, follower, rollouts
+):
+    async def fail(run):
+        if run <= 2 * PROMPTS:
+            raise EngineError("engines that answer nothing")
+
+    async with desk.evaluator(rollouts, Recording(fail)):
+        await desk.ask(await publish(bus, 1))
+        await desk.settled()
+        await desk.ask(await publish(bus, 2))
+        result = await desk.result()
+    assert (result.policy_version, result.sampled, result.failed) == (2, 1.0, 0)
+    assert desk.results.empty()
 
 
 async def test_without_engines_the_evaluator_ends_and_its_task_is_left_for_others(
@@ -246,7 +295,7 @@ async def test_the_range_of_real_engines_is_that_of_their_tokens_across_a_turn_o
             if run == 3:
                 await fleet.release()
                 await published(bus, 2, tiny_model("qwen3", seed=2))
-                await follower.at_least(2)
+                await reached(follower, 2)
                 await fleet.resume()
 
         environment = Recording(take_the_device)

@@ -7,18 +7,11 @@ from actors.engines.embedded import EmbeddedEngine
 from actors.evaluation_engines import OwnEngine
 from bus.blobs import delete_blob
 from storage.blob_sources import Blobs
-from tests.actors.held_out import Desk, Recording, published
+from tests.actors.held_out import Recording, published
 from tests.actors.test_weights import publish
 from tests.actors.tiny import tiny_model
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
-
-
-@pytest.fixture
-async def desk(bus):
-    desk = Desk(bus)
-    await desk.listen()
-    return desk
 
 
 async def test_an_own_engine_keeps_the_version_while_others_are_published(bus, desk, model):
@@ -38,8 +31,10 @@ async def test_an_own_engine_keeps_the_version_while_others_are_published(bus, d
         first = await desk.result()
         await desk.ask(await published(bus, 50, tiny_model("qwen3", seed=3)))
         second = await desk.result()
-    assert (first.drawn_by, second.drawn_by) == ((1, 1), (50, 50))
-    assert set(environment.versions) == {1, 50}
+        await desk.ask(await published(bus, 40, tiny_model("qwen3", seed=4)))
+        third = await desk.result()
+    assert [result.drawn_by for result in (first, second, third)] == [(1, 1), (50, 50), (40, 40)]
+    assert set(environment.versions) == {1, 40, 50}
     assert len(built) == 1
     assert not built[0]._thread.is_alive()
 

@@ -94,7 +94,7 @@ CHAT = Prompt(
 )
 EVALUATED = EvaluationResult(
     policy_version=1, incarnation="a", sampled=0.5, greedy=1.0, prompts=9, seconds=2.5,
-    oldest_version=1, newest_version=3,
+    oldest_version=1, newest_version=3, failed=2,
 )  # fmt: skip
 EXAMPLES = (
     CHAT,
@@ -193,6 +193,16 @@ EXAMPLES = (
 def test_an_evaluation_of_an_older_build_was_drawn_by_its_version_alone():
     found = decode(wire(EVALUATED, oldest_version=..., newest_version=...), EvaluationResult)
     assert (EVALUATED.drawn_by, found.drawn_by) == ((1, 3), (1, 1))
+
+
+def test_an_evaluation_of_an_older_build_does_not_say_that_rollouts_failed():
+    assert decode(wire(EVALUATED, failed=...), EvaluationResult).failed == 0
+
+
+@pytest.mark.parametrize("failed", [-1, 19])
+def test_no_more_rollouts_failed_than_there_were(failed):
+    with pytest.raises(SchemaError, match="cannot have failed with 9 prompts"):
+        decode(wire(EVALUATED, failed=failed), EvaluationResult)
 
 
 @pytest.mark.parametrize("versions", [(0, 1), (2, 1), (None, 0)])

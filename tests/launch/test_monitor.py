@@ -128,6 +128,16 @@ def test_evaluations_of_lost_versions_go_with_their_steps():
     assert list(monitor.history.evaluations) == [1, 6]
 
 
+def test_an_evaluation_that_lost_versions_answered_goes_with_them():
+    monitor, _ = make_monitor()
+    for step in range(1, 11):
+        monitor.on_metrics(metrics(step))
+    for version, newest in ((4, 6), (5, 9)):
+        monitor.on_evaluation(evaluation(version, 0.5, drawn_by=(version, newest)))
+    monitor.on_metrics(metrics(6, time_s=time.time() + 10))
+    assert list(monitor.history.evaluations) == [4]
+
+
 def test_a_line_cut_short_by_a_kill_costs_only_itself(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     append_records(path, [metrics_record(metrics(1))])
@@ -161,7 +171,9 @@ async def test_watch_feeds_the_monitor_and_writes_every_event_once(bus: Bus, tmp
                 bus.subject("events", "metrics"), encode(metrics(step)), message_id=f"m{step}"
             )
         await events.publish(
-            bus.subject("events", "evaluation"), encode(evaluation(3, 0.7, drawn_by=(3, 4))), message_id="e3"
+            bus.subject("events", "evaluation"),
+            encode(evaluation(3, 0.7, drawn_by=(3, 4), failed=5)),
+            message_id="e3",
         )
         for status in (learner(), actor(), storage()):
             await bus.notify(bus.subject("status", status.role), status)
@@ -176,13 +188,15 @@ async def test_watch_feeds_the_monitor_and_writes_every_event_once(bus: Bus, tmp
     assert (lines[3]["policy_version"], lines[3]["sampled"]) == (3, 0.7)
     assert (lines[3]["oldest_version"], lines[3]["newest_version"]) == (3, 4)
     [read] = History(read_records(path)).evaluations.values()
-    assert (read.policy_version, read.drawn_by) == (3, (3, 4))
+    assert (read.policy_version, read.drawn_by, read.failed) == (3, (3, 4), 5)
 
 
 def test_an_evaluation_that_an_older_build_wrote_was_drawn_by_its_version_alone():
     line = evaluation_record(evaluation(3, 0.7), step=2)
-    del line["oldest_version"], line["newest_version"]
-    assert History([line]).evaluations[3].exact
+    del line["oldest_version"], line["newest_version"], line["failed"]
+    found = History([line]).evaluations[3]
+    assert found.exact
+    assert found.failed == 0
 
 
 @pytest.mark.nats

@@ -5,11 +5,12 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from bus.codec import Json
-from launch.curves import HEIGHT_PX, WIDTH_PX, draw_curves
-from launch.metrics import Record, append_records, evaluation_record, metrics_record
+from launch.curves import HEIGHT_PX, WIDTH_PX, _draw_evaluations, draw_curves
+from launch.metrics import History, Record, append_records, evaluation_record, metrics_record
 from launch.monitor import RunMonitor
 from launch.summary import print_summary, summarise, write_summary
 from storage.run import RunDirectory
@@ -147,6 +148,28 @@ def test_the_table_says_which_versions_answered_for_another(run: RunDirectory):
     assert "0.910 (" not in text
 
 
+def test_the_table_says_how_many_rollouts_of_an_evaluation_failed(run: RunDirectory):
+    monitor = watched()
+    monitor.on_evaluation(evaluation(1, 0.3, drawn_by=(2, 2), failed=3))
+    monitor.on_evaluation(evaluation(21, 0.91, failed=1))
+    summary = summarise(monitor, run=run, progress=PROGRESS, checkpoint=None, wall_s=130.0)
+    found = {version: row.get("failed") for version, row in summary["heldout_evaluations"].items()}
+    assert found == {"0": None, "1": 3, "21": 1}
+    text = printed(json.loads(json.dumps(summary)))
+    for part in ("0.300 (drawn by v2, 3 rollouts failed)", "0.910 (1 rollout failed)"):
+        assert part in text
+
+
+def test_the_table_names_no_versions_where_nothing_was_measured(run: RunDirectory):
+    monitor = watched()
+    monitor.on_evaluation(evaluation(0, 0.02, drawn_by=(0, 3)))
+    progress = PROGRESS | {"trains_from": 0, "policy_version": 20, "evaluations": {}}
+    lines = printed(summarise(monitor, run=run, progress=progress, checkpoint=None, wall_s=1.0)).splitlines()
+    [untrained, after_warmup] = [line for line in lines if "untrained" in line or "(SFT)" in line]
+    assert "0.020 (drawn by v0 to v3)" in untrained
+    assert "drawn by" not in after_warmup
+
+
 def test_the_table_of_a_run_without_numbers(run: RunDirectory):
     text = printed(summarise(RunMonitor(FACTS), run=run, progress=None, checkpoint=None, wall_s=1.0))
     assert "0.900, not reached" in text
@@ -174,6 +197,15 @@ def test_curves_are_one_picture_of_known_size(tmp_path: Path, steps: int):
     append_records(lines, a_run(steps) if steps else [])
     draw_curves(lines, picture, title="demo", max_staleness=4, target_accuracy=0.9)
     assert png_size(picture) == (WIDTH_PX, HEIGHT_PX)
+
+
+def test_the_level_before_warm_up_names_the_versions_that_answered():
+    first = evaluation_record(evaluation(0, 0.02, drawn_by=(0, 1), failed=2), step=0)
+    history = History([*map(metrics_record, map(metrics, (1, 2))), first])
+    axes = Figure().subplots()
+    _draw_evaluations(axes, history)
+    [level] = axes.get_legend_handles_labels()[1]
+    assert level == "held-out before warm-up: 0.020 at v0 (drawn by v0 to v1, 2 rollouts failed)"
 
 
 def test_curves_need_neither_numbers_nor_bounds(tmp_path: Path):

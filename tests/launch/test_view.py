@@ -139,6 +139,17 @@ def test_versions_that_answered_for_another_are_named():
     assert "was 0.020 at v0 (drawn by v1)" in "".join(shown(monitor, width=120))
 
 
+def test_rollouts_that_failed_are_said_with_the_accuracy():
+    monitor, _ = make_monitor()
+    news = News(monitor)
+    monitor.on_evaluation(evaluation(29, 0.9, failed=1))
+    monitor.on_evaluation(evaluation(30, 0.91, 0.95, drawn_by=(31, 33), failed=12))
+    told = news.take()
+    assert "held-out accuracy: 0.900 sampled, 0.900 greedy at v29 (1 rollout failed)" in told
+    told_of_30 = "0.910 sampled, 0.950 greedy at v30 (drawn by v31 to v33, 12 rollouts failed)"
+    assert f"held-out accuracy: {told_of_30}" in told
+
+
 def test_news_comes_once():
     monitor, _ = make_monitor(actors=1)
     news = News(monitor)

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from structlog.testing import capture_logs
 
 from bus.codec import encode
 from bus.messages import BlobRef, EvaluationResult, PolicyManifest
@@ -18,6 +19,18 @@ def manifest(version: int) -> PolicyManifest:
     return PolicyManifest(policy_version=version, incarnation="one", snapshot=BLOB, model=BLOB, stage="rl")
 
 
+def answer(version: int, incarnation: str = "one", drawn_by: int | None = None) -> EvaluationResult:
+    return EvaluationResult(
+        policy_version=version, incarnation=incarnation, sampled=0.5, greedy=1.0, prompts=2, seconds=1.0,
+        oldest_version=drawn_by, newest_version=drawn_by,
+    )  # fmt: skip
+
+
+async def tell(bus, result: EvaluationResult) -> None:
+    name = f"{result.incarnation}-{result.policy_version}"
+    await Publisher(bus).publish(bus.subject("events", "evaluation"), encode(result), message_id=name)
+
+
 async def heldout(bus, heard, *, patience_s) -> HeldOut:
     await bus.put("heldout", BLOB)
     found = HeldOut(bus, "one", heard, patience_s)
@@ -29,22 +42,40 @@ async def test_a_result_counts_for_the_version_that_was_asked_for_whichever_drew
     heard = []
     found = await heldout(bus, heard.append, patience_s=TIMEOUT_S)
     await found.ask(manifest(7))
-    waiting = asyncio.create_task(found.measured(7))
-    for number, incarnation in enumerate(("dead", "one")):
-        result = EvaluationResult(
-            policy_version=7, incarnation=incarnation, sampled=0.5, greedy=1.0, prompts=2, seconds=1.0,
-            oldest_version=8, newest_version=9,
-        )  # fmt: skip
-        await Publisher(bus).publish(
-            bus.subject("events", "evaluation"), encode(result), message_id=f"{number}"
-        )
+    waiting = asyncio.create_task(found.measured(7, asyncio.Event()))
+    for incarnation in ("dead", "one"):
+        await tell(bus, answer(7, incarnation, drawn_by=9))
     async with asyncio.timeout(TIMEOUT_S):
         await waiting
-    assert [(r.incarnation, r.policy_version, r.drawn_by) for r in heard] == [("one", 7, (8, 9))]
+    assert [(r.incarnation, r.policy_version, r.drawn_by) for r in heard] == [("one", 7, (9, 9))]
 
 
 async def test_the_learner_waits_no_longer_for_a_result_than_its_patience(bus):
     found = await heldout(bus, [].append, patience_s=0.05)
     await found.ask(manifest(7))
     async with asyncio.timeout(TIMEOUT_S):
-        await found.measured(7)
+        await found.measured(7, asyncio.Event())
+
+
+async def test_a_learner_that_stops_waits_for_no_result(bus):
+    found = await heldout(bus, [].append, patience_s=10 * TIMEOUT_S)
+    await found.ask(manifest(7))
+    stop = asyncio.Event()
+    waiting = asyncio.create_task(found.measured(7, stop))
+    stop.set()
+    async with asyncio.timeout(TIMEOUT_S):
+        await waiting
+
+
+@pytest.mark.parametrize(("answered", "missing"), [((8,), [[7, 9]]), ((7, 8, 9), [])])
+async def test_versions_that_nobody_answered_for_are_named(bus, answered, missing):
+    found = await heldout(bus, [].append, patience_s=TIMEOUT_S)
+    for version in (7, 8, 9):
+        await found.ask(manifest(version))
+    for version in answered:
+        await tell(bus, answer(version))
+        async with asyncio.timeout(TIMEOUT_S):
+            await found.measured(version, asyncio.Event())
+    with capture_logs() as logs:
+        found.warn_of_missing()
+    assert [log["policy_versions"] for log in logs] == missing
