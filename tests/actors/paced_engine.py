@@ -106,7 +106,7 @@ class PacedEngine:
 
     def hang(self):
         """Answer nothing any more, until closed."""
-        self._hung = True
+        self._hung = not self.closed
 
     async def start(self):
         await self._answering()
