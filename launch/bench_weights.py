@@ -140,7 +140,7 @@ def bench_weights(workload: Workload, config: RunConfig, *, versions: int = 8) -
         thread.submit(init_world).result()
         try:
             learning = thread.submit(Learning, workload, config.learner, thread).result()
-            log.info("learner_ready", parameters=weights(workload.model))
+            log.info("learner_ready", weights=weights(workload.model))
             return asyncio.run(_bench(learning, workload, config, Path(made), versions))
         finally:
             thread.submit(close_world).result()

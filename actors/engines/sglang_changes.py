@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from actors.engines.in_server import sluice_changes
 from actors.engines.in_server.sluice_changes import CHANGES, POSITIONS, VALUES, WHOLE
+from actors.engines.tensor_files import State, bytes_of, raw
 from storage.deltas import changed_positions
-from storage.weights import spare_threads
+from storage.weights import WORD, Words, spare_threads
 
 APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply_1.__name__}"
 """As SGLang names it among its custom weight loaders. Another form of the file is another name."""
@@ -24,7 +24,6 @@ EXPERTS = ("mixtral", "qwen3_moe")
 POSITION = torch.int32
 WORTH_IT = 0.5
 """What a file may have of the size of the tensors themselves."""
-State = Mapping[str, torch.Tensor]
 
 
 def takes_changes(server: Mapping[str, Any], model_type: str, *, update_sessions: bool) -> bool:
@@ -74,7 +73,7 @@ def changes(old: State, new: State) -> Changes | None:
             told[kind] = [[name, list(new[name].shape), len(s.positions)] for name, s in of_dtype.items()]
             tensors[POSITIONS + kind] = torch.cat([sparse.positions for sparse in of_dtype.values()])
             tensors[VALUES + kind] = torch.cat([sparse.values for sparse in of_dtype.values()])
-    if _size(tensors) > WORTH_IT * _size(new) or any(map(_has_nan, tensors.values())):
+    if bytes_of(tensors) > WORTH_IT * bytes_of(new) or any(map(_has_nan, tensors.values())):
         return None
     return Changes(tensors, {CHANGES: json.dumps(told)})
 
@@ -97,10 +96,5 @@ def _has_nan(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and bool(tensor.isnan().any())
 
 
-def _words(tensor: torch.Tensor) -> np.ndarray:
-    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-    return tensor.detach().cpu().contiguous().reshape(-1).view(word).numpy()
-
-
-def _size(state: State) -> int:
-    return sum(tensor.nbytes for tensor in state.values())
+def _words(tensor: torch.Tensor) -> Words:
+    return raw(tensor).numpy().view(WORD[tensor.itemsize])

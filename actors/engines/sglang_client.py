@@ -87,7 +87,7 @@ class SglangClient:
             tensor_ranks=int(server.get("tp_size", 1)),
             device="cpu" if server.get("device") == "cpu" else "cuda",
             replicas=int(server.get("dp_size", 1)) * int(server.get("pp_size", 1)),
-            settings=server,
+            settings=(server,),
             role=role,
             bootstrap_port=int(server.get("disaggregation_bootstrap_port") or 0),
         )
@@ -150,9 +150,7 @@ class SglangClient:
         body = {
             "model_path": str(directory),
             "load_format": "auto",
-            "weight_version": str(policy_version),
-            "flush_cache": flush,
-            "abort_all_requests": False,  # in flight they stay
+            **_update(policy_version, flush=flush),
         }
         await self._update("/update_weights_from_disk", body, timeout_s)
 
@@ -175,9 +173,7 @@ class SglangClient:
                     last = bucket is waiting[-1]
                     body = {
                         "serialized_named_tensors": [_pickled(bucket)] * facts.tensor_ranks,
-                        "flush_cache": flush and last,
-                        "weight_version": str(policy_version) if last else None,
-                        "abort_all_requests": False,
+                        **_update(policy_version, flush=flush, last=last),
                     }
                     await self._update("/update_weights_from_tensor", body, timeout_s)
 
@@ -189,9 +185,7 @@ class SglangClient:
         body = {
             "serialized_named_tensors": [_pickled({"path": path})] * facts.tensor_ranks,
             "load_format": APPLY,
-            "flush_cache": flush,
-            "weight_version": str(policy_version),
-            "abort_all_requests": False,
+            **_update(policy_version, flush=flush),
         }
         async with self.updating(facts, timeout_s):
             await self._update("/update_weights_from_tensor", body, timeout_s)
@@ -267,9 +261,7 @@ class SglangClient:
             "dtypes": offered.dtypes,
             "shapes": offered.shapes,
             "group_name": offered.group,
-            "flush_cache": flush and last,
-            "weight_version": str(offered.policy_version) if last else None,
-            "abort_all_requests": False,
+            **_update(offered.policy_version, flush=flush, last=last),
         }
         await self._update("/update_weights_from_distributed", body, timeout_s)
 
@@ -364,6 +356,15 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
         "return_logprob": True,
         "extra_key": salt,
         **(routed if request.experts_from is not None else {}),
+    }
+
+
+def _update(policy_version: int, *, flush: bool, last: bool = True) -> Json:
+    """What every update says; of several parts the last sets the version."""
+    return {
+        "weight_version": str(policy_version) if last else None,
+        "flush_cache": flush and last,
+        "abort_all_requests": False,  # in flight they stay
     }
 
 

@@ -1,7 +1,7 @@
 """What an SGLang server says of itself when it is up."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 
@@ -21,20 +21,15 @@ class ServerFacts:
     """It hands out tokens piece by piece, each once, as it draws them."""
     tensor_ranks: int
     """Ranks that each take a copy of the tensors in a request."""
+    settings: tuple[Mapping[str, Any], ...]
+    """All of its own, of both servers of a pair."""
     device: Literal["cpu", "cuda"] = "cuda"
     """Where its weights are."""
     replicas: int = 1
     """Sets of such ranks, each with a copy of the model or a stage of it."""
     speculation: str = ""
     """Its algorithm of speculative decoding."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """All of its own."""
     role: str = "null"
     """`prefill` or `decode` for half of a pair."""
     bootstrap_port: int = 0
     """Where a decode server finds out how to reach a prefill server."""
-
-    @property
-    def custom_loaders(self) -> frozenset[str]:
-        """Functions that write weights in its process, other than its own."""
-        return frozenset(self.settings.get("custom_weight_loader") or ())

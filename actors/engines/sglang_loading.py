@@ -12,7 +12,8 @@ from actors.engines.sglang_changes import takes_changes
 from actors.engines.sglang_client import SglangClient, TooSlowError, UnreachableError
 from actors.engines.sglang_facts import ServerFacts
 from actors.engines.sglang_group import LearnerGroup, Offer
-from actors.engines.sglang_weights import HeldWeights, State, buckets
+from actors.engines.sglang_weights import HeldWeights, buckets
+from actors.engines.tensor_files import State
 from actors.engines.waiting import bounded, left_s
 from bus.errors import BusError, ConfigError, EngineError, StorageError, WeightsKeptError
 
@@ -34,8 +35,9 @@ class Loading:
         """What is in the server, where it came by announcement."""
         self._in_server: int | None = None
         """Version of all that is held, when the server was given it; None when that is not certain."""
-        self._takes_changes = takes_changes(
-            facts.settings, held.model_type, update_sessions=facts.update_sessions
+        self._takes_changes = all(
+            takes_changes(server, held.model_type, update_sessions=facts.update_sessions)
+            for server in facts.settings
         )
 
     def check(self, config: SglangEngineConfig) -> None:
@@ -136,7 +138,7 @@ class Loading:
 
     async def _has_what_is_held(self) -> bool:
         """Whether the server says that it has the version it was given: it may have been started again."""
-        if self._in_server is None or self._in_server != self._held.policy_version:
+        if self._in_server != self._held.policy_version:
             return False
         try:
             return await self._client.weight_version() == str(self._in_server)

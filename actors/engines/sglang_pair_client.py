@@ -100,7 +100,7 @@ class PairClient(SglangClient):
         return replace(
             rest,
             reports_spans=first.reports_spans and rest.reports_spans,
-            settings=rest.settings if first.custom_loaders == rest.custom_loaders else {},
+            settings=first.settings + rest.settings,
         )
 
     async def generate(

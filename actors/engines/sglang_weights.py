@@ -5,7 +5,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from actors.engines.sglang_changes import changes
+from actors.engines.tensor_files import NAMES, State, bytes_of, write_tensors
 from bus.errors import ConfigError, EngineError
-from storage.weights import TORCH_DTYPES, laid_out, spare_threads
+from storage.weights import spare_threads
 
 IN_MEMORY = Path("/dev/shm")
 PREFIX = "sluice-weights-"
@@ -23,9 +24,6 @@ BUCKET_BYTES = 256 << 20
 """Of tensors in the body of one request."""
 FILE_BYTES = 1 << 30
 """Of tensors in one file, which one thread writes: the system lets no two write to a file at a time."""
-NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
-FROM_TORCH = {"format": "pt"}
-State = Mapping[str, torch.Tensor]
 
 
 class HeldWeights:
@@ -72,7 +70,7 @@ class HeldWeights:
         parts = list(buckets(state, FILE_BYTES))
         paths = [self.directory / f"model-{number:05}.safetensors" for number in range(len(parts))]
         with self._room_for(state), ThreadPoolExecutor(spare_threads(), "write") as threads:
-            list(threads.map(_write, paths, parts))
+            list(threads.map(write_tensors, paths, parts))
         return self.directory
 
     def write_changes(self, state: State) -> Path | None:
@@ -87,7 +85,7 @@ class HeldWeights:
         self.drop()
         path = self.directory / "changes.safetensors"
         with self._room_for(found.tensors):
-            _write(path, found.tensors, found.metadata)
+            write_tensors(path, found.tensors, found.metadata)
         return path
 
     def drop(self) -> None:
@@ -121,7 +119,7 @@ class HeldWeights:
         except OSError as error:
             self.drop()
             raise ConfigError(
-                f"no room for {_size(state):,} bytes of weights in {self.directory} ({error.strerror}): "
+                f"no room for {bytes_of(state):,} bytes of weights in {self.directory} ({error.strerror}): "
                 "name a larger place with actors.engine.weights_directory"
             ) from error
 
@@ -143,27 +141,12 @@ def buckets(state: State, size_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, 
     """Tensors together as far as they are small, in order; a larger one is alone."""
     bucket: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
-        if bucket and _size(bucket) + tensor.nbytes > size_bytes:
+        if bucket and bytes_of(bucket) + tensor.nbytes > size_bytes:
             yield bucket
             bucket = {}
         bucket[name] = tensor
     if bucket:
         yield bucket
-
-
-def _write(path: Path, state: State, metadata: Mapping[str, str] = FROM_TORCH) -> None:
-    """Make it a safetensors file of these tensors. Raises `OSError` where there is no room."""
-    kinds = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
-    beginning, places = laid_out(kinds, metadata)
-    with path.open("wb") as file:
-        file.write(beginning)
-        for name in places:  # not into a mapping: a full disk would kill us, by SIGBUS
-            raw = state[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            file.write(raw.numpy().data)
-
-
-def _size(state: State) -> int:
-    return sum(tensor.nbytes for tensor in state.values())
 
 
 def _sweep(parent: Path) -> None:
