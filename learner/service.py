@@ -65,8 +65,7 @@ async def run(
                     reader=reader, incarnation=incarnation, stop=stop,
                 )  # fmt: skip
                 await guarded(_lead(built.world, learner, stop), renewing)
-        if world_size() > 1:
-            await in_thread(thread, close_world)
+        await in_thread(thread, close_world)
         return built.progress if number == 0 else None
 
 
