@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bus.errors import ConfigError, StorageError
-from learner.checkpoint_writer import Staged, install_in_process_writer, stage
+from learner.checkpoint_writer import CopyRoom, Staged, install_in_process_writer, stage
 from learner.manifest import damaged_files, read_manifest, refuse_damage, refuse_other_model, write_manifest
 from learner.megatron import CheckpointingException, ShardedObject, dist_checkpointing, parallel_state
 from learner.model import PolicyModel
@@ -96,6 +96,7 @@ def start_checkpoint(
     *,
     keep: int,
     after: PendingCheckpoint | None = None,
+    room: CopyRoom | None = None,
 ) -> PendingCheckpoint:
     """Copy everything `load_checkpoint` needs, and begin to write it. Every rank calls this.
 
@@ -109,6 +110,7 @@ def start_checkpoint(
         extra: kept with it; that of rank 0 counts.
         keep: how many of the newest checkpoints remain.
         after: the checkpoint before, if it may be unfinished.
+        room: for the copies, where checkpoints follow; of `after`, and of no other that may be unfinished.
     """
     if after is not None:
         after.finish()
@@ -133,7 +135,7 @@ def start_checkpoint(
         _replace(temporary, final)
         checkpoints.prune(root, keep)
 
-    return PendingCheckpoint(stage(request), publish, final)
+    return PendingCheckpoint(stage(request, room or CopyRoom()), publish, final)
 
 
 def save_checkpoint(

@@ -12,30 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from learner.manifest import file_digest
 from learner.megatron import FileSystemWriterAsync, filesystem_async, torch_dist_strategy
+from learner.transfer import host_memory
 
 
 class InProcessWriter(FileSystemWriterAsync):  # type: ignore[misc]  # megatron-core is untyped
-    """Copies this rank's tensors, and writes its files one after another, each fsynced."""
+    """Writes this rank's files one after another, each fsynced. What it writes, `stage` copies before."""
 
     @staticmethod
     def preload_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
-        """Do what megatron-core's method of this name does, but copy what is in main memory too.
-
-        The training that goes on would change it under the writer.
-        """
-        staged = []
-        for file, key, (objects, tensors) in write_buckets:
-            copies = [
-                (item, tensor.to("cpu", non_blocking=non_blocking) if tensor.is_cuda else tensor.clone())
-                for item, tensor in tensors
-            ]
-            staged.append((file, key, (objects, copies)))
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return staged
+        """Instead of megatron-core's method of this name: return the tensors as they are."""
+        return write_buckets
 
     @staticmethod
     def write_preloaded_data_multiproc(
@@ -62,6 +52,30 @@ def install_in_process_writer() -> None:
     torch_dist_strategy.FileSystemWriterAsync = InProcessWriter
 
 
+class CopyRoom:
+    """Main memory for the copies of one checkpoint after another: locking the pages of as much takes seconds.
+
+    Tensors that lie in main memory themselves are copied to memory that goes when they are written."""
+
+    def __init__(self) -> None:
+        self._memory: list[Tensor] = []
+
+    def copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies, complete on return. Those of the time before are overwritten."""
+        wanted = [(tensor.shape, tensor.dtype) for tensor in tensors if tensor.is_cuda]
+        if wanted != [(memory.shape, memory.dtype) for memory in self._memory]:
+            self._memory = []  # before there is more
+            self._memory = host_memory(wanted, page_locked=True)
+        room = iter(self._memory)
+        copies = [
+            next(room).copy_(tensor.detach(), non_blocking=True) if tensor.is_cuda else tensor.clone()
+            for tensor in tensors
+        ]
+        if wanted:
+            torch.cuda.synchronize()
+        return copies
+
+
 @dataclass(frozen=True)
 class Staged:
     """A rank's part of a checkpoint, copied; nothing of it is written yet."""
@@ -81,15 +95,20 @@ class Staged:
             finalizer()
 
 
-def stage(request: Any) -> Staged:
+def stage(request: Any, room: CopyRoom) -> Staged:
     """Copy what `dist_checkpointing.save(..., async_sharded_save=True)` says is to be written."""
     if request.async_fn is None:
         return Staged(lambda: None, [], request.finalize_fns)
     rank, _, results = request.async_fn_args
-    buckets = request.preload_fn()
+    whole = request.preload_fn()
+    copies = iter(room.copied([tensor for _, _, (_, tensors) in whole for _, tensor in tensors]))
+    buckets = [
+        (file, key, (objects, [(item, next(copies)) for item, _ in tensors]))
+        for file, key, (objects, tensors) in whole
+    ]
 
     def writes() -> None:
         request.async_fn(rank, buckets, results)
-        buckets.clear()  # the copies are a second model
+        buckets.clear()  # copies outside the room are as large as what was copied
 
     return Staged(writes, [Path(file) for file, *_ in buckets], request.finalize_fns)

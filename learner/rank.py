@@ -15,6 +15,7 @@ from bus.messages import Trajectory
 from bus.requests import GroupRef
 from learner.batches import StepBatch
 from learner.checkpoint import PendingCheckpoint, start_checkpoint
+from learner.checkpoint_writer import CopyRoom
 from learner.commands import Begin, Fetch, Train, WarmUp
 from learner.config import OptimizerConfig, SFTLoss
 from learner.data_parallel import data_parallel_rank, data_parallel_size, equally_many
@@ -50,6 +51,7 @@ class Rank:
         self._thread = thread
         self._host = HostCopy(getattr(torch, settings.learner.publish_dtype))
         self._saving: PendingCheckpoint | None = None
+        self._copies = CopyRoom()
         self._fetching: dict[int, tuple[tuple[GroupRef, ...], asyncio.Task[Groups]]] = {}
         """By step: which groups, and their trajectories."""
 
@@ -109,8 +111,9 @@ class Rank:
     async def save(self, step: int, extra: Mapping[str, JsonValue]) -> None:
         """Begin to write a checkpoint, while training goes on; `extra` counts at rank 0."""
         root, keep, before = self._settings.checkpoints, self._settings.learner.checkpoint.keep, self._saving
+        trainer, room = self._trainer, self._copies
         self._saving = await self.in_thread(
-            lambda: start_checkpoint(self._trainer, root, step, extra, keep=keep, after=before)
+            lambda: start_checkpoint(trainer, root, step, extra, keep=keep, after=before, room=room)
         )
 
     @property

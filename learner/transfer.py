@@ -3,6 +3,7 @@
 import mmap
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -34,18 +35,22 @@ def host_memory(wanted: Iterable[tuple[Sequence[int], torch.dtype]], *, page_loc
 
     Locked, the pages stay where they are, so that copies run beside the work. They take no more than the
     tensors: what torch pins is rounded up to a power of two bytes, tensor by tensor, and never given back.
+    Each tensor has a storage of its own, so that it can be saved without the others.
     Raises `TrainingError` when the system does not let so much be locked.
     """
     wanted = list(wanted)
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
     rooms = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
-    memory = np.frombuffer(mmap.mmap(-1, page_bytes(sum(rooms)), flags=PRIVATE), np.uint8)
+    pages = mmap.mmap(-1, page_bytes(sum(rooms)), flags=PRIVATE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # large ones are there, and locked, the sooner
+    memory = np.frombuffer(pages, np.uint8)
     if page_locked:
         lock_pages(memory)
-    pieces = torch.split(torch.from_numpy(memory)[: sum(rooms)], rooms)
+    starts = accumulate(rooms, initial=0)
     return [
-        piece[:size].view(dtype).view(tuple(shape))
-        for piece, size, (shape, dtype) in zip(pieces, sizes, wanted, strict=True)
+        torch.from_numpy(memory[start : start + size]).view(dtype).view(tuple(shape))
+        for start, size, (shape, dtype) in zip(starts, sizes, wanted, strict=False)  # one start is left
     ]
 
 

@@ -1,0 +1,32 @@
+"""Checkpoints from a GPU, whose copies lie in memory that is used again: `pytest -m gpu tests/learner`."""
+
+import pytest
+import torch
+
+from learner.checkpoint import latest_checkpoint, load_checkpoint, start_checkpoint
+from learner.checkpoint_writer import CopyRoom
+from tests.learner.test_checkpoint import train, trainer_of
+from tests.learner.tiny import tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+
+
+def test_checkpoints_that_share_a_room_each_have_their_own_weights_and_no_more(tmp_path):
+    trainer, room, pending, exported = trainer_of(tiny_model(), dtype=torch.bfloat16), CopyRoom(), None, {}
+    for step in (1, 2):
+        train(trainer, [step])
+        exported[step] = trainer.export()
+        pending = start_checkpoint(trainer, tmp_path / str(step), step, {}, keep=2, after=pending, room=room)
+        train(trainer, [step + 10])  # beside the writing
+    pending.finish()
+    held_bytes = sum(p.numel() for p in trainer.chunks[0].parameters()) * 14
+    for step in (1, 2):
+        saved = latest_checkpoint(tmp_path / str(step))
+        assert sum(file.stat().st_size for file in saved.iterdir()) < 2 * held_bytes + 1_000_000
+        restored = trainer_of(tiny_model(seed=1), dtype=torch.bfloat16)
+        load_checkpoint(restored, saved)
+        for name, tensor in restored.export().items():
+            assert torch.equal(tensor, exported[step][name]), name
