@@ -8,7 +8,7 @@ digest of what it applies to and of every result, so that nothing drifts.
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from bus.codec import Message, decode, encode
 from bus.errors import SchemaError, StorageError
-from storage.weights import ITEM_BYTES, WORD, HostTensor, Weights, Words, in_order
+from storage.weights import ITEM_BYTES, WORD, HostTensor, Weights, Words, in_order, largest_first
 
 MAGIC = b"SLUICED1"
 LEVEL = 1
@@ -94,8 +94,8 @@ def encode_delta(
     base: Weights, policy_version: int, tensors: Mapping[str, HostTensor], threads: Executor | None = None
 ) -> Delta:
     """What makes `tensors` out of `base`. What did not change takes no space at all."""
-    work = partial(_encoded, base)
-    encoded = [found for found in in_order(threads, work, tensors.items()) if found is not None]
+    work, items = partial(_encoded, base), largest_first(tensors, lambda tensor: tensor.words.nbytes)
+    encoded = [found for found in in_order(threads, work, items) if found is not None]
     changes = tuple(change for change, _ in encoded)
     digests = {name: base.digests[name] for name in tensors if name in base.digests}
     digests |= {change.name: change.digest for change in changes}
@@ -114,9 +114,16 @@ def encode_delta(
     return Delta(data, weights, sum(change.changed for change in changes))
 
 
-def apply_delta(base: Weights, data: bytes | bytearray, threads: Executor | None = None) -> Weights:
+Note = Callable[[Words, Words, Words], None]
+"""Is told of a tensor the words before and after, and the gaps between those that changed."""
+
+
+def apply_delta(
+    base: Weights, data: bytes | bytearray, threads: Executor | None = None, note: Note | None = None
+) -> Weights:
     """What `data` makes of `base`, which stays as it is; tensors that did not change are shared.
 
+    `note` is told of every tensor of which some words changed, on any of the threads.
     Takes no more memory than the tensors that changed, and refuses to make `base` more than twice as large.
     Raises `StorageError` when the delta is malformed or for another base, or a result has another digest.
     """
@@ -127,7 +134,7 @@ def apply_delta(base: Weights, data: bytes | bytearray, threads: Executor | None
             f"version {base.policy_version} ({base.digest().hex()})"
         )
     _refuse_growth(base, header)
-    changed = list(in_order(threads, partial(_applied, base), zip(header.changes, bodies, strict=True)))
+    changed = list(in_order(threads, partial(_applied, base, note), zip(header.changes, bodies, strict=True)))
     names = [change.name for change in header.changes]
     gone = set(header.removed)
     tensors = {name: tensor for name, tensor in base.tensors.items() if name not in gone}
@@ -167,8 +174,8 @@ def _encoded(base: Weights, item: tuple[str, HostTensor]) -> tuple[TensorChange,
     if gaps is not None and not len(gaps):
         return None
     gap_bytes = 0 if gaps is None else gaps.itemsize
-    content = b"".join([b"" if gaps is None else _planes(gaps), _planes(words)])
-    body = zstandard.ZstdCompressor(level=LEVEL).compress(content)
+    planes = [_planes(found) for found in (gaps, words) if found is not None]
+    body = zstandard.ZstdCompressor(level=LEVEL).compress(np.concatenate(planes).data)
     change = TensorChange(
         name=name,
         dtype=new.dtype,
@@ -206,9 +213,10 @@ def _unzigzag(coded: Words) -> Words:
     return moves
 
 
-def _planes(words: Words) -> bytes:
+def _planes(words: Words) -> NDArray[np.uint8]:
     """The lowest byte of each word, then the next byte of each, and so on."""
-    return b"".join((words >> (8 * byte)).astype(np.uint8).tobytes() for byte in range(words.itemsize))
+    order = f"<u{words.itemsize}"
+    return words.astype(order, copy=False).view(np.uint8).reshape(-1, words.itemsize).T.ravel()
 
 
 # --- decoding ---
@@ -251,26 +259,30 @@ def _fits(old: HostTensor | None, change: TensorChange) -> bool:
     return old is not None and (old.dtype, old.shape) == (change.dtype, change.shape)
 
 
-def _applied(base: Weights, item: tuple[TensorChange, memoryview]) -> HostTensor:
+def _applied(base: Weights, note: Note | None, item: tuple[TensorChange, memoryview]) -> HostTensor:
     change, body = item
     content = _decompressed(change, body)
     word = WORD[ITEM_BYTES[change.dtype]]
     words = _joined(content[change.changed * change.gap_bytes :], change.changed, word)
     if change.gap_bytes == 0:
-        result = HostTensor(change.dtype, change.shape, words)
-    else:
-        result = _moved(base.tensors.get(change.name), change, content, _unzigzag(words))
+        return _checked(HostTensor(change.dtype, change.shape, words), change)
+    old = base.tensors.get(change.name)
+    if old is None or not _fits(old, change):
+        raise StorageError(f"{change.name}: the base has no {change.dtype} {list(change.shape)} to change")
+    gaps = _joined(content, change.changed, WORD[change.gap_bytes])
+    result = _checked(_moved(old, change, gaps, _unzigzag(words)), change)
+    if note is not None:
+        note(old.words, result.words, gaps)
+    return result
+
+
+def _checked(result: HostTensor, change: TensorChange) -> HostTensor:
     if result.digest() != change.digest:
         raise StorageError(f"{change.name} has not the digest {change.digest.hex()}: the delta is damaged")
     return result
 
 
-def _moved(
-    old: HostTensor | None, change: TensorChange, content: NDArray[np.uint8], moves: Words
-) -> HostTensor:
-    if old is None or not _fits(old, change):
-        raise StorageError(f"{change.name}: the base has no {change.dtype} {list(change.shape)} to change")
-    gaps = _joined(content, change.changed, WORD[change.gap_bytes])
+def _moved(old: HostTensor, change: TensorChange, gaps: Words, moves: Words) -> HostTensor:
     positions = np.cumsum(gaps, dtype=np.int64) + np.arange(change.changed)
     if positions[-1] >= len(old.words):
         raise StorageError(f"{change.name}: position {positions[-1]} of {len(old.words)} words")
