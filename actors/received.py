@@ -9,6 +9,7 @@ from typing import TypeVar
 import structlog
 import torch
 
+from actors.engines.differences import note
 from bus.errors import BusError, StorageError
 from bus.messages import DeltaRef, PolicyManifest
 from bus.publish import together
@@ -66,7 +67,7 @@ class Receiver:
         for delta, data in zip(
             chain, await together(self._blobs.get(delta.blob) for delta in chain), strict=True
         ):
-            base = await _in_threads(partial(apply_delta, base, data))
+            base = await _in_threads(partial(apply_delta, base, data, note=note))
             if base.policy_version != delta.policy_version:
                 raise StorageError(
                     f"the delta to version {delta.policy_version} leads to version {base.policy_version}"

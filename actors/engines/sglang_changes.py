@@ -8,20 +8,26 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from actors.engines.differences import known
 from actors.engines.in_server import sluice_changes
-from actors.engines.in_server.sluice_changes import CHANGES, POSITIONS, VALUES, WHOLE
+from actors.engines.in_server.sluice_changes import CHANGES, GAP_BITS, GAPS, VALUES, WHOLE
 from actors.engines.tensor_files import State, bytes_of, raw
 from storage.deltas import changed_positions
-from storage.weights import WORD, Words, spare_threads
+from storage.weights import WORD, Words, largest_first, spare_threads
 
-APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply_1.__name__}"
+APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply_2.__name__}"
 """As SGLang names it among its custom weight loaders. Another form of the file is another name."""
+Positions = NDArray[np.int64]
 COPYING = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Model types of which SGLang copies what it loads, by its source: others might compute something of it."""
 EXPERTS = ("mixtral", "qwen3_moe")
-POSITION = torch.int32
+GAP = np.uint16
+FARTHEST = GAP_BITS + 1
+"""From one element of a file to the next, since a gap tells no more."""
 WORTH_IT = 0.5
 """What a file may have of the size of the tensors themselves."""
 
@@ -42,7 +48,7 @@ def takes_changes(server: Mapping[str, Any], model_type: str, *, update_sessions
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The content of a file for `sluice_changes.apply_1`."""
+    """The content of a file for `sluice_changes.apply_2`."""
 
     tensors: State
     metadata: Mapping[str, str]
@@ -52,8 +58,8 @@ class Changes:
 class _Sparse:
     """Elements of one tensor."""
 
-    positions: torch.Tensor
-    """int32 [N], in the flattened tensor."""
+    gaps: torch.Tensor
+    """int16 [N], whose bits say how many elements of the flattened tensor lie between one and the next."""
     values: torch.Tensor
     """[N], as they are now."""
 
@@ -63,17 +69,22 @@ def changes(old: State, new: State) -> Changes | None:
 
     `None` where writing all of `new` is as good, or is the only way: a NaN cannot be told from no change."""
     with ThreadPoolExecutor(spare_threads(), "changes") as threads:
-        found = dict(zip(new, threads.map(_sparse, (old[name] for name in new), new.values()), strict=True))
-    tensors = {WHOLE + name: new[name] for name, sparse in found.items() if sparse is None}
+        items = largest_first(new, lambda tensor: tensor.nbytes)
+        sparse = threads.map(lambda item: _sparse(old[item[0]], item[1]), items)
+        found = dict(zip((name for name, _ in items), sparse, strict=True))
+        written = [new[name] if elements is None else elements.values for name, elements in found.items()]
+        if any(threads.map(_has_nan, written)):
+            return None
+    tensors = {WHOLE + name: new[name] for name, elements in found.items() if elements is None}
     told = {}
     for dtype in {tensor.dtype for tensor in new.values()}:
         kind = str(dtype).removeprefix("torch.")
         of_dtype = {name: s for name, s in found.items() if s is not None and s.values.dtype == dtype}
         if of_dtype:
-            told[kind] = [[name, list(new[name].shape), len(s.positions)] for name, s in of_dtype.items()]
-            tensors[POSITIONS + kind] = torch.cat([sparse.positions for sparse in of_dtype.values()])
-            tensors[VALUES + kind] = torch.cat([sparse.values for sparse in of_dtype.values()])
-    if bytes_of(tensors) > WORTH_IT * bytes_of(new) or any(map(_has_nan, tensors.values())):
+            told[kind] = [[name, list(new[name].shape), len(s.gaps)] for name, s in of_dtype.items()]
+            tensors[GAPS + kind] = torch.cat([elements.gaps for elements in of_dtype.values()])
+            tensors[VALUES + kind] = torch.cat([elements.values for elements in of_dtype.values()])
+    if bytes_of(tensors) > WORTH_IT * bytes_of(new):
         return None
     return Changes(tensors, {CHANGES: json.dumps(told)})
 
@@ -82,14 +93,30 @@ def _sparse(old: torch.Tensor, new: torch.Tensor) -> _Sparse | None:
     """The elements whose bits changed, `None` for a tensor that goes whole.
 
     One element goes whole: models fill scalars in, which is not copying."""
-    if not new.is_floating_point() or new.numel() < 2 or new.numel() > torch.iinfo(POSITION).max:
+    if not new.is_floating_point() or new.numel() < 2:
         return None
-    at_most = int(WORTH_IT * new.nbytes / (POSITION.itemsize + new.itemsize))
-    found = changed_positions(_words(old), _words(new), at_most=at_most)
-    if found is None:
+    at_most = int(WORTH_IT * new.nbytes / (np.dtype(GAP).itemsize + new.itemsize))
+    gaps = known(old, new)
+    if gaps is None:
+        found = changed_positions(_words(old), _words(new), at_most=at_most)
+        if found is None:
+            return None
+        positions = _in_reach(found)
+        gaps = (np.diff(positions, prepend=-1) - 1).astype(GAP)
+    else:
+        positions = np.cumsum(gaps, dtype=np.int64) + np.arange(len(gaps))
+    if len(gaps) > at_most:
         return None
-    positions = torch.from_numpy(found)
-    return _Sparse(positions.to(POSITION), new.detach().cpu().reshape(-1)[positions])
+    values = torch.from_numpy(_words(new)[positions].view(np.uint8)).view(new.dtype)
+    return _Sparse(torch.from_numpy(gaps.view(np.int16)), values)
+
+
+def _in_reach(positions: Positions) -> Positions:
+    """The same, and where the next is too far for a gap others in between: they are written as they are."""
+    before = np.concatenate([[-1], positions[:-1]])
+    far = np.flatnonzero(positions - before > FARTHEST)
+    between = [np.arange(before[n] + FARTHEST, positions[n], FARTHEST) for n in far]
+    return np.sort(np.concatenate([positions, *between])) if between else positions
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from actors.engines.in_server.sluice_changes import apply_1
+from actors.engines.in_server.sluice_changes import apply_2
 from actors.engines.sglang_changes import APPLY
 from tests.actors.gloo_rank import GlooRank
 
@@ -139,7 +139,7 @@ class StandIn:
         elif body.get("load_format") == APPLY:
             named = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
             model = Copying(self.weights)
-            apply_1(model, named)
+            apply_2(model, named)
             self.weights = {name: tensor.detach() for name, tensor in model.state.items()}
 
     async def _in_group(self, path: str, body: dict[str, object]) -> web.Response:

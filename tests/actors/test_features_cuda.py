@@ -75,8 +75,8 @@ async def test_elements_that_changed_are_written_where_a_gpu_has_them(tmp_path):
 async def takes_changes(engine):
     """It is at any version, and takes three more."""
     state, changes = policy(1).state_dict(), []
-    engine._client.load_changes = noted(engine._client.load_changes, changes, "changes")
     await engine.load_weights(state, 7)
+    engine._client.load_changes = noted(engine._client.load_changes, changes, "changes")
     moved = {name: torch.where(torch.rand(t.shape) < 0.05, t * 4, t) for name, t in state.items()}
     await engine.load_weights(moved, 8)
     assert changes == ["changes"]
@@ -89,12 +89,10 @@ async def takes_changes(engine):
 
 @pytest.mark.multi_gpu
 @TWO_GPUS
-@pytest.mark.parametrize(
-    "settings", [{"tp_size": 2}, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}]
-)
+@pytest.mark.parametrize("settings", [{}, {"dp_size": 2, "enable_dp_attention": True}])
 async def test_ranks_of_a_server_all_take_a_new_version(tmp_path, settings):
     first, second = policy(0), policy(1)
-    async with serving(tmp_path, first, **settings) as engine:
+    async with serving(tmp_path, first, tp_size=2, **settings) as engine:
         for version, model in enumerate((first, second)):
             if version:
                 await engine.load_weights(model.state_dict(), version)

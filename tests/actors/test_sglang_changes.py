@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.engines.in_server import sluice_changes
-from actors.engines.sglang_changes import APPLY, changes, takes_changes
+from actors.engines.sglang_changes import APPLY, FARTHEST, changes, takes_changes
 from actors.engines.sglang_weights import HeldWeights
 
 BIG, LENGTH = 64, 96
@@ -71,7 +71,7 @@ def loaded(state, dtype):
 
 def apply(model, file):
     path = torch.frombuffer(bytearray(str(file).encode()), dtype=torch.uint8)
-    sluice_changes.apply_1(model, [("path", path)])
+    sluice_changes.apply_2(model, [("path", path)])
 
 
 def same_bits(one, other):
@@ -116,9 +116,10 @@ def held(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("piece", [sluice_changes.PIECE_ELEMENTS, 5 * LENGTH])
-def test_a_model_that_takes_changes_is_as_one_that_took_all(held, dtype, piece, monkeypatch):
-    monkeypatch.setattr(sluice_changes, "PIECE_ELEMENTS", piece)
+@pytest.mark.parametrize(("piece", "taken"), [(None, None), (5 * LENGTH, 1), (BIG * LENGTH, 300)])
+def test_a_model_that_takes_changes_is_as_one_that_took_all(held, dtype, piece, taken, monkeypatch):
+    monkeypatch.setattr(sluice_changes, "PIECE_ELEMENTS", piece or sluice_changes.PIECE_ELEMENTS)
+    monkeypatch.setattr(sluice_changes, "TAKEN_ELEMENTS", taken or sluice_changes.TAKEN_ELEMENTS)
     torch.manual_seed(0)
     first = policy(dtype)
     model = loaded(first, dtype)
@@ -131,6 +132,19 @@ def test_a_model_that_takes_changes_is_as_one_that_took_all(held, dtype, piece, 
         apply(model, file)
         held.keep(state, version)
         assert same_bits(model, loaded(state, dtype))
+
+
+@pytest.mark.parametrize("far", [FARTHEST - 1, FARTHEST, FARTHEST + 1, 2 * FARTHEST, 3 * FARTHEST + 5])
+def test_elements_that_lie_far_apart_are_found_again(held, far):
+    first = {"embed": torch.arange(4.0 * FARTHEST)}
+    model = torch.nn.Module()
+    model.embed = torch.nn.Parameter(first["embed"].clone())
+    model.load_weights = lambda weights: [model.embed.data.copy_(tensor) for _, tensor in weights]
+    held.keep(first, 0)
+    state = {"embed": first["embed"].clone()}
+    state["embed"][[7, 7 + far, 4 * FARTHEST - 1]] -= 0.5
+    apply(model, held.write_changes(state))
+    assert torch.equal(model.embed, state["embed"])
 
 
 def test_negative_zeros_and_infinities_are_changes_like_others(held):

@@ -12,18 +12,26 @@ import torch
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
-POSITIONS, VALUES, WHOLE = "positions.", "values.", "whole."
-"""How tensors of a file are called: of all elements of a dtype together, and those that it has whole."""
+GAPS, VALUES, WHOLE = "gaps.", "values.", "whole."
+"""How tensors of a file are called: of all elements of a dtype together, and those that it has whole.
+
+A gap is how many elements lie between an element and the one before it in its flattened tensor: 16 bits
+without a sign, in an int16."""
+GAP_BITS = 0xFFFF
 CHANGES = "changes"
 """In the file's metadata: JSON, of each dtype the name, shape and number of elements of each tensor."""
 PIECE_ELEMENTS = 1 << 26
 """Written at a time: what that takes of the device besides stays small."""
+TAKEN_ELEMENTS = 1 << 23
+"""Gaps and values that come to the device at a time; one tensor's may be more. Each copy waits for itself."""
 CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Named = tuple[str, torch.Tensor]
+Entry = tuple[str, list[int], int]
+"""A tensor's name and shape, and how many of its elements changed."""
 
 
-def apply_1(model: Any, named_tensors: Sequence[Named]) -> None:
-    """Have the model take a file in the first form there is, whose path is the only tensor: its bytes.
+def apply_2(model: Any, named_tensors: Sequence[Named]) -> None:
+    """Have the model take a file in the second form there is, whose path is the only tensor: its bytes.
 
     Raises `RuntimeError` when a NaN got into a parameter: then the model writes weights in another way than
     by copying them, and the server has to be given all of them."""
@@ -42,15 +50,32 @@ def apply_1(model: Any, named_tensors: Sequence[Named]) -> None:
 def _tensors(file: Any, device: torch.device) -> Iterator[Named]:
     """Those of a file, NaN where nothing changed: one at a time, since each is as large as it is whole."""
     for dtype, entries in json.loads(file.metadata()[CHANGES]).items():
-        counts = [count for _, _, count in entries]
-        positions, values = (file.get_tensor(kind + dtype).split(counts) for kind in (POSITIONS, VALUES))
-        for (name, shape, _), where, what in zip(entries, positions, values, strict=True):
-            tensor = torch.full(shape, torch.nan, dtype=what.dtype, device=device)
-            tensor.view(-1)[where.to(device).long()] = what.to(device)
-            yield name, tensor
+        gaps, values = file.get_tensor(GAPS + dtype), file.get_tensor(VALUES + dtype)
+        begin = 0
+        for together in _together(entries):
+            counts = [count for _, _, count in together]
+            end = begin + sum(counts)
+            taken = (of_all[begin:end].to(device).split(counts) for of_all in (gaps, values))
+            for (name, shape, _), between, what in zip(together, *taken, strict=True):
+                tensor = torch.full(shape, torch.nan, dtype=what.dtype, device=device)
+                tensor.view(-1)[torch.cumsum((between.long() & GAP_BITS) + 1, 0) - 1] = what
+                yield name, tensor
+            begin = end
     for name in file.keys():  # noqa: SIM118 - it is no mapping
         if name.startswith(WHOLE):
             yield name.removeprefix(WHOLE), file.get_tensor(name).to(device)
+
+
+def _together(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Those of consecutive tensors that come to the device in one copy."""
+    together: list[Entry] = []
+    for entry in entries:
+        if together and sum(count for _, _, count in together) + entry[2] > TAKEN_ELEMENTS:
+            yield together
+            together = []
+        together.append(entry)
+    if together:
+        yield together
 
 
 class _NanChangesNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
