@@ -255,6 +255,7 @@ class SglangEngine:
         self._version = version
         self._loads += 1
         self._serving.set()
+        await self._ready().taken()
         return pause_s
 
     async def _paused(self, load: Load) -> tuple[int, float]:

@@ -89,6 +89,11 @@ class Loading:
             self._in_server = None
             load = await self._kept(config, self._held.tensors, self._held.policy_version)
             await load(False, end_s)
+            await self.taken()
+
+    async def taken(self) -> None:
+        """The server has read what it was given: the files go, and their pages back to the system."""
+        await asyncio.to_thread(self._held.drop)
 
     async def close(self) -> None:
         """Leave the learner's group."""
@@ -134,7 +139,6 @@ class Loading:
             except EngineError as error:  # a fault there ends the server: only its log says more
                 remedy = "actors.engine.update=tensor gives it whole tensors"
                 raise EngineError(f"{error}. It was to write in what changed: {remedy}") from error
-        await asyncio.to_thread(self._held.drop)  # pages go back to the system
 
     async def _has_what_is_held(self) -> bool:
         """Whether the server says that it has the version it was given: it may have been started again."""
