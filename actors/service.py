@@ -172,6 +172,7 @@ class _Actor:
             "engine/request_s": engine.request_s,
             "engine/tokens": engine.tokens_generated,
             "engine/pause_s": self._follower.pause_s,
+            "engine/receive_s": self._follower.receive_s,
         }
 
     def _look(self) -> tuple[str, dict[str, Json]]:

@@ -95,6 +95,8 @@ class PolicyFollower:
             from_learner: the engine is `TakesPublished`: the learner itself sends it what is announced."""
         self.pause_s = 0.0
         """Seconds generation stood still for the latest swap."""
+        self.receive_s = 0.0
+        """Seconds from hearing of the version received last until it was here, verified."""
         self._bus = bus
         self._engine = engine
         self._swapped = asyncio.Condition()
@@ -156,11 +158,14 @@ class PolicyFollower:
     async def _receive(self, manifest: PolicyManifest) -> _Received | None:
         if self._refused(manifest):
             return None
+        began = time.monotonic()
         try:
-            return _Received(manifest, await self._receiver.advance(manifest))
+            weights = await self._receiver.advance(manifest)
         except (BusError, StorageError) as error:  # the old version goes on meanwhile
             await self._not_had(manifest, error)
             return None
+        self.receive_s = time.monotonic() - began
+        return _Received(manifest, weights)
 
     async def _load(self, received: _Received) -> bool:
         weights = received.weights

@@ -97,6 +97,11 @@ class Following:
         """Seconds that generation stood still for the latest version."""
         return self._follower.pause_s
 
+    @property
+    def receive_s(self) -> float:
+        """Seconds until the latest version was here, verified."""
+        return self._follower.receive_s
+
     async def served(self, version: int) -> float:
         """When the engine has the version. Raises what ended the following, or `TimeoutError`."""
         serving = asyncio.create_task(self._follower.at_least(version))
@@ -139,19 +144,18 @@ def bench_weights(workload: Workload, config: RunConfig, *, versions: int = 8) -
     ):
         thread.submit(init_world).result()
         try:
-            learning = thread.submit(Learning, workload, config.learner, thread).result()
-            log.info("learner_ready", weights=weights(workload.model))
-            return asyncio.run(_bench(learning, workload, config, Path(made), versions))
+            return asyncio.run(_bench(workload, config, thread, Path(made), versions))
         finally:
             thread.submit(close_world).result()
 
 
 async def _bench(
-    learning: Learning, workload: Workload, config: RunConfig, directory: Path, versions: int
+    workload: Workload, config: RunConfig, thread: ThreadPoolExecutor, directory: Path, versions: int
 ) -> dict[str, Json]:
     publication, by_group = config.learner.publication, _by_group(config.actors.engine)
     model = directory / "model"
     workload.model.save_pretrained(model)
+    preparing = thread.submit(Learning, workload, config.learner, thread)  # while the server starts
     async with (
         _on_a_bus(directory) as bus,
         blob_source(bus, config.actors.weights) as blobs,
@@ -165,6 +169,8 @@ async def _bench(
             timeout_s=publication.broadcast_timeout_s, threads=publication.threads,
         )  # fmt: skip
         await broadcaster.start()
+        learning = await asyncio.wrap_future(preparing)
+        log.info("learner_ready", weights=weights(workload.model))
         serving, stop = PolicyFollower(bus, engine, blobs, from_learner=by_group), asyncio.Event()
         following = asyncio.create_task(serving.run(stop))
         measured = await _train_and_publish(
@@ -196,6 +202,7 @@ async def _train_and_publish(
         copied = await learning.copy()
         stall = time.perf_counter() - began
         tensors = await copied.arrived()
+        arrived = time.perf_counter() - began
         bare = bare or await learning.in_thread(learning.bare_copy_s)
         async with _decoding(engine):
             serving = asyncio.create_task(following.served(version))
@@ -205,13 +212,15 @@ async def _train_and_publish(
             served = await serving
         log.info(
             "version_served", policy_version=version, counts=version >= FIRST,
-            pause_s=round(following.pause_s, 4), publish_to_serving_s=round(served - began, 3),
-            stall_s=round(stall, 4), bare_copy_s=round(bare, 4),
+            pause_s=round(following.pause_s, 4), publish_s=round(published - began, 3),
+            receive_s=round(following.receive_s, 3), publish_to_serving_s=round(served - began, 3),
+            stall_s=round(stall, 4), arrived_s=round(arrived, 4), bare_copy_s=round(bare, 4),
         )  # fmt: skip
         if version >= FIRST:
             measured.add(
                 publisher.figures, pause=following.pause_s, stall=stall, stall_over_copy=stall / bare,
-                copy=learning.copy_s, bare_copy=bare, publish=published - began, serving=served - began,
+                copy=learning.copy_s, arrived=arrived, bare_copy=bare,
+                publish=published - began, receive=following.receive_s, serving=served - began,
             )  # fmt: skip
     return measured
 
@@ -317,9 +326,11 @@ def _report(measured: Measured, absolute: dict[str, Json]) -> dict[str, Json]:
             "sent_fraction": median("sent_fraction"),
             "stall_s": median("stall"),
             "copy_s": median("copy"),
+            "arrived_s": median("arrived"),
             "bare_copy_s": median("bare_copy"),
             "bare_copy_bytes_per_s": full / median("bare_copy"),
             "publish_s": median("publish"),
+            "receive_s": median("receive"),
             "median_pause_s": median("pause"),
             **absolute,
         },
