@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
@@ -35,6 +36,7 @@ from storage.files import write_json
 from storage.reader import ReplayReader
 
 log = structlog.get_logger()
+WAITING = "waiting for the batch"
 LAST_WORDS_S = 5.0
 """A learner that stops waits no longer for storage to answer."""
 
@@ -54,6 +56,7 @@ class Learner:
         self._stop = stop
         self._reader = reader
         self._events = Publisher(bus)
+        self._doing, self._waits = "starting", {"batch": "", "devices": ""}
         publication = settings.learner.publication
         store = blob_store(bus, publication.transport, settings.export.parent / "weights")
         self._weights = WeightPublisher(bus, store, publication, incarnation=incarnation)
@@ -63,7 +66,8 @@ class Learner:
         )  # fmt: skip
         self._device = Device(
             bus, settings.colocation,
-            incarnation=incarnation, make_room=world.make_room, on_wait=self._on_wait,
+            incarnation=incarnation, make_room=world.make_room,
+            on_wait=partial(self._waits.__setitem__, "devices"),
         )  # fmt: skip
         self._heldout = HeldOut(bus, incarnation, self._on_evaluation, settings.evaluation.patience_s)
         self._publishing: asyncio.Task[None] | None = None
@@ -71,7 +75,6 @@ class Learner:
         self._saving: tuple[int, dict[str, Any]] | None = None
         """Step and progress of the checkpoint that is being written."""
         self._background: set[asyncio.Task[None]] = set()
-        self._doing, self._waiting_for = "starting", ""
         self._tokens_per_s = 0.0
 
     async def run(self) -> None:
@@ -209,23 +212,23 @@ class Learner:
     async def _next_groups(self) -> BatchLease | None:
         """The groups of the next step; those of the step after are asked for while it trains."""
         fetching = self._fetching or self._begin_fetch(self.progress.step + 1)
-        self._doing, self._waiting_for = "waiting for the batch", ""
+        self._doing = WAITING
         if not await ended_before(self._stop, fetching):
             self._fetching = fetching
             return None
-        self._waiting_for = ""
         self._fetching = None
         if self.progress.step + 1 < self._settings.learner.steps:
             self._fetching = self._begin_fetch(self.progress.step + 2)
         return fetching.result()
 
     def _begin_fetch(self, step: int) -> asyncio.Task[BatchLease]:
+        self._waits["batch"] = ""
         return asyncio.create_task(self._fetch(step), name=f"fetch batch {step}")
 
     async def _fetch(self, step: int) -> BatchLease:
         """Lease the groups of a step, and have every rank fetch its own."""
         version = self.progress.trains_from + step - 1
-        lease = await self._reader.lease(step, version, on_wait=self._on_wait)
+        lease = await self._reader.lease(step, version, on_wait=partial(self._waits.__setitem__, "batch"))
         await self._world.fetch(lease)
         return lease
 
@@ -369,13 +372,10 @@ class Learner:
 
     # --- what others see ---
 
-    def _on_wait(self, reason: str) -> None:
-        self._waiting_for = reason
-
     def _look(self) -> tuple[str, dict[str, Json]]:
-        doing = f"{self._doing}: {self._waiting_for}" if self._waiting_for else self._doing
+        waits = self._waits["devices"] or (self._waits["batch"] if self._doing == WAITING else "")
         progress = self.progress
-        return doing, {
+        return f"{self._doing}: {waits}" if waits else self._doing, {
             "stage": progress.stage,
             "step": progress.step,
             "warmup_step": progress.warmup_step,
