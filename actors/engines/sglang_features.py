@@ -11,8 +11,8 @@ Settings = Mapping[str, SglangSetting]
 NEEDS_CUDA = {
     "speculative_algorithm": "its kernels for drafts are missing in the build for CPUs",
     "enable_deterministic_inference": "there are batch-invariant kernels for accelerators only",
-    "enable_dp_attention": "its ranks are GPUs",
-    "attn_dp_size": "its ranks are GPUs",
+    "enable_dp_attention": "attention on a CPU cannot fill up the batches of its ranks",
+    "attn_dp_size": "attention on a CPU cannot fill up the batches of its ranks",
 }
 """Settings that a server on a CPU dies of, and why."""
 LOSSY = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")

@@ -1,0 +1,57 @@
+"""A SGLang server of two ranks on this machine's CPU: both have every version (`make test-sglang`)."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from actors.config import SglangEngineConfig
+from actors.engines.sglang import SglangEngine
+from tests.actors.sglang_served import CONFIG, FIRST, PROMPT, SECOND, group_of, noted
+from tests.actors.tiny import recomputed, request
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(420)]
+EACH_ON_A_CORE = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+
+
+async def of_both_ranks(engine):
+    """The checksums of what each rank computes with."""
+    answer = await engine._client._call("POST", "/weights_checker", {"action": "checksum"}, timeout_s=60.0)
+    return [rank["checksums"] for rank in answer["ranks"]]
+
+
+@pytest.mark.parametrize(
+    ("server", "written"), [({"tp_size": 2}, ["changes"]), ({"dp_size": 2}, [])], ids=["cut", "replicated"]
+)
+async def test_both_ranks_take_new_weights_and_what_changed_of_them(model_dir, tmp_path, server, written):
+    config = SglangEngineConfig(**CONFIG, server=server, environment=EACH_ON_A_CORE)
+    engine, changes = SglangEngine(model_dir, config, tmp_path / "engine.log"), []
+    try:
+        await engine.start()
+        for version, policy in enumerate((FIRST, SECOND)):
+            await engine.load_weights(policy.state_dict(), version)
+            prompts = [[n, *PROMPT] for n in range(4)]
+            found = [engine.generate(request(f"v{version}-{n}", p, new=16)) for n, p in enumerate(prompts)]
+            for prompt, generation in zip(prompts, await asyncio.gather(*found), strict=True):
+                assert set(generation.policy_versions.tolist()) == {version}
+                expected = recomputed(policy, prompt, generation)
+                np.testing.assert_allclose(generation.logprobs, expected, atol=1e-5)
+        engine._client.load_changes = noted(engine._client.load_changes, changes, "changes")
+        torch.manual_seed(0)
+        moved = {
+            name: torch.where(torch.rand(tensor.shape) < 0.05, tensor * 4, tensor)
+            for name, tensor in SECOND.state_dict().items()
+        }
+        before = await of_both_ranks(engine)
+        await engine.load_weights(moved, 2)
+        assert changes == written
+        after = await of_both_ranks(engine)
+        await engine.load_weights(FIRST.state_dict(), 3)
+        await engine.load_weights(moved, 4)
+        assert changes == written
+        assert len(after) == 2
+        assert before != after == await of_both_ranks(engine)
+    finally:
+        await engine.close()
+    assert group_of(engine) == []
