@@ -10,6 +10,10 @@ import torch
 
 from storage.weights import Words
 
+GAP = np.dtype(np.uint16)
+WORTH_IT = 0.5
+"""What changes may take of the space of the whole."""
+
 
 class _Difference(NamedTuple):
     old: "weakref.ref[Words]"
@@ -25,17 +29,19 @@ def note(old: Words, new: Words, gaps: Words) -> None:
     """Remember how many words lie between each word that is another one in `new` and the one before it.
 
     Nobody writes to either from now on."""
-    if gaps.itemsize > np.dtype(np.uint16).itemsize:
+    if gaps.itemsize > GAP.itemsize:
         return  # few elements far apart: these are found soon
+    if len(gaps) * (GAP.itemsize + new.itemsize) > WORTH_IT * new.nbytes:
+        return  # then all are written
     address = new.ctypes.data
-    _noted[address] = _Difference(weakref.ref(old), weakref.ref(new), gaps.astype(np.uint16))
+    _noted[address] = _Difference(weakref.ref(old), weakref.ref(new), gaps.astype(GAP))
     weakref.finalize(new, _noted.pop, address, None).atexit = False
 
 
 def known(old: torch.Tensor, new: torch.Tensor) -> Words | None:
     """The gaps (uint16), where `new` came as what changed in `old`: both lie in the memory of what came."""
     found = _noted.get(new.data_ptr())
-    if found is None:
+    if found is None or not (old.is_contiguous() and new.is_contiguous()):
         return None
     words = found.old(), found.new()
     at = [(w.ctypes.data, w.nbytes) for w in words if w is not None]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from actors.engines.differences import known
+from actors.engines.differences import GAP, WORTH_IT, known
 from actors.engines.in_server import sluice_changes
 from actors.engines.in_server.sluice_changes import CHANGES, GAP_BITS, GAPS, VALUES, WHOLE
 from actors.engines.tensor_files import State, bytes_of, raw
@@ -25,11 +25,8 @@ Positions = NDArray[np.int64]
 COPYING = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Model types of which SGLang copies what it loads, by its source: others might compute something of it."""
 EXPERTS = ("mixtral", "qwen3_moe")
-GAP = np.uint16
 FARTHEST = GAP_BITS + 1
-"""From one element of a file to the next, since a gap tells no more."""
-WORTH_IT = 0.5
-"""What a file may have of the size of the tensors themselves."""
+"""From one element of a file to the next at most, since a gap tells no more."""
 
 
 def takes_changes(server: Mapping[str, Any], model_type: str, *, update_sessions: bool) -> bool:
@@ -59,7 +56,7 @@ class _Sparse:
     """Elements of one tensor."""
 
     gaps: torch.Tensor
-    """int16 [N], whose bits say how many elements of the flattened tensor lie between one and the next."""
+    """int16 [N], as `sluice_changes.GAPS` has them."""
     values: torch.Tensor
     """[N], as they are now."""
 
@@ -71,7 +68,10 @@ def changes(old: State, new: State) -> Changes | None:
     with ThreadPoolExecutor(spare_threads(), "changes") as threads:
         items = largest_first(new, lambda tensor: tensor.nbytes)
         sparse = threads.map(lambda item: _sparse(old[item[0]], item[1]), items)
-        found = dict(zip((name for name, _ in items), sparse, strict=True))
+        done = dict(zip((name for name, _ in items), sparse, strict=True))
+        found = {
+            name: done[name] for name in new
+        }  # a model gets them in its own order, no two large ones in a row
         written = [new[name] if elements is None else elements.values for name, elements in found.items()]
         if any(threads.map(_has_nan, written)):
             return None
@@ -95,18 +95,16 @@ def _sparse(old: torch.Tensor, new: torch.Tensor) -> _Sparse | None:
     One element goes whole: models fill scalars in, which is not copying."""
     if not new.is_floating_point() or new.numel() < 2:
         return None
-    at_most = int(WORTH_IT * new.nbytes / (np.dtype(GAP).itemsize + new.itemsize))
+    at_most = int(WORTH_IT * new.nbytes / (GAP.itemsize + new.itemsize))
     gaps = known(old, new)
     if gaps is None:
         found = changed_positions(_words(old), _words(new), at_most=at_most)
         if found is None:
             return None
-        positions = _in_reach(found)
-        gaps = (np.diff(positions, prepend=-1) - 1).astype(GAP)
-    else:
-        positions = np.cumsum(gaps, dtype=np.int64) + np.arange(len(gaps))
+        gaps = (np.diff(_in_reach(found), prepend=-1) - 1).astype(GAP)
     if len(gaps) > at_most:
         return None
+    positions = np.cumsum(gaps, dtype=np.int64) + np.arange(len(gaps))
     values = torch.from_numpy(_words(new)[positions].view(np.uint8)).view(new.dtype)
     return _Sparse(torch.from_numpy(gaps.view(np.int16)), values)
 

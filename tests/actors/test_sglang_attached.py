@@ -141,14 +141,22 @@ async def test_a_server_that_is_away_is_waited_for_and_then_named(server, attach
 
 @pytest.mark.parametrize("update", ["disk", "tensor"])
 async def test_a_version_without_a_changed_tensor_reaches_the_server(server, attach, update, tmp_path):
-    engine = attach(update=update)
+    engine, in_files = attach(update=update), []
     await engine.start()
+    resume = engine._client.resume
+
+    async def resumed():
+        in_files.append(bool(list(tmp_path.rglob("*.safetensors"))))
+        await resume()
+
+    engine._client.resume = resumed
     with pytest.raises(EngineError, match="the first weights of an engine must be all of them"):
         await engine.load_weights({}, 0)
     await engine.load_weights(STATE, 0)
     await engine.load_weights({}, 1)
     generation = await engine.generate(request("after", [1], new=4))
     assert not list(tmp_path.rglob("*.safetensors")), "the host holds the weights once, and not in files"
+    assert in_files == [update == "disk"] * 2, "files are removed when the server goes on"
     await engine.close()
     assert generation.policy_versions.tolist() == [1] * 4
     assert server.versions == ["0", "1"]

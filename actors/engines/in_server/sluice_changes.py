@@ -23,7 +23,8 @@ CHANGES = "changes"
 PIECE_ELEMENTS = 1 << 26
 """Written at a time: what that takes of the device besides stays small."""
 TAKEN_ELEMENTS = 1 << 23
-"""Gaps and values that come to the device at a time; one tensor's may be more. Each copy waits for itself."""
+"""Gaps and values that come to the device at a time, one tensor's at least. The server waits for each copy:
+there are few, and what they take of the device stays small."""
 CHECKED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Named = tuple[str, torch.Tensor]
 Entry = tuple[str, list[int], int]
@@ -58,12 +59,18 @@ def _tensors(file: Any, device: torch.device) -> Iterator[Named]:
             taken = (of_all[begin:end].to(device).split(counts) for of_all in (gaps, values))
             for (name, shape, _), between, what in zip(together, *taken, strict=True):
                 tensor = torch.full(shape, torch.nan, dtype=what.dtype, device=device)
-                tensor.view(-1)[torch.cumsum((between.long() & GAP_BITS) + 1, 0) - 1] = what
+                tensor.view(-1)[_positions(between)] = what
                 yield name, tensor
+                del tensor  # before there is the next
             begin = end
     for name in file.keys():  # noqa: SIM118 - it is no mapping
         if name.startswith(WHOLE):
             yield name.removeprefix(WHOLE), file.get_tensor(name).to(device)
+
+
+def _positions(gaps: torch.Tensor) -> torch.Tensor:
+    """int64 [N], where the elements lie; made in one piece of memory."""
+    return gaps.long().bitwise_and_(GAP_BITS).add_(1).cumsum_(0).sub_(1)
 
 
 def _together(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
