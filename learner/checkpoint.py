@@ -100,8 +100,7 @@ def start_checkpoint(
 ) -> PendingCheckpoint:
     """Copy everything `load_checkpoint` needs, and begin to write it. Every rank calls this.
 
-    The copies lie in main memory until they are written, so there is one such checkpoint at a time: `after`,
-    the one before, is finished first.
+    There is one such checkpoint at a time: `after`, the one before, is finished first.
 
     Args:
         trainer: may train on as soon as this returns.
@@ -110,7 +109,8 @@ def start_checkpoint(
         extra: kept with it; that of rank 0 counts.
         keep: how many of the newest checkpoints remain.
         after: the checkpoint before, if it may be unfinished.
-        room: for the copies, where checkpoints follow; of `after`, and of no other that may be unfinished.
+        room: main memory for the copies of what is on a GPU, which stays for the next checkpoint; of `after`,
+            and of no other that may be unfinished. Without it the copies go when they are written.
     """
     if after is not None:
         after.finish()
@@ -139,10 +139,11 @@ def start_checkpoint(
 
 
 def save_checkpoint(
-    trainer: Trainer, root: Path, step: int, extra: Mapping[str, JsonValue], *, keep: int
-) -> None:
+    trainer: Trainer, root: Path, step: int, extra: Mapping[str, JsonValue], *,
+    keep: int, room: CopyRoom | None = None,
+) -> None:  # fmt: skip
     """Write a checkpoint; on return it survives a power cut. Every rank calls this."""
-    start_checkpoint(trainer, root, step, extra, keep=keep).finish()
+    start_checkpoint(trainer, root, step, extra, keep=keep, room=room).finish()
 
 
 def load_checkpoint(trainer: Trainer, directory: Path) -> dict[str, JsonValue]:

@@ -30,6 +30,7 @@ from bus.waiting import ended_before, set_within
 from learner import lineage
 from learner.beginning import trainer_at
 from learner.checkpoint import latest_checkpoint, read_extra, save_checkpoint
+from learner.checkpoint_writer import CopyRoom
 from learner.metrics import batch_values, step_values
 from learner.parallel import init_world
 from learner.progress import Progress, values_to_save
@@ -102,6 +103,7 @@ class Shadow:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._initial: Initial | None = None
         self._trainer: Trainer | None = None
+        self._copies = CopyRoom()
         self._followed: str | None = None
         """The learner's incarnation whose steps ours are known to agree with."""
         self._doing = "starting"
@@ -267,7 +269,8 @@ class Shadow:
         if self._trainer is not None:
             settings, step = self._settings.learner, self.progress.step
             values, keep = values_to_save(settings, self.progress), settings.learner.checkpoint.keep
-            save_checkpoint(self._trainer, settings.checkpoints, step, values, keep=keep)
+            root, room = settings.checkpoints, self._copies
+            save_checkpoint(self._trainer, root, step, values, keep=keep, room=room)
             write_json(settings.progress, values)
 
     # --- what others see ---

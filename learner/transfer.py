@@ -3,6 +3,7 @@
 import mmap
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from math import prod
 
@@ -42,8 +43,8 @@ def host_memory(wanted: Iterable[tuple[Sequence[int], torch.dtype]], *, page_loc
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
     rooms = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
     pages = mmap.mmap(-1, page_bytes(sum(rooms)), flags=PRIVATE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)  # large ones are there, and locked, the sooner
+    with suppress(AttributeError, OSError):  # not every system has large ones: they are locked sooner
+        pages.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(pages, np.uint8)
     if page_locked:
         lock_pages(memory)

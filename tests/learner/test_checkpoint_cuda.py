@@ -14,6 +14,18 @@ pytestmark = [
 ]
 
 
+def test_a_room_is_used_again_by_tensors_of_the_same_shapes_only():
+    room, tensor = CopyRoom(), torch.arange(6.0, device="cuda")
+    [first] = room.copied([tensor])
+    address = first.data_ptr()
+    [again] = room.copied([tensor + 1])
+    assert again.is_pinned()
+    assert again.data_ptr() == address
+    assert torch.equal(again, torch.arange(1.0, 7.0))
+    [other] = room.copied([tensor.reshape(2, 3)])
+    assert torch.equal(other, torch.arange(6.0).reshape(2, 3))
+
+
 def test_checkpoints_that_share_a_room_each_have_their_own_weights_and_no_more(tmp_path):
     trainer, room, pending, exported = trainer_of(tiny_model(), dtype=torch.bfloat16), CopyRoom(), None, {}
     for step in (1, 2):
