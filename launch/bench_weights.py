@@ -155,7 +155,9 @@ async def _bench(
     publication, by_group = config.learner.publication, _by_group(config.actors.engine)
     model = directory / "model"
     workload.model.save_pretrained(model)
-    preparing = thread.submit(Learning, workload, config.learner, thread)  # while the server starts
+    preparing = asyncio.wrap_future(thread.submit(Learning, workload, config.learner, thread))
+    if config.actors.engine.type == "embedded":  # made in this process: it sets torch's defaults meanwhile
+        await preparing
     async with (
         _on_a_bus(directory) as bus,
         blob_source(bus, config.actors.weights) as blobs,
@@ -169,7 +171,7 @@ async def _bench(
             timeout_s=publication.broadcast_timeout_s, threads=publication.threads,
         )  # fmt: skip
         await broadcaster.start()
-        learning = await asyncio.wrap_future(preparing)
+        learning = await preparing
         log.info("learner_ready", weights=weights(workload.model))
         serving, stop = PolicyFollower(bus, engine, blobs, from_learner=by_group), asyncio.Event()
         following = asyncio.create_task(serving.run(stop))
