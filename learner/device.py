@@ -66,6 +66,7 @@ class Device:
         try:
             began = time.monotonic()
             ours = await self._yielded(stop)
+            self._on_wait("")
             if ours:
                 self.figures = {"time/waiting_for_device_s": time.monotonic() - began}
                 log.info("device_held", hold=self._hold.name, at_s=time.monotonic())
@@ -100,7 +101,6 @@ class Device:
                 for beat in beats.values():
                     beat.unknown()
             if not missing:
-                self._on_wait("")
                 return True
             names = ", ".join(key.removeprefix(f"{USERS}.") for key in missing)
             self._on_wait(f"waiting for the engines of {names} to free the device")

@@ -65,7 +65,7 @@ async def run(
                     reader=reader, incarnation=incarnation, stop=stop,
                 )  # fmt: skip
                 await guarded(_lead(built.world, learner, stop), renewing)
-        await in_thread(thread, close_world)
+        await in_thread(thread, close_world)  # not after a failure: it would wait for ranks that are gone
         return built.progress if number == 0 else None
 
 

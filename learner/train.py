@@ -222,13 +222,13 @@ class Learner:
         return fetching.result()
 
     def _begin_fetch(self, step: int) -> asyncio.Task[BatchLease]:
-        self._waits["batch"] = ""
         return asyncio.create_task(self._fetch(step), name=f"fetch batch {step}")
 
     async def _fetch(self, step: int) -> BatchLease:
         """Lease the groups of a step, and have every rank fetch its own."""
         version = self.progress.trains_from + step - 1
         lease = await self._reader.lease(step, version, on_wait=partial(self._waits.__setitem__, "batch"))
+        self._waits["batch"] = ""
         await self._world.fetch(lease)
         return lease
 
