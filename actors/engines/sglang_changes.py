@@ -69,9 +69,7 @@ def changes(old: State, new: State) -> Changes | None:
         items = largest_first(new, lambda tensor: tensor.nbytes)
         sparse = threads.map(lambda item: _sparse(old[item[0]], item[1]), items)
         done = dict(zip((name for name, _ in items), sparse, strict=True))
-        found = {
-            name: done[name] for name in new
-        }  # a model gets them in its own order, no two large ones in a row
+        found = {name: done[name] for name in new}  # as the model has them: no two large ones in a row
         written = [new[name] if elements is None else elements.values for name, elements in found.items()]
         if any(threads.map(_has_nan, written)):
             return None
