@@ -32,7 +32,7 @@ from learner.beginning import trainer_at
 from learner.checkpoint import latest_checkpoint, read_extra, save_checkpoint
 from learner.checkpoint_writer import CopyRoom
 from learner.metrics import batch_values, step_values
-from learner.parallel import init_world
+from learner.parallel import close_world, init_world
 from learner.progress import Progress, values_to_save
 from learner.service import Initial, prepare
 from learner.settings import LearnerSettings
@@ -82,6 +82,7 @@ async def run_shadow(
         init_world()
         shadow = Shadow(bus, settings, demonstrations, incarnation, stop)
         await guarded(shadow.run(), renewing)
+        close_world()
         return shadow.progress
 
 

@@ -58,6 +58,7 @@ def in_one_process(patch: pytest.MonkeyPatch) -> None:
     """
     for module in (service, shadow):
         patch.setattr(module, "init_world", lambda *_: None)
+        patch.setattr(module, "close_world", lambda: None)
     patch.setattr(Learner, "_checkpoint", _checkpoint_at_once(Learner._checkpoint))
     patch.setattr(shadow, "POLL_S", 0.02)
     patch.setattr(consume, "POLL_S", 0.1)
