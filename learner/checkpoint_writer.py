@@ -23,11 +23,6 @@ class InProcessWriter(FileSystemWriterAsync):  # type: ignore[misc]  # megatron-
     """Writes this rank's files one after another, each fsynced. What it writes, `stage` copies before."""
 
     @staticmethod
-    def preload_tensors(write_buckets: list[Any], non_blocking: bool = True) -> list[Any]:
-        """Instead of megatron-core's method of this name: return the tensors as they are."""
-        return write_buckets
-
-    @staticmethod
     def write_preloaded_data_multiproc(
         transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: "queue.Queue[Any]"
     ) -> None:
@@ -99,8 +94,7 @@ def stage(request: Any, room: CopyRoom) -> Staged:
     """Copy what `dist_checkpointing.save(..., async_sharded_save=True)` says is to be written."""
     if request.async_fn is None:
         return Staged(lambda: None, [], request.finalize_fns)
-    rank, _, results = request.async_fn_args
-    whole = request.preload_fn()
+    rank, whole, results = request.async_fn_args  # its own way to copy would pin the tensors one by one
     copies = iter(room.copied([tensor for _, _, (_, tensors) in whole for _, tensor in tensors]))
     buckets = [
         (file, key, (objects, [(item, next(copies)) for item, _ in tensors]))
