@@ -25,13 +25,18 @@ _noted: dict[int, _Difference] = {}
 """By the address of the new words, as long as these live."""
 
 
+def worth_it(size_bytes: int, itemsize: int) -> int:
+    """How many changed elements of a tensor may be written alone: each takes a gap and itself."""
+    return int(WORTH_IT * size_bytes / (GAP.itemsize + itemsize))
+
+
 def note(old: Words, new: Words, gaps: Words) -> None:
     """Remember how many words lie between each word that is another one in `new` and the one before it.
 
     Nobody writes to either from now on."""
     if gaps.itemsize > GAP.itemsize:
         return  # few elements far apart: these are found soon
-    if len(gaps) * (GAP.itemsize + new.itemsize) > WORTH_IT * new.nbytes:
+    if len(gaps) > worth_it(new.nbytes, new.itemsize):
         return  # then all are written
     address = new.ctypes.data
     _noted[address] = _Difference(weakref.ref(old), weakref.ref(new), gaps.astype(GAP))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from actors.engines.differences import GAP, WORTH_IT, known
+from actors.engines.differences import GAP, WORTH_IT, known, worth_it
 from actors.engines.in_server import sluice_changes
 from actors.engines.in_server.sluice_changes import CHANGES, GAP_BITS, GAPS, VALUES, WHOLE
 from actors.engines.tensor_files import State, bytes_of, raw
@@ -93,7 +93,7 @@ def _sparse(old: torch.Tensor, new: torch.Tensor) -> _Sparse | None:
     One element goes whole: models fill scalars in, which is not copying."""
     if not new.is_floating_point() or new.numel() < 2:
         return None
-    at_most = int(WORTH_IT * new.nbytes / (GAP.itemsize + new.itemsize))
+    at_most = worth_it(new.nbytes, new.itemsize)
     gaps = known(old, new)
     if gaps is None:
         found = changed_positions(_words(old), _words(new), at_most=at_most)

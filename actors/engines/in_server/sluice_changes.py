@@ -51,18 +51,16 @@ def apply_2(model: Any, named_tensors: Sequence[Named]) -> None:
 def _tensors(file: Any, device: torch.device) -> Iterator[Named]:
     """Those of a file, NaN where nothing changed: one at a time, since each is as large as it is whole."""
     for dtype, entries in json.loads(file.metadata()[CHANGES]).items():
-        gaps, values = file.get_tensor(GAPS + dtype), file.get_tensor(VALUES + dtype)
-        begin = 0
-        for together in _together(entries):
-            counts = [count for _, _, count in together]
-            end = begin + sum(counts)
-            taken = (of_all[begin:end].to(device).split(counts) for of_all in (gaps, values))
-            for (name, shape, _), between, what in zip(together, *taken, strict=True):
+        parts = list(_together(entries))
+        counts = [[count for _, _, count in part] for part in parts]
+        gaps, values = (file.get_tensor(kind + dtype).split([*map(sum, counts)]) for kind in (GAPS, VALUES))
+        for part, each, *on_host in zip(parts, counts, gaps, values, strict=True):
+            taken = (tensor.to(device).split(each) for tensor in on_host)
+            for (name, shape, _), between, what in zip(part, *taken, strict=True):
                 tensor = torch.full(shape, torch.nan, dtype=what.dtype, device=device)
                 tensor.view(-1)[_positions(between)] = what
                 yield name, tensor
                 del tensor  # before there is the next
-            begin = end
     for name in file.keys():  # noqa: SIM118 - it is no mapping
         if name.startswith(WHOLE):
             yield name.removeprefix(WHOLE), file.get_tensor(name).to(device)
@@ -76,11 +74,13 @@ def _positions(gaps: torch.Tensor) -> torch.Tensor:
 def _together(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     """Those of consecutive tensors that come to the device in one copy."""
     together: list[Entry] = []
+    taken = 0
     for entry in entries:
-        if together and sum(count for _, _, count in together) + entry[2] > TAKEN_ELEMENTS:
+        if together and taken + entry[2] > TAKEN_ELEMENTS:
             yield together
-            together = []
+            together, taken = [], 0
         together.append(entry)
+        taken += entry[2]
     if together:
         yield together
 
