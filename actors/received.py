@@ -15,6 +15,7 @@ from bus.messages import DeltaRef, PolicyManifest
 from bus.publish import together
 from storage.blob_sources import BlobSource
 from storage.deltas import apply_delta
+from storage.spare_memory import SpareMemory
 from storage.weights import TORCH_DTYPES, HostTensor, Weights, read_snapshot, spare_threads
 
 log = structlog.get_logger()
@@ -29,6 +30,8 @@ class Receiver:
         self.weights: Weights | None = None
         self._blobs = blobs
         self._incarnation = ""
+        self._spare = SpareMemory()
+        """What the versions before were in: engines keep the last of them until they have the next."""
 
     async def advance(self, manifest: PolicyManifest) -> Weights:
         """The weights that `manifest` announces: from those held where deltas lead there, or from its anchor.
@@ -39,6 +42,7 @@ class Receiver:
         weights = await self._by_deltas(manifest) or await self.anchored(manifest)
         if self.weights is not None:  # what did not change stays where it is: engines have it from there
             weights = weights.sharing(self.weights)
+        self._spare.trim()  # of a version more, or of other tensors
         self.weights, self._incarnation = weights, manifest.incarnation
         return weights
 
@@ -46,7 +50,7 @@ class Receiver:
         """The weights that `manifest` announces, from its anchor. Raises as `advance` does."""
         tail = manifest.since(manifest.anchored_at) or ()
         data = await self._blobs.get(manifest.snapshot)
-        anchor = await _in_threads(partial(read_snapshot, data, manifest.anchored_at))
+        anchor = await _in_threads(partial(read_snapshot, data, manifest.anchored_at, like=self._spare.like))
         return await self._later(anchor, tail)
 
     async def _by_deltas(self, manifest: PolicyManifest) -> Weights | None:
@@ -67,7 +71,7 @@ class Receiver:
         for delta, data in zip(
             chain, await together(self._blobs.get(delta.blob) for delta in chain), strict=True
         ):
-            base = await _in_threads(partial(apply_delta, base, data, note=note))
+            base = await _in_threads(partial(apply_delta, base, data, note=note, like=self._spare.like))
             if base.policy_version != delta.policy_version:
                 raise StorageError(
                     f"the delta to version {delta.policy_version} leads to version {base.policy_version}"

@@ -15,17 +15,28 @@ from functools import partial
 from math import prod
 
 import numpy as np
+import xxhash
 import zstandard
 from numpy.typing import NDArray
 
 from bus.codec import Message, decode, encode
 from bus.errors import SchemaError, StorageError
-from storage.weights import ITEM_BYTES, WORD, HostTensor, Weights, Words, in_order, largest_first
+from storage.weights import (
+    ITEM_BYTES,
+    WORD,
+    HostTensor,
+    NewWords,
+    Weights,
+    Words,
+    in_order,
+    largest_first,
+)
 
+Positions = NDArray[np.int64]
 MAGIC = b"SLUICED1"
 LEVEL = 1
 BLOCK_WORDS = 1 << 20
-"""Compared at a time, so that what comparing makes stays in the cache."""
+"""Compared, moved and hashed at a time, so that they come from memory once."""
 GAP_BYTES = (1, 2, 4)
 MAY_ADD_BYTES = 16 << 20
 """What a delta may add to weights that are smaller than this."""
@@ -114,16 +125,17 @@ def encode_delta(
     return Delta(data, weights, sum(change.changed for change in changes))
 
 
-Note = Callable[[Words, Words, Words], None]
-"""Is told of a tensor the words before and after, and the gaps between those that changed."""
+Note = Callable[[Words, Words, Words, Words], None]
+"""Is told of a tensor the words before and after, the gaps between those that changed, and these alone."""
 
 
 def apply_delta(
-    base: Weights, data: bytes | bytearray, threads: Executor | None = None, note: Note | None = None
-) -> Weights:
+    base: Weights, data: bytes | bytearray, threads: Executor | None = None, *,
+    note: Note | None = None, like: NewWords = np.empty_like,
+) -> Weights:  # fmt: skip
     """What `data` makes of `base`, which stays as it is; tensors that did not change are shared.
 
-    `note` is told of every tensor of which some words changed, on any of the threads.
+    `note` is told of every tensor of which some words changed, and `like` makes room, on any of the threads.
     Takes no more memory than the tensors that changed, and refuses to make `base` more than twice as large.
     Raises `StorageError` when the delta is malformed or for another base, or a result has another digest.
     """
@@ -134,7 +146,8 @@ def apply_delta(
             f"version {base.policy_version} ({base.digest().hex()})"
         )
     _refuse_growth(base, header)
-    changed = list(in_order(threads, partial(_applied, base, note), zip(header.changes, bodies, strict=True)))
+    work, items = partial(_applied, base, note, like), zip(header.changes, bodies, strict=True)
+    changed = list(in_order(threads, work, items))
     names = [change.name for change in header.changes]
     gone = set(header.removed)
     tensors = {name: tensor for name, tensor in base.tensors.items() if name not in gone}
@@ -150,12 +163,11 @@ def apply_delta(
     return result
 
 
-def changed_positions(old: Words, new: Words, *, at_most: int) -> NDArray[np.int64] | None:
+def changed_positions(old: Words, new: Words, *, at_most: int) -> Positions | None:
     """Where two arrays of equally many words differ, ascending; `None` if at more than `at_most`."""
     found, count = [np.zeros(0, np.int64)], 0
-    for start in range(0, len(new), BLOCK_WORDS):
-        block = slice(start, start + BLOCK_WORDS)
-        found.append(np.flatnonzero(old[block] != new[block]) + start)
+    for block in _blocks(new):
+        found.append(np.flatnonzero(old[block] != new[block]) + block.start)
         count += len(found[-1])
         if count > at_most:
             return None
@@ -170,7 +182,7 @@ def _encoded(base: Weights, item: tuple[str, HostTensor]) -> tuple[TensorChange,
     name, new = item
     old = base.tensors.get(name)
     sparse = _sparse(old.words, new.words) if old is not None and old.same_kind(new) else None
-    gaps, words = (None, new.words) if sparse is None else sparse
+    gaps, words, digest = sparse or (None, new.words, new.digest())
     if gaps is not None and not len(gaps):
         return None
     gap_bytes = 0 if gaps is None else gaps.itemsize
@@ -183,22 +195,44 @@ def _encoded(base: Weights, item: tuple[str, HostTensor]) -> tuple[TensorChange,
         changed=len(words),
         gap_bytes=gap_bytes,
         body_bytes=len(body),
-        digest=new.digest(),
+        digest=digest,
     )
     return change, body
 
 
-def _sparse(old: Words, new: Words) -> tuple[Words, Words] | None:
-    """The gaps between changed words, and how far each moved; `None` where all words take less space."""
-    positions = changed_positions(old, new, at_most=new.nbytes // (GAP_BYTES[0] + new.itemsize))
-    if positions is None:
+def _sparse(old: Words, new: Words) -> tuple[Words, Words, bytes] | None:
+    """The gaps between changed words, how far each moved, and the digest of `new`.
+
+    `None` where all words take less space."""
+    compared = _compared(old, new, at_most=new.nbytes // (GAP_BYTES[0] + new.itemsize))
+    if compared is None:
         return None
+    positions, moves, digest = compared
     gaps = np.diff(positions, prepend=-1) - 1
     largest = int(gaps.max(initial=0))
     width = next((width for width in GAP_BYTES if largest < 1 << 8 * width), None)
     if width is None or len(positions) * (width + new.itemsize) >= new.nbytes > 0:
         return None
-    return gaps.astype(WORD[width]), _zigzag(new[positions] - old[positions])
+    return gaps.astype(WORD[width]), _zigzag(moves), digest
+
+
+def _compared(old: Words, new: Words, *, at_most: int) -> tuple[Positions, Words, bytes] | None:
+    """As `changed_positions`, and how far the words there moved, and the digest of `new`."""
+    found, moves, digest, count = [np.zeros(0, np.int64)], [new[:0]], xxhash.xxh3_128(), 0
+    for block in _blocks(new):
+        before, now = old[block], new[block]
+        digest.update(now.data)
+        at = np.flatnonzero(before != now)
+        moves.append(now[at] - before[at])
+        found.append(at + block.start)
+        count += len(at)
+        if count > at_most:
+            return None
+    return np.concatenate(found), np.concatenate(moves), digest.digest()
+
+
+def _blocks(words: Words) -> list[slice]:
+    return [slice(start, start + BLOCK_WORDS) for start in range(0, len(words), BLOCK_WORDS)]
 
 
 def _zigzag(moves: Words) -> Words:
@@ -259,36 +293,50 @@ def _fits(old: HostTensor | None, change: TensorChange) -> bool:
     return old is not None and (old.dtype, old.shape) == (change.dtype, change.shape)
 
 
-def _applied(base: Weights, note: Note | None, item: tuple[TensorChange, memoryview]) -> HostTensor:
+def _applied(
+    base: Weights, note: Note | None, like: NewWords, item: tuple[TensorChange, memoryview]
+) -> HostTensor:
     change, body = item
     content = _decompressed(change, body)
     word = WORD[ITEM_BYTES[change.dtype]]
     words = _joined(content[change.changed * change.gap_bytes :], change.changed, word)
     if change.gap_bytes == 0:
-        return _checked(HostTensor(change.dtype, change.shape, words), change)
+        whole = HostTensor(change.dtype, change.shape, words)
+        _check_digest(whole.digest(), change)
+        return whole
     old = base.tensors.get(change.name)
     if old is None or not _fits(old, change):
         raise StorageError(f"{change.name}: the base has no {change.dtype} {list(change.shape)} to change")
     gaps = _joined(content, change.changed, WORD[change.gap_bytes])
-    result = _checked(_moved(old, change, gaps, _unzigzag(words)), change)
-    if note is not None:
-        note(old.words, result.words, gaps)
-    return result
-
-
-def _checked(result: HostTensor, change: TensorChange) -> HostTensor:
-    if result.digest() != change.digest:
-        raise StorageError(f"{change.name} has not the digest {change.digest.hex()}: the delta is damaged")
-    return result
-
-
-def _moved(old: HostTensor, change: TensorChange, gaps: Words, moves: Words) -> HostTensor:
     positions = np.cumsum(gaps, dtype=np.int64) + np.arange(change.changed)
     if positions[-1] >= len(old.words):
         raise StorageError(f"{change.name}: position {positions[-1]} of {len(old.words)} words")
-    words = old.words.copy()
-    words[positions] += moves
-    return HostTensor(change.dtype, change.shape, words)
+    new = like(old.words)
+    moved, digest = _move(old.words, positions, _unzigzag(words), new)
+    _check_digest(digest, change)
+    if note is not None:
+        note(old.words, new, gaps, moved)
+    return HostTensor(change.dtype, change.shape, new)
+
+
+def _check_digest(digest: bytes, change: TensorChange) -> None:
+    if digest != change.digest:
+        raise StorageError(f"{change.name} has not the digest {change.digest.hex()}: the delta is damaged")
+
+
+def _move(old: Words, positions: Positions, moves: Words, new: Words) -> tuple[Words, bytes]:
+    """Write into `new` the words of `old`, some of them moved; return these, and the digest of `new`."""
+    moved, digest, blocks = np.empty_like(moves), xxhash.xxh3_128(), _blocks(old)
+    ends = np.searchsorted(positions, [block.stop for block in blocks])
+    first = 0
+    for block, end in zip(blocks, ends, strict=True):
+        words, at = new[block], positions[first:end] - block.start
+        words[:] = old[block]
+        words[at] += moves[first:end]
+        moved[first:end] = words[at]
+        digest.update(words.data)
+        first = end
+    return moved, digest.digest()
 
 
 def _decompressed(change: TensorChange, body: memoryview) -> NDArray[np.uint8]:

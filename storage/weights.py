@@ -22,6 +22,8 @@ from bus.errors import StorageError
 T = TypeVar("T")
 U = TypeVar("U")
 Words = NDArray[np.unsignedinteger]
+NewWords = Callable[[Words], Words]
+"""Makes an array of the same size and dtype, with anything in it."""
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2,
     "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
@@ -158,28 +160,35 @@ def write_snapshot(weights: Weights) -> bytes:
     return b"".join([beginning, *(weights.tensors[name].words.data for name in places)])
 
 
-def read_snapshot(data: bytes | bytearray, policy_version: int, threads: Executor | None = None) -> Weights:
-    """The tensors of a safetensors file, copied. Raises `StorageError` when it is malformed."""
+def read_snapshot(
+    data: bytes | bytearray, policy_version: int, threads: Executor | None = None, *,
+    like: NewWords = np.empty_like,
+) -> Weights:  # fmt: skip
+    """The tensors of a safetensors file, copied into room that `like` makes.
+
+    Raises `StorageError` when it is malformed."""
     try:
         [length] = struct.unpack_from("<Q", data)
         if length > min(MAX_HEADER_BYTES, len(data)):
             raise StorageError(f"a snapshot of {len(data)} bytes cannot have a header of {length}")
         header = json.loads(data[8 : 8 + length])
         header.pop("__metadata__", None)
-        copies = in_order(threads, partial(_tensor, data, 8 + length), header.values())
+        copies = in_order(threads, partial(_tensor, data, 8 + length, like), header.values())
         tensors = dict(zip(header, copies, strict=True))
     except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(f"these {len(data)} bytes are no safetensors file: {error!r}") from error
     return Weights.of(policy_version, tensors, threads)
 
 
-def _tensor(data: bytes | bytearray, start: int, entry: Mapping[str, object]) -> HostTensor:
+def _tensor(data: bytes | bytearray, start: int, like: NewWords, entry: Mapping[str, object]) -> HostTensor:
     dtype, shape, offsets = str(entry["dtype"]), entry["shape"], entry["data_offsets"]
     sizes, (begin, end) = whole_numbers(shape), whole_numbers(offsets)
     if end - begin != prod(sizes) * ITEM_BYTES[dtype] or start + end > len(data):
         raise ValueError(f"{dtype} {list(sizes)} at {begin} to {end} of {len(data) - start} bytes")
     words = np.frombuffer(data, WORD[ITEM_BYTES[dtype]], prod(sizes), start + begin)
-    return HostTensor(dtype, sizes, words.copy())
+    copy = like(words)
+    copy[:] = words
+    return HostTensor(dtype, sizes, copy)
 
 
 def whole_numbers(value: object) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ class _Difference(NamedTuple):
     old: "weakref.ref[Words]"
     new: "weakref.ref[Words]"
     gaps: Words
+    values: Words
 
 
 _noted: dict[int, _Difference] = {}
@@ -30,8 +31,8 @@ def worth_it(size_bytes: int, itemsize: int) -> int:
     return int(WORTH_IT * size_bytes / (GAP.itemsize + itemsize))
 
 
-def note(old: Words, new: Words, gaps: Words) -> None:
-    """Remember how many words lie between each word that is another one in `new` and the one before it.
+def note(old: Words, new: Words, gaps: Words, values: Words) -> None:
+    """Remember the words that are others in `new`, and how many lie between each and the one before it.
 
     Nobody writes to either from now on."""
     if gaps.itemsize > GAP.itemsize:
@@ -39,15 +40,18 @@ def note(old: Words, new: Words, gaps: Words) -> None:
     if len(gaps) > worth_it(new.nbytes, new.itemsize):
         return  # then all are written
     address = new.ctypes.data
-    _noted[address] = _Difference(weakref.ref(old), weakref.ref(new), gaps.astype(GAP))
+    _noted[address] = _Difference(weakref.ref(old), weakref.ref(new), gaps.astype(GAP), values)
     weakref.finalize(new, _noted.pop, address, None).atexit = False
 
 
-def known(old: torch.Tensor, new: torch.Tensor) -> Words | None:
-    """The gaps (uint16), where `new` came as what changed in `old`: both lie in the memory of what came."""
+def known(old: torch.Tensor, new: torch.Tensor) -> tuple[Words, Words] | None:
+    """The gaps (uint16) and words, where `new` came as what changed in `old`.
+
+    Both lie in the memory of what came."""
     found = _noted.get(new.data_ptr())
     if found is None or not (old.is_contiguous() and new.is_contiguous()):
         return None
     words = found.old(), found.new()
     at = [(w.ctypes.data, w.nbytes) for w in words if w is not None]
-    return found.gaps if at == [(tensor.data_ptr(), tensor.nbytes) for tensor in (old, new)] else None
+    same = at == [(tensor.data_ptr(), tensor.nbytes) for tensor in (old, new)]
+    return (found.gaps, found.values) if same else None

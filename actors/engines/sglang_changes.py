@@ -94,17 +94,21 @@ def _sparse(old: torch.Tensor, new: torch.Tensor) -> _Sparse | None:
     if not new.is_floating_point() or new.numel() < 2:
         return None
     at_most = worth_it(new.nbytes, new.itemsize)
-    gaps = known(old, new)
-    if gaps is None:
-        found = changed_positions(_words(old), _words(new), at_most=at_most)
-        if found is None:
-            return None
-        gaps = (np.diff(_in_reach(found), prepend=-1) - 1).astype(GAP)
-    if len(gaps) > at_most:
+    found = known(old, new) or _compared(old, new, at_most)
+    if found is None or len(found[0]) > at_most:
         return None
-    positions = np.cumsum(gaps, dtype=np.int64) + np.arange(len(gaps))
-    values = torch.from_numpy(_words(new)[positions].view(np.uint8)).view(new.dtype)
+    gaps, words = found
+    values = torch.from_numpy(words.view(np.uint8)).view(new.dtype)
     return _Sparse(torch.from_numpy(gaps.view(np.int16)), values)
+
+
+def _compared(old: torch.Tensor, new: torch.Tensor, at_most: int) -> tuple[Words, Words] | None:
+    """As `known`, of tensors that came in any way; `None` where more changed."""
+    found = changed_positions(_words(old), _words(new), at_most=at_most)
+    if found is None:
+        return None
+    positions = _in_reach(found)
+    return (np.diff(positions, prepend=-1) - 1).astype(GAP), _words(new)[positions]
 
 
 def _in_reach(positions: Positions) -> Positions:

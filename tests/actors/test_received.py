@@ -173,6 +173,21 @@ async def test_an_embedded_engine_answers_as_the_new_weights_do_after_a_delta(
         await running
 
 
+async def test_versions_come_into_the_memory_of_those_that_nobody_holds(bus, publisher):
+    receiver, held, places = Receiver(Blobs(bus)), {}, []
+    for version in range(6):
+        weights = await receiver.advance(await publish(publisher, version))
+        tensors = torch_tensors(weights.tensors)
+        assert same(tensors, state(version))
+        places.append(tensors["moving"].data_ptr())
+        if version == 1:
+            held = tensors
+        del weights, tensors
+    first, second, _, third, *_ = places
+    assert places == [first, second, first, third, first, third]
+    assert same(held, state(1))
+
+
 async def test_versions_in_between_are_skipped_in_one_update_of_the_engine(bus, publisher, following):
     follower, engine = following
     async with asyncio.timeout(TIMEOUT_S):
