@@ -6,10 +6,11 @@ A snapshot is a safetensors file. `storage/deltas.py` holds what changed between
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from math import prod
 from typing import TypeVar
 
@@ -36,6 +37,8 @@ TORCH_DTYPES = {
 }  # fmt: skip
 """What torch, which is not imported here, calls its dtypes among them."""
 WORD: dict[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+PART_BYTES = 32 << 20
+"""Of a tensor, for one thread. A learner and its actors have the same: digests are of parts."""
 MAX_HEADER_BYTES = 100_000_000
 """As safetensors has it."""
 
@@ -50,9 +53,14 @@ class HostTensor:
     words: Words
     """[elements], contiguous, of the element's size; whoever shares it does not write into it."""
 
-    def digest(self) -> bytes:
-        """xxh3-128 of the elements' bytes."""
-        return xxhash.xxh3_128_digest(self.words.data)
+    @property
+    def parts(self) -> int:
+        """How many it has for threads to work on."""
+        return part_count(len(self.words), self.words.itemsize)
+
+    def part(self, number: int) -> Words:
+        """One of them, in the same memory."""
+        return self.words[part(number, len(self.words), self.words.itemsize)]
 
     def same_kind(self, other: "HostTensor") -> bool:
         """Whether both have the same dtype and shape."""
@@ -61,7 +69,7 @@ class HostTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """One version's tensors by Hugging Face name, each with its digest."""
+    """One version's tensors by Hugging Face name, each with its digest: see `digest_of`."""
 
     policy_version: int
     tensors: Mapping[str, HostTensor]
@@ -72,8 +80,10 @@ class Weights:
         cls, policy_version: int, tensors: Mapping[str, HostTensor], threads: Executor | None = None
     ) -> "Weights":
         """Take the digest of every tensor."""
-        digests = in_order(threads, HostTensor.digest, tensors.values())
-        return cls(policy_version, tensors, dict(zip(tensors, digests, strict=True)))
+        parts = [tensor.part(number) for tensor in tensors.values() for number in range(tensor.parts)]
+        found = in_order(threads, part_digest, parts)
+        digests = {name: digest_of(list(islice(found, tensor.parts))) for name, tensor in tensors.items()}
+        return cls(policy_version, tensors, digests)
 
     @property
     def size_bytes(self) -> int:
@@ -107,6 +117,32 @@ class Weights:
             if same and tensors[name].same_kind(other.tensors[name]):
                 tensors[name] = other.tensors[name]
         return Weights(self.policy_version, tensors, self.digests)
+
+
+def part_words(itemsize: int) -> int:
+    """Elements of each part of a tensor but the last."""
+    return PART_BYTES // itemsize
+
+
+def part_count(words: int, itemsize: int) -> int:
+    """How many parts so many elements have: one at least."""
+    return max(1, -(-words // part_words(itemsize)))
+
+
+def part(number: int, words: int, itemsize: int) -> slice:
+    """Where a part lies among so many elements."""
+    start = number * part_words(itemsize)
+    return slice(start, min(start + part_words(itemsize), words))
+
+
+def part_digest(words: Words) -> bytes:
+    """xxh3-128 of the elements' bytes."""
+    return xxhash.xxh3_128_digest(words.data)
+
+
+def digest_of(parts: Sequence[bytes]) -> bytes:
+    """A tensor's digest, of those of its parts: of several together xxh3-128."""
+    return parts[0] if len(parts) == 1 else xxhash.xxh3_128_digest(b"".join(parts))
 
 
 def in_order(threads: Executor | None, work: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:

@@ -3,11 +3,13 @@
 Engines of this process share the tensors: each would have to compare all of them otherwise."""
 
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from storage.deltas import Moved
 from storage.weights import Words
 
 GAP = np.dtype(np.uint16)
@@ -31,17 +33,32 @@ def worth_it(size_bytes: int, itemsize: int) -> int:
     return int(WORTH_IT * size_bytes / (GAP.itemsize + itemsize))
 
 
-def note(old: Words, new: Words, gaps: Words, values: Words) -> None:
+def note(old: Words, new: Words, moved: Sequence[Moved]) -> None:
     """Remember the words that are others in `new`, and how many lie between each and the one before it.
 
     Nobody writes to either from now on."""
-    if gaps.itemsize > GAP.itemsize:
-        return  # few elements far apart: these are found soon
-    if len(gaps) > worth_it(new.nbytes, new.itemsize):
+    if sum(len(part.gaps) for part in moved) > worth_it(new.nbytes, new.itemsize):
         return  # then all are written
-    address = new.ctypes.data
-    _noted[address] = _Difference(weakref.ref(old), weakref.ref(new), gaps.astype(GAP), values)
+    gaps = _joined(moved)
+    if gaps is None:
+        return
+    address, values = new.ctypes.data, np.concatenate([part.words for part in moved])
+    _noted[address] = _Difference(weakref.ref(old), weakref.ref(new), gaps, values)
     weakref.finalize(new, _noted.pop, address, None).atexit = False
+
+
+def _joined(moved: Sequence[Moved]) -> Words | None:
+    """The gaps of all parts; `None` where one is too wide: few elements far apart are found soon."""
+    joined, last = [], -1
+    for start, gaps, _ in moved:
+        if len(gaps):
+            first = start + int(gaps[0]) - last - 1
+            if max(first, int(gaps.max())) > np.iinfo(GAP).max:
+                return None
+            joined.append(gaps.astype(GAP))
+            joined[-1][0] = first
+            last = start + int(gaps.sum(dtype=np.int64)) + len(gaps) - 1
+    return np.concatenate(joined)
 
 
 def known(old: torch.Tensor, new: torch.Tensor) -> tuple[Words, Words] | None:

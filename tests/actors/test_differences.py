@@ -10,7 +10,8 @@ from actors.engines import differences, sglang_changes
 from actors.engines.differences import known, note
 from actors.engines.sglang_changes import changes
 from actors.received import torch_tensors
-from storage.deltas import apply_delta, encode_delta
+from storage import weights as in_parts
+from storage.deltas import Moved, apply_delta, encode_delta
 from storage.weights import HostTensor, Weights
 
 NAMES = ("q", "k")
@@ -33,7 +34,9 @@ def versions(*, far=False):
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_what_a_delta_said_is_what_comparing_finds(far, monkeypatch):
+@pytest.mark.parametrize("part_bytes", [in_parts.PART_BYTES, 1000, 64])
+def test_what_a_delta_said_is_what_comparing_finds(far, part_bytes, monkeypatch):
+    monkeypatch.setattr(in_parts, "PART_BYTES", part_bytes)
     base, later = versions(far=far)
     old, new = torch_tensors(base.tensors), torch_tensors(later.tensors)
     strangers = {name: tensor.clone() for name, tensor in old.items()}
@@ -78,5 +81,5 @@ def test_what_is_known_goes_with_the_tensors():
 def test_what_no_file_would_have_is_not_noted(gaps, is_noted):
     old, new = torch.zeros(9), torch.ones(9)
     words = old.numpy(), new.numpy()
-    note(*words, gaps, words[1][: len(gaps)])
+    note(*words, [Moved(0, gaps, words[1][: len(gaps)])])
     assert (known(old, new) is not None) is is_noted

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from bus.codec import encode
 from bus.errors import StorageError
-from storage.deltas import MAGIC, DeltaHeader, TensorChange, _parsed, apply_delta, encode_delta
+from storage import weights as in_parts
+from storage.delta_format import MAGIC, DeltaHeader, PartChange, TensorChange, read_delta, write_delta
+from storage.deltas import apply_delta, encode_delta
 from storage.weights import ITEM_BYTES, WORD, HostTensor, Weights, read_snapshot, write_snapshot
 
 NAN = np.array([np.nan, 0.0, -0.0, np.inf], np.float32).view(np.uint32)
@@ -69,12 +70,14 @@ def versions(draw):
 
 
 @settings(max_examples=150, deadline=None)
-@given(versions())
-def test_applying_a_delta_gives_the_new_weights_to_the_bit(pair):
-    before, after = Weights.of(3, pair[0]), Weights.of(4, pair[1])
-    delta = encode_delta(before, 4, after.tensors)
-    assert same(delta.weights, after)
-    assert same(apply_delta(before, delta.data), after)
+@given(versions(), st.sampled_from([in_parts.PART_BYTES, 64, 8]))
+def test_applying_a_delta_gives_the_new_weights_to_the_bit(pair, part_bytes):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(in_parts, "PART_BYTES", part_bytes)
+        before, after = Weights.of(3, pair[0]), Weights.of(4, pair[1])
+        delta = encode_delta(before, 4, after.tensors)
+        assert same(delta.weights, after)
+        assert same(apply_delta(before, delta.data), after)
 
 
 @pytest.mark.parametrize("distance", [1, 255, 256, 257, 65535, 65536, 65537, 1_100_000])
@@ -193,14 +196,15 @@ def test_any_bytes_are_refused_as_a_delta_and_as_a_snapshot(data):
 def forged(base, content, **change):
     """A delta of one tensor "a", as somebody without good intentions would write it."""
     body = zstandard.ZstdCompressor().compress(content)
-    fields = {"name": "a", "dtype": "BF16", "shape": (10,), "body_bytes": len(body), "digest": bytes(16)}
-    header = encode(
-        DeltaHeader(
-            base_version=0, policy_version=1, base_digest=base.digest(), digest=bytes(16), removed=(),
-            changes=(TensorChange(**(fields | change)),),
-        )
+    of_part = {"number": 0, "changed": 1, "gap_bytes": 1, "body_bytes": len(body)}
+    of_part |= {name: change.pop(name) for name in [*change] if name in of_part}
+    fields = {"name": "a", "dtype": "BF16", "shape": (10,), "digest": bytes(16)}
+    fields |= {"parts": (PartChange(**of_part),)} | change
+    header = DeltaHeader(
+        base_version=0, policy_version=1, base_digest=base.digest(), digest=bytes(16), removed=(),
+        changes=(TensorChange(**fields),),
     )  # fmt: skip
-    return MAGIC + len(header).to_bytes(4, "little") + header + body
+    return write_delta(header, [body])
 
 
 @pytest.mark.parametrize(
@@ -215,10 +219,23 @@ def forged(base, content, **change):
         (bytes(33), {"changed": 11, "gap_bytes": 1}, "are no change of"),
         (bytes(3), {"changed": 1, "gap_bytes": 3}, "are no change of"),
         (bytes(3), {"changed": 1, "gap_bytes": 0}, "are no change of"),
-        (bytes(3), {"changed": 1, "gap_bytes": 1, "dtype": "F4"}, "are no change of"),
         (bytes(3), {"changed": -1, "gap_bytes": 1}, "are no change of"),
-        (bytes(8), {"changed": 4, "gap_bytes": 0, "shape": (-2, -2)}, "are no change of"),
-        (b"", {"changed": 1 << 40, "gap_bytes": 0, "shape": (1 << 20, 1 << 20)}, "would add"),
+        (bytes(3), {"dtype": "F4"}, "is no tensor"),
+        (bytes(8), {"changed": 4, "gap_bytes": 0, "shape": (-2, -2)}, "is no tensor"),
+        (bytes(3), {"number": 1}, r"has no parts \[1\]"),
+        (bytes(3), {"number": -1}, r"has no parts \[-1\]"),
+        (bytes(3), {"parts": ()}, r"has no parts \[\]"),
+        (
+            bytes(3),
+            {"parts": 2 * (PartChange(number=0, changed=1, gap_bytes=1, body_bytes=1),)},
+            "has no parts",
+        ),
+        (b"", {"changed": 1 << 24, "gap_bytes": 0, "shape": (1 << 20, 1 << 20)}, "would add"),
+        (
+            bytes(2),
+            {"gap_bytes": 0, "shape": (1 << 24, 0, 1), "changed": 0, "name": "z"},
+            "a body of 2 bytes, not 0",
+        ),
     ],
 )
 def test_forged_deltas_are_refused_with_their_reason(content, change, reason):
@@ -240,14 +257,13 @@ def test_a_small_frame_that_would_unpack_to_a_gigabyte_is_not_opened():
 
 def test_a_tensor_named_twice_is_refused(step):
     before, data = step
-    header, bodies = _parsed(data)
+    header, bodies = read_delta(data)
     twice = DeltaHeader(
         base_version=0, policy_version=1, base_digest=header.base_digest, digest=header.digest, removed=(),
         changes=(header.changes[0], header.changes[0]),
     )  # fmt: skip
-    raw = encode(twice)
     with pytest.raises(StorageError, match="one tensor twice"):
-        apply_delta(before, MAGIC + len(raw).to_bytes(4, "little") + raw + bytes(bodies[0]) * 2)
+        apply_delta(before, write_delta(twice, 2 * [bytes(next(bodies))]))
 
 
 # --- snapshots ---
