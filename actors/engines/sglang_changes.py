@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from actors.engines.differences import GAP, WORTH_IT, known, worth_it
 from actors.engines.in_server import sluice_changes
 from actors.engines.in_server.sluice_changes import CHANGES, GAP_BITS, GAPS, VALUES, WHOLE
+from actors.engines.sglang_facts import own_draft, replicated
 from actors.engines.tensor_files import State, bytes_of, raw
 from storage.deltas import changed_positions
 from storage.weights import WORD, Words, largest_first, spare_threads
@@ -36,9 +37,10 @@ def takes_changes(server: Mapping[str, Any], model_type: str, *, update_sessions
         server: its own settings, as /server_info has them.
         model_type: as config.json has it.
         update_sessions: before and after an update it undoes and redoes what its kernels for experts need."""
-    replicated = int(server.get("dp_size", 1)) > 1 and not server.get("enable_dp_attention")
-    other = ("speculative_algorithm", "quantization", "cpu_offload_gb")  # a draft's are of the same names
-    plain = not (replicated or any(server.get(name) for name in other))
+    drafts = server.get("speculative_algorithm") not in (None, "", "NGRAM")
+    moves_draft = drafts and not own_draft(server)  # it would write them into both, by the same names
+    other = any(server.get(name) for name in ("quantization", "cpu_offload_gb"))
+    plain = not (replicated(server) or moves_draft or other)
     known = model_type in COPYING and (update_sessions or model_type not in EXPERTS)
     return plain and known and APPLY in (server.get("custom_weight_loader") or ())
 

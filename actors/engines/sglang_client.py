@@ -173,6 +173,7 @@ class SglangClient:
                     last = bucket is waiting[-1]
                     body = {
                         "serialized_named_tensors": [_pickled(bucket)] * facts.tensor_ranks,
+                        **_for_policy(facts),
                         **_update(policy_version, flush=flush, last=last),
                     }
                     await self._update("/update_weights_from_tensor", body, timeout_s)
@@ -185,6 +186,7 @@ class SglangClient:
         body = {
             "serialized_named_tensors": [_pickled({"path": path})] * facts.tensor_ranks,
             "load_format": APPLY,
+            **_for_policy(facts),
             **_update(policy_version, flush=flush),
         }
         async with self.updating(facts, timeout_s):
@@ -196,7 +198,7 @@ class SglangClient:
         if not facts.update_sessions:
             yield
             return
-        await self._update("/begin_weight_update", {}, timeout_s)
+        await self._update("/begin_weight_update", _for_policy(facts), timeout_s)
         try:
             yield
         except BaseException:
@@ -254,13 +256,16 @@ class SglangClient:
         """Forget a group."""
         await self._update("/destroy_weights_update_group", {"group_name": name}, SHORT_S)
 
-    async def receive(self, offered: OfferedBucket, *, last: bool, flush: bool, timeout_s: float) -> None:
+    async def receive(
+        self, offered: OfferedBucket, facts: ServerFacts, *, last: bool, flush: bool, timeout_s: float
+    ) -> None:
         """Take the tensors that the learner sends in the group; the last ones set the version."""
         body = {
             "names": offered.names,
             "dtypes": offered.dtypes,
             "shapes": offered.shapes,
             "group_name": offered.group,
+            **(_for_policy(facts) if facts.update_sessions else {}),  # before, no draft model gets them
             **_update(offered.policy_version, flush=flush, last=last),
         }
         await self._update("/update_weights_from_distributed", body, timeout_s)
@@ -366,6 +371,13 @@ def _update(policy_version: int, *, flush: bool, last: bool = True) -> Json:
         "flush_cache": flush and last,
         "abort_all_requests": False,  # in flight they stay
     }
+
+
+def _for_policy(facts: ServerFacts) -> Json:
+    """What keeps tensors from a draft model with weights of its own; any other is to have them too."""
+    if not facts.has_own_draft:
+        return {}
+    return {"selector": "target"} if facts.update_sessions else {"disable_draft_model": True}
 
 
 def _pickled(tensors: Mapping[str, torch.Tensor]) -> str:

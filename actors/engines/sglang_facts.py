@@ -33,3 +33,22 @@ class ServerFacts:
     """`prefill` or `decode` for half of a pair."""
     bootstrap_port: int = 0
     """Where a decode server finds out how to reach a prefill server."""
+
+    @property
+    def has_own_draft(self) -> bool:
+        """Whether updates of the policy must not get to its draft model, or to that of half of a pair."""
+        return any(map(own_draft, self.settings))
+
+
+def own_draft(server: Mapping[str, Any]) -> bool:
+    """Whether its draft model has a checkpoint of its own; else it has a part of the policy's, and moves on.
+
+    Args:
+        server: its own settings, as /server_info has them: the paths are those that it was started with."""
+    path = server.get("speculative_draft_model_path")
+    return bool(server.get("speculative_algorithm") and path) and path != server.get("model_path")
+
+
+def replicated(server: Mapping[str, Any]) -> bool:
+    """Whether it has several copies of the model, which take weights from files only."""
+    return int(server.get("dp_size", 1)) > 1 and not server.get("enable_dp_attention")

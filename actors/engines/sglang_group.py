@@ -78,7 +78,7 @@ class LearnerGroup:
             await published.begin(offer)  # in here: a refusal to update would leave the learner waiting
             for bucket in offer:
                 last = bucket is offer[-1]
-                await client.receive(bucket, last=last, flush=flush, timeout_s=left_s(end_s))
+                await client.receive(bucket, self._facts, last=last, flush=flush, timeout_s=left_s(end_s))
 
     async def leave(self, published: Published, reason: str) -> None:
         """The group failed: have nothing more to do with it, and with any for a while."""

@@ -10,7 +10,7 @@ from actors.config import SglangEngineConfig
 from actors.engines.published import Published
 from actors.engines.sglang_changes import takes_changes
 from actors.engines.sglang_client import SglangClient, TooSlowError, UnreachableError
-from actors.engines.sglang_facts import ServerFacts
+from actors.engines.sglang_facts import ServerFacts, replicated
 from actors.engines.sglang_group import LearnerGroup, Offer
 from actors.engines.sglang_weights import HeldWeights, buckets
 from actors.engines.tensor_files import State
@@ -46,6 +46,12 @@ class Loading:
             raise ConfigError(
                 f"SGLang {self._facts.version} ends with its first update where speculative_algorithm=NGRAM: "
                 "use 0.5.21 or later, or leave that out"
+            )
+        if self._facts.has_own_draft and any(map(replicated, self._facts.settings)):
+            raise ConfigError(
+                "this server has replicas (dp_size) and a draft model of its own: replicas take weights from "
+                "files only, which SGLang has the draft model read too: set actors.fleet.engines instead of "
+                "dp_size, or leave the draft model out"
             )
         if config.update == "group":
             self._group.refuse_unreachable()
@@ -109,7 +115,7 @@ class Loading:
         if config.in_files:  # all outside the pause
             if certain and self._takes_changes:
                 changed = await asyncio.to_thread(self._held.write_changes, state)
-            if changed is None:
+            if changed is None and self._reads_files(config):
                 await asyncio.to_thread(self._held.write, state)
         self._held.keep(state, policy_version)
 
@@ -126,19 +132,22 @@ class Loading:
         flush: bool, end_s: float,
     ) -> None:  # fmt: skip
         client, facts, timeout_s = self._client, self._facts, left_s(end_s)
-        if not config.in_files:
-            parts = buckets(state)
-            await client.load_tensors(parts, policy_version, facts, flush=flush, timeout_s=timeout_s)
-            return
-        if changed is None:
-            directory = self._held.directory
-            await client.load_files(directory, policy_version, flush=flush, timeout_s=timeout_s)
-        else:
+        if changed is not None:
             try:
                 await client.load_changes(changed, policy_version, facts, flush=flush, timeout_s=timeout_s)
             except EngineError as error:  # a fault there ends the server: only its log says more
                 remedy = "actors.engine.update=tensor gives it whole tensors"
                 raise EngineError(f"{error}. It was to write in what changed: {remedy}") from error
+        elif self._reads_files(config):
+            directory = self._held.directory
+            await client.load_files(directory, policy_version, flush=flush, timeout_s=timeout_s)
+        else:
+            parts = buckets(state)
+            await client.load_tensors(parts, policy_version, facts, flush=flush, timeout_s=timeout_s)
+
+    def _reads_files(self, config: SglangEngineConfig) -> bool:
+        """Whether it gets whole tensors in files: of these a draft model takes what has its names, too."""
+        return config.in_files and not self._facts.has_own_draft
 
     async def _has_what_is_held(self) -> bool:
         """Whether the server says that it has the version it was given: it may have been started again."""

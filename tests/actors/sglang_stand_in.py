@@ -44,7 +44,9 @@ class StandIn:
         self.refuses_weights = False
         self.custom_weight_loader: list[str] | None = None
         self.weights: dict[str, torch.Tensor] = {}
-        """What it was given in files, and where its loader is called."""
+        """What it was given in files and in requests, and where its loader is called."""
+        self.updates: list[dict[str, Any]] = []
+        """The bodies of requests that begin an update or carry weights, each with its `path`."""
         self.streams = False
         self.pieces: list[dict[str, object]] = []
         """Said instead of a generation to who wants a stream; then the connection breaks."""
@@ -66,7 +68,9 @@ class StandIn:
         """The bodies of requests to generate."""
         self.tensor_ranks = 1
         self.replicas = 1
-        self.speculation = None
+        self.speculation: str | None = None
+        self.draft: str | None = None
+        """The path of its draft model."""
         self.update_sessions = True
         self.received: dict[str, torch.Tensor] = {}
         """What the learner sent."""
@@ -89,6 +93,8 @@ class StandIn:
         path = request.match_info["path"]
         self.said.append(path)
         body = await request.json() if request.can_read_body else {}
+        if path.startswith(("begin_weight_update", "update_weights_from")):
+            self.updates.append(body | {"path": path})
         match path:
             case "model_info":
                 return web.json_response({"weight_version": self.version, "model_path": "stand-in"})
@@ -98,7 +104,9 @@ class StandIn:
                         "version": "0.5.23",
                         "tp_size": self.tensor_ranks,
                         "dp_size": self.replicas,
+                        "model_path": "stand-in",
                         "speculative_algorithm": self.speculation,
+                        "speculative_draft_model_path": self.draft,
                         "custom_weight_loader": self.custom_weight_loader,
                         "device": "cpu",
                         "incremental_streaming_output": self.streams,
@@ -136,11 +144,14 @@ class StandIn:
         if directory := body.get("model_path"):
             for file in Path(directory).glob("*.safetensors"):
                 self.weights |= load_file(file)
-        elif body.get("load_format") == APPLY:
-            named = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
-            model = Copying(self.weights)
-            apply_2(model, named)
-            self.weights = {name: tensor.detach() for name, tensor in model.state.items()}
+            return
+        named = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+        if body.get("load_format") != APPLY:
+            self.weights |= dict(named)
+            return
+        model = Copying(self.weights)
+        apply_2(model, named)
+        self.weights = {name: tensor.detach() for name, tensor in model.state.items()}
 
     async def _in_group(self, path: str, body: dict[str, object]) -> web.Response:
         name = body["group_name"]

@@ -50,8 +50,36 @@ async def test_drafts_of_ngrams_change_no_log_prob(tmp_path):
                 generation = await engine.generate(request(f"v{version}", prompt, new=96))
                 assert len(generation.token_ids) == 96
                 check(model, generation, prompt, version=version)
+            await takes_changes(engine)
     except ConfigError as refused:
         pytest.skip(str(refused))
+
+
+@pytest.mark.gpu
+async def test_a_draft_model_of_its_own_stays_as_it_is_while_the_policy_moves(tmp_path):
+    first, second = policy(0), policy(1)
+    policy(2, layers=2, intermediate=512).save_pretrained(tmp_path / "draft")
+    drafts = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(tmp_path / "draft"),
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+    }
+    async with serving(tmp_path, first, **drafts) as engine:
+        before = of_draft(await engine.checksums())
+        for version, model in enumerate((first, second)):
+            if version:
+                await engine.load_weights(model.state_dict(), version)
+            generation = await engine.generate(request(f"v{version}", PROMPT, new=96))
+            assert len(generation.token_ids) == 96
+            check(model, generation, PROMPT, version=version)
+        await takes_changes(engine)
+        assert of_draft(await engine.checksums()) == before != {}
+
+
+def of_draft(checksums):
+    return {name: checksum for name, checksum in checksums.items() if name.startswith("draft.")}
 
 
 @pytest.mark.gpu

@@ -162,6 +162,17 @@ async def test_each_version_is_sent_in_one_group_and_labelled(learner, serving):
     await learner.none_is_left()  # the engine said that it left
 
 
+@pytest.mark.parametrize(("sessions", "says"), [(True, ["target"] * 2), (False, [None])])
+async def test_a_draft_model_of_its_own_gets_nothing_of_what_is_sent(learner, serving, sessions, says):
+    async with serving() as (engine, server):
+        server.speculation, server.draft, server.update_sessions = "EAGLE", "/draft", sessions
+        await engine.start()
+        await engine.load_published(learner.announce(3))
+        assert same(server.received, state(3))
+        assert [body.get("selector") for body in server.updates] == says
+        assert not any("disable_draft_model" in body for body in server.updates)
+
+
 @pytest.mark.slow
 async def test_the_memory_of_a_version_that_nobody_needs_any_more_serves_a_later_one(
     learner, serving, monkeypatch

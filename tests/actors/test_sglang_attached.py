@@ -11,7 +11,7 @@ from actors.config import SglangEngineConfig
 from actors.engines.sglang import SglangEngine
 from actors.engines.sglang_changes import APPLY
 from actors.engines.sglang_flights import Flights
-from bus.errors import EngineError
+from bus.errors import ConfigError, EngineError
 from tests.actors.sglang_stand_in import StandIn
 from tests.actors.tiny import request
 
@@ -118,6 +118,50 @@ async def test_a_server_has_what_it_is_to_have_whatever_became_of_it(server, att
 
 async def never(*args, **kwargs):
     await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("update", ["disk", "tensor"])
+@pytest.mark.parametrize(
+    ("sessions", "says"), [(True, {"selector": "target"}), (False, {"disable_draft_model": True})]
+)
+async def test_a_draft_model_of_its_own_gets_no_weights_of_the_policy(server, attach, update, sessions, says):
+    server.update_sessions, server.custom_weight_loader = sessions, [APPLY]
+    server.speculation, server.draft = "STANDALONE", "/draft"
+    engine = attach(update=update)
+    await engine.start()
+    changed = STATE["large"].clone()
+    changed[2, 3] = 7.0
+    await engine.load_weights(STATE, 0)
+    await engine.load_weights({"large": changed}, 1)
+    await engine.close()
+    assert torch.equal(server.weights["large"], changed)
+    begun = ["begin_weight_update"] if sessions else []
+    assert [body["path"] for body in server.updates] == [*begun, "update_weights_from_tensor"] * 2
+    assert all(body.items() >= says.items() for body in server.updates)
+    loaders = [body.get("load_format") for body in server.updates if body["path"] not in begun]
+    assert loaders == [None, APPLY if update == "disk" else None]
+
+
+@pytest.mark.parametrize("update", ["disk", "tensor"])
+@pytest.mark.parametrize("draft", [None, "stand-in"])
+async def test_a_draft_model_of_the_policys_own_checkpoint_gets_its_weights(server, attach, update, draft):
+    server.speculation, server.draft, server.custom_weight_loader = "EAGLE", draft, [APPLY]
+    engine = attach(update=update)
+    await engine.start()
+    await engine.load_weights(STATE, 0)
+    await engine.load_weights({}, 1)
+    await engine.close()
+    begun = ["begin_weight_update"] if update == "tensor" else []
+    assert [body["path"] for body in server.updates] == [*begun, f"update_weights_from_{update}"] * 2
+    assert not any({"selector", "disable_draft_model"} & body.keys() for body in server.updates)
+
+
+async def test_replicas_with_a_draft_model_of_their_own_are_refused(server, attach):
+    server.speculation, server.draft, server.replicas = "EAGLE", "/draft", 2
+    engine = attach()
+    with pytest.raises(ConfigError, match=r"set actors\.fleet\.engines instead of dp_size"):
+        await engine.start()
+    await engine.close()
 
 
 async def test_an_update_that_fails_is_ended_at_the_server(server, attach):

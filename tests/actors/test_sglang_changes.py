@@ -82,6 +82,11 @@ def same_bits(one, other):
 
 
 OURS = {"custom_weight_loader": ["mine.load", APPLY], "dp_size": 1, "quantization": None}
+WITH_DRAFT = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_draft_model_path": "/draft",
+    "model_path": "/policy",
+}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +100,11 @@ OURS = {"custom_weight_loader": ["mine.load", APPLY], "dp_size": 1, "quantizatio
         (OURS | {"custom_weight_loader": ["mine.load"]}, "qwen3", True, False),
         (OURS | {"quantization": "fp8"}, "qwen3", True, False),
         (OURS | {"speculative_algorithm": "EAGLE"}, "qwen3", True, False),
+        (OURS | {"speculative_algorithm": "NGRAM"}, "qwen3", True, True),
+        (OURS | WITH_DRAFT, "qwen3", False, True),
+        (OURS | WITH_DRAFT, "qwen3_moe", False, False),
+        (OURS | WITH_DRAFT | {"model_path": "/draft"}, "qwen3", True, False),
+        (OURS | WITH_DRAFT | {"quantization": "fp8"}, "qwen3", True, False),
         (OURS | {"cpu_offload_gb": 4}, "qwen3", True, False),
         (OURS | {"dp_size": 2}, "qwen3", True, False),
         (OURS | {"dp_size": 2, "enable_dp_attention": True}, "qwen3", True, True),

@@ -137,6 +137,20 @@ async def test_either_server_that_does_not_take_weights_fails_the_pair(servers, 
     await engine.close()
 
 
+async def test_draft_models_of_their_own_get_no_weights_of_the_policy(servers, attach):
+    for server in servers:
+        server.speculation, server.draft = "EAGLE", "/draft"
+    engine = attach()
+    await engine.start()
+    await engine.load_weights(STATE, 0)
+    await engine.close()
+    for server in servers:
+        assert [(body["path"], body["selector"]) for body in server.updates] == [
+            ("begin_weight_update", "target"),
+            ("update_weights_from_tensor", "target"),
+        ]
+
+
 async def test_servers_that_are_no_pair_are_refused(servers, attach):
     prefill, decode = servers
     for role, says in (("null", "is no prefill server of a pair"), ("decode", "is no prefill server")):

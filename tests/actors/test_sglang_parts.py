@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from actors.config import SglangEngineConfig
 from actors.engines import sglang_weights
 from actors.engines.sglang_answers import read_answer
+from actors.engines.sglang_facts import ServerFacts
 from actors.engines.sglang_launcher import _flags
 from actors.engines.sglang_settings import base_gpu_id, server_environment, server_settings
 from actors.engines.sglang_weights import HeldWeights, buckets
@@ -348,6 +349,27 @@ def test_settings_that_serve_rollouts_pass_to_the_server(model_dir):
     own = SglangEngineConfig(server={**chosen, "speculative_draft_load_format": "dummy"})
     format_ = server_settings(own, model_dir, host="h", port=1, number=0)["speculative_draft_load_format"]
     assert format_ == "dummy"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "own"),
+    [
+        ("EAGLE", "/draft", True),
+        ("EAGLE", "/policy", False),
+        ("NEXTN", None, False),
+        ("NGRAM", None, False),
+        (None, "/draft", False),
+    ],
+)
+def test_a_draft_model_of_another_checkpoint_than_the_policys_is_its_own(algorithm, draft, own):
+    plain = {"model_path": "/policy", "speculative_algorithm": None, "speculative_draft_model_path": None}
+    server = plain | {"speculative_algorithm": algorithm, "speculative_draft_model_path": draft}
+    for settings in ((server,), (server, plain), (plain, server)):
+        facts = ServerFacts(
+            version="0.5.23", model="/policy", update_sessions=True, reports_spans=True,
+            returns_experts=False, streams=True, tensor_ranks=1, settings=settings,
+        )  # fmt: skip
+        assert facts.has_own_draft is own
 
 
 def test_replicas_of_one_server_have_gpus_of_their_own():
