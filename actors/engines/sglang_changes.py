@@ -3,8 +3,8 @@
 Of an update by Adam at a learning rate of 1e-6 that is a hundredth of all."""
 
 import json
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from storage.weights import WORD, Words, largest_first, spare_threads
 
 APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply_2.__name__}"
 """As SGLang names it among its custom weight loaders. Another form of the file is another name."""
+CHECKED_ELEMENTS = 1 << 22
+"""That a thread looks at for a NaN at a time."""
 Positions = NDArray[np.int64]
 COPYING = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Model types of which SGLang copies what it loads, by its source: others might compute something of it."""
@@ -68,49 +70,56 @@ def changes(old: State, new: State) -> Changes | None:
 
     `None` where writing all of `new` is as good, or is the only way: a NaN cannot be told from no change."""
     with ThreadPoolExecutor(spare_threads(), "changes") as threads:
-        items = largest_first(new, lambda tensor: tensor.nbytes)
-        sparse = threads.map(lambda item: _sparse(old[item[0]], item[1]), items)
-        done = dict(zip((name for name, _ in items), sparse, strict=True))
-        found = {name: done[name] for name in new}  # as the model has them: no two large ones in a row
-        written = [new[name] if elements is None else elements.values for name, elements in found.items()]
-        if any(threads.map(_has_nan, written)):
+        found = _differences(old, new, threads)
+        tensors = {WHOLE + name: new[name] for name, elements in found.items() if elements is None}
+        told = {}
+        for dtype in {tensor.dtype for tensor in new.values()}:
+            kind = str(dtype).removeprefix("torch.")
+            of_dtype = {name: s for name, s in found.items() if s is not None and s.values.dtype == dtype}
+            if of_dtype:
+                told[kind] = [[name, list(new[name].shape), len(s.gaps)] for name, s in of_dtype.items()]
+                tensors[GAPS + kind] = _joined([elements.gaps for elements in of_dtype.values()])
+                tensors[VALUES + kind] = _joined([elements.values for elements in of_dtype.values()])
+        if bytes_of(tensors) > WORTH_IT * bytes_of(new):
             return None
-    tensors = {WHOLE + name: new[name] for name, elements in found.items() if elements is None}
-    told = {}
-    for dtype in {tensor.dtype for tensor in new.values()}:
-        kind = str(dtype).removeprefix("torch.")
-        of_dtype = {name: s for name, s in found.items() if s is not None and s.values.dtype == dtype}
-        if of_dtype:
-            told[kind] = [[name, list(new[name].shape), len(s.gaps)] for name, s in of_dtype.items()]
-            tensors[GAPS + kind] = _joined([elements.gaps for elements in of_dtype.values()])
-            tensors[VALUES + kind] = _joined([elements.values for elements in of_dtype.values()])
-    if bytes_of(tensors) > WORTH_IT * bytes_of(new):
-        return None
+        if any(threads.map(_has_nan, _parts(tensors.values()))):
+            return None
     return Changes(tensors, {CHANGES: json.dumps(told)})
 
 
-def _sparse(old: torch.Tensor, new: torch.Tensor) -> _Sparse | None:
-    """The elements whose bits changed, `None` for a tensor that goes whole.
+def _differences(old: State, new: State, threads: Executor) -> dict[str, _Sparse | None]:
+    """The elements whose bits changed, in the order of `new`; `None` for a tensor that goes whole."""
+    found = {name: _sparse(known(old[name], tensor), tensor) for name, tensor in new.items()}
+    untold = largest_first({name: new[name] for name in new if found[name] is None}, lambda t: t.nbytes)
+    compared = threads.map(lambda item: _sparse(_compared(old[item[0]], item[1]), item[1]), untold)
+    return found | dict(zip((name for name, _ in untold), compared, strict=True))
+
+
+def _sparse(found: tuple[Words, Words] | None, new: torch.Tensor) -> _Sparse | None:
+    """What was found of a tensor, gaps and elements, unless it goes whole.
 
     One element goes whole: models fill scalars in, which is not copying."""
-    if not new.is_floating_point() or new.numel() < 2:
-        return None
-    at_most = worth_it(new.nbytes, new.itemsize)
-    found = known(old, new) or _compared(old, new, at_most)
-    if found is None or len(found[0]) > at_most:
+    if found is None or _goes_whole(new) or len(found[0]) > worth_it(new.nbytes, new.itemsize):
         return None
     gaps, words = found
     values = torch.from_numpy(words.view(np.uint8)).view(new.dtype)
     return _Sparse(torch.from_numpy(gaps.view(np.int16)), values)
 
 
-def _compared(old: torch.Tensor, new: torch.Tensor, at_most: int) -> tuple[Words, Words] | None:
-    """As `known`, of tensors that came in any way; `None` where more changed."""
+def _compared(old: torch.Tensor, new: torch.Tensor) -> tuple[Words, Words] | None:
+    """As `known`, of tensors that came in any way; `None` where more changed than may be written alone."""
+    if _goes_whole(new):
+        return None
+    at_most = worth_it(new.nbytes, new.itemsize)
     found = changed_positions(_words(old), _words(new), at_most=at_most)
     if found is None:
         return None
     positions = _in_reach(found)
     return (np.diff(positions, prepend=-1) - 1).astype(GAP), _words(new)[positions]
+
+
+def _goes_whole(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or tensor.numel() < 2
 
 
 def _in_reach(positions: Positions) -> Positions:
@@ -122,13 +131,16 @@ def _in_reach(positions: Positions) -> Positions:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As torch.cat, which takes five times as long: numpy asks the system for large pages."""
-    filled = [raw(tensor).numpy() for tensor in tensors if tensor.numel()]
-    return (
-        torch.from_numpy(np.concatenate(filled)).view(tensors[0].dtype)
-        if filled
-        else torch.cat(list(tensors))
-    )
+    """One after the other, in memory that numpy makes: it asks the system for large pages, torch does not."""
+    elements, dtype = sum(map(len, tensors)), tensors[0].dtype
+    room = torch.from_numpy(np.empty(elements, f"i{dtype.itemsize}")).view(dtype) if elements else None
+    return torch.cat(list(tensors), out=room)
+
+
+def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        yield from (flat[start : start + CHECKED_ELEMENTS] for start in range(0, len(flat), CHECKED_ELEMENTS))
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
