@@ -42,6 +42,7 @@ from learner.parallel import close_world, device, init_world
 from learner.publish import WeightPublisher
 from storage.blob_sources import BlobSource, blob_source
 from storage.blob_stores import BlobStore, blob_store
+from storage.pace import brisk
 
 log = structlog.get_logger()
 RUN = "bench"
@@ -175,9 +176,10 @@ async def _bench(
         log.info("learner_ready", weights=weights(workload.model))
         serving, stop = PolicyFollower(bus, engine, blobs, from_learner=by_group), asyncio.Event()
         following = asyncio.create_task(serving.run(stop))
-        measured = await _train_and_publish(
-            learning, publisher, Following(serving, following), engine, versions
-        )
+        with brisk():  # as a learner and actors are
+            measured = await _train_and_publish(
+                learning, publisher, Following(serving, following), engine, versions
+            )
         stop.set()
         await following
         absolute = await _transport_figures(store, blobs, publisher)

@@ -35,6 +35,7 @@ from learner.warmup import Demonstrations
 from learner.world import World
 from storage.files import one_at_a_time
 from storage.generators import load_demonstrations
+from storage.pace import brisk
 from storage.reader import ReplayReader
 
 log = structlog.get_logger()
@@ -71,7 +72,8 @@ async def run(
 
 async def _lead(world: World, learner: Learner, stop: asyncio.Event) -> None:
     async with world.led(stop):
-        await learner.run()
+        with brisk():
+            await learner.run()
 
 
 async def _follow(bus: Bus, built: "Built", number: int) -> None:
@@ -82,7 +84,8 @@ async def _follow(bus: Bus, built: "Built", number: int) -> None:
             bus, source=f"learner rank {number}", role="rank", look=lambda: (phrase, {}), stop=ended
         )
         tasks.create_task(status)
-        await built.world.follow()
+        with brisk():
+            await built.world.follow()
         ended.set()
 
 
