@@ -35,7 +35,7 @@ from bus.messages import AnchorWanted, PolicyManifest
 from bus.status import report_status
 from bus.waiting import set_within
 from storage.blob_sources import blob_source
-from storage.pace import brisk
+from storage.pace import few_collections
 
 log = structlog.get_logger()
 NOTHING_ANNOUNCED = AnchorWanted(incarnation="", policy_version=-1, reason="no policy is announced")
@@ -113,7 +113,7 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
                 actor=actor_name(),
                 colocated=settings.colocation.enabled,
             )
-            open_parts.enter_context(brisk())
+            open_parts.enter_context(few_collections())
             actor = _Actor(bus, engine, follower, worker, evaluator, desk)
             await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
         finally:

@@ -42,7 +42,7 @@ from learner.parallel import close_world, device, init_world
 from learner.publish import WeightPublisher
 from storage.blob_sources import BlobSource, blob_source
 from storage.blob_stores import BlobStore, blob_store
-from storage.pace import brisk
+from storage.pace import few_collections
 
 log = structlog.get_logger()
 RUN = "bench"
@@ -176,7 +176,7 @@ async def _bench(
         log.info("learner_ready", weights=weights(workload.model))
         serving, stop = PolicyFollower(bus, engine, blobs, from_learner=by_group), asyncio.Event()
         following = asyncio.create_task(serving.run(stop))
-        with brisk():  # as a learner and actors are
+        with few_collections():  # as a learner and actors are
             measured = await _train_and_publish(
                 learning, publisher, Following(serving, following), engine, versions
             )

@@ -35,7 +35,7 @@ from learner.warmup import Demonstrations
 from learner.world import World
 from storage.files import one_at_a_time
 from storage.generators import load_demonstrations
-from storage.pace import brisk
+from storage.pace import few_collections
 from storage.reader import ReplayReader
 
 log = structlog.get_logger()
@@ -72,7 +72,7 @@ async def run(
 
 async def _lead(world: World, learner: Learner, stop: asyncio.Event) -> None:
     async with world.led(stop):
-        with brisk():
+        with few_collections():
             await learner.run()
 
 
@@ -84,7 +84,7 @@ async def _follow(bus: Bus, built: "Built", number: int) -> None:
             bus, source=f"learner rank {number}", role="rank", look=lambda: (phrase, {}), stop=ended
         )
         tasks.create_task(status)
-        with brisk():
+        with few_collections():
             await built.world.follow()
         ended.set()
 

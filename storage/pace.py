@@ -1,4 +1,4 @@
-"""What a whole process sets so that its threads work beside its event loop: the GIL, collections, memory."""
+"""What a whole process sets so that it stores quickly while it receives: the GIL, collections, memory."""
 
 import ctypes
 import gc
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 SWITCH_INTERVAL_S = 0.0002
 """A thread that releases the GIL gets it back only after this from a busy one; an append releases it some
-twenty times, a large delta some ten thousand times, and Python's default is 5 ms."""
+twenty times, and Python's default is 5 ms. Not for many threads: those that wait all wake so often."""
 KEPT_BYTES = 64 << 20
 """Memory that was freed and is kept for what comes next: about what one batch of messages takes."""
 COLLECT_EVERY = 20_000
@@ -19,12 +19,11 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
 
 @contextmanager
-def brisk() -> Iterator[None]:
-    """While inside, threads of this process take turns soon, and collections look at what is new only.
+def few_collections() -> Iterator[None]:
+    """While inside, garbage is looked for among what is new only, and seldom.
 
     To look at all that torch and transformers consist of stops a process for half a second."""
-    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY, *thresholds[1:])
     try:
@@ -32,15 +31,19 @@ def brisk() -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
-        sys.setswitchinterval(interval)
 
 
 @contextmanager
 def paced() -> Iterator[None]:
-    """As `brisk`, and memory that was freed is kept for what comes next; that stays so."""
+    """All of it, while inside; what was kept of the memory stays kept."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     _keep_memory()
-    with brisk():
-        yield
+    try:
+        with few_collections():
+            yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def _keep_memory() -> None:

@@ -25,6 +25,10 @@ APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply_2.__
 CHECKED_ELEMENTS = 1 << 22
 """That a thread looks at for a NaN at a time."""
 Positions = NDArray[np.int64]
+Found = tuple[Words, Words]
+"""Of a tensor gaps (uint16 [N], as `sluice_changes.GAPS` has them) and the elements themselves (words [N]).
+
+By numpy: torch lets go of the interpreter in every step, and waits for a busy event loop then."""
 COPYING = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Model types of which SGLang copies what it loads, by its source: others might compute something of it."""
 EXPERTS = ("mixtral", "qwen3_moe")
@@ -55,31 +59,23 @@ class Changes:
     metadata: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sparse:
-    """Elements of one tensor."""
-
-    gaps: torch.Tensor
-    """int16 [N], as `sluice_changes.GAPS` has them."""
-    values: torch.Tensor
-    """[N], as they are now."""
-
-
 def changes(old: State, new: State) -> Changes | None:
     """What makes `new` of `old`, which has all of its tensors with the same shapes and dtypes.
 
     `None` where writing all of `new` is as good, or is the only way: a NaN cannot be told from no change."""
     with ThreadPoolExecutor(spare_threads(), "changes") as threads:
         found = _differences(old, new, threads)
-        tensors = {WHOLE + name: new[name] for name, elements in found.items() if elements is None}
+        tensors = {WHOLE + name: new[name] for name in new if name not in found}
         told = {}
         for dtype in {tensor.dtype for tensor in new.values()}:
             kind = str(dtype).removeprefix("torch.")
-            of_dtype = {name: s for name, s in found.items() if s is not None and s.values.dtype == dtype}
+            of_dtype = {name: parts for name, parts in found.items() if new[name].dtype == dtype}
             if of_dtype:
-                told[kind] = [[name, list(new[name].shape), len(s.gaps)] for name, s in of_dtype.items()]
-                tensors[GAPS + kind] = _joined([elements.gaps for elements in of_dtype.values()])
-                tensors[VALUES + kind] = _joined([elements.values for elements in of_dtype.values()])
+                told[kind] = [
+                    [name, list(new[name].shape), len(gaps)] for name, (gaps, _) in of_dtype.items()
+                ]
+                tensors[GAPS + kind] = _joined([gaps for gaps, _ in of_dtype.values()], torch.int16)
+                tensors[VALUES + kind] = _joined([words for _, words in of_dtype.values()], dtype)
         if bytes_of(tensors) > WORTH_IT * bytes_of(new):
             return None
         if any(threads.map(_has_nan, _parts(tensors.values()))):
@@ -87,26 +83,19 @@ def changes(old: State, new: State) -> Changes | None:
     return Changes(tensors, {CHANGES: json.dumps(told)})
 
 
-def _differences(old: State, new: State, threads: Executor) -> dict[str, _Sparse | None]:
-    """The elements whose bits changed, in the order of `new`; `None` for a tensor that goes whole."""
-    found = {name: _sparse(known(old[name], tensor), tensor) for name, tensor in new.items()}
+def _differences(old: State, new: State, threads: Executor) -> dict[str, Found]:
+    """What changed, in the order of `new`, but for tensors that go whole."""
+    found = {name: None if _goes_whole(tensor) else known(old[name], tensor) for name, tensor in new.items()}
     untold = largest_first({name: new[name] for name in new if found[name] is None}, lambda t: t.nbytes)
-    compared = threads.map(lambda item: _sparse(_compared(old[item[0]], item[1]), item[1]), untold)
-    return found | dict(zip((name for name, _ in untold), compared, strict=True))
+    found |= threads.map(lambda item: (item[0], _compared(old[item[0]], item[1])), untold)
+    return {
+        name: parts
+        for name, parts in found.items()
+        if parts is not None and len(parts[0]) <= worth_it(new[name].nbytes, new[name].itemsize)
+    }
 
 
-def _sparse(found: tuple[Words, Words] | None, new: torch.Tensor) -> _Sparse | None:
-    """What was found of a tensor, gaps and elements, unless it goes whole.
-
-    One element goes whole: models fill scalars in, which is not copying."""
-    if found is None or _goes_whole(new) or len(found[0]) > worth_it(new.nbytes, new.itemsize):
-        return None
-    gaps, words = found
-    values = torch.from_numpy(words.view(np.uint8)).view(new.dtype)
-    return _Sparse(torch.from_numpy(gaps.view(np.int16)), values)
-
-
-def _compared(old: torch.Tensor, new: torch.Tensor) -> tuple[Words, Words] | None:
+def _compared(old: torch.Tensor, new: torch.Tensor) -> Found | None:
     """As `known`, of tensors that came in any way; `None` where more changed than may be written alone."""
     if _goes_whole(new):
         return None
@@ -119,7 +108,8 @@ def _compared(old: torch.Tensor, new: torch.Tensor) -> tuple[Words, Words] | Non
 
 
 def _goes_whole(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or tensor.numel() < 2
+    """One element does: models fill scalars in, which is not copying."""
+    return not tensor.dtype.is_floating_point or tensor.numel() < 2
 
 
 def _in_reach(positions: Positions) -> Positions:
@@ -130,11 +120,14 @@ def _in_reach(positions: Positions) -> Positions:
     return np.sort(np.concatenate([positions, *between])) if between else positions
 
 
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One after the other, in memory that numpy makes: it asks the system for large pages, torch does not."""
-    elements, dtype = sum(map(len, tensors)), tensors[0].dtype
-    room = torch.from_numpy(np.empty(elements, f"i{dtype.itemsize}")).view(dtype) if elements else None
-    return torch.cat(list(tensors), out=room)
+def _joined(arrays: Sequence[Words], dtype: torch.dtype) -> torch.Tensor:
+    """One after the other, as elements of `dtype`.
+
+    In memory that numpy makes, since it asks the system for large pages, but by torch, in one step."""
+    kind = f"i{dtype.itemsize}"
+    room = torch.from_numpy(np.empty(sum(map(len, arrays)), kind))
+    torch.cat([torch.from_numpy(array.view(kind)) for array in arrays], out=room)
+    return room.view(dtype)
 
 
 def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -25,7 +25,8 @@ def write_tensors(path: Path, state: State, metadata: Mapping[str, str] = FROM_T
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """Its bytes on the host, uint8 [bytes]; the same memory where it lies there in one piece."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8)
 
 
 def bytes_of(state: State) -> int:
