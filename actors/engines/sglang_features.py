@@ -45,10 +45,16 @@ def refuse_unfit(config: SglangEngineConfig, given: Settings, device: str) -> No
 
 
 def added(given: Settings) -> dict[str, SglangSetting]:
-    """Settings that follow from the user's: a draft model is read from its files, the policy comes later."""
-    if "speculative_draft_model_path" in given and "speculative_draft_load_format" not in given:
-        return {"speculative_draft_load_format": "auto"}
-    return {}
+    """Settings that follow from the user's: a draft model is read from its files, the policy comes later.
+
+    Where the server leaves its device, as with colocation, it keeps the draft: nobody sends that again."""
+    if "speculative_draft_model_path" not in given:
+        return {}
+    leaves = is_on(given.get("enable_memory_saver"))
+    return {
+        "speculative_draft_load_format": "auto",
+        **({"enable_draft_weights_cpu_backup": True} if leaves else {}),
+    }
 
 
 def replicas(given: Settings) -> int:

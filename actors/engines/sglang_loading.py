@@ -98,8 +98,10 @@ class Loading:
             await self.taken()
 
     async def taken(self) -> None:
-        """The server has read what it was given: the files go, and their pages back to the system."""
-        await asyncio.to_thread(self._held.drop)
+        """The server has read what it was given: the files go, and their pages back to the system.
+
+        They alone, though a caller that is cancelled may have the next written meanwhile."""
+        await asyncio.to_thread(self._held.drop, self._held.files)
 
     async def close(self) -> None:
         """Leave the learner's group."""

@@ -5,7 +5,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +45,12 @@ class HeldWeights:
         self.policy_version = -1
         """Of the tensors; -1 when there are none yet."""
         self._tensors: dict[str, torch.Tensor] = {}
+        self._writes = 0
+
+    @property
+    def files(self) -> list[Path]:
+        """Those that are there; none that is written later has the name of one of them."""
+        return sorted(self.directory.glob("*.safetensors"))
 
     @property
     def tensors(self) -> State:
@@ -66,9 +72,8 @@ class HeldWeights:
         if unknown := [name for name, tensor in state.items() if tensor.dtype not in NAMES]:
             dtype = state[unknown[0]].dtype
             raise EngineError(f"tensor {unknown[0]} is {dtype}, which no safetensors file can hold")
-        self.drop()
         parts = list(buckets(state, FILE_BYTES))
-        paths = [self.directory / f"model-{number:05}.safetensors" for number in range(len(parts))]
+        paths = self._anew(*(f"model-{number:05}" for number in range(len(parts))))
         with self._room_for(state), ThreadPoolExecutor(spare_threads(), "write") as threads:
             list(threads.map(write_tensors, paths, parts))
         return self.directory
@@ -82,16 +87,21 @@ class HeldWeights:
         found = changes(self._tensors, state)
         if found is None:
             return None
-        self.drop()
-        path = self.directory / "changes.safetensors"
+        [path] = self._anew("changes")
         with self._room_for(found.tensors):
             write_tensors(path, found.tensors, found.metadata)
         return path
 
-    def drop(self) -> None:
-        """Remove the files, which were read; a server that still has them mapped keeps their pages."""
-        for file in self.directory.glob("*.safetensors"):
+    def drop(self, files: Iterable[Path]) -> None:
+        """Remove files, which were read; a server that still has them mapped keeps their pages."""
+        for file in files:
             file.unlink(missing_ok=True)
+
+    def _anew(self, *names: str) -> list[Path]:
+        """Paths of new files; those that are there go."""
+        self.drop(self.files)
+        self._writes += 1
+        return [self.directory / f"{name}-{self._writes}.safetensors" for name in names]
 
     def smallest(self) -> State:
         """The tensor of the fewest bytes. Raises `EngineError` when none is held."""
@@ -117,7 +127,7 @@ class HeldWeights:
         try:
             yield
         except OSError as error:
-            self.drop()
+            self.drop(self.files)
             raise ConfigError(
                 f"no room for {bytes_of(state):,} bytes of weights in {self.directory} ({error.strerror}): "
                 "name a larger place with actors.engine.weights_directory"

@@ -122,7 +122,7 @@ def test_a_file_holds_what_is_to_be_read_until_it_was_read(held):
     assert held.write(STATE) == held.directory
     [written] = in_files(held)
     assert same(written, STATE)
-    held.drop()
+    held.drop(held.files)
     assert in_files(held) == []
     changed = {"b": torch.zeros(5, dtype=torch.bfloat16)}
     held.keep(changed, 1)
@@ -138,6 +138,15 @@ def test_a_file_that_a_server_has_mapped_is_not_written_into(held):
     [mapped] = in_files(held)
     held.write({"a": torch.zeros(2, 3)})
     assert same(mapped, STATE)
+
+
+def test_files_that_were_read_go_and_those_written_since_stay(held):
+    held.write(STATE)
+    read = held.files
+    held.write({"c": STATE["c"]})
+    held.drop(read)
+    [written] = in_files(held)
+    assert same(written, {"c": STATE["c"]})
 
 
 def test_much_is_written_as_several_files_and_none_of_those_before_stays(held, monkeypatch):
@@ -345,7 +354,10 @@ def test_settings_that_serve_rollouts_pass_to_the_server(model_dir):
     settings = server_settings(config, model_dir, host="h", port=1, number=1)
     assert settings.items() >= chosen.items()
     assert settings["speculative_draft_load_format"] == "auto", "the policy's own weights come later"
+    assert "enable_draft_weights_cpu_backup" not in settings
     assert settings["base_gpu_id"] == 4
+    leaving = SglangEngineConfig(server={**chosen, "enable_memory_saver": True})
+    assert server_settings(leaving, model_dir, host="h", port=1, number=0)["enable_draft_weights_cpu_backup"]
     own = SglangEngineConfig(server={**chosen, "speculative_draft_load_format": "dummy"})
     format_ = server_settings(own, model_dir, host="h", port=1, number=0)["speculative_draft_load_format"]
     assert format_ == "dummy"
