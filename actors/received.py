@@ -39,10 +39,12 @@ class Receiver:
         All of it is verified before any of it is visible. Raises `BusError` or `StorageError` when neither
         way leads there; what was held stays.
         """
-        weights = await self._by_deltas(manifest) or await self.anchored(manifest)
+        try:
+            weights = await self._by_deltas(manifest) or await self.anchored(manifest)
+        finally:
+            self._spare.trim()  # of a version more, or of other tensors
         if self.weights is not None:  # what did not change stays where it is: engines have it from there
             weights = weights.sharing(self.weights)
-        self._spare.trim()  # of a version more, or of other tensors
         self.weights, self._incarnation = weights, manifest.incarnation
         return weights
 

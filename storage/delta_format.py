@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bus.codec import Message, decode, encode
 from bus.errors import SchemaError, StorageError
-from storage.weights import ITEM_BYTES, WORD, Words, part, part_count
+from storage.weights import ITEM_BYTES, WORD, Words, part_count, place_of
 
 MAGIC = b"SLUICED2"
 LEVEL = 1
@@ -55,7 +55,7 @@ class TensorChange(Message, tag="tensor_change"):
     parts: tuple[PartChange, ...]
     """Those that changed, ascending."""
     digest: bytes
-    """Of the tensor that results, see `storage.weights.digest_of`."""
+    """Of the tensor that results, see `storage.weights.whole_digest`."""
 
     def check(self) -> None:
         """Refuse what cannot describe a tensor."""
@@ -67,7 +67,7 @@ class TensorChange(Message, tag="tensor_change"):
         if not in_range or numbers != sorted(set(numbers)):
             raise SchemaError(f"{self.name}: {self.dtype} {list(self.shape)} has no parts {numbers}")
         for change in self.parts:
-            place = part(change.number, words, itemsize)
+            place = place_of(change.number, words, itemsize)
             if not change.describes(place.stop - place.start):
                 raise SchemaError(
                     f"{self.name}: {change.changed} changed words with gaps of {change.gap_bytes} bytes "
@@ -128,14 +128,14 @@ def pack_moves(gaps: Words, moves: Words) -> bytes:
 
 def unpack_whole(change: PartChange, body: memoryview, word: type[np.unsignedinteger]) -> Words:
     """The words of such a part. Raises `StorageError` for a body that is damaged, or of another size."""
-    return _joined(_content(change, body, word().itemsize), change.changed, word)
+    return _from_planes(_content(change, body, word().itemsize), change.changed, word)
 
 
 def unpack_moves(change: PartChange, body: memoryview, word: type[np.unsignedinteger]) -> tuple[Words, Words]:
     """The gaps and moves of such a part. Raises `StorageError` as `unpack_whole` does."""
     content = _content(change, body, word().itemsize)
-    moves = _joined(content[change.changed * change.gap_bytes :], change.changed, word)
-    return _joined(content, change.changed, WORD[change.gap_bytes]), _unzigzag(moves)
+    moves = _from_planes(content[change.changed * change.gap_bytes :], change.changed, word)
+    return _from_planes(content, change.changed, WORD[change.gap_bytes]), _unzigzag(moves)
 
 
 def _zigzag(moves: Words) -> Words:
@@ -156,7 +156,7 @@ def _planes(words: Words) -> NDArray[np.uint8]:
     return words.astype(order, copy=False).view(np.uint8).reshape(-1, words.itemsize).T.ravel()
 
 
-def _joined(planes: NDArray[np.uint8], count: int, word: type[np.unsignedinteger]) -> Words:
+def _from_planes(planes: NDArray[np.uint8], count: int, word: type[np.unsignedinteger]) -> Words:
     """`count` words from their planes, which `planes` begins with."""
     words = planes[:count].astype(word)
     for byte in range(1, words.itemsize):

@@ -34,12 +34,12 @@ from storage.weights import (
     NewWords,
     Weights,
     Words,
-    digest_of,
     in_order,
-    part,
     part_count,
     part_digest,
     part_words,
+    place_of,
+    whole_digest,
 )
 
 Positions = NDArray[np.int64]
@@ -68,7 +68,7 @@ def encode_delta(
     bodies: list[bytes] = []
     for name, tensor in tensors.items():
         parts = list(islice(encoded, tensor.parts))
-        digests[name] = digest_of([part.digest for part in parts])
+        digests[name] = whole_digest([part.digest for part in parts])
         changed = tuple(part.change for part in parts if part.change is not None)
         if changed:
             bodies += [part.body for part in parts if part.change is not None]
@@ -111,7 +111,8 @@ def apply_delta(
 ) -> Weights:  # fmt: skip
     """What `data` makes of `base`, which stays as it is; tensors that did not change are shared.
 
-    `note` is told of every tensor of which some words moved, on any of the threads; `like` makes room.
+    `note` is told of every tensor of which some words moved, on any of the threads; `like` makes room for
+    tensors that were there before.
     Takes no more memory than the tensors that changed, and refuses to make `base` more than twice as large.
     Raises `StorageError` when the delta is malformed or for another base, or a result has another digest.
     """
@@ -145,7 +146,7 @@ def changed_positions(old: Words, new: Words, *, at_most: int) -> Positions | No
     """Where two arrays of equally many words differ, ascending; `None` if at more than `at_most`."""
     found, count = [], 0
     for n in range(part_count(len(new), new.itemsize)):
-        place = part(n, len(new), new.itemsize)
+        place = place_of(n, len(new), new.itemsize)
         found.append(np.flatnonzero(old[place] != new[place]) + place.start)
         count += len(found[-1])
         if count > at_most:
@@ -188,8 +189,8 @@ def _sparse(old: Words, new: Words) -> tuple[Words, Words] | None:
         return None
     gaps = np.diff(positions, prepend=-1) - 1
     largest = int(gaps.max(initial=0))
-    width = next((width for width in GAP_BYTES if largest < 1 << 8 * width), None)
-    if width is None or len(positions) * (width + new.itemsize) >= new.nbytes > 0:
+    width = next(width for width in GAP_BYTES if largest < 1 << 8 * width)  # 4 bytes are enough for a part
+    if len(positions) * (width + new.itemsize) >= new.nbytes > 0:
         return None
     return gaps.astype(WORD[width]), new[positions] - old[positions]
 
@@ -284,7 +285,7 @@ def _written(
 def _finished(note: Note | None, item: tuple[_Begun, Sequence[_Applied]]) -> HostTensor:
     """A tensor all of whose parts are there. Raises `StorageError` when it is not the right one."""
     tensor, parts = item
-    if digest_of([part.digest for part in parts]) != tensor.digest:
+    if whole_digest([part.digest for part in parts]) != tensor.digest:
         raise StorageError(f"{tensor.name} has not the digest {tensor.digest.hex()}: the delta is damaged")
     moved = [part.moved for part in parts if part.moved is not None]
     if note is not None and len(moved) == len(parts):

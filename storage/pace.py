@@ -1,4 +1,5 @@
-"""What a whole process sets so that it stores quickly while it receives: the GIL, collections, memory."""
+"""What a whole process sets for its work: when garbage is looked for, and where it stores while it receives
+also how soon threads take turns, and what memory is kept."""
 
 import ctypes
 import gc
@@ -12,8 +13,10 @@ twenty times, and Python's default is 5 ms. Not for many threads: those that wai
 KEPT_BYTES = 64 << 20
 """Memory that was freed and is kept for what comes next: about what one batch of messages takes."""
 COLLECT_EVERY = 20_000
-"""New objects between two collections. Decoding makes many that live until they are stored, none in a cycle,
-and at Python's default of 700 a tenth of the time goes to looking at them."""
+"""New objects between two collections. Decoding makes many that live until they are stored or trained on,
+none in a cycle, and at Python's default of 700 a tenth of a shard's time goes to looking at them."""
+_thresholds: list[tuple[int, int, int]] = []
+"""Those that each found who went in: the first one's are Python's own."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 """Of mallopt(3)."""
 
@@ -23,27 +26,38 @@ def few_collections() -> Iterator[None]:
     """While inside, garbage is looked for among what is new only, and seldom.
 
     To look at all that torch and transformers consist of stops a process for half a second."""
-    thresholds = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(COLLECT_EVERY, *thresholds[1:])
-    try:
+    gc.collect()  # what is garbage now would stay
+    with _older_ones_are_left():
         yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
 
 
 @contextmanager
 def paced() -> Iterator[None]:
-    """All of it, while inside; what was kept of the memory stays kept."""
+    """While inside, few collections, quick turns, and freed memory that stays, for a process that stores."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _keep_memory()
     try:
-        with few_collections():
+        with _older_ones_are_left():
             yield
     finally:
         sys.setswitchinterval(interval)
+
+
+@contextmanager
+def _older_ones_are_left() -> Iterator[None]:
+    """Objects from before are not looked at, others seldom; until all are outside who went in."""
+    _thresholds.append(gc.get_threshold())
+    before = _thresholds[0]
+    gc.freeze()
+    gc.set_threshold(COLLECT_EVERY, *before[1:])
+    try:
+        yield
+    finally:
+        _thresholds.pop()
+        if not _thresholds:
+            gc.set_threshold(*before)
+            gc.unfreeze()
 
 
 def _keep_memory() -> None:

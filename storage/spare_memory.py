@@ -33,11 +33,6 @@ class SpareMemory:
         weakref.finalize(array, idle.append, piece).atexit = False
         return array
 
-    @property
-    def idle_bytes(self) -> int:
-        """Of memory that nobody uses."""
-        return sum(piece.nbytes for idle in self._idle.values() for piece in idle)
-
     def trim(self) -> None:
         """Give back to the system what nobody uses."""
         for idle in list(self._idle.values()):

@@ -60,7 +60,7 @@ class HostTensor:
 
     def part(self, number: int) -> Words:
         """One of them, in the same memory."""
-        return self.words[part(number, len(self.words), self.words.itemsize)]
+        return self.words[place_of(number, len(self.words), self.words.itemsize)]
 
     def same_kind(self, other: "HostTensor") -> bool:
         """Whether both have the same dtype and shape."""
@@ -69,7 +69,7 @@ class HostTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """One version's tensors by Hugging Face name, each with its digest: see `digest_of`."""
+    """One version's tensors by Hugging Face name, each with its digest: see `whole_digest`."""
 
     policy_version: int
     tensors: Mapping[str, HostTensor]
@@ -82,7 +82,7 @@ class Weights:
         """Take the digest of every tensor."""
         parts = [tensor.part(number) for tensor in tensors.values() for number in range(tensor.parts)]
         found = in_order(threads, part_digest, parts)
-        digests = {name: digest_of(list(islice(found, tensor.parts))) for name, tensor in tensors.items()}
+        digests = {name: whole_digest(list(islice(found, tensor.parts))) for name, tensor in tensors.items()}
         return cls(policy_version, tensors, digests)
 
     @property
@@ -129,7 +129,7 @@ def part_count(words: int, itemsize: int) -> int:
     return max(1, -(-words // part_words(itemsize)))
 
 
-def part(number: int, words: int, itemsize: int) -> slice:
+def place_of(number: int, words: int, itemsize: int) -> slice:
     """Where a part lies among so many elements."""
     start = number * part_words(itemsize)
     return slice(start, min(start + part_words(itemsize), words))
@@ -140,7 +140,7 @@ def part_digest(words: Words) -> bytes:
     return xxhash.xxh3_128_digest(words.data)
 
 
-def digest_of(parts: Sequence[bytes]) -> bytes:
+def whole_digest(parts: Sequence[bytes]) -> bytes:
     """A tensor's digest, of those of its parts: of several together xxh3-128."""
     return parts[0] if len(parts) == 1 else xxhash.xxh3_128_digest(b"".join(parts))
 

@@ -39,7 +39,7 @@ def note(old: Words, new: Words, moved: Sequence[Moved]) -> None:
     Nobody writes to either from now on."""
     if sum(len(part.gaps) for part in moved) > worth_it(new.nbytes, new.itemsize):
         return  # then all are written
-    gaps = _joined(moved)
+    gaps = _gaps_of(moved)
     if gaps is None:
         return
     address, values = new.ctypes.data, np.concatenate([part.words for part in moved])
@@ -47,7 +47,7 @@ def note(old: Words, new: Words, moved: Sequence[Moved]) -> None:
     weakref.finalize(new, _noted.pop, address, None).atexit = False
 
 
-def _joined(moved: Sequence[Moved]) -> Words | None:
+def _gaps_of(moved: Sequence[Moved]) -> Words | None:
     """The gaps of all parts; `None` where one is too wide: few elements far apart are found soon."""
     joined, last = [], -1
     for start, gaps, _ in moved:

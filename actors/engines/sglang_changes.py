@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from actors.engines.differences import GAP, WORTH_IT, known, worth_it
 from actors.engines.in_server import sluice_changes
 from actors.engines.in_server.sluice_changes import CHANGES, GAP_BITS, GAPS, VALUES, WHOLE
-from actors.engines.sglang_facts import own_draft, replicated
+from actors.engines.sglang_facts import drafts, own_draft, replicated
 from actors.engines.tensor_files import State, bytes_of, raw
 from storage.deltas import changed_positions
 from storage.weights import WORD, Words, largest_first, spare_threads
@@ -41,8 +41,7 @@ def takes_changes(server: Mapping[str, Any], model_type: str, *, update_sessions
         server: its own settings, as /server_info has them.
         model_type: as config.json has it.
         update_sessions: before and after an update it undoes and redoes what its kernels for experts need."""
-    drafts = server.get("speculative_algorithm") not in (None, "", "NGRAM")
-    moves_draft = drafts and not own_draft(server)  # it would write them into both, by the same names
+    moves_draft = drafts(server) and not own_draft(server)  # it would write them into both, by the same names
     other = any(server.get(name) for name in ("quantization", "cpu_offload_gb"))
     plain = not (replicated(server) or moves_draft or other)
     known = model_type in COPYING and (update_sessions or model_type not in EXPERTS)
@@ -69,8 +68,8 @@ def changes(old: State, new: State) -> Changes | None:
         of_dtype = {name: parts for name, parts in found.items() if new[name].dtype == dtype}
         if of_dtype:
             told[kind] = [[name, list(new[name].shape), len(gaps)] for name, (gaps, _) in of_dtype.items()]
-            tensors[GAPS + kind] = _joined([gaps for gaps, _ in of_dtype.values()], torch.int16)
-            tensors[VALUES + kind] = _joined([words for _, words in of_dtype.values()], dtype)
+            tensors[GAPS + kind] = _concatenated([gaps for gaps, _ in of_dtype.values()], torch.int16)
+            tensors[VALUES + kind] = _concatenated([words for _, words in of_dtype.values()], dtype)
     if bytes_of(tensors) > WORTH_IT * bytes_of(new) or any(map(_has_nan, tensors.values())):
         return None
     return Changes(tensors, {CHANGES: json.dumps(told)})
@@ -114,7 +113,7 @@ def _in_reach(positions: Positions) -> Positions:
     return np.sort(np.concatenate([positions, *between])) if between else positions
 
 
-def _joined(arrays: Sequence[Words], dtype: torch.dtype) -> torch.Tensor:
+def _concatenated(arrays: Sequence[Words], dtype: torch.dtype) -> torch.Tensor:
     """One after the other, as elements of `dtype`.
 
     In memory that numpy makes, since it asks the system for large pages, but by torch, in one step."""

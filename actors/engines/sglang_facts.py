@@ -40,13 +40,18 @@ class ServerFacts:
         return any(map(own_draft, self.settings))
 
 
+def drafts(server: Mapping[str, Any]) -> bool:
+    """Whether it has a draft model; n-grams it takes from the requests. `server`: as for `own_draft`."""
+    return server.get("speculative_algorithm") not in (None, "", "NGRAM")
+
+
 def own_draft(server: Mapping[str, Any]) -> bool:
     """Whether its draft model has a checkpoint of its own; else it has a part of the policy's, and moves on.
 
     Args:
         server: its own settings, as /server_info has them: the paths are those that it was started with."""
     path = server.get("speculative_draft_model_path")
-    return bool(server.get("speculative_algorithm") and path) and path != server.get("model_path")
+    return drafts(server) and path not in (None, "", server.get("model_path"))
 
 
 def replicated(server: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from actors.config import SglangEngineConfig
 from actors.engines.published import Published
 from actors.engines.sglang_changes import takes_changes
 from actors.engines.sglang_client import SglangClient, TooSlowError, UnreachableError
-from actors.engines.sglang_facts import ServerFacts, replicated
+from actors.engines.sglang_facts import ServerFacts, drafts, own_draft, replicated
 from actors.engines.sglang_group import LearnerGroup, Offer
 from actors.engines.sglang_weights import HeldWeights, buckets
 from actors.engines.tensor_files import State
@@ -52,6 +52,11 @@ class Loading:
                 "this server has replicas (dp_size) and a draft model of its own: replicas take weights from "
                 "files only, which SGLang has the draft model read too: set actors.fleet.engines instead of "
                 "dp_size, or leave the draft model out"
+            )
+        if len({own_draft(server) for server in self._facts.settings if drafts(server)}) > 1:
+            raise ConfigError(
+                "one server of this pair has a draft model of its own, the other a part of the policy: give "
+                "both the same speculative_draft_model_path"
             )
         if config.update == "group":
             self._group.refuse_unreachable()

@@ -15,37 +15,87 @@ from storage.deltas import Moved, apply_delta, encode_delta
 from storage.weights import HostTensor, Weights
 
 NAMES = ("q", "k")
+DTYPES = {"float32": "F32", "int64": "I64"}
 
 
 def weights(version, arrays):
-    tensors = {name: HostTensor("F32", (50, 40), a.view(np.uint32).ravel()) for name, a in arrays.items()}
+    tensors = {
+        name: HostTensor(DTYPES[a.dtype.name], a.shape, a.view(f"u{a.itemsize}").ravel())
+        for name, a in arrays.items()
+    }
     return Weights.of(version, tensors)
 
 
-def versions(*, far=False):
+def by_delta(first, second):
     """A version, and the next by its delta; every change that is noted."""
+    base = weights(1, first)
+    return base, apply_delta(base, encode_delta(base, 2, weights(2, second).tensors).data, note=note)
+
+
+def versions(*, far=False):
+    """Two of them, some elements of which are others in the second."""
     rng = np.random.default_rng(0)
     first = {name: rng.normal(size=(50, 40)).astype(np.float32) for name in NAMES}
     second = {name: array.copy() for name, array in first.items()}
     for array in second.values():
         array.ravel()[rng.choice(2000, 2 if far else 300, replace=False)] += 1
-    base = weights(1, first)
-    return base, apply_delta(base, encode_delta(base, 2, weights(2, second).tensors).data, note=note)
+    return by_delta(first, second)
+
+
+def compared_and_told(base, later, monkeypatch):
+    """The changes that comparing finds, and those that the delta told of."""
+    old, new = torch_tensors(base.tensors), torch_tensors(later.tensors)
+    compared = changes({name: tensor.clone() for name, tensor in old.items()}, new)
+    monkeypatch.setattr(sglang_changes, "changed_positions", None)  # nothing is compared
+    return compared, changes(old, new)
 
 
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("part_bytes", [in_parts.PART_BYTES, 1000, 64])
 def test_what_a_delta_said_is_what_comparing_finds(far, part_bytes, monkeypatch):
     monkeypatch.setattr(in_parts, "PART_BYTES", part_bytes)
-    base, later = versions(far=far)
-    old, new = torch_tensors(base.tensors), torch_tensors(later.tensors)
-    strangers = {name: tensor.clone() for name, tensor in old.items()}
-    compared = changes(strangers, new)
-    monkeypatch.setattr(sglang_changes, "changed_positions", None)  # nothing is compared
-    told = changes(old, new)
+    compared, told = compared_and_told(*versions(far=far), monkeypatch)
     assert told.metadata == compared.metadata
     assert told.tensors.keys() == compared.tensors.keys()
     assert all(torch.equal(tensor, compared.tensors[name]) for name, tensor in told.tensors.items())
+
+
+def test_a_tensor_of_which_a_part_came_whole_is_compared(monkeypatch):
+    monkeypatch.setattr(in_parts, "PART_BYTES", 800)
+    first = {"q": np.zeros((50, 40), np.float32)}
+    second = {"q": first["q"].copy()}
+    second["q"].ravel()[:200] = np.arange(1, 201)  # all of the first part
+    second["q"].ravel()[1999] = 7
+    base, later = by_delta(first, second)
+    old, new = torch_tensors(base.tensors), torch_tensors(later.tensors)
+    assert known(old["q"], new["q"]) is None
+    found = changes(old, new)
+    assert found.tensors["values.float32"].tolist() == [*range(1, 201), 7]
+
+
+def test_integers_and_single_elements_go_whole_though_a_delta_told_of_them(monkeypatch):
+    first = {"q": np.zeros(1000, np.float32), "ids": np.arange(1000), "scale": np.ones(1, np.float32)}
+    second = {name: array.copy() for name, array in first.items()}
+    for array in second.values():
+        array[0] += 1
+    base, later = by_delta(first, second)
+    tensors, more = torch_tensors(base.tensors), torch_tensors(later.tensors)
+    big = torch.zeros(100_000)
+    found = changes(tensors | {"still": big}, more | {"still": big})
+    whole = {name for name in found.tensors if name.startswith("whole.")}
+    assert whole == {"whole.ids", "whole.scale"}
+    assert found.tensors["values.float32"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize(("start", "is_noted"), [(65541, True), (65542, False)])
+def test_a_gap_from_one_part_to_the_next_is_one_as_well(start, is_noted):
+    old, new = torch.zeros(80_000), torch.zeros(80_000)
+    before, words = (tensor.numpy().view(np.uint32) for tensor in (old, new))
+    gaps = np.array([0], np.uint8)
+    note(before, words, [Moved(0, gaps + 5, words[5:6]), Moved(start, gaps, words[:1])])
+    found = known(old, new)
+    assert (found is not None) is is_noted
+    assert found is None or found[0].tolist() == [5, 65535]
 
 
 def test_of_other_tensors_nothing_is_known():

@@ -186,6 +186,10 @@ async def test_versions_come_into_the_memory_of_those_that_nobody_holds(bus, pub
     first, second, _, third, *_ = places
     assert places == [first, second, first, third, first, third]
     assert same(held, state(1))
+    held = torch_tensors(receiver.weights.tensors)
+    await receiver.advance(await publish(publisher, 6))
+    assert not any(receiver._spare._idle.values()), "of the memory of two versions it needed that of one"
+    assert same(held, state(5))
 
 
 async def test_versions_in_between_are_skipped_in_one_update_of_the_engine(bus, publisher, following):

@@ -190,10 +190,18 @@ def test_what_is_large_or_cannot_be_told_from_no_change_is_not_written_so(held):
     first = policy(torch.float32)
     held.keep(first, 0)
     assert held.write_changes(policy(torch.float32)) is None
-    state = {"q": first["q"].clone()}
-    state["q"][1, 2] = torch.nan
-    assert changes(first, state) is None
-    assert held.write_changes(state) is None
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_a_nan_is_not_written_so(dtype, whole):
+    old = {"q": torch.ones(100), "other": torch.ones(1000)}
+    old = {name: tensor.to(dtype) for name, tensor in old.items()}
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["q"][: 90 if whole else 3] = torch.tensor(2.0).to(dtype)
+    assert changes(old, new) is not None
+    new["q"][1] = torch.tensor(torch.nan).to(dtype)
+    assert changes(old, new) is None
 
 
 class Assigning(Fused):

@@ -151,6 +151,16 @@ async def test_draft_models_of_their_own_get_no_weights_of_the_policy(servers, a
         ]
 
 
+async def test_a_pair_of_which_one_only_has_a_draft_model_of_its_own_is_refused(servers, attach):
+    prefill, decode = servers
+    prefill.speculation, prefill.draft = "EAGLE", "/draft"
+    decode.speculation = "EAGLE"
+    engine = attach()
+    with pytest.raises(ConfigError, match="the same speculative_draft_model_path"):
+        await engine.start()
+    await engine.close()
+
+
 async def test_servers_that_are_no_pair_are_refused(servers, attach):
     prefill, decode = servers
     for role, says in (("null", "is no prefill server of a pair"), ("decode", "is no prefill server")):

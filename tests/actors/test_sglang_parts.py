@@ -370,6 +370,7 @@ def test_settings_that_serve_rollouts_pass_to_the_server(model_dir):
         ("EAGLE", "/policy", False),
         ("NEXTN", None, False),
         ("NGRAM", None, False),
+        ("NGRAM", "/draft", False),
         (None, "/draft", False),
     ],
 )

@@ -16,6 +16,7 @@ from storage.delta_format import MAGIC, DeltaHeader, PartChange, TensorChange, r
 from storage.deltas import apply_delta, encode_delta
 from storage.weights import ITEM_BYTES, WORD, HostTensor, Weights, read_snapshot, write_snapshot
 
+PARTS = [in_parts.PART_BYTES, 1000]
 NAN = np.array([np.nan, 0.0, -0.0, np.inf], np.float32).view(np.uint32)
 
 
@@ -98,6 +99,15 @@ def test_a_sign_of_zero_and_another_nan_are_changes_and_the_same_nan_is_none():
     assert apply_delta(before, delta.data).tensors["w"].words.tolist() == [0x7FC1, 0x8000, *rest]
 
 
+def test_a_digest_is_of_every_part_in_its_place(monkeypatch):
+    monkeypatch.setattr(in_parts, "PART_BYTES", 1000)
+    words = np.arange(2000)
+    last, swapped = words.copy(), np.roll(words, 500)
+    last[-1] += 1
+    digests = {weights(0, w=tensor(found)).digests["w"] for found in (words, last, swapped)}
+    assert len(digests) == 3
+
+
 def test_what_does_not_change_costs_nothing():
     base = weights(0, **{f"layer.{n}": tensor(np.arange(1000)) for n in range(200)})
     nothing = encode_delta(base, 1, base.tensors)
@@ -127,7 +137,9 @@ def test_a_tensor_that_changed_everywhere_travels_whole_and_no_larger():
     assert same(apply_delta(before, delta.data), after)
 
 
-def test_threads_change_nothing():
+@pytest.mark.parametrize("part_bytes", PARTS)
+def test_threads_change_nothing(part_bytes, monkeypatch):
+    monkeypatch.setattr(in_parts, "PART_BYTES", part_bytes)
     before = weights(0, **{f"{n}": tensor(np.arange(5000) + n) for n in range(9)})
     after = {name: tensor(np.where(t.words % 97 == 0, 1, t.words)) for name, t in before.tensors.items()}
     with ThreadPoolExecutor(4) as threads:
@@ -140,14 +152,19 @@ def test_threads_change_nothing():
 # --- refusals ---
 
 
-@pytest.fixture
-def step():
+def one_step():
     """A base and a delta of it, one tensor sparse and one whole."""
     before = weights(0, a=tensor(np.arange(4000)), b=tensor(np.arange(50), "F32"))
     words = before.tensors["a"].words.copy()
     words[::100] += 1
     after = {"a": tensor(words), "b": tensor(np.arange(50) + 1, "F32")}
     return before, encode_delta(before, 1, after).data
+
+
+@pytest.fixture
+def step():
+    """See `one_step`."""
+    return one_step()
 
 
 def test_another_base_is_refused(step):
@@ -159,8 +176,10 @@ def test_another_base_is_refused(step):
         apply_delta(Weights.of(5, before.tensors), data)
 
 
-def test_every_flipped_bit_is_refused(step):
-    before, data = step
+@pytest.mark.parametrize("part_bytes", PARTS)
+def test_every_flipped_bit_is_refused(part_bytes, monkeypatch):
+    monkeypatch.setattr(in_parts, "PART_BYTES", part_bytes)
+    before, data = one_step()
     expected = apply_delta(before, data)
     for place in range(len(data)):
         for bit in (1, 128):

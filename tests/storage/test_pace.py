@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from storage.pace import COLLECT_EVERY, SWITCH_INTERVAL_S, paced
+from storage.pace import COLLECT_EVERY, SWITCH_INTERVAL_S, few_collections, paced
 from storage.run import RunDirectory
 from storage.shards_service import hold_shards
 
@@ -17,6 +17,19 @@ def test_inside_threads_take_turns_sooner_and_collections_are_rarer():
         assert gc.get_threshold()[0] == COLLECT_EVERY
         assert gc.get_freeze_count() > frozen
     assert sys.getswitchinterval() == interval
+    assert gc.get_threshold() == thresholds
+    assert gc.get_freeze_count() == 0
+
+
+def test_who_goes_in_last_may_come_out_last():
+    thresholds = gc.get_threshold()
+    first, second = few_collections(), paced()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert gc.get_threshold()[0] == COLLECT_EVERY
+    assert gc.get_freeze_count() > 0
+    second.__exit__(None, None, None)
     assert gc.get_threshold() == thresholds
     assert gc.get_freeze_count() == 0
 
