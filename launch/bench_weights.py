@@ -39,7 +39,7 @@ from launch.config import Layer, RunConfig, validate
 from learner.bench import Workload, weights
 from learner.broadcast import Broadcaster
 from learner.parallel import close_world, device, init_world
-from learner.publish import WeightPublisher
+from learner.publish import WeightPublisher, publishing_threads
 from storage.blob_sources import BlobSource, blob_source
 from storage.blob_stores import BlobStore, blob_store
 from storage.pace import few_collections
@@ -119,7 +119,7 @@ class Following:
 
 def settings(*layers: Layer) -> RunConfig:
     """Of the learner and the engine, the last layer on top. Raises `ConfigError` for wrong ones."""
-    learner = {"publication": {"anchor_every": 1000, "threads": min(8, os.cpu_count() or 1)}}
+    learner = {"publication": {"anchor_every": 1000}}
     engine = {"type": "embedded", "dtype": "bfloat16", "slots": 4}
     config = validate({"learner": learner, "actors": {"engine": engine}}, *layers)
     if config.actors.engine.type == "sglang":
@@ -169,7 +169,7 @@ async def _bench(
         await publisher.start(model)
         broadcaster = Broadcaster(
             bus, publisher.announced, incarnation="bench",
-            timeout_s=publication.broadcast_timeout_s, threads=publication.threads,
+            timeout_s=publication.broadcast_timeout_s, threads=publishing_threads(publication),
         )  # fmt: skip
         await broadcaster.start()
         learning = await preparing

@@ -321,8 +321,9 @@ class PublicationConfig(Config):
     keep: int = Field(8, ge=2)
     """Versions that can still be fetched; those still to be evaluated stay besides."""
 
-    threads: int = Field(1, ge=1)
-    """CPU threads that compare, compress and hash, and copy what is broadcast, beside training."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads that compare, compress and hash, and copy what is broadcast, beside training; without it
+    half of the cores, 32 at most."""
 
     broadcast_timeout_s: float = Field(120.0, gt=0)
     """How long an engine with `update = "group"` may take to join the learner's group, and to take a version,

@@ -21,7 +21,7 @@ from learner.config import PublicationConfig
 from storage.blob_stores import BlobStore, on_bus
 from storage.deltas import Delta, encode_delta
 from storage.model_files import bundle
-from storage.weights import HostTensor, Weights, write_snapshot
+from storage.weights import HostTensor, Weights, spare_threads, write_snapshot
 
 log = structlog.get_logger()
 Tensors = Mapping[str, HostTensor]
@@ -33,6 +33,11 @@ POLL_S = 0.25
 """Until a wish for an anchor is seen."""
 WORTH_IT = 0.5
 """A delta of more than this part of all weights is not sent: whole they travel once, for late joiners too."""
+
+
+def publishing_threads(config: PublicationConfig) -> int:
+    """How many threads work on a publication."""
+    return config.threads or spare_threads()
 
 
 class WeightPublisher:
@@ -234,11 +239,11 @@ class WeightPublisher:
     # --- bytes ---
 
     def _encoded(self, base: Weights, tensors: Tensors, policy_version: int) -> Delta:
-        with ThreadPoolExecutor(self._config.threads, "encode") as threads:
+        with ThreadPoolExecutor(publishing_threads(self._config), "encode") as threads:
             return encode_delta(base, policy_version, tensors, threads)
 
     def _hashed(self, policy_version: int, tensors: Tensors) -> Weights:
-        with ThreadPoolExecutor(self._config.threads, "hash") as threads:
+        with ThreadPoolExecutor(publishing_threads(self._config), "hash") as threads:
             return Weights.of(policy_version, tensors, threads)
 
     async def _put_model(self) -> None:

@@ -26,7 +26,7 @@ from learner.heldout import HeldOut
 from learner.host_copy import Copied
 from learner.metrics import batch_values, read_values, step_values
 from learner.progress import Progress, refuse_other_history, values_to_save
-from learner.publish import WeightPublisher
+from learner.publish import WeightPublisher, publishing_threads
 from learner.settings import LearnerSettings
 from learner.steps import lineage_line
 from learner.trainer import StepResult
@@ -61,8 +61,8 @@ class Learner:
         store = blob_store(bus, publication.transport, settings.export.parent / "weights")
         self._weights = WeightPublisher(bus, store, publication, incarnation=incarnation)
         self._broadcaster = Broadcaster(
-            bus, self._weights.announced,
-            incarnation=incarnation, timeout_s=publication.broadcast_timeout_s, threads=publication.threads,
+            bus, self._weights.announced, incarnation=incarnation,
+            timeout_s=publication.broadcast_timeout_s, threads=publishing_threads(publication),
         )  # fmt: skip
         self._device = Device(
             bus, settings.colocation,
