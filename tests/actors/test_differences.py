@@ -42,19 +42,16 @@ def versions(*, far=False):
     return by_delta(first, second)
 
 
-def compared_and_told(base, later, monkeypatch):
-    """The changes that comparing finds, and those that the delta told of."""
-    old, new = torch_tensors(base.tensors), torch_tensors(later.tensors)
-    compared = changes({name: tensor.clone() for name, tensor in old.items()}, new)
-    monkeypatch.setattr(sglang_changes, "changed_positions", None)  # nothing is compared
-    return compared, changes(old, new)
-
-
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize("part_bytes", [in_parts.PART_BYTES, 1000, 64])
 def test_what_a_delta_said_is_what_comparing_finds(far, part_bytes, monkeypatch):
     monkeypatch.setattr(in_parts, "PART_BYTES", part_bytes)
-    compared, told = compared_and_told(*versions(far=far), monkeypatch)
+    base, later = versions(far=far)
+    old, new = torch_tensors(base.tensors), torch_tensors(later.tensors)
+    strangers = {name: tensor.clone() for name, tensor in old.items()}
+    compared = changes(strangers, new)
+    monkeypatch.setattr(sglang_changes, "changed_positions", None)  # nothing is compared
+    told = changes(old, new)
     assert told.metadata == compared.metadata
     assert told.tensors.keys() == compared.tensors.keys()
     assert all(torch.equal(tensor, compared.tensors[name]) for name, tensor in told.tensors.items())
@@ -73,7 +70,7 @@ def test_a_tensor_of_which_a_part_came_whole_is_compared(monkeypatch):
     assert found.tensors["values.float32"].tolist() == [*range(1, 201), 7]
 
 
-def test_integers_and_single_elements_go_whole_though_a_delta_told_of_them(monkeypatch):
+def test_integers_and_single_elements_go_whole_though_a_delta_told_of_them():
     first = {"q": np.zeros(1000, np.float32), "ids": np.arange(1000), "scale": np.ones(1, np.float32)}
     second = {name: array.copy() for name, array in first.items()}
     for array in second.values():

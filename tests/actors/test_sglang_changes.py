@@ -190,6 +190,10 @@ def test_what_is_large_or_cannot_be_told_from_no_change_is_not_written_so(held):
     first = policy(torch.float32)
     held.keep(first, 0)
     assert held.write_changes(policy(torch.float32)) is None
+    state = {"q": first["q"].clone()}
+    state["q"][1, 2] = torch.nan
+    assert changes(first, state) is None
+    assert held.write_changes(state) is None
 
 
 @pytest.mark.parametrize("whole", [False, True])
