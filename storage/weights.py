@@ -150,11 +150,6 @@ def in_order(threads: Executor | None, work: Callable[[T], U], items: Iterable[T
     return map(work, items) if threads is None else threads.map(work, items)
 
 
-def largest_first(named: Mapping[str, T], size: Callable[[T], int]) -> list[tuple[str, T]]:
-    """Names and values in the order in which threads are done with them soonest: no large one comes last."""
-    return sorted(named.items(), key=lambda item: size(item[1]), reverse=True)
-
-
 def spare_threads() -> int:
     """How many threads may work on weights beside what this process is for: half of its cores, at most 32."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

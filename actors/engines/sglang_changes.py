@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from actors.engines.differences import GAP, WORTH_IT, known, worth_it
 from actors.engines.in_server import sluice_changes
 from actors.engines.in_server.sluice_changes import CHANGES, GAP_BITS, GAPS, VALUES, WHOLE
-from actors.engines.sglang_facts import drafts, own_draft, replicated
+from actors.engines.sglang_facts import drafts, own_draft
+from actors.engines.sglang_features import replicas
 from actors.engines.tensor_files import State, bytes_of, raw
 from storage.deltas import changed_positions
-from storage.weights import WORD, Words, largest_first, spare_threads
+from storage.weights import WORD, Words, spare_threads
 
 APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply_2.__name__}"
 """As SGLang names it among its custom weight loaders. Another form of the file is another name."""
@@ -43,7 +44,7 @@ def takes_changes(server: Mapping[str, Any], model_type: str, *, update_sessions
         update_sessions: before and after an update it undoes and redoes what its kernels for experts need."""
     moves_draft = drafts(server) and not own_draft(server)  # it would write them into both, by the same names
     other = any(server.get(name) for name in ("quantization", "cpu_offload_gb"))
-    plain = not (replicated(server) or moves_draft or other)
+    plain = not (replicas(server) > 1 or moves_draft or other)
     known = model_type in COPYING and (update_sessions or model_type not in EXPERTS)
     return plain and known and APPLY in (server.get("custom_weight_loader") or ())
 
@@ -77,17 +78,13 @@ def changes(old: State, new: State) -> Changes | None:
 
 def _differences(old: State, new: State) -> dict[str, Found]:
     """What changed, in the order of `new`, but for tensors that go whole."""
-    found = {name: None if _goes_whole(tensor) else known(old[name], tensor) for name, tensor in new.items()}
-    untold = {name: new[name] for name in new if found[name] is None and not _goes_whole(new[name])}
+    found = {name: known(old[name], tensor) for name, tensor in new.items() if not _goes_whole(tensor)}
+    untold = [name for name, parts in found.items() if parts is None]
     if untold:
-        items = largest_first(untold, lambda tensor: tensor.nbytes)
+        untold.sort(key=lambda name: new[name].nbytes, reverse=True)  # no large one comes last
         with ThreadPoolExecutor(spare_threads(), "changes") as threads:
-            found |= threads.map(lambda item: (item[0], _compared(old[item[0]], item[1])), items)
-    return {
-        name: parts
-        for name, parts in found.items()
-        if parts is not None and len(parts[0]) <= worth_it(new[name].nbytes, new[name].itemsize)
-    }
+            found |= threads.map(lambda name: (name, _compared(old[name], new[name])), untold)
+    return {name: parts for name, parts in found.items() if parts is not None}
 
 
 def _compared(old: torch.Tensor, new: torch.Tensor) -> Found | None:
@@ -97,6 +94,8 @@ def _compared(old: torch.Tensor, new: torch.Tensor) -> Found | None:
     if found is None:
         return None
     positions = _in_reach(found)
+    if len(positions) > at_most:
+        return None
     return (np.diff(positions, prepend=-1) - 1).astype(GAP), _words(new)[positions]
 
 

@@ -52,8 +52,3 @@ def own_draft(server: Mapping[str, Any]) -> bool:
         server: its own settings, as /server_info has them: the paths are those that it was started with."""
     path = server.get("speculative_draft_model_path")
     return drafts(server) and path not in (None, "", server.get("model_path"))
-
-
-def replicated(server: Mapping[str, Any]) -> bool:
-    """Whether it has several copies of the model, which take weights from files only."""
-    return int(server.get("dp_size", 1)) > 1 and not server.get("enable_dp_attention")

@@ -10,7 +10,8 @@ from actors.config import SglangEngineConfig
 from actors.engines.published import Published
 from actors.engines.sglang_changes import takes_changes
 from actors.engines.sglang_client import SglangClient, TooSlowError, UnreachableError
-from actors.engines.sglang_facts import ServerFacts, drafts, own_draft, replicated
+from actors.engines.sglang_facts import ServerFacts, drafts, own_draft
+from actors.engines.sglang_features import replicas
 from actors.engines.sglang_group import LearnerGroup, Offer
 from actors.engines.sglang_weights import HeldWeights, buckets
 from actors.engines.tensor_files import State
@@ -47,7 +48,7 @@ class Loading:
                 f"SGLang {self._facts.version} ends with its first update where speculative_algorithm=NGRAM: "
                 "use 0.5.21 or later, or leave that out"
             )
-        if self._facts.has_own_draft and any(map(replicated, self._facts.settings)):
+        if self._facts.has_own_draft and any(replicas(server) > 1 for server in self._facts.settings):
             raise ConfigError(
                 "this server has replicas (dp_size) and a draft model of its own: replicas take weights from "
                 "files only, which SGLang has the draft model read too: set actors.fleet.engines instead of "
