@@ -100,6 +100,16 @@ class Moved(NamedTuple):
     words: Words
     """Those that moved, as they are now."""
 
+    @property
+    def positions(self) -> Positions:
+        """Where these are in the tensor."""
+        return self.start + _positions(self.gaps)
+
+    @property
+    def last(self) -> int:
+        """Where the last of them is in the tensor, if there is one."""
+        return self.start + int(self.gaps.sum(dtype=np.int64)) + len(self.gaps) - 1
+
 
 Note = Callable[[Words, Words, Sequence[Moved]], None]
 """Is told of a tensor the words before and after, and all that moved, in order."""
@@ -273,13 +283,18 @@ def _written(
         new[:] = unpack_whole(change, body, new.dtype.type)
         return None
     gaps, moves = unpack_moves(change, body, new.dtype.type)
-    positions = np.cumsum(gaps, dtype=np.int64) + np.arange(len(gaps))
+    positions = _positions(gaps)
     if positions[-1] >= len(old):
         raise StorageError(f"part {number}: position {positions[-1]} of {len(old)} words")
     words = old[positions] + moves
     new[:] = old
     new[positions] = words
     return Moved(start, gaps, words)
+
+
+def _positions(gaps: Words) -> Positions:
+    """Where words are of which so many others are before each."""
+    return np.cumsum(gaps, dtype=np.int64) + np.arange(len(gaps))
 
 
 def _finished(note: Note | None, item: tuple[_Begun, Sequence[_Applied]]) -> HostTensor:

@@ -9,10 +9,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from storage.deltas import Moved
+from actors.engines.in_server.sluice_changes import GAP_BITS
+from storage.deltas import Moved, Positions
 from storage.weights import Words
 
 GAP = np.dtype(np.uint16)
+FARTHEST = GAP_BITS + 1
+"""From one element of a file to the next at most, since a gap tells no more."""
 WORTH_IT = 0.5
 """What changes may take of the space of the whole."""
 
@@ -39,26 +42,42 @@ def note(old: Words, new: Words, moved: Sequence[Moved]) -> None:
     Nobody writes to either from now on."""
     if sum(len(part.gaps) for part in moved) > worth_it(new.nbytes, new.itemsize):
         return  # then all are written
-    gaps = _gaps_of(moved)
-    if gaps is None:
-        return
-    address, values = new.ctypes.data, np.concatenate([part.words for part in moved])
+    gaps, values = _joined(new, moved)
+    address = new.ctypes.data
     _noted[address] = _Difference(weakref.ref(old), weakref.ref(new), gaps, values)
     weakref.finalize(new, _noted.pop, address, None).atexit = False
 
 
-def _gaps_of(moved: Sequence[Moved]) -> Words | None:
-    """The gaps of all parts; `None` where one is too wide: few elements far apart are found soon."""
-    joined, last = [], -1
-    for start, gaps, _ in moved:
-        if len(gaps):
-            first = start + int(gaps[0]) - last - 1
-            if max(first, int(gaps.max())) > np.iinfo(GAP).max:
-                return None
-            joined.append(gaps.astype(GAP))
-            joined[-1][0] = first
-            last = start + int(gaps.sum(dtype=np.int64)) + len(gaps) - 1
-    return np.concatenate(joined)
+def in_reach(positions: Positions, before: int = -1) -> Positions:
+    """The same, and where a gap would be too wide, the one after `before` too, others in between.
+
+    These are written as they are. In embeddings rows of tokens that were never seen make such gaps."""
+    steps = np.diff(positions, prepend=before)
+    too_few = (steps - 1) // FARTHEST
+    far = np.flatnonzero(too_few)
+    counts = too_few[far]
+    nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + 1
+    between = np.repeat(positions[far] - steps[far], counts) + nth * FARTHEST
+    return np.sort(np.concatenate([positions, between])) if len(far) else positions
+
+
+def _joined(new: Words, moved: Sequence[Moved]) -> tuple[Words, Words]:
+    """The gaps of all parts, and the elements, those that are between some of them included."""
+    all_gaps, all_values, last = [], [], -1
+    for part in moved:
+        if not len(part.gaps):
+            continue
+        first, values = part.start + int(part.gaps[0]) - last - 1, part.words
+        if max(first, int(part.gaps.max())) < FARTHEST:
+            gaps = part.gaps.astype(GAP)
+            gaps[0] = first
+        else:
+            positions = in_reach(part.positions, last)
+            gaps, values = (np.diff(positions, prepend=last) - 1).astype(GAP), new[positions]
+        all_gaps.append(gaps)
+        all_values.append(values)
+        last = part.last
+    return np.concatenate(all_gaps), np.concatenate(all_values)
 
 
 def known(old: torch.Tensor, new: torch.Tensor) -> tuple[Words, Words] | None:

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from actors.engines.differences import GAP, WORTH_IT, known, worth_it
+from actors.engines.differences import GAP, WORTH_IT, in_reach, known, worth_it
 from actors.engines.in_server import sluice_changes
-from actors.engines.in_server.sluice_changes import CHANGES, GAP_BITS, GAPS, VALUES, WHOLE
+from actors.engines.in_server.sluice_changes import CHANGES, GAPS, VALUES, WHOLE
 from actors.engines.sglang_facts import drafts, own_draft
 from actors.engines.sglang_features import replicas
 from actors.engines.tensor_files import State, bytes_of, raw
@@ -23,7 +22,6 @@ from storage.weights import WORD, Words, spare_threads
 
 APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply_2.__name__}"
 """As SGLang names it among its custom weight loaders. Another form of the file is another name."""
-Positions = NDArray[np.int64]
 Found = tuple[Words, Words]
 """Of a tensor gaps (uint16 [N], as `sluice_changes.GAPS` has them) and the elements themselves (words [N]).
 
@@ -31,8 +29,6 @@ By numpy: torch lets go of the interpreter in every step, and waits for a busy e
 COPYING = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Model types of which SGLang copies what it loads, by its source: others might compute something of it."""
 EXPERTS = ("mixtral", "qwen3_moe")
-FARTHEST = GAP_BITS + 1
-"""From one element of a file to the next at most, since a gap tells no more."""
 
 
 def takes_changes(server: Mapping[str, Any], model_type: str, *, update_sessions: bool) -> bool:
@@ -93,7 +89,7 @@ def _compared(old: torch.Tensor, new: torch.Tensor) -> Found | None:
     found = changed_positions(_words(old), _words(new), at_most=at_most)
     if found is None:
         return None
-    positions = _in_reach(found)
+    positions = in_reach(found)
     if len(positions) > at_most:
         return None
     return (np.diff(positions, prepend=-1) - 1).astype(GAP), _words(new)[positions]
@@ -102,14 +98,6 @@ def _compared(old: torch.Tensor, new: torch.Tensor) -> Found | None:
 def _goes_whole(tensor: torch.Tensor) -> bool:
     """One element does: models fill scalars in, which is not copying."""
     return not tensor.dtype.is_floating_point or tensor.numel() < 2
-
-
-def _in_reach(positions: Positions) -> Positions:
-    """The same, and where the next is too far for a gap others in between: they are written as they are."""
-    before = np.concatenate([[-1], positions[:-1]])
-    far = np.flatnonzero(positions - before > FARTHEST)
-    between = [np.arange(before[n] + FARTHEST, positions[n], FARTHEST) for n in far]
-    return np.sort(np.concatenate([positions, *between])) if between else positions
 
 
 def _concatenated(arrays: Sequence[Words], dtype: torch.dtype) -> torch.Tensor:

@@ -84,15 +84,36 @@ def test_integers_and_single_elements_go_whole_though_a_delta_told_of_them():
     assert found.tensors["values.float32"].tolist() == [1.0]
 
 
-@pytest.mark.parametrize(("start", "is_noted"), [(65541, True), (65542, False)])
-def test_a_gap_from_one_part_to_the_next_is_one_as_well(start, is_noted):
-    old, new = torch.zeros(80_000), torch.zeros(80_000)
+@pytest.mark.parametrize(
+    ("start", "told"),
+    [(65541, [5, 65535]), (65542, [5, 65535, 0]), (196_700, [5, 65535, 65535, 65535, 86])],
+)
+def test_a_gap_from_one_part_to_the_next_is_one_as_well(start, told):
+    old, new = torch.zeros(200_000), torch.arange(200_000.0)
     before, words = (tensor.numpy().view(np.uint32) for tensor in (old, new))
     gaps = np.array([0], np.uint8)
-    note(before, words, [Moved(0, gaps + 5, words[5:6]), Moved(start, gaps, words[:1])])
-    found = known(old, new)
-    assert (found is not None) is is_noted
-    assert found is None or found[0].tolist() == [5, 65535]
+    note(before, words, [Moved(0, gaps + 5, words[5:6]), Moved(start, gaps, words[start : start + 1])])
+    told_gaps, values = known(old, new)
+    assert told_gaps.tolist() == told
+    assert values.view(np.float32).tolist() == [5.0, *range(65541, start, 65536), start]
+
+
+@pytest.mark.parametrize("part_bytes", [in_parts.PART_BYTES, 400_000])
+def test_rows_that_nobody_sees_make_gaps_that_are_bridged(part_bytes, monkeypatch):
+    """As in embeddings."""
+    monkeypatch.setattr(in_parts, "PART_BYTES", part_bytes)
+    rng = np.random.default_rng(0)
+    first = {"q": rng.normal(size=(4000, 400)).astype(np.float32)}
+    second = {"q": first["q"].copy()}
+    rows = rng.choice(4000, 8, replace=False)
+    second["q"][rows] += rng.random((8, 400)) < 0.3
+    base, later = by_delta(first, second)
+    old, new = torch_tensors(base.tensors), torch_tensors(later.tensors)
+    compared = changes({"q": old["q"].clone()}, new)
+    monkeypatch.setattr(sglang_changes, "changed_positions", None)
+    told = changes(old, new)
+    assert told.metadata == compared.metadata
+    assert all(torch.equal(tensor, compared.tensors[name]) for name, tensor in told.tensors.items())
 
 
 def test_of_other_tensors_nothing_is_known():
@@ -122,9 +143,10 @@ def test_what_is_known_goes_with_the_tensors():
 
 
 @pytest.mark.parametrize(
-    ("gaps", "is_noted"), [(np.array([3], np.uint8), True), (np.array([70_000], np.uint32), False),
-                           (np.zeros(7, np.uint8), False)], ids=["few", "too wide", "too many"]
-)  # fmt: skip
+    ("gaps", "is_noted"),
+    [(np.array([3], np.uint8), True), (np.zeros(7, np.uint8), False)],
+    ids=["few", "too many"],
+)
 def test_what_no_file_would_have_is_not_noted(gaps, is_noted):
     old, new = torch.zeros(9), torch.ones(9)
     words = old.numpy(), new.numpy()

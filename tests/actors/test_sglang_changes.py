@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
+from actors.engines.differences import FARTHEST
 from actors.engines.in_server import sluice_changes
-from actors.engines.sglang_changes import APPLY, FARTHEST, changes, takes_changes
+from actors.engines.sglang_changes import APPLY, changes, takes_changes
 from actors.engines.sglang_weights import HeldWeights
 
 BIG, LENGTH = 64, 96
