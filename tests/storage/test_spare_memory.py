@@ -1,13 +1,17 @@
 """Memory comes back when nothing refers to it any more, and not before."""
 
 import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
+from storage import weights as in_parts
+from storage.deltas import apply_delta, encode_delta
 from storage.spare_memory import SpareMemory
+from storage.weights import HostTensor, Weights
 
 WORDS = np.arange(1000, dtype=np.uint16)
 
@@ -63,6 +67,58 @@ def test_what_is_not_needed_goes_back_to_the_system():
     assert idle_bytes(spare) == 0
     del kept
     assert idle_bytes(spare) == WORDS.nbytes
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_versions_are_right_whoever_holds_which(seed, monkeypatch):
+    """In some versions a tensor stays as it is, in some a few words of it change, a part of it, or all."""
+    monkeypatch.setattr(in_parts, "PART_BYTES", 512)
+    rng, spare, rooms = np.random.default_rng(seed), SpareMemory(), []
+    truth = {name: rng.integers(0, 1 << 16, 1000, np.uint16) for name in "abcd"}  # equally large
+    given = {name: spare.like(array) for name, array in truth.items()}
+    for name, array in given.items():
+        array[:] = truth[name]
+    held = [weights(0, given)]
+    del given, array
+
+    def like(words):
+        room = spare.like(words)
+        rooms.append(weakref.ref(room))
+        return room
+
+    for version in range(1, 30):
+        for name in truth:
+            truth[name] = moved(rng, truth[name])
+        data = encode_delta(held[-1], version, weights(version, truth).tensors).data
+        held.append(apply_delta(held[-1], data, like=like))
+        for tensors in held:
+            assert tensors.digests == Weights.of(tensors.policy_version, tensors.tensors).digests
+        assert held[-1].digests == weights(version, truth).digests
+        held = [tensors for tensors in held[:-1] if rng.random() < 0.3] + held[-1:]
+        if rng.random() < 0.1:
+            spare.trim()
+    held.clear()
+    del tensors
+    assert not any(held_yet() is not None for held_yet in rooms), (
+        "nothing keeps memory of versions that nobody holds"
+    )
+
+
+def weights(version, arrays):
+    return Weights.of(version, {name: HostTensor("U16", a.shape, a) for name, a in arrays.items()})
+
+
+def moved(rng, array):
+    """The next version of an array."""
+    array = array.copy()
+    how = rng.random()
+    if how < 0.6:
+        array[rng.choice(1000, rng.integers(1, 25), replace=False)] += 1
+    elif how < 0.7:
+        array[100:400] += 3
+    elif how < 0.8:
+        array += 1
+    return array
 
 
 def test_two_threads_never_get_the_same_memory():
