@@ -1,5 +1,6 @@
 """What changed in weights goes into a file, and from there into the parameters of a model like SGLang's."""
 
+import gc
 import json
 
 import pytest
@@ -224,6 +225,29 @@ def test_a_model_that_does_not_copy_is_refused_and_says_what_to_do(held):
     file = held.write_changes(later(first, 0.01))
     with pytest.raises(RuntimeError, match=r"Assigning does not copy .*embed.*changes alone"):
         apply(model, file)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_looked_for_while_generation_stands_still(held, enabled):
+    first = {"embed": torch.randn(LENGTH, BIG)}
+    meanwhile = []
+
+    class Failing(torch.nn.Linear):
+        def load_weights(self, weights):
+            meanwhile.append(gc.isenabled())
+            raise ValueError("no such weights")
+
+    held.keep(first, 0)
+    file = held.write_changes(later(first, 0.01))
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ValueError, match="no such weights"):
+            apply(Failing(2, 2), file)
+        assert meanwhile == [False]
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 def test_a_parameter_that_had_a_nan_before_says_nothing(held):
