@@ -15,7 +15,7 @@ from bus.errors import BusError, DamagedError
 from bus.messages import BlobRef
 from bus.publish import Publisher, together
 
-B = TypeVar("B", bytes, bytearray)
+B = TypeVar("B", bytes, memoryview)
 CHUNK_BYTES = 512 << 10
 FETCH_WINDOW = 16
 """Chunks asked for at once: enough to fill the connection, few enough to bound memory."""

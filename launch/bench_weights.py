@@ -241,7 +241,7 @@ async def _transport_figures(
     for name, size in sizes.items():
         data = (os.urandom(min(size, RANDOM_BYTES)) * (size // RANDOM_BYTES + 1))[:size]
         began = time.perf_counter()
-        ref = await store.put(data, "raw", name)
+        ref = await store.put([data], "raw", name)
         put = time.perf_counter()
         await blobs.get(ref)
         figures |= {f"raw_put_{name}_s": put - began, f"raw_get_{name}_s": time.perf_counter() - put}

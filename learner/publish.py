@@ -20,8 +20,9 @@ from bus.waiting import set_within
 from learner.config import PublicationConfig
 from storage.blob_stores import BlobStore, on_bus
 from storage.deltas import Delta, encode_delta
+from storage.files import Content
 from storage.model_files import bundle
-from storage.weights import HostTensor, Weights, spare_threads, write_snapshot
+from storage.weights import HostTensor, Weights, snapshot_content, spare_threads
 
 log = structlog.get_logger()
 Tensors = Mapping[str, HostTensor]
@@ -162,7 +163,7 @@ class WeightPublisher:
             return None
         deltas = before.deltas
         if not again:
-            blob = await self._put(delta.data, said.policy_version, "delta")
+            blob = await self._put([delta.data], said.policy_version, "delta")
             deltas += (
                 DeltaRef(base_version=base.policy_version, policy_version=said.policy_version, blob=blob),
             )
@@ -252,11 +253,10 @@ class WeightPublisher:
         self._model = await put_blob(self._bus, self._publisher, encode(self._files), "model")
 
     async def _put_snapshot(self, weights: Weights) -> BlobRef:
-        data = await asyncio.to_thread(write_snapshot, weights)
-        return await self._put(data, weights.policy_version, "anchor")
+        return await self._put(snapshot_content(weights), weights.policy_version, "anchor")
 
-    async def _put(self, data: bytes, *tokens: object) -> BlobRef:
-        blob = await self._store.put(data, self._incarnation, *tokens)
+    async def _put(self, content: Content, *tokens: object) -> BlobRef:
+        blob = await self._store.put(content, self._incarnation, *tokens)
         self._stored.add(blob)
         return blob
 

@@ -1,17 +1,24 @@
 """Blobs as files: in a directory that others mount, or that a server shows."""
 
 import asyncio
+import errno
+import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from bus.blobs import checked
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
-from storage.files import remove_leftovers, temporary_sibling
+from storage.files import Content, Data, remove_leftovers, size_of, temporary_sibling, write_parts
+from storage.weights import spare_threads
 
 SUFFIX = ".blob"
+READ_BYTES = 32 << 20
+"""Of a file, for one thread."""
 SETTING = "learner.publication.transport."
 
 
@@ -29,9 +36,9 @@ class FileBlobs:
         Raises `ConfigError` when it cannot be written."""
         await asyncio.to_thread(self._start)
 
-    async def put(self, data: bytes, *tokens: object) -> BlobRef:
+    async def put(self, content: Content, *tokens: object) -> BlobRef:
         """Write a file and give it its name when it is whole."""
-        return await asyncio.to_thread(self._put, data, tokens)
+        return await asyncio.to_thread(self._put, content, tokens)
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
         """Whether all are there in their full size."""
@@ -44,9 +51,9 @@ class FileBlobs:
     async def close(self) -> None:
         """Nothing is open; the files stay for those who still read."""
 
-    def keep(self, ref: BlobRef, data: bytes | bytearray) -> None:
+    def keep(self, ref: BlobRef, data: Data) -> None:
         """Write what was fetched from elsewhere under its own name."""
-        self._write(file_name(ref), data)
+        self._write(file_name(ref), [data])
 
     def _start(self) -> None:
         probe = self.directory / (SUFFIX + ".probe")
@@ -63,19 +70,23 @@ class FileBlobs:
                 f"{self._setting} to another"
             ) from error
 
-    def _put(self, data: bytes, tokens: tuple[object, ...]) -> BlobRef:
-        digest = xxhash.xxh3_128_hexdigest(data)
+    def _put(self, content: Content, tokens: tuple[object, ...]) -> BlobRef:
+        whole = xxhash.xxh3_128()
+        for part in content:
+            whole.update(part)
+        digest, size = whole.hexdigest(), size_of(content)
         subject = ".".join([*map(str, tokens), digest[:12]])
-        ref = BlobRef(subject=subject, chunks=1, size_bytes=len(data), digest=digest, origin=self.origin)
-        self._write(file_name(ref), data)
+        ref = BlobRef(subject=subject, chunks=1, size_bytes=size, digest=digest, origin=self.origin)
+        self._write(file_name(ref), content)
         return ref
 
-    def _write(self, name: str, data: bytes | bytearray) -> None:
+    def _write(self, name: str, content: Content) -> None:
         """Not made durable: what a power cut takes is published again."""
         path = self.directory / name
         temporary = temporary_sibling(path)
         try:
-            temporary.write_bytes(data)
+            with temporary.open("wb", buffering=0) as file:
+                write_parts(file.fileno(), content)
             temporary.replace(path)
         except OSError as error:
             temporary.unlink(missing_ok=True)
@@ -93,12 +104,38 @@ def file_name(ref: BlobRef) -> str:
     return ref.subject + SUFFIX
 
 
-def read_file(directory: Path, ref: BlobRef) -> bytes:
+def new_memory(size_bytes: int) -> memoryview:
+    """To read into. A bytearray's would be cleared first, which for all weights takes seconds."""
+    return np.empty(size_bytes, np.uint8).data
+
+
+def read_file(directory: Path, ref: BlobRef) -> memoryview:
     """The bytes behind `ref`. Raises `BusError` when they are gone or are not what was stored."""
     path = directory / file_name(ref)
     try:
         if path.stat().st_size != ref.size_bytes:  # before all of it is read
             raise BusError(f"{path} has {path.stat().st_size} bytes, not {ref.size_bytes}")
-        return checked(ref, path.read_bytes())
+        with path.open("rb", buffering=0) as file:
+            data = _read_parts(file.fileno(), ref.size_bytes)
+        return checked(ref, data)
     except OSError as error:
         raise BusError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _read_parts(descriptor: int, size_bytes: int) -> memoryview:
+    """The first `size_bytes` of a file, by as many threads as may work beside what this process is for.
+
+    Raises `OSError`, also where the file has fewer."""
+    data = new_memory(size_bytes)
+
+    def read(start: int) -> None:
+        part = data[start : start + READ_BYTES]
+        while part:
+            count = os.preadv(descriptor, [part], start)
+            if not count:
+                raise OSError(errno.ENODATA, f"it has {start} bytes, not {size_bytes}")
+            part, start = part[count:], start + count
+
+    with ThreadPoolExecutor(spare_threads(), "read") as threads:
+        list(threads.map(read, range(0, size_bytes, READ_BYTES)))
+    return data

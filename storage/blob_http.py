@@ -13,7 +13,8 @@ from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from bus.publish import together
-from storage.blob_files import SETTING, SUFFIX, FileBlobs, file_name
+from storage.blob_files import SETTING, SUFFIX, FileBlobs, file_name, new_memory
+from storage.files import Content, Data
 from storage.transport_config import ServerConfig
 
 RANGE_BYTES = 8 << 20
@@ -78,9 +79,9 @@ class HttpBlobs:
         await self._files.start()
         self._files.origin = await self._server.start(self._bus)
 
-    async def put(self, data: bytes, *tokens: object) -> BlobRef:
+    async def put(self, content: Content, *tokens: object) -> BlobRef:
         """Write the file; it is served at once."""
-        return await self._files.put(data, *tokens)
+        return await self._files.put(content, *tokens)
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
         """Whether all files are there."""
@@ -95,12 +96,12 @@ class HttpBlobs:
         await self._server.close()
 
 
-async def download(url: str, ref: BlobRef) -> bytes | bytearray:
+async def download(url: str, ref: BlobRef) -> Data:
     """The bytes behind `ref` from the server at `url`, in ranges.
 
     Raises `BusError` when it does not answer, has not got them, or has others.
     """
-    data = bytearray(ref.size_bytes)
+    data = new_memory(ref.size_bytes)
     target = f"{url}/{file_name(ref)}"
     slots = asyncio.Semaphore(WINDOW)
 

@@ -21,6 +21,7 @@ from bus.messages import BlobRef
 from bus.requests import BlobAsked, BlobOffer
 from storage.blob_files import FileBlobs, read_file
 from storage.blob_http import BlobServer, download
+from storage.files import Data
 from storage.transport_config import RelayConfig
 
 log = structlog.get_logger()
@@ -33,7 +34,7 @@ CANCEL_S = 5.0
 class BlobSource(Protocol):
     """Anything that blobs come from."""
 
-    async def get(self, ref: BlobRef) -> bytes | bytearray:
+    async def get(self, ref: BlobRef) -> Data:
         """The bytes behind `ref`, verified. Raises `BusError` when they cannot be had."""
 
 
@@ -46,7 +47,7 @@ class Blobs:
         self._dropped: dict[str, float] = {}
         """Relays that are not asked, and until when by the monotonic clock."""
 
-    async def get(self, ref: BlobRef) -> bytes | bytearray:
+    async def get(self, ref: BlobRef) -> Data:
         """The bytes behind `ref`. Raises `BusError` when they are gone or damaged."""
         match urlsplit(ref.origin).scheme:
             case "":
@@ -59,7 +60,7 @@ class Blobs:
             case other:
                 raise BusError(f"{ref.subject} lies at {ref.origin}: this build knows no transport {other!r}")
 
-    async def _relayed(self, ref: BlobRef) -> bytes | bytearray | None:
+    async def _relayed(self, ref: BlobRef) -> Data | None:
         """From a relay; `None` when none has it or what it has is not right: then the origin has to serve."""
         subject = self._bus.subject("relay", self._config.via)
         try:
@@ -91,7 +92,7 @@ class Relay:
         self._files = FileBlobs(directory)
         self._server = BlobServer(directory, config, setting="actors.weights.port")
         self._kept: OrderedDict[BlobRef, None] = OrderedDict()
-        self._fetching: dict[BlobRef, asyncio.Task[bytes | bytearray]] = {}
+        self._fetching: dict[BlobRef, asyncio.Task[Data]] = {}
 
     async def start(self) -> None:
         """Begin to serve. Raises `ConfigError` for an address that cannot be had."""
@@ -108,7 +109,7 @@ class Relay:
             await asyncio.wait(fetching, timeout=CANCEL_S)
         await self._server.close()
 
-    async def get(self, ref: BlobRef) -> bytes | bytearray:
+    async def get(self, ref: BlobRef) -> Data:
         """The bytes behind `ref`, fetched once however many ask for them at a time."""
         if not ref.origin.startswith("http"):  # the bus and shared directories need no relay
             return await self._source.get(ref)
@@ -129,7 +130,7 @@ class Relay:
                 raise BusError(f"{ref.subject}: the relay of {self._config.site} was closed") from None
             raise
 
-    async def _fetch(self, ref: BlobRef) -> bytes | bytearray:
+    async def _fetch(self, ref: BlobRef) -> Data:
         data = await self._source.get(ref)
         await asyncio.to_thread(self._files.keep, ref, data)
         self._kept[ref] = None

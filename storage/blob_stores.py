@@ -16,6 +16,7 @@ from bus.messages import BlobRef
 from bus.publish import Publisher
 from storage.blob_files import FileBlobs
 from storage.blob_http import HttpBlobs
+from storage.files import Content, size_of
 from storage.transport_config import FilesTransport, HttpTransport, TransportConfig
 
 SHARE = 4
@@ -31,8 +32,8 @@ class BlobStore(Protocol):
 
         Raises `ConfigError` when it cannot work here."""
 
-    async def put(self, data: bytes, *tokens: object) -> BlobRef:
-        """Store `data` under a name made of `tokens`; it can be fetched when this returns."""
+    async def put(self, content: Content, *tokens: object) -> BlobRef:
+        """Store `content` under a name made of `tokens`; it can be fetched when this returns."""
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
         """Whether all of them are still there."""
@@ -59,10 +60,10 @@ class BusBlobs:
         except nats.errors.Error as error:
             raise BusError(f"cannot free {self._stream} of the last learner's weights: {error}") from error
 
-    async def put(self, data: bytes, *tokens: object) -> BlobRef:
+    async def put(self, content: Content, *tokens: object) -> BlobRef:
         """Store it in chunks. Raises `ConfigError` when the stream is too small for such blobs."""
-        await self._refuse_too_large(len(data))
-        return await put_blob(self._bus, self._publisher, data, "policy", *tokens)
+        await self._refuse_too_large(size_of(content))
+        return await put_blob(self._bus, self._publisher, b"".join(content), "policy", *tokens)
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
         """Whether every chunk is on the stream."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from bus.codec import Message, decode, encode
 from bus.errors import SchemaError, StorageError
+from storage.files import Data
 from storage.weights import ITEM_BYTES, WORD, Words, part_count, place_of
 
 MAGIC = b"SLUICED2"
@@ -95,7 +96,7 @@ def write_delta(header: DeltaHeader, bodies: Iterable[bytes]) -> bytes:
     return b"".join([MAGIC, struct.pack("<I", len(said)), said, *bodies])
 
 
-def read_delta(data: bytes | bytearray) -> tuple[DeltaHeader, Iterator[memoryview]]:
+def read_delta(data: Data) -> tuple[DeltaHeader, Iterator[memoryview]]:
     """The header, and the bodies of all parts that it names. Raises `StorageError` when it is malformed."""
     start = len(MAGIC) + 4
     if len(data) < start or data[: len(MAGIC)] != MAGIC:

@@ -27,6 +27,7 @@ from storage.delta_format import (
     unpack_whole,
     write_delta,
 )
+from storage.files import Data
 from storage.weights import (
     ITEM_BYTES,
     WORD,
@@ -116,7 +117,7 @@ Note = Callable[[Words, Words, Sequence[Moved]], None]
 
 
 def apply_delta(
-    base: Weights, data: bytes | bytearray, threads: Executor | None = None, *,
+    base: Weights, data: Data, threads: Executor | None = None, *,
     note: Note | None = None, like: NewWords = np.empty_like,
 ) -> Weights:  # fmt: skip
     """What `data` makes of `base`, which stays as it is; tensors that did not change are shared.

@@ -53,8 +53,14 @@ def publish(temporary: Path, final: Path) -> None:
         _rename(temporary, final)
 
 
-Content = Sequence[bytes | memoryview]
+Data = bytes | memoryview
+Content = Sequence[Data]
 """What a file holds: these, one after the other."""
+
+
+def size_of(content: Content) -> int:
+    """Bytes of all of it."""
+    return sum(memoryview(part).nbytes for part in content)
 
 
 def publish_files(final: Path, contents: Mapping[str, Content]) -> None:
@@ -84,15 +90,16 @@ def _write_files(directory: Path, contents: Mapping[str, Content]) -> None:
         files = []
         for name, content in contents.items():
             file = opened.enter_context(open(f"{directory}/{name}", "xb", buffering=0))  # noqa: PTH123  # hot
-            _write_parts(file.fileno(), content)
+            write_parts(file.fileno(), content)
             files.append(file)
         for file in files:
             os.fsync(file)
 
 
-def _write_parts(descriptor: int, content: Content) -> None:
-    """Without joining them first, which would copy every byte once more."""
-    parts = [view for part in content if len(view := memoryview(part).cast("B"))]
+def write_parts(descriptor: int, content: Content) -> None:
+    """Without joining them first, which would copy every byte once more. Raises `OSError`."""
+    views = [memoryview(part) for part in content]
+    parts = [view.cast("B") for view in views if view.nbytes]
     while parts:
         written = os.writev(descriptor, parts[:PARTS_A_WRITE])  # 2 GiB at most
         whole = 0

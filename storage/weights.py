@@ -19,6 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bus.errors import StorageError
+from storage.files import Content, Data
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -184,15 +185,15 @@ def laid_out(
     return struct.pack("<Q", len(text)) + text, places
 
 
-def write_snapshot(weights: Weights) -> bytes:
-    """All tensors as a safetensors file."""
+def snapshot_content(weights: Weights) -> Content:
+    """All tensors as a safetensors file, in their own memory."""
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
     beginning, places = laid_out(kinds, {"policy_version": str(weights.policy_version)})
-    return b"".join([beginning, *(weights.tensors[name].words.data for name in places)])
+    return [beginning, *(weights.tensors[name].words.data for name in places)]
 
 
 def read_snapshot(
-    data: bytes | bytearray, policy_version: int, threads: Executor | None = None, *,
+    data: Data, policy_version: int, threads: Executor | None = None, *,
     like: NewWords = np.empty_like,
 ) -> Weights:  # fmt: skip
     """The tensors of a safetensors file, copied into room that `like` makes.
@@ -202,7 +203,7 @@ def read_snapshot(
         [length] = struct.unpack_from("<Q", data)
         if length > min(MAX_HEADER_BYTES, len(data)):
             raise StorageError(f"a snapshot of {len(data)} bytes cannot have a header of {length}")
-        header = json.loads(data[8 : 8 + length])
+        header = json.loads(bytes(data[8 : 8 + length]))
         header.pop("__metadata__", None)
         copies = in_order(threads, partial(_tensor, data, 8 + length, like), header.values())
         tensors = dict(zip(header, copies, strict=True))
@@ -211,7 +212,7 @@ def read_snapshot(
     return Weights.of(policy_version, tensors, threads)
 
 
-def _tensor(data: bytes | bytearray, start: int, like: NewWords, entry: Mapping[str, object]) -> HostTensor:
+def _tensor(data: Data, start: int, like: NewWords, entry: Mapping[str, object]) -> HostTensor:
     dtype, shape, offsets = str(entry["dtype"]), entry["shape"], entry["data_offsets"]
     sizes, (begin, end) = whole_numbers(shape), whole_numbers(offsets)
     if end - begin != prod(sizes) * ITEM_BYTES[dtype] or start + end > len(data):

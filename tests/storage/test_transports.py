@@ -9,14 +9,15 @@ from pathlib import Path
 
 import aiohttp
 import aiohttp.web
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from bus.server import free_port
-from storage import blob_http
-from storage.blob_files import file_name
+from storage import blob_files, blob_http
+from storage.blob_files import FileBlobs, file_name, read_file
 from storage.blob_http import HttpBlobs
 from storage.blob_sources import Blobs, Relay, blob_source
 from storage.blob_stores import blob_store
@@ -78,13 +79,36 @@ def damage(directory: Path, ref):
 @pytest.mark.parametrize("size", [0, 1, 100_000, 1_234_567])
 async def test_what_is_put_arrives(bus, store, size):
     data = os.urandom(size)
-    ref = await store.put(data, "one", 7, "delta")
+    ref = await store.put([data], "one", 7, "delta")
     assert await Blobs(bus).get(ref) == data
     assert await store.holds([ref])
 
 
+@pytest.mark.parametrize("read_bytes", [7, 1000])
+async def test_what_is_put_in_pieces_arrives_whole(bus, store, read_bytes, monkeypatch):
+    monkeypatch.setattr(blob_files, "READ_BYTES", read_bytes)
+    words = np.arange(1000, dtype=np.uint16)
+    ref = await store.put([b"begin", words.data, words[:0].data, b"", words[::-1].copy().data], "one", 7)
+    assert await Blobs(bus).get(ref) == b"begin" + words.tobytes() + words[::-1].tobytes()
+    assert await store.holds([ref])
+
+
+async def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    store, read = FileBlobs(tmp_path), os.preadv
+    await store.start()
+    ref = await store.put([os.urandom(1000)], "one", 1)
+
+    def cut_before(descriptor, buffers, offset):
+        os.truncate(tmp_path / file_name(ref), 500)
+        return read(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", cut_before)
+    with pytest.raises(BusError, match=r"cannot read .*: it has 500 bytes, not 1000"):
+        read_file(tmp_path, ref)
+
+
 async def test_what_is_deleted_is_gone_and_the_others_stay(bus, store):
-    kept, gone = await store.put(b"kept", "one", 1), await store.put(b"gone", "one", 2)
+    kept, gone = await store.put([b"kept"], "one", 1), await store.put([b"gone"], "one", 2)
     await store.delete(gone)
     await store.delete(gone)
     assert await store.holds([kept])
@@ -95,7 +119,7 @@ async def test_what_is_deleted_is_gone_and_the_others_stay(bus, store):
 
 
 async def test_a_new_learner_forgets_what_the_one_before_left(bus, store):
-    old = await store.put(b"old", "one", 1)
+    old = await store.put([b"old"], "one", 1)
     await store.close()
     await store.start()
     assert not await store.holds([old])
@@ -105,7 +129,7 @@ async def test_a_new_learner_forgets_what_the_one_before_left(bus, store):
 async def test_a_flipped_bit_in_a_file_is_found(bus, tmp_path, kind):
     store = blob_store(bus, config(kind, tmp_path), tmp_path / "served")
     await store.start()
-    ref = await store.put(os.urandom(300_000), "one", 1)
+    ref = await store.put([os.urandom(300_000)], "one", 1)
     damage(tmp_path / ("served" if kind == "http" else "shared/test"), ref)
     with pytest.raises(BusError, match=f"do not have the digest {ref.digest}"):
         await Blobs(bus).get(ref)
@@ -116,7 +140,7 @@ async def test_a_flipped_bit_in_a_file_is_found(bus, tmp_path, kind):
 async def test_a_torn_file_is_found(bus, tmp_path, kind):
     store = blob_store(bus, config(kind, tmp_path), tmp_path / "served")
     await store.start()
-    ref = await store.put(os.urandom(300_000), "one", 1)
+    ref = await store.put([os.urandom(300_000)], "one", 1)
     path = tmp_path / ("served" if kind == "http" else "shared/test") / file_name(ref)
     os.truncate(path, 250_000)
     assert not await store.holds([ref])
@@ -129,7 +153,7 @@ async def test_a_large_blob_travels_in_ranges_and_a_server_without_them_is_refus
     bus, origin, tmp_path, monkeypatch
 ):
     data = os.urandom(250_001)
-    ref = await origin.put(data, "one", 1)
+    ref = await origin.put([data], "one", 1)
     asked = []
 
     async def answer(request):
@@ -152,7 +176,7 @@ async def test_a_large_blob_travels_in_ranges_and_a_server_without_them_is_refus
 async def test_the_server_shows_blobs_and_nothing_else(origin, tmp_path):
     (tmp_path / "secret.blob").write_text("secret")
     (tmp_path / "origin" / "notes.txt").write_text("notes")
-    ref = await origin.put(b"shown", "one", 1)
+    ref = await origin.put([b"shown"], "one", 1)
     async with aiohttp.ClientSession() as session:
         for name, status in (
             (file_name(ref), 200), ("notes.txt", 404), ("..%2fsecret.blob", 404), ("%2e%2e/secret.blob", 404),
@@ -181,7 +205,7 @@ async def test_a_directory_that_cannot_be_written_is_named_with_the_remedy(bus, 
 
 
 async def test_a_blob_of_an_unknown_transport_is_refused(bus, origin):
-    ref = await origin.put(b"x", "one", 1)
+    ref = await origin.put([b"x"], "one", 1)
     with pytest.raises(BusError, match="knows no transport 'ftp'"):
         await Blobs(bus).get(replace(ref, origin="ftp://host"))
 
@@ -191,7 +215,7 @@ async def test_a_blob_of_an_unknown_transport_is_refused(bus, origin):
 
 async def test_a_relay_fetches_a_blob_once_and_serves_it_when_the_learner_no_longer_does(bus, origin, relay):
     data = os.urandom(400_000)
-    ref = await origin.put(data, "one", 1)
+    ref = await origin.put([data], "one", 1)
     leaves = [Blobs(bus, RelayConfig(via="near")) for _ in range(4)]
     assert await asyncio.gather(*(leaf.get(ref) for leaf in leaves)) == [data] * 4
     await origin.close()
@@ -203,7 +227,7 @@ async def test_a_relay_fetches_a_blob_once_and_serves_it_when_the_learner_no_lon
 
 async def test_relays_make_a_tree(bus, origin, relay, tmp_path):
     data = os.urandom(300_000)
-    ref = await origin.put(data, "one", 1)
+    ref = await origin.put([data], "one", 1)
     settings = RelayConfig(site="far", via="near", host="127.0.0.1")
     async with blob_source(bus, settings) as far:
         assert await Blobs(bus, RelayConfig(via="far")).get(ref) == data
@@ -214,7 +238,7 @@ async def test_relays_make_a_tree(bus, origin, relay, tmp_path):
 
 
 async def test_a_relay_that_serves_bad_bytes_is_dropped_and_the_learner_asked(bus, origin, relay, tmp_path):
-    first, second = await origin.put(os.urandom(9000), "one", 1), await origin.put(b"second", "one", 2)
+    first, second = await origin.put([os.urandom(9000)], "one", 1), await origin.put([b"second"], "one", 2)
     await relay.get(first)
     damage(tmp_path / "relay", first)
     leaf = Blobs(bus, RelayConfig(via="near"))
@@ -227,7 +251,7 @@ async def test_a_relay_that_serves_bad_bytes_is_dropped_and_the_learner_asked(bu
 
 
 async def test_a_relay_that_served_nothing_is_asked_again_after_a_minute(bus, origin, relay, tmp_path):
-    first, second = await origin.put(b"first", "one", 1), await origin.put(b"second", "one", 2)
+    first, second = await origin.put([b"first"], "one", 1), await origin.put([b"second"], "one", 2)
     await relay.get(first)
     leaf = Blobs(bus, RelayConfig(via="near"))
     (tmp_path / "relay" / file_name(first)).unlink()
@@ -240,7 +264,7 @@ async def test_a_relay_that_served_nothing_is_asked_again_after_a_minute(bus, or
 
 
 async def test_two_that_find_a_relays_file_damaged_both_get_the_blob(bus, origin, relay, tmp_path):
-    ref = await origin.put(os.urandom(9000), "one", 1)
+    ref = await origin.put([os.urandom(9000)], "one", 1)
     data = await relay.get(ref)
     damage(tmp_path / "relay", ref)
     assert await asyncio.gather(relay.get(ref), relay.get(ref)) == [data, data]
@@ -262,25 +286,25 @@ async def test_a_relay_that_closes_ends_what_it_fetches(bus, tmp_path):
 
 
 async def test_without_any_relay_the_learner_is_asked_at_once(bus, origin):
-    ref = await origin.put(b"x", "one", 1)
+    ref = await origin.put([b"x"], "one", 1)
     async with asyncio.timeout(5):
         assert await Blobs(bus, RelayConfig(via="nowhere")).get(ref) == b"x"
 
 
 async def test_a_relay_that_cannot_get_a_blob_says_so_and_recovers(bus, origin, relay):
-    ref = await origin.put(b"x" * 10, "one", 1)
+    ref = await origin.put([b"x" * 10], "one", 1)
     await origin.delete(ref)
     leaf = Blobs(bus, RelayConfig(via="near"))
     with pytest.raises(BusError, match="404"):
         await leaf.get(ref)
-    assert await origin.put(b"x" * 10, "one", 1) == ref
+    assert await origin.put([b"x" * 10], "one", 1) == ref
     assert await leaf.get(ref) == b"x" * 10
     assert not leaf._dropped
 
 
 async def test_a_relay_keeps_the_newest_blobs(bus, origin, relay, tmp_path):
     for n in range(5):
-        await relay.get(await origin.put(b"%d" % n, "one", n))
+        await relay.get(await origin.put([b"%d" % n], "one", n))
     assert len(list((tmp_path / "relay").glob("*.blob"))) == 3
 
 
