@@ -133,7 +133,8 @@ def _read_parts(descriptor: int, size_bytes: int) -> memoryview:
         while part:
             count = os.preadv(descriptor, [part], start)
             if not count:
-                raise OSError(errno.ENODATA, f"it has {start} bytes, not {size_bytes}")
+                size = os.fstat(descriptor).st_size
+                raise OSError(errno.ENODATA, f"it has {size} bytes, not {size_bytes}")
             part, start = part[count:], start + count
 
     with ThreadPoolExecutor(spare_threads(), "read") as threads:

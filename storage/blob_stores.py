@@ -63,7 +63,8 @@ class BusBlobs:
     async def put(self, content: Content, *tokens: object) -> BlobRef:
         """Store it in chunks. Raises `ConfigError` when the stream is too small for such blobs."""
         await self._refuse_too_large(size_of(content))
-        return await put_blob(self._bus, self._publisher, b"".join(content), "policy", *tokens)
+        data = await asyncio.to_thread(b"".join, content)
+        return await put_blob(self._bus, self._publisher, data, "policy", *tokens)
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
         """Whether every chunk is on the stream."""

@@ -54,6 +54,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 Data = bytes | memoryview
+"""Bytes, one after the other."""
 Content = Sequence[Data]
 """What a file holds: these, one after the other."""
 
@@ -98,8 +99,7 @@ def _write_files(directory: Path, contents: Mapping[str, Content]) -> None:
 
 def write_parts(descriptor: int, content: Content) -> None:
     """Without joining them first, which would copy every byte once more. Raises `OSError`."""
-    views = [memoryview(part) for part in content]
-    parts = [view.cast("B") for view in views if view.nbytes]
+    parts = [view for part in content if len(view := memoryview(part).cast("B"))]
     while parts:
         written = os.writev(descriptor, parts[:PARTS_A_WRITE])  # 2 GiB at most
         whole = 0

@@ -40,29 +40,36 @@ def note(old: Words, new: Words, moved: Sequence[Moved]) -> None:
     """Remember the words that are others in `new`, and how many lie between each and the one before it.
 
     Nobody writes to either from now on."""
-    if sum(len(part.gaps) for part in moved) > worth_it(new.nbytes, new.itemsize):
-        return  # then all are written
     gaps, values = _joined(new, moved)
+    if len(gaps) > worth_it(new.nbytes, new.itemsize):
+        return  # then all are written
     address = new.ctypes.data
     _noted[address] = _Difference(weakref.ref(old), weakref.ref(new), gaps, values)
     weakref.finalize(new, _noted.pop, address, None).atexit = False
 
 
-def in_reach(positions: Positions, before: int = -1) -> Positions:
-    """The same, and where a gap would be too wide, the one after `before` too, others in between.
+def told(words: Words, positions: Positions, before: int = -1) -> tuple[Words, Words]:
+    """How a file tells of the words at `positions`: the gaps, the first counted from `before`, and the words.
 
-    These are written as they are. In embeddings rows of tokens that were never seen make such gaps."""
+    Where a gap would be too wide words in between are told of too, as they are. In embeddings rows of tokens
+    that were never seen make such gaps."""
+    positions = _in_reach(positions, before)
+    return (np.diff(positions, prepend=before) - 1).astype(GAP), words[positions]
+
+
+def _in_reach(positions: Positions, before: int) -> Positions:
+    """With others put in where a step would be too wide."""
     steps = np.diff(positions, prepend=before)
-    too_few = (steps - 1) // FARTHEST
-    far = np.flatnonzero(too_few)
-    counts = too_few[far]
+    missing = (steps - 1) // FARTHEST
+    far = np.flatnonzero(missing)
+    counts = missing[far]
     nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + 1
     between = np.repeat(positions[far] - steps[far], counts) + nth * FARTHEST
     return np.sort(np.concatenate([positions, between])) if len(far) else positions
 
 
 def _joined(new: Words, moved: Sequence[Moved]) -> tuple[Words, Words]:
-    """The gaps of all parts, and the elements, those that are between some of them included."""
+    """What a file tells of all parts together."""
     all_gaps, all_values, last = [], [], -1
     for part in moved:
         if not len(part.gaps):
@@ -72,8 +79,7 @@ def _joined(new: Words, moved: Sequence[Moved]) -> tuple[Words, Words]:
             gaps = part.gaps.astype(GAP)
             gaps[0] = first
         else:
-            positions = in_reach(part.positions, last)
-            gaps, values = (np.diff(positions, prepend=last) - 1).astype(GAP), new[positions]
+            gaps, values = told(new, part.positions, last)
         all_gaps.append(gaps)
         all_values.append(values)
         last = part.last
@@ -83,7 +89,7 @@ def _joined(new: Words, moved: Sequence[Moved]) -> tuple[Words, Words]:
 def known(old: torch.Tensor, new: torch.Tensor) -> tuple[Words, Words] | None:
     """The gaps (uint16) and words, where `new` came as what changed in `old`.
 
-    Both lie in the memory of what came."""
+    `old` and `new` lie in the memory of what came."""
     found = _noted.get(new.data_ptr())
     if found is None or not (old.is_contiguous() and new.is_contiguous()):
         return None

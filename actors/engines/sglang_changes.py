@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.engines.differences import GAP, WORTH_IT, in_reach, known, worth_it
+from actors.engines.differences import WORTH_IT, known, told, worth_it
 from actors.engines.in_server import sluice_changes
 from actors.engines.in_server.sluice_changes import CHANGES, GAPS, VALUES, WHOLE
 from actors.engines.sglang_facts import drafts, own_draft
@@ -89,10 +89,8 @@ def _compared(old: torch.Tensor, new: torch.Tensor) -> Found | None:
     found = changed_positions(_words(old), _words(new), at_most=at_most)
     if found is None:
         return None
-    positions = in_reach(found)
-    if len(positions) > at_most:
-        return None
-    return (np.diff(positions, prepend=-1) - 1).astype(GAP), _words(new)[positions]
+    gaps, values = told(_words(new), found)
+    return (gaps, values) if len(gaps) <= at_most else None
 
 
 def _goes_whole(tensor: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ from storage.blob_http import HttpBlobs
 from storage.blob_sources import Blobs, Relay, blob_source
 from storage.blob_stores import blob_store
 from storage.transport_config import BusTransport, FilesTransport, HttpTransport, RelayConfig
+from tests.storage.serving import refusing_disk
 
 pytestmark = pytest.mark.nats
 TIMEOUT_S = 20
@@ -95,6 +96,7 @@ async def test_what_is_put_in_pieces_arrives_whole(bus, store, read_bytes, monke
 
 async def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path, monkeypatch):
     store, read = FileBlobs(tmp_path), os.preadv
+    monkeypatch.setattr(blob_files, "READ_BYTES", 300)
     await store.start()
     ref = await store.put([os.urandom(1000)], "one", 1)
 
@@ -105,6 +107,17 @@ async def test_a_file_that_is_cut_while_it_is_read_is_refused(tmp_path, monkeypa
     monkeypatch.setattr(os, "preadv", cut_before)
     with pytest.raises(BusError, match=r"cannot read .*: it has 500 bytes, not 1000"):
         read_file(tmp_path, ref)
+
+
+async def test_a_disk_that_is_full_is_named_and_nothing_is_left_there(tmp_path):
+    store = FileBlobs(tmp_path)
+    await store.start()
+    with (
+        refusing_disk(),
+        pytest.raises(BusError, match=rf"cannot write {tmp_path}/one\.1\..*: File too large"),
+    ):
+        await store.put([b"x"], "one", 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_what_is_deleted_is_gone_and_the_others_stay(bus, store):
