@@ -59,17 +59,17 @@ def changes(old: State, new: State) -> Changes | None:
     `None` where writing all of `new` is as good, or is the only way: a NaN cannot be told from no change."""
     found = _differences(old, new)
     tensors = {WHOLE + name: new[name] for name in new if name not in found}
-    told = {}
+    entries = {}
     for dtype in {tensor.dtype for tensor in new.values()}:
         kind = str(dtype).removeprefix("torch.")
         of_dtype = {name: parts for name, parts in found.items() if new[name].dtype == dtype}
         if of_dtype:
-            told[kind] = [[name, list(new[name].shape), len(gaps)] for name, (gaps, _) in of_dtype.items()]
+            entries[kind] = [[name, list(new[name].shape), len(gaps)] for name, (gaps, _) in of_dtype.items()]
             tensors[GAPS + kind] = _concatenated([gaps for gaps, _ in of_dtype.values()], torch.int16)
             tensors[VALUES + kind] = _concatenated([words for _, words in of_dtype.values()], dtype)
     if bytes_of(tensors) > WORTH_IT * bytes_of(new) or any(map(_has_nan, tensors.values())):
         return None
-    return Changes(tensors, {CHANGES: json.dumps(told)})
+    return Changes(tensors, {CHANGES: json.dumps(entries)})
 
 
 def _differences(old: State, new: State) -> dict[str, Found]:
