@@ -54,7 +54,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 Data = bytes | memoryview
-"""Bytes, one after the other."""
+"""In one piece."""
 Content = Sequence[Data]
 """What a file holds: these, one after the other."""
 

@@ -42,19 +42,23 @@ def versions(*, far=False):
     return by_delta(first, second)
 
 
-@pytest.mark.parametrize("far", [False, True])
-@pytest.mark.parametrize("part_bytes", [in_parts.PART_BYTES, 1000, 64])
-def test_what_a_delta_said_is_what_comparing_finds(far, part_bytes, monkeypatch):
-    monkeypatch.setattr(in_parts, "PART_BYTES", part_bytes)
-    base, later = versions(far=far)
+def assert_told_as_compared(base, later, monkeypatch):
+    """What the delta told of is what comparing finds, and nothing is compared for it."""
     old, new = torch_tensors(base.tensors), torch_tensors(later.tensors)
     strangers = {name: tensor.clone() for name, tensor in old.items()}
     compared = changes(strangers, new)
-    monkeypatch.setattr(sglang_changes, "changed_positions", None)  # nothing is compared
+    monkeypatch.setattr(sglang_changes, "changed_positions", None)
     told = changes(old, new)
     assert told.metadata == compared.metadata
     assert told.tensors.keys() == compared.tensors.keys()
     assert all(torch.equal(tensor, compared.tensors[name]) for name, tensor in told.tensors.items())
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize("part_bytes", [in_parts.PART_BYTES, 1000, 64])
+def test_what_a_delta_said_is_what_comparing_finds(far, part_bytes, monkeypatch):
+    monkeypatch.setattr(in_parts, "PART_BYTES", part_bytes)
+    assert_told_as_compared(*versions(far=far), monkeypatch)
 
 
 def test_a_tensor_of_which_a_part_came_whole_is_compared(monkeypatch):
@@ -107,13 +111,7 @@ def test_rows_that_nobody_sees_make_gaps_that_are_bridged(part_bytes, monkeypatc
     second = {"q": first["q"].copy()}
     rows = rng.choice(4000, 8, replace=False)
     second["q"][rows] += rng.random((8, 400)) < 0.3
-    base, later = by_delta(first, second)
-    old, new = torch_tensors(base.tensors), torch_tensors(later.tensors)
-    compared = changes({"q": old["q"].clone()}, new)
-    monkeypatch.setattr(sglang_changes, "changed_positions", None)
-    told = changes(old, new)
-    assert told.metadata == compared.metadata
-    assert all(torch.equal(tensor, compared.tensors[name]) for name, tensor in told.tensors.items())
+    assert_told_as_compared(*by_delta(first, second), monkeypatch)
 
 
 def test_of_other_tensors_nothing_is_known():
