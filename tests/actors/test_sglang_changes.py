@@ -34,7 +34,7 @@ class Fused(torch.nn.Module):
                     half = BIG // 2
                     self.qk.data.narrow(0, half * (name == "k"), half).copy_(tensor.narrow(0, half, half))
                 case "down":
-                    self.down.data[:] = tensor.t()
+                    self.down.data.copy_(tensor.t())
                 case "a" | "b":
                     both[name] = tensor
                     if len(both) == 2:
@@ -214,16 +214,25 @@ class Assigning(Fused):
     def load_weights(self, weights) -> None:
         for name, tensor in weights:
             assert name == "embed"
-            self.embed.data = tensor.clone()
+            self.assign(tensor)
+
+    def assign(self, tensor) -> None:
+        self.embed.data = tensor.clone()
 
 
-def test_a_model_that_does_not_copy_is_refused_and_says_what_to_do(held):
+class AssigningElements(Assigning):
+    def assign(self, tensor) -> None:
+        self.embed.data[:] = tensor
+
+
+@pytest.mark.parametrize("of_class", [Assigning, AssigningElements])
+def test_a_model_that_does_not_copy_is_refused_and_says_what_to_do(held, of_class):
     first = {"embed": torch.randn(LENGTH, BIG)}
-    model = Assigning(torch.float32)
+    model = of_class(torch.float32)
     model.load_weights(first.items())
     held.keep(first, 0)
     file = held.write_changes(later(first, 0.01))
-    with pytest.raises(RuntimeError, match=r"Assigning does not copy .*embed.*changes alone"):
+    with pytest.raises(RuntimeError, match=rf"{of_class.__name__} does not copy .*embed.*changes alone"):
         apply(model, file)
 
 

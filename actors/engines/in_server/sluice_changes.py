@@ -10,11 +10,12 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 log = logging.getLogger(__name__)
 GAPS, VALUES, WHOLE = "gaps.", "values.", "whole."
@@ -69,7 +70,7 @@ def _applied(model: Any, path: str) -> set[str]:
     """Have the model take the file, and return the names of what has a NaN since."""
     device = next(model.parameters()).device
     before = _with_nan(model)
-    with safe_open(path, "pt") as file, torch.no_grad(), _NanChangesNothing():  # type: ignore[no-untyped-call]
+    with safe_open(path, "pt") as file, torch.no_grad(), _NanChangesNothing():
         model.load_weights(_tensors(file, device))
     return _with_nan(model) - before
 
@@ -81,10 +82,12 @@ def _tensors(file: Any, device: torch.device) -> Iterator[Named]:
         counts = [[count for _, _, count in part] for part in parts]
         gaps, values = (file.get_tensor(kind + dtype).split([*map(sum, counts)]) for kind in (GAPS, VALUES))
         for part, each, *on_host in zip(parts, counts, gaps, values, strict=True):
-            taken = (tensor.to(device).split(each) for tensor in on_host)
-            for (name, shape, _), between, what in zip(part, *taken, strict=True):
+            between, elements = (tensor.to(device) for tensor in on_host)
+            positions = _positions(between, each)
+            cut = (torch.split(tensor, each) for tensor in (positions, elements))
+            for (name, shape, _), where, what in zip(part, *cut, strict=True):
                 tensor = torch.full(shape, torch.nan, dtype=what.dtype, device=device)
-                tensor.view(-1)[_positions(between)] = what
+                tensor.view(-1)[where] = what
                 yield name, tensor
                 del tensor  # before there is the next
     for name in file.keys():  # noqa: SIM118 - it is no mapping
@@ -92,9 +95,17 @@ def _tensors(file: Any, device: torch.device) -> Iterator[Named]:
             yield name.removeprefix(WHOLE), file.get_tensor(name).to(device)
 
 
-def _positions(gaps: torch.Tensor) -> torch.Tensor:
-    """int64 [N], where the elements lie; made in one piece of memory."""
-    return gaps.long().bitwise_and_(GAP_BITS).add_(1).cumsum_(0).sub_(1)
+def _positions(gaps: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """int64 [N], where the elements lie in their tensors, of which each has so many: all at once.
+
+    For a single tensor, which may be a large one, it is made in one piece of memory."""
+    positions = gaps.long().bitwise_and_(GAP_BITS).add_(1).cumsum_(0).sub_(1)
+    if len(counts) == 1 or not len(positions):
+        return positions
+    sizes = torch.tensor(counts, device=gaps.device)
+    begins = torch.tensor([0, *accumulate(counts[:-1])], device=gaps.device)
+    before = (positions[begins - 1] + 1) * (begins > 0)  # what the tensors before have added up to
+    return positions.sub_(before.repeat_interleave(sizes, output_size=len(positions)))
 
 
 def _together(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
@@ -111,21 +122,25 @@ def _together(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
         yield together
 
 
-class _NanChangesNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, copying a NaN leaves what is there."""
+class _NanChangesNothing(TorchFunctionMode):
+    """While it is entered, copying a NaN by `Tensor.copy_` leaves what is there.
 
-    def __torch_dispatch__(
+    What PyTorch's own code copies it does not see (`TorchDispatchMode` would, in three times the time): a NaN
+    that gets in by that is found in the end."""
+
+    def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not torch.ops.aten.copy_.default or not args[1].is_floating_point():
+        if func is not torch.Tensor.copy_ or not args[1].is_floating_point():
             return func(*args, **(kwargs or {}))
         target, source = args[:2]
-        rows = max(1, PIECE_ELEMENTS * target.shape[0] // max(1, target.numel())) if target.dim() else 0
-        pieces = (
-            zip(target.split(rows), source.expand_as(target).split(rows), strict=True) if rows else [args[:2]]
-        )
+        pieces = [(target, source)]
+        if target.numel() > PIECE_ELEMENTS:
+            rows = max(1, PIECE_ELEMENTS * target.shape[0] // target.numel())
+            pieces = [*zip(target.split(rows), source.expand_as(target).split(rows), strict=True)]
         for old, new in pieces:
-            func(old, torch.where(torch.isnan(new), old, new.to(old)))
+            like_old = new.to(old)
+            torch.where(like_old.isnan(), old, like_old, out=old)
         return target
 
 
