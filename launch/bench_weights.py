@@ -170,6 +170,7 @@ async def _bench(
         broadcaster = Broadcaster(
             bus, publisher.announced, incarnation="bench",
             timeout_s=publication.broadcast_timeout_s, threads=publishing_threads(publication),
+            device_bytes=publication.broadcast_device_bytes,
         )  # fmt: skip
         await broadcaster.start()
         learning = await preparing

@@ -10,7 +10,7 @@ import secrets
 import signal
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -47,16 +47,18 @@ class Broadcaster:
     """Answers engines that ask for the announced weights, and sends these; waits for no engine otherwise."""
 
     def __init__(
-        self, bus: Bus, announced: Announced, *, incarnation: str, timeout_s: float, threads: int = 1
-    ) -> None:
+        self, bus: Bus, announced: Announced, *,
+        incarnation: str, timeout_s: float, threads: int = 1, device_bytes: int = 0,
+    ) -> None:  # fmt: skip
         """`announced` returns the newest weights: their tensors stay as they are until it returns others.
 
-        `threads` copy these."""
+        `threads` copy these; each group may have `device_bytes` of them on our GPU before it sends them."""
         self._bus = bus
         self._announced = announced
         self._incarnation = incarnation
         self._timeout_s = timeout_s
         self._threads = threads
+        self._device_bytes = device_bytes
         self._groups: dict[str, _Group] = {}
         self._living: set[asyncio.Task[None]] = set()
         """Of the groups, and of those that are being ended."""
@@ -93,7 +95,7 @@ class Broadcaster:
         else:
             group = await self._new_group(wanted, snapshot)
         group.snapshot = snapshot
-        return [*(group.offered(bucket) for bucket in snapshot.buckets), Done()]
+        return [*(group.offered(buckets) for buckets in snapshot.taken_together()), Done()]
 
     async def _begin(self, begin: BroadcastBegin) -> list[Message]:
         group = self._groups.get(begin.group)
@@ -155,6 +157,7 @@ class Broadcaster:
             "world_size": 1 + wanted.ranks,
             "backend": "nccl" if on_gpu else "gloo",
             "device": f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu",
+            "device_bytes": self._device_bytes,
             "timeout_s": self._timeout_s,
         }
         process = await _SenderProcess.start(order)
@@ -215,7 +218,7 @@ class _Group:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     living: "asyncio.Task[None]" = field(init=False)
 
-    def offered(self, bucket: Bucket) -> OfferedBucket:
+    def offered(self, buckets: Sequence[Bucket]) -> OfferedBucket:
         assert self.snapshot is not None, "set before"
         return OfferedBucket(
             group=self.name,
@@ -223,9 +226,9 @@ class _Group:
             port=self.port,
             backend=self.backend,
             policy_version=self.snapshot.policy_version,
-            names=tuple(bucket.names),
-            dtypes=tuple(bucket.dtypes),
-            shapes=tuple(bucket.shapes),
+            names=tuple(name for bucket in buckets for name in bucket.names),
+            dtypes=tuple(dtype for bucket in buckets for dtype in bucket.dtypes),
+            shapes=tuple(shape for bucket in buckets for shape in bucket.shapes),
         )
 
 
@@ -276,8 +279,8 @@ class _SenderProcess:
     async def prepares(self, snapshot: Snapshot) -> None:
         """Have it ready to send this. Raises `BusError` when it cannot."""
         said = await self.says("prepared", START_S, told={"prepare": snapshot.where()})
-        if unlocked := said["unlocked"]:
-            log.warning("weights_are_sent_slowly", reason=unlocked)
+        if slower := said["slower"]:
+            log.warning("weights_are_sent_slowly", reason=slower)
 
     async def lives_until(self, event: asyncio.Event, timeout_s: float) -> bool:
         """Wait for `event`; False when that takes longer. Raises `BusError` when the process ends before."""

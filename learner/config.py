@@ -329,6 +329,11 @@ class PublicationConfig(Config):
     """How long an engine with `update = "group"` may take to join the learner's group, and to take a version,
     before it is left to fetch that by the transport."""
 
+    broadcast_device_bytes: int = Field(0, ge=0)
+    """Memory of the GPU of rank 0 for weights that are to be broadcast, for each engine with
+    `update = "group"`: what lies there does not cross PCIe while the engine stands still. As large as the
+    published weights is all it can use."""
+
     transport: TransportConfig = BusTransport()
     """The way that the bytes take; what is announced goes over the bus."""
 

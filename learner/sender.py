@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,8 +37,8 @@ def main() -> NoReturn:
     """Say the port where the ranks meet, `prepared` when there is something to send, then `joined`.
 
     From then on do what is told: `prepare` what `Snapshot.where` describes, or `send` it, and say when that
-    is done. The first argument is a JSON object: `group`, `world_size`, `backend`, `device`, and `timeout_s`,
-    which bounds every wait for the other ranks."""
+    is done. The first argument is a JSON object: `group`, `world_size`, `backend`, `device`, `device_bytes`
+    of it for weights that are not sent yet, and `timeout_s`, which bounds every wait for the other ranks."""
     global _output
     _output = _own_output()
     order = json.loads(sys.argv[1])
@@ -51,7 +52,7 @@ def main() -> NoReturn:
         _say(port=store.port)
         if order["device"] != "cpu":
             torch.cuda.set_device(order["device"])
-        source = Source(order["device"])
+        source = Source(order["device"], order["device_bytes"])
         _obey(asked.get(), source, None)  # what to send first, before anybody waits for us
         group = _join(store, order, timeout)
         _say(joined=True)
@@ -98,47 +99,75 @@ def _join(store: c10d.Store, order: Line, timeout: timedelta) -> dist.ProcessGro
 
 def _obey(told: Line, source: "Source", group: dist.ProcessGroup | None) -> None:
     if "prepare" in told:
-        _say(prepared=True, unlocked=source.prepare(told["prepare"]))
+        _say(prepared=True, slower=source.prepare(told["prepare"]))
     else:
         source.send(told["send"], group)
         _say(sent=True)
 
 
 class Source:
-    """The learner's memory, mapped here, and room on the device for what is on its way from there."""
+    """The learner's memory, mapped here, and room on the device for what is on its way from there.
 
-    def __init__(self, device: str) -> None:
+    The first buckets are brought to the device when they are prepared, as far as they may take memory there;
+    the others, while those before them are broadcast."""
+
+    def __init__(self, device: str, device_bytes: int = 0) -> None:
         self._device = device
+        self._device_bytes = device_bytes
         self._mapped: dict[int, torch.Tensor] = {}
         """Bytes by the number of the memory; the one used last is the last."""
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
+        self._ahead = torch.empty(0, dtype=torch.uint8, device=device)
+        """The first buckets of version `_ahead_version`."""
+        self._ahead_version = -1
         self._locks = device != "cpu"
 
     def prepare(self, asked: Line) -> str:
-        """Map it, lock its pages and make room, unless that is done; return why they are not locked, once."""
-        memory, unlocked = self._mapped.pop(asked["memory"], None), ""
+        """Map it, lock its pages, make room and bring the first buckets there, unless that is done.
+
+        Return why sending is slower than it could be, once."""
+        memory, slower = self._mapped.pop(asked["memory"], None), ""
         if memory is None:
-            memory, unlocked = self._map(asked["file"])
+            memory, slower = self._map(asked["file"])
         self._mapped[asked["memory"]] = memory
         while len(self._mapped) > KEPT:
             del self._mapped[next(iter(self._mapped))]
-        if self._device != "cpu" and len(self._room) < asked["room_bytes"]:
+        if self._device == "cpu":
+            return slower
+        if self._ahead_version != asked["policy_version"]:
+            slower = self._bring_ahead(memory, asked) or slower
+        if len(self._room) < asked["room_bytes"] and len(self._ahead) < _end(asked):
             self._room = torch.empty(0, dtype=torch.uint8, device=self._device)  # not two at a time
             self._room = torch.empty(asked["room_bytes"], dtype=torch.uint8, device=self._device)
-        return unlocked
+        return slower
 
     def send(self, asked: Line, group: dist.ProcessGroup | None) -> None:
         """Broadcast the tensors of all buckets, in order; return when the other ranks have them."""
         self.prepare(asked)
-        memory, spans = self._mapped[asked["memory"]], [bucket["span"] for bucket in asked["buckets"]]
-        placed = (
-            (memory[slice(*span)] for span in spans) if self._device == "cpu" else self._staged(memory, spans)
-        )
-        for place, bucket in zip(placed, asked["buckets"], strict=True):
+        for place, bucket in zip(self._placed(asked), asked["buckets"], strict=True):
             tensors = [_tensor(place, bucket["span"][0], *entry) for entry in bucket["tensors"]]
             works = [dist.broadcast(tensor, 0, group=group, async_op=True) for tensor in tensors]
             for work in works:
                 work.wait()
+        if self._device != "cpu":
+            sent = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            sent.record()
+            sent.synchronize()
+
+    def _bring_ahead(self, memory: torch.Tensor, asked: Line) -> str:
+        """Copy as many of the first buckets to the device as may lie there; none if it is full: say so."""
+        ends = [end for _, end in _spans(asked) if end <= self._device_bytes]
+        size, self._ahead_version = max(ends, default=0), asked["policy_version"]
+        if len(self._ahead) != size:
+            self._ahead = torch.empty(0, dtype=torch.uint8, device=self._device)
+            torch.cuda.empty_cache()  # else the old one's memory would not serve the new
+            try:
+                self._ahead = torch.empty(size, dtype=torch.uint8, device=self._device)
+            except torch.OutOfMemoryError as error:
+                self._device_bytes = 0
+                return f"{self._device} has no room for learner.publication.broadcast_device_bytes: {error}"
+        self._ahead.copy_(memory[:size])
+        return ""
 
     def _map(self, path: str) -> tuple[torch.Tensor, str]:
         with Path(path).open("r+b") as file:  # shared: a private mapping, once locked, keeps what it has
@@ -152,6 +181,16 @@ class Source:
                 with suppress(RuntimeError):  # CUDA tells of it again, whoever asks next
                     torch.zeros(1, device=self._device)
         return torch.from_numpy(memory), unlocked
+
+    def _placed(self, asked: Line) -> Iterator[torch.Tensor]:
+        """The bytes of each bucket, where the group's backend takes them from."""
+        memory, spans = self._mapped[asked["memory"]], _spans(asked)
+        if self._device == "cpu":
+            return (memory[begin:end] for begin, end in spans)
+        ahead = [(begin, end) for begin, end in spans if end <= len(self._ahead)]
+        return chain(
+            (self._ahead[begin:end] for begin, end in ahead), self._staged(memory, spans[len(ahead) :])
+        )
 
     def _staged(self, memory: torch.Tensor, spans: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         """The bytes of each bucket on the device, where one is copied while the one before is broadcast.
@@ -177,8 +216,14 @@ class Source:
             before_last, size_before = last, size
             last = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             last.record(here)
-        if last is not None:
-            last.synchronize()
+
+
+def _spans(asked: Line) -> list[tuple[int, int]]:
+    return [(begin, end) for begin, end in (bucket["span"] for bucket in asked["buckets"])]
+
+
+def _end(asked: Line) -> int:
+    return max((end for _, end in _spans(asked)), default=0)
 
 
 def _tensor(place: torch.Tensor, begin: int, dtype: str, shape: list[int], offset: int) -> torch.Tensor:

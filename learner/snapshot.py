@@ -17,7 +17,7 @@ from storage.weights import TORCH_DTYPES, Weights, in_order
 
 Bytes = NDArray[np.uint8]
 BUCKET_BYTES = 256 << 20
-"""Of tensors that an engine takes at once: it has room for so much beside its weights."""
+"""Of tensors that are sent together, of which two such are on the learner's device at a time."""
 PIECE_BYTES = 32 << 20
 """Copied by one thread at a time."""
 ALIGNED = 64
@@ -26,7 +26,7 @@ _numbers = count()
 
 @dataclass
 class Bucket:
-    """Tensors that an engine takes at once; they lie together."""
+    """Tensors that are sent together; they lie together."""
 
     begin: int
     end: int
@@ -82,11 +82,26 @@ class Snapshot:
         for _ in in_order(threads, self._put, self._pieces(weights)):
             pass
 
+    def taken_together(self) -> Iterator[list[Bucket]]:
+        """Those that an engine takes at once: in all no more than the largest, which it has room for.
+
+        Each request is 4 ms in which it stands still."""
+        largest = max((bucket.size_bytes for bucket in self.buckets), default=0)
+        together: list[Bucket] = []
+        for bucket in self.buckets:
+            if together and bucket.end - together[0].begin > largest:
+                yield together
+                together = []
+            together.append(bucket)
+        if together:
+            yield together
+
     def where(self) -> dict[str, Any]:
         """Where `learner/sender.py` finds the tensors, and how much room it has for them on a device."""
         total = sum(bucket.size_bytes for bucket in self.buckets)
         largest = max((bucket.size_bytes for bucket in self.buckets), default=0)
         return {
+            "policy_version": self.policy_version,
             "memory": self.memory.number,
             "file": self.memory.path,
             "room_bytes": max(largest, min(2 * BUCKET_BYTES, total)),

@@ -60,12 +60,14 @@ def digest(tensor):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-async def test_weights_reach_another_gpu_version_after_version(bus, monkeypatch):
+@pytest.mark.parametrize("device_bytes", [0, 5 * BUCKET_BYTES, 1 << 40], ids=["none", "some", "all"])
+async def test_weights_reach_another_gpu_version_after_version(bus, monkeypatch, device_bytes):
     monkeypatch.setattr("learner.snapshot.BUCKET_BYTES", BUCKET_BYTES)
     announced, memories = {}, []
     broadcaster = Broadcaster(
-        bus, lambda: announced.get("weights"), incarnation="one", timeout_s=60.0, threads=2
-    )
+        bus, lambda: announced.get("weights"),
+        incarnation="one", timeout_s=60.0, threads=2, device_bytes=device_bytes,
+    )  # fmt: skip
     await broadcaster.start()
     engine = await asyncio.create_subprocess_exec(
         sys.executable, "-c", ENGINE, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,

@@ -58,6 +58,15 @@ def test_tensors_lie_together_in_buckets_and_are_copied_in_pieces():
     assert copy.where()["room_bytes"] == 8000, "the largest one has room"
 
 
+@pytest.mark.usefixtures("small")
+def test_an_engine_takes_no_more_at_once_than_the_largest_tensor():
+    state = {name: torch.zeros(2 * ALIGNED // 4) for name in "abcdefg"} | {"d": torch.zeros(6 * ALIGNED // 4)}
+    together = Snapshot(weights(state=state)).taken_together()
+    names = [[name for bucket in buckets for name in bucket.names] for buckets in together]
+    assert names == [["a", "b", "c"], ["d"], ["e", "f", "g"]]
+    assert list(Snapshot(weights(state={})).taken_together()) == []
+
+
 def test_a_copy_is_made_in_memory_of_its_size():
     first = Snapshot(weights())
     again = {name: tensor + 1 for name, tensor in STATE.items()}

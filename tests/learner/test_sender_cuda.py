@@ -1,0 +1,75 @@
+"""Where a sender has what it is to send on a GPU (`pytest -m gpu tests/learner`)."""
+
+import pytest
+import torch
+
+from learner import snapshot as snapshots
+from learner.host_copy import host_tensors
+from learner.sender import Source
+from learner.snapshot import Snapshot
+from storage.weights import Weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+MIB = 1 << 20
+DEVICE = "cuda:0"
+
+
+def copied(version, memory=None):
+    """16 buckets of 1 MiB, of which two at a time have room, and one of 5 MiB."""
+    state = {f"small {n}": torch.randn(MIB // 4) + version for n in range(8)}
+    state |= {"large": torch.randn(5 * MIB // 4)} | {
+        f"{name} again": -tensor for name, tensor in state.items()
+    }
+    return Snapshot(Weights.of(version, host_tensors(state)), memory)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(snapshots, "BUCKET_BYTES", MIB)
+
+
+def placed(source, copy):
+    """What would be broadcast, after `prepare`."""
+    return b"".join(place.cpu().numpy().tobytes() for place in source._placed(copy.where()))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("device_bytes", "ahead_mib"), [(0, 0), (4 * MIB - 1, 3), (12 * MIB, 8), (1 << 50, 21)]
+)
+def test_every_version_is_on_the_device_as_it_was_copied(device_bytes, ahead_mib):
+    source, memory = Source(DEVICE, device_bytes), None
+    for version in range(3):
+        copy = copied(version, memory)
+        memory = copy.memory
+        assert source.prepare(copy.where()) == ""
+        assert len(source._ahead) == ahead_mib * MIB
+        assert (len(source._room) == 0) == (device_bytes > 21 * MIB), "none where nothing is to be staged"
+        assert placed(source, copy) == memory.bytes[: 21 * MIB].tobytes()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_version_is_sent_that_was_not_prepared_last():
+    source, copies = Source(DEVICE, 1 << 50), [copied(version) for version in range(2)]
+    for copy in [*copies, copies[0]]:
+        source.prepare(copy.where())
+    assert placed(source, copies[0]) == copies[0].memory.bytes[: 21 * MIB].tobytes()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_gpu_that_is_full_takes_them_by_the_usual_way_and_that_is_said_once():
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 21 * MIB) / total)
+    try:
+        source, copy = Source(DEVICE, 1 << 50), copied(0)
+        assert "has no room for learner.publication.broadcast_device_bytes" in source.prepare(copy.where())
+        assert placed(source, copy) == copy.memory.bytes[: 21 * MIB].tobytes()
+        later = copied(1)
+        assert source.prepare(later.where()) == ""
+        assert placed(source, later) == later.memory.bytes[: 21 * MIB].tobytes()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
