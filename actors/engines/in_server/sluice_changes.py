@@ -79,20 +79,23 @@ def _tensors(file: Any, device: torch.device) -> Iterator[Named]:
     """Those of a file, NaN where nothing changed: one at a time, since each is as large as it is whole."""
     for dtype, entries in json.loads(file.metadata()[CHANGES]).items():
         parts = list(_together(entries))
-        counts = [[count for _, _, count in part] for part in parts]
-        gaps, values = (file.get_tensor(kind + dtype).split([*map(sum, counts)]) for kind in (GAPS, VALUES))
-        for part, each, *on_host in zip(parts, counts, gaps, values, strict=True):
-            between, elements = (tensor.to(device) for tensor in on_host)
-            positions = _positions(between, each)
-            cut = (torch.split(tensor, each) for tensor in (positions, elements))
-            for (name, shape, _), where, what in zip(part, *cut, strict=True):
-                tensor = torch.full(shape, torch.nan, dtype=what.dtype, device=device)
-                tensor.view(-1)[where] = what
-                yield name, tensor
-                del tensor  # before there is the next
+        counts = [sum(count for _, _, count in part) for part in parts]
+        gaps, values = (file.get_tensor(kind + dtype).split(counts) for kind in (GAPS, VALUES))
+        for part, *on_host in zip(parts, gaps, values, strict=True):
+            yield from _of_part(part, *(tensor.to(device) for tensor in on_host))
     for name in file.keys():  # noqa: SIM118 - it is no mapping
         if name.startswith(WHOLE):
             yield name.removeprefix(WHOLE), file.get_tensor(name).to(device)
+
+
+def _of_part(part: Sequence[Entry], gaps: torch.Tensor, values: torch.Tensor) -> Iterator[Named]:
+    counts = [count for _, _, count in part]
+    cut = (torch.split(tensor, counts) for tensor in (_positions(gaps, counts), values))
+    for (name, shape, _), where, what in zip(part, *cut, strict=True):
+        tensor = torch.full(shape, torch.nan, dtype=what.dtype, device=what.device)
+        tensor.view(-1)[where] = what
+        yield name, tensor
+        del tensor  # before there is the next
 
 
 def _positions(gaps: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
@@ -139,8 +142,7 @@ class _NanChangesNothing(TorchFunctionMode):
             rows = max(1, PIECE_ELEMENTS * target.shape[0] // target.numel())
             pieces = [*zip(target.split(rows), source.expand_as(target).split(rows), strict=True)]
         for old, new in pieces:
-            like_old = new.to(old)
-            torch.where(like_old.isnan(), old, like_old, out=old)
+            torch.where(new.isnan(), old, new.to(old.dtype), out=old)
         return target
 
 
