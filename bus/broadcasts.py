@@ -29,7 +29,9 @@ class BroadcastWanted(Message, tag="broadcast_wanted"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfferedBucket(Message, tag="offered_bucket"):
-    """Tensors that will be sent one after the other, and in which group; an offer is one or more of these."""
+    """Tensors that an engine is to take at once, sent one after the other, and in which group.
+
+    An offer is one or more of these."""
 
     group: str
     """Another than the one asked for has to be joined first."""

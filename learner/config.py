@@ -330,9 +330,9 @@ class PublicationConfig(Config):
     before it is left to fetch that by the transport."""
 
     broadcast_device_bytes: int = Field(0, ge=0)
-    """Memory of the GPU of rank 0 for weights that are to be broadcast, for each engine with
-    `update = "group"`: what lies there does not cross PCIe while the engine stands still. As large as the
-    published weights is all it can use."""
+    """Memory of rank 0's GPU, for each engine on CUDA with `update = "group"`: weights lie there before the
+    engine stands still, and need not cross PCIe then. Training has so much less, so grant what its largest
+    step leaves free; more than the published weights (and a few MB) is not taken."""
 
     transport: TransportConfig = BusTransport()
     """The way that the bytes take; what is announced goes over the bus."""

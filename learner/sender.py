@@ -29,6 +29,8 @@ from learner.transfer import lock_pages
 
 Line = dict[str, Any]
 _output = 1
+LEFT_BYTES = 1 << 30
+"""Of the GPU, which weights that are not sent yet leave free."""
 KEPT = 2
 """Pieces of the learner's memory: of the version that is sent and, where engines are slow, the one before."""
 
@@ -108,8 +110,8 @@ def _obey(told: Line, source: "Source", group: dist.ProcessGroup | None) -> None
 class Source:
     """The learner's memory, mapped here, and room on the device for what is on its way from there.
 
-    The first buckets are brought to the device when they are prepared, as far as they may take memory there;
-    the others, while those before them are broadcast."""
+    The first buckets are brought to the device when a version is prepared, as far as they may take memory
+    there; the others, while those before them are broadcast."""
 
     def __init__(self, device: str, device_bytes: int = 0) -> None:
         self._device = device
@@ -132,14 +134,12 @@ class Source:
         self._mapped[asked["memory"]] = memory
         while len(self._mapped) > KEPT:
             del self._mapped[next(iter(self._mapped))]
-        if self._device == "cpu":
+        if self._device == "cpu" or self._ahead_version == asked["policy_version"]:
             return slower
-        if self._ahead_version != asked["policy_version"]:
-            slower = self._bring_ahead(memory, asked) or slower
-        if len(self._room) < asked["room_bytes"] and len(self._ahead) < _end(asked):
-            self._room = torch.empty(0, dtype=torch.uint8, device=self._device)  # not two at a time
-            self._room = torch.empty(asked["room_bytes"], dtype=torch.uint8, device=self._device)
-        return slower
+        full = self._make_room(asked)
+        self._ahead.copy_(memory[: len(self._ahead)])
+        self._ahead_version = asked["policy_version"]
+        return "; ".join(filter(None, (slower, full)))
 
     def send(self, asked: Line, group: dist.ProcessGroup | None) -> None:
         """Broadcast the tensors of all buckets, in order; return when the other ranks have them."""
@@ -154,20 +154,33 @@ class Source:
             sent.record()
             sent.synchronize()
 
-    def _bring_ahead(self, memory: torch.Tensor, asked: Line) -> str:
-        """Copy as many of the first buckets to the device as may lie there; none if it is full: say so."""
-        ends = [end for _, end in _spans(asked) if end <= self._device_bytes]
-        size, self._ahead_version = max(ends, default=0), asked["policy_version"]
-        if len(self._ahead) != size:
-            self._ahead = torch.empty(0, dtype=torch.uint8, device=self._device)
-            torch.cuda.empty_cache()  # else the old one's memory would not serve the new
-            try:
-                self._ahead = torch.empty(size, dtype=torch.uint8, device=self._device)
-            except torch.OutOfMemoryError as error:
-                self._device_bytes = 0
-                return f"{self._device} has no room for learner.publication.broadcast_device_bytes: {error}"
-        self._ahead.copy_(memory[:size])
+    def _make_room(self, asked: Line) -> str:
+        """For as many of the first buckets as may lie on the device, and for what is on its way there.
+
+        Where the device has not so much, none lie there from now on: return that it is so."""
+        try:
+            self._fit(asked, self._device_bytes)
+        except torch.OutOfMemoryError as error:
+            if not self._device_bytes:
+                raise
+            self._fit(asked, 0)
+            allowed, self._device_bytes = self._device_bytes, 0
+            return f"no room for learner.publication.broadcast_device_bytes={allowed} on the GPU: {error}"
         return ""
+
+    def _fit(self, asked: Line, device_bytes: int) -> None:
+        spans = _spans(asked)
+        ahead = max((end for _, end in spans if end <= device_bytes), default=0)
+        sizes = [end - begin for begin, end in spans if end > ahead]
+        room = max([min(asked["room_bytes"], sum(sizes)), *sizes])
+        if len(self._ahead) == ahead and len(self._room) >= room:
+            return
+        self._ahead = self._room = torch.empty(0, dtype=torch.uint8, device=self._device)
+        torch.cuda.empty_cache()  # else their memory would not serve the new ones
+        self._room = torch.empty(room, dtype=torch.uint8, device=self._device)
+        self._ahead = torch.empty(ahead, dtype=torch.uint8, device=self._device)
+        if ahead and torch.cuda.mem_get_info(self._device)[0] < LEFT_BYTES:
+            raise torch.OutOfMemoryError("it would have less than 1 GiB left, for NCCL and the learner")
 
     def _map(self, path: str) -> tuple[torch.Tensor, str]:
         with Path(path).open("r+b") as file:  # shared: a private mapping, once locked, keeps what it has
@@ -220,10 +233,6 @@ class Source:
 
 def _spans(asked: Line) -> list[tuple[int, int]]:
     return [(begin, end) for begin, end in (bucket["span"] for bucket in asked["buckets"])]
-
-
-def _end(asked: Line) -> int:
-    return max((end for _, end in _spans(asked)), default=0)
 
 
 def _tensor(place: torch.Tensor, begin: int, dtype: str, shape: list[int], offset: int) -> torch.Tensor:

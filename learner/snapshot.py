@@ -17,7 +17,7 @@ from storage.weights import TORCH_DTYPES, Weights, in_order
 
 Bytes = NDArray[np.uint8]
 BUCKET_BYTES = 256 << 20
-"""Of tensors that are sent together, of which two such are on the learner's device at a time."""
+"""Of tensors that are sent together: the learner's device has room for two such at a time."""
 PIECE_BYTES = 32 << 20
 """Copied by one thread at a time."""
 ALIGNED = 64
@@ -83,9 +83,9 @@ class Snapshot:
             pass
 
     def taken_together(self) -> Iterator[list[Bucket]]:
-        """Those that an engine takes at once: in all no more than the largest, which it has room for.
+        """Those that an engine takes at once: no more than the largest, for which it needs room anyway.
 
-        Each request is 4 ms in which it stands still."""
+        Each request is some 4 ms in which it stands still."""
         largest = max((bucket.size_bytes for bucket in self.buckets), default=0)
         together: list[Bucket] = []
         for bucket in self.buckets:
@@ -97,14 +97,14 @@ class Snapshot:
             yield together
 
     def where(self) -> dict[str, Any]:
-        """Where `learner/sender.py` finds the tensors, and how much room it has for them on a device."""
-        total = sum(bucket.size_bytes for bucket in self.buckets)
-        largest = max((bucket.size_bytes for bucket in self.buckets), default=0)
+        """Where `learner/sender.py` finds the tensors, and how much room it makes for those on their way.
+
+        It makes more for a larger bucket, and less where there is less to send."""
         return {
             "policy_version": self.policy_version,
             "memory": self.memory.number,
             "file": self.memory.path,
-            "room_bytes": max(largest, min(2 * BUCKET_BYTES, total)),
+            "room_bytes": 2 * BUCKET_BYTES,
             "buckets": [
                 {
                     "span": [bucket.begin, bucket.end],

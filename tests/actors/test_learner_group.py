@@ -41,6 +41,7 @@ def state(version, rows=4):
         "large": torch.full((rows, 16), float(version)),
         "half": torch.arange(7, dtype=torch.bfloat16) + version,
         "scalar": torch.tensor(float(version)),
+        "last": torch.arange(32.0) - version,
     }
 
 

@@ -8,10 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from bus.broadcasts import BroadcastWanted
+from bus.errors import BusError, TrainingError
+from learner import sender
 from learner import snapshot as snapshots
 from learner.broadcast import SPARES, Broadcaster
 from learner.host_copy import host_tensors
-from learner.sender import KEPT, Source
+from learner.sender import KEPT, LEFT_BYTES, Source
 from learner.snapshot import ALIGNED, Memory, Snapshot
 from storage.weights import Weights
 
@@ -55,7 +58,6 @@ def test_tensors_lie_together_in_buckets_and_are_copied_in_pieces():
     assert [bucket.names for bucket in copy.buckets] == [["a", "none", "b"], ["large"], ["c"]]
     assert [(bucket.begin, bucket.end) for bucket in copy.buckets] == [(0, 128), (128, 8128), (8128, 8192)]
     assert bytes_in(copy) == bytes_of(STATE)
-    assert copy.where()["room_bytes"] == 8000, "the largest one has room"
 
 
 @pytest.mark.usefixtures("small")
@@ -83,6 +85,67 @@ def test_a_sender_sees_what_is_copied_into_memory_that_it_has_mapped():
     mapped = source._mapped[copy.memory.number]
     Snapshot(weights(1, {name: tensor + 1 for name, tensor in STATE.items()}), copy.memory)
     assert mapped.numpy().tobytes() == copy.memory.bytes.tobytes()
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """As a sender has one; it is the host's memory, of which as much is free as is said."""
+    free = {"bytes": 1 << 40}
+    monkeypatch.setattr(sender, "lock_pages", lambda memory: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["bytes"], 1 << 40))
+    return free
+
+
+@pytest.mark.usefixtures("small", "device")
+@pytest.mark.parametrize(
+    ("device_bytes", "ahead", "room"),
+    [(0, 0, 8000), (127, 0, 8000), (200, 128, 8000), (8128, 8128, 64), (8192, 8192, 0), (1 << 50, 8192, 0)],
+)
+def test_a_sender_has_whole_buckets_on_its_device_and_room_for_the_others(device_bytes, ahead, room):
+    copy, source = Snapshot(weights()), Source("cpu:0", device_bytes)
+    assert source.prepare(copy.where()) == ""
+    assert source._ahead.numpy().tobytes() == copy.memory.bytes[:ahead].tobytes()
+    assert len(source._room) == room
+
+
+@pytest.mark.usefixtures("device")
+def test_a_sender_has_the_version_on_its_device_that_it_is_to_send():
+    source = Source("cpu:0", 1 << 50)
+    copies = [Snapshot(weights(n, {name: tensor + n for name, tensor in STATE.items()})) for n in range(2)]
+    for copy in [*copies, copies[0], Snapshot(weights(2), copies[0].memory)]:
+        source.prepare(copy.where())
+        assert source._ahead.numpy().tobytes() == copy.memory.bytes[: copy.buckets[-1].end].tobytes()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_sender_says_once_why_it_sends_slowly(device, monkeypatch):
+    def refused(memory):
+        raise TrainingError("the system locks no pages")
+
+    monkeypatch.setattr(sender, "lock_pages", refused)
+    device["bytes"] = LEFT_BYTES - 1
+    copy, source = Snapshot(weights()), Source("cpu:0", 8192)
+    said = source.prepare(copy.where())
+    assert said.startswith(
+        "the system locks no pages; no room for learner.publication.broadcast_device_bytes=8192"
+    )
+    assert "less than 1 GiB left" in said
+    assert (len(source._ahead), len(source._room)) == (0, 8000), "all takes the usual way"
+    device["bytes"] = 1 << 40
+    assert source.prepare(Snapshot(weights(1)).where()) == ""
+    assert len(source._ahead) == 0
+
+
+async def test_a_sender_is_told_of_the_memory_that_it_may_take(monkeypatch):
+    async def start(order):
+        raise BusError(str(order["device_bytes"]))
+
+    monkeypatch.setattr("learner.broadcast._SenderProcess.start", start)
+    announced = weights()
+    broadcaster = Broadcaster(None, lambda: announced, incarnation="one", timeout_s=1.0, device_bytes=7)
+    wanted = BroadcastWanted(incarnation="one", policy_version=0, group="", ranks=1, device="cpu")
+    with pytest.raises(BusError, match=r"^7$"):
+        await broadcaster._offer(wanted)
 
 
 def test_a_sender_keeps_the_memory_it_used_last():
