@@ -7,12 +7,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import GROUPS, LONG, SAMPLES, SMALL, Command, assert_whole, part, wait_for_step
+from commands import GROUPS, LONG, SAMPLES, SMALL, STEPS, Command, assert_whole, part, wait_for_step
 
 from bus.server import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
-STEPS = 12
 
 
 def of_steps(settings: tuple[str, ...], steps: int) -> tuple[str, ...]:
@@ -48,16 +47,24 @@ def wait_for_checkpoint(run: Path) -> None:
         time.sleep(0.05)
 
 
+def wait_for_resumed(run: Path, ranks: int) -> None:
+    """Return once so many went on from a checkpoint since the run began."""
+    deadline = time.monotonic() + 120
+    while (log := (run / "logs/learner.log").read_text()).count("resumed ") < ranks:
+        assert time.monotonic() < deadline, log
+        time.sleep(0.05)
+
+
 def test_a_run_ends_whole_though_ranks_of_its_learner_were_killed(tmp_path: Path):
-    launcher = Command(tmp_path, "local", *of_steps(LONG, STEPS), "--learner.world.processes", "2")
+    launcher = Command(tmp_path, "local", *LONG, "--learner.world.processes", "2")
     run = tmp_path / "runs/sort"
     try:
-        agent = None
-        for step, number in ((2, 1), (6, 0)):
-            wait_for_step(launcher, run, step, timeout_s=300)
-            wait_for_checkpoint(run)
-            agent = agent or part(launcher, "learner")
+        wait_for_step(launcher, run, 2, timeout_s=300)
+        wait_for_checkpoint(run)
+        agent = part(launcher, "learner")
+        for times, number in enumerate((1, 0), start=1):
             rank(agent, number).kill()
+            wait_for_resumed(run, 2 * times)
         assert launcher.wait(300) == 0, launcher.said()
     finally:
         launcher.kill()
