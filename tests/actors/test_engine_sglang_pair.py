@@ -201,7 +201,8 @@ async def test_prompts_that_are_not_through_when_weights_change_begin_again(engi
     assert not client._asked
     for generation, prompt in zip(generations, prompts, strict=True):
         assert generation.policy_versions.tolist() == [1] * 4
-        np.testing.assert_allclose(generation.logprobs, recomputed(SECOND, prompt, generation), atol=1e-5)
+        drew = recomputed(SECOND, prompt, generation)
+        np.testing.assert_allclose(generation.logprobs, drew, atol=3e-5)  # of 3,000 tokens in float32
 
 
 async def test_a_pair_that_reports_no_versions_ends_its_requests_before_an_update(engine, monkeypatch):
