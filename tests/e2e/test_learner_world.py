@@ -59,12 +59,13 @@ def test_a_run_ends_whole_though_ranks_of_its_learner_were_killed(tmp_path: Path
     launcher = Command(tmp_path, "local", *LONG, "--learner.world.processes", "2")
     run = tmp_path / "runs/sort"
     try:
-        wait_for_step(launcher, run, 2, timeout_s=300)
-        wait_for_checkpoint(run)
-        agent = part(launcher, "learner")
-        for times, number in enumerate((1, 0), start=1):
+        agent = None
+        for step, number, resumed in ((2, 1, 2), (6, 0, 4)):
+            wait_for_step(launcher, run, step, timeout_s=300)
+            wait_for_checkpoint(run)
+            agent = agent or part(launcher, "learner")
             rank(agent, number).kill()
-            wait_for_resumed(run, 2 * times)
+            wait_for_resumed(run, resumed)
         assert launcher.wait(300) == 0, launcher.said()
     finally:
         launcher.kill()
