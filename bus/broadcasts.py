@@ -63,6 +63,14 @@ class BroadcastBegin(Message, tag="broadcast_begin"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BroadcastEnd(Message, tag="broadcast_end"):
+    """The engine has queued to take all that was offered: answer once it is sent."""
+
+    group: str
+    policy_version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLeft(Message, tag="group_left"):
     """An engine will not come back to a group."""
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import structlog
 import torch
 
-from bus.broadcasts import BroadcastBegin, BroadcastWanted, GroupLeft, OfferedBucket
+from bus.broadcasts import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError
@@ -73,6 +73,7 @@ class Broadcaster:
         serve, subject = self._bus.serve, self._bus.subject
         await serve(subject("broadcast", "wanted"), BroadcastWanted, self._offer)
         await serve(subject("broadcast", "begin"), BroadcastBegin, self._begin)
+        await serve(subject("broadcast", "end"), BroadcastEnd, self._end)
         await self._bus.listen(subject("broadcast", "left"), GroupLeft, self._on_left)
 
     async def close(self) -> None:
@@ -102,7 +103,16 @@ class Broadcaster:
         if group is None or group.snapshot is None or group.snapshot.policy_version != begin.policy_version:
             raise BusError(f"version {begin.policy_version} is not offered to group {begin.group}")
         group.due, group.snapshot = group.snapshot, None
+        group.ended.clear()
         group.begun.set()
+        return [Done()]
+
+    async def _end(self, end: BroadcastEnd) -> list[Message]:
+        """Raises `BusError` when the group was given up before it was sent."""
+        if group := self._groups.get(end.group):
+            await group.ended.wait()  # at the latest when the group is given up
+        if group is None or group.sent != end.policy_version:
+            raise BusError(f"group {end.group} was given up before version {end.policy_version} was sent")
         return [Done()]
 
     def _on_left(self, left: GroupLeft) -> None:
@@ -189,12 +199,15 @@ class Broadcaster:
                 due, group.due = group.due, None
                 assert due is not None, "set before"
                 await process.says("sent", self._timeout_s, told={"send": due.where()})
+                group.sent = due.policy_version
+                group.ended.set()
                 log.debug("weights_broadcast", group=group.name, policy_version=due.policy_version)
                 del due  # its memory serves another
         except BusError as error:  # the engine hears of it by its own side of the group
             log.warning("group_given_up", group=group.name, reason=str(error))
         finally:
             del self._groups[group.name]
+            group.ended.set()
             await process.end()
             self._forget_what_no_group_needs()
 
@@ -216,6 +229,10 @@ class _Group:
     due: Snapshot | None = None
     """Being sent."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when what was begun last is sent, or never will be."""
+    sent: int = -1
+    """Version that was sent last."""
     living: "asyncio.Task[None]" = field(init=False)
 
     def offered(self, buckets: Sequence[Bucket]) -> OfferedBucket:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import nats.errors
 import structlog
 
-from bus.broadcasts import BroadcastBegin, BroadcastWanted, GroupLeft, OfferedBucket
+from bus.broadcasts import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import PolicyManifest
@@ -62,6 +62,11 @@ class Published:
         """Have the learner send what it offered. Raises `BusError` when it does not."""
         begin = BroadcastBegin(group=offer[0].group, policy_version=offer[0].policy_version)
         await self._bus.request(self._bus.subject("broadcast", "begin"), begin, Done, timeout_s=BEGIN_S)
+
+    async def ended(self, offer: Sequence[OfferedBucket], timeout_s: float) -> None:
+        """Return when all of what was offered is sent. Raises `BusError` when it is not, or not in time."""
+        end = BroadcastEnd(group=offer[0].group, policy_version=offer[0].policy_version)
+        await self._bus.request(self._bus.subject("broadcast", "end"), end, Done, timeout_s=timeout_s)
 
     async def leave(self, group: str) -> None:
         """Tell the learner that nobody waits in `group` any more."""

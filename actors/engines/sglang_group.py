@@ -79,6 +79,7 @@ class LearnerGroup:
             for bucket in offer:
                 last = bucket is offer[-1]
                 await client.receive(bucket, self._facts, last=last, flush=flush, timeout_s=left_s(end_s))
+            await published.ended(offer, left_s(end_s))  # with CUDA the server answers before it has them
 
     async def leave(self, published: Published, reason: str) -> None:
         """The group failed: have nothing more to do with it, and with any for a while."""

@@ -74,6 +74,9 @@ class StandIn:
         self.update_sessions = True
         self.received: dict[str, torch.Tensor] = {}
         """What the learner sent."""
+        self.answers_early = False
+        """As with CUDA, before it has what the learner sends."""
+        self.receiving: list[asyncio.Task[None]] = []
         self.groups: dict[str, GlooRank] = {}
         self.joins_within_s = 60.0
 
@@ -159,10 +162,17 @@ class StandIn:
             if path == "init_weights_update_group":
                 self.groups[name] = await asyncio.to_thread(GlooRank, body, self.joins_within_s)
                 return web.json_response({"success": True})
-            self.received |= await asyncio.to_thread(self.groups[name].receive, body)
+            self.receiving.append(asyncio.create_task(self._receive(body, after=self.receiving[-1:])))
+            if not self.answers_early:
+                await self.receiving[-1]
         except (RuntimeError, ValueError) as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
         return self._updated(body["weight_version"])
+
+    async def _receive(self, body: dict[str, Any], after: list[asyncio.Task[None]]) -> None:
+        if after:
+            await asyncio.wait(after)
+        self.received |= await asyncio.to_thread(self.groups[body["group_name"]].receive, body)
 
     def _session(self, *, begins: bool) -> web.Response:
         if self.updating == begins:

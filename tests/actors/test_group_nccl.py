@@ -96,6 +96,7 @@ async def test_weights_reach_another_gpu_version_after_version(bus, monkeypatch,
                     kinds = list(zip(bucket.dtypes, bucket.shapes, strict=True))
                     engine.stdin.write(json.dumps(kinds).encode() + b"\n")
                     received += json.loads(await asyncio.wait_for(engine.stdout.readline(), 120.0))
+                await published.ended(offer, 60.0)
                 memories.append(broadcaster._newest.memory.number)
                 assert {bucket.group for bucket in offer} == {group}
                 assert received == [digest(tensors[name]) for bucket in offer for name in bucket.names]

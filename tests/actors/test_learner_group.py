@@ -62,6 +62,9 @@ class Learner:
 
     def announce(self, version):
         self.weights = Weights.of(version, host_tensors(state(version, self.rows)))
+        return self.manifested(version)
+
+    def manifested(self, version):
         manifest = PolicyManifest(
             policy_version=version, incarnation=self.incarnation, snapshot=BLOB, model=BLOB, stage="rl"
         )
@@ -214,10 +217,12 @@ async def test_a_later_version_is_sent_where_the_announced_one_is_gone_and_is_no
         assert len(server.said) == said
 
 
-async def test_a_learner_that_is_killed_in_mid_broadcast_has_its_version_fetched(learner, serving):
+@pytest.mark.parametrize("early", [False, True], ids=["before it answers", "after"])
+async def test_a_learner_that_is_killed_in_mid_broadcast_has_its_version_fetched(learner, serving, early):
     async with serving() as (engine, server):
         await engine.start()
         await engine.load_published(learner.announce(0))
+        server.answers_early = early
         [sender] = learner.senders()
         published = learner.announce(1)
         stops_before_it_sends(sender, published)
@@ -232,6 +237,40 @@ async def test_a_learner_that_is_killed_in_mid_broadcast_has_its_version_fetched
         await learner.none_is_left()
         await engine.load_published(learner.announce(2))  # the group is not tried again for a while
         assert (engine.policy_version, learner.fetched) == (2, [1, 2])
+
+
+async def test_a_server_goes_on_once_it_has_all_that_it_said_it_would_take(learner, serving, monkeypatch):
+    """As one with CUDA does, whose next tokens would wait for the weights."""
+    monkeypatch.setattr("learner.snapshot.BUCKET_BYTES", 128)
+    async with serving() as (engine, server):
+        server.answers_early = True
+        await engine.start()
+        await engine.load_published(learner.announce(0))
+        [sender], said = learner.senders(), len(server.said)
+        published = learner.announce(1)
+        stops_before_it_sends(sender, published)
+        asked, answered = asyncio.Event(), []
+        ended = published.ended
+
+        async def asks(*arguments):
+            asked.set()
+            await ended(*arguments)
+            answered.append("that it is sent")
+
+        published.ended = asks
+        async with asyncio.timeout(TIMEOUT_S):
+            loading = asyncio.create_task(engine.load_published(published))
+            await asked.wait()
+            assert server.said[said:].count("update_weights_from_distributed") == 2
+            with pytest.raises(BusError, match="not announced"):  # an answer that comes after that one's
+                await learner.manifested(9).offered("", ranks=1, device="cpu")
+            assert not answered
+            assert "continue_generation" not in server.said[said:]
+            sender.send_signal(signal.SIGCONT)
+            await loading
+            await asyncio.gather(*server.receiving)
+        assert (engine.policy_version, learner.fetched) == (1, [])
+        assert same(server.received, state(1))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bus
-from bus.broadcasts import BroadcastBegin, BroadcastWanted, GroupLeft, OfferedBucket
+from bus.broadcasts import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
 from bus.codec import MAX_DEPTH, Message, decode, encode
 from bus.devices import DeviceHold, DeviceUser
 from bus.errors import SchemaError
@@ -114,6 +114,7 @@ EXAMPLES = (
         shapes=((), (40, 32)),
     ),
     BroadcastBegin(group="sluice-a1-0", policy_version=7),
+    BroadcastEnd(group="sluice-a1-0", policy_version=7),
     GroupLeft(group="sluice-a1-0"),
     DeviceHold(incarnation="a1", number=3, host="6f1c", held=True),
     DeviceUser(actor="a-1", host="6f1c", yielded_to="a1.3"),
