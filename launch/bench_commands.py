@@ -1,7 +1,9 @@
 """`launch bench WHAT`: parts of the system, and the whole, measured on this machine."""
 
 import json
+import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -33,7 +35,7 @@ def bench_bus(*, as_json: AsJson = False) -> None:
     """
     from bus.bench import bench_bus as measured
 
-    _show(measured(), as_json=as_json)
+    _measure(measured, as_json=as_json)
 
 
 @bench.command(name="replay", usage="Usage: launch bench replay [--json]")
@@ -47,7 +49,7 @@ def bench_replay(*, as_json: AsJson = False) -> None:
     """
     from storage.bench import bench_replay as measured
 
-    _show(measured(), as_json=as_json)
+    _measure(measured, as_json=as_json)
 
 
 @bench.command(name="learner", usage="Usage: launch bench learner [--json]")
@@ -61,7 +63,7 @@ def bench_learner(*, as_json: AsJson = False) -> None:
     """
     from learner.bench import bench_learner as measured
 
-    _show(measured(), as_json=as_json)
+    _measure(measured, as_json=as_json)
 
 
 @bench.command(name="weights", usage="Usage: launch bench weights [OPTIONS]")
@@ -95,7 +97,7 @@ def bench_weights(
     if versions < 1:
         raise ConfigError(f"--versions {versions}: measure one at least")
     config = settings_of(flags(settings))
-    _show(measured(workload_of(model, config), config, versions=versions), as_json=as_json)
+    _measure(lambda: measured(workload_of(model, config), config, versions=versions), as_json=as_json)
 
 
 @bench.command(name="actors", usage="Usage: launch bench actors [OPTIONS]")
@@ -137,7 +139,8 @@ def bench_actors(
         raise ConfigError(f"--actors.engine.type {engine.type}: this command measures an SGLang server")
     refuse_several(engine)
     load = ActorLoad(concurrency=concurrency, new_tokens=new_tokens, rounds=rounds)
-    _show(measured(engine, partial(random_model, model), load, embedded=not server_only), as_json=as_json)
+    made = partial(random_model, model)
+    _measure(lambda: measured(engine, made, load, embedded=not server_only), as_json=as_json)
 
 
 @bench.command(name="overlap", usage="Usage: launch bench overlap [OPTIONS]")
@@ -212,6 +215,13 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
 def age_of_process(created_s: float, now_s: float) -> float:
     """Seconds since it was created, within reason: in a container /proc may tell another machine's time."""
     return min(max(now_s - created_s, 0.0), OLDEST_S)
+
+
+def _measure(measured: Callable[[], object], *, as_json: bool) -> None:
+    """Show what it returns. SIGTERM ends it as Ctrl-C does, which leaves no gigabytes in /tmp."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for what is in the background
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    _show(measured(), as_json=as_json)
 
 
 def _show(report: object, *, as_json: bool) -> None:

@@ -1,5 +1,9 @@
 """Every figure of a publication is measured."""
 
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -20,3 +24,17 @@ def test_every_figure_is_measured_and_little_travels():
     assert all(figure > 0 for figure in report["ratios"].values())
     assert report["ratios"]["wire_over_full"] < 0.05
     assert report["absolute"]["delta_bytes"] < report["absolute"]["full_bytes"] / 10
+
+
+@pytest.mark.timeout(120)
+def test_sigterm_leaves_no_gigabytes_behind(tmp_path):
+    command = [sys.executable, "-m", "launch", "bench", "weights", "--model", "tiny"]
+    with subprocess.Popen(
+        command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True
+    ) as bench:
+        assert any("learner_ready" in line for line in bench.stderr)
+        assert list(tmp_path.glob("sluice-bench-*/model"))
+        bench.send_signal(signal.SIGTERM)
+        bench.communicate(timeout=60)
+    assert bench.returncode == 128 + signal.SIGINT
+    assert list(tmp_path.iterdir()) == []
