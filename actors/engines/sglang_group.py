@@ -7,7 +7,7 @@ from contextlib import suppress
 import structlog
 
 from actors.engines.published import OFFER_S, Published
-from actors.engines.sglang_client import SglangClient
+from actors.engines.sglang_client import SglangClient, TooSlowError
 from actors.engines.sglang_facts import ServerFacts
 from actors.engines.waiting import left_s
 from bus.broadcasts import OfferedBucket
@@ -79,7 +79,16 @@ class LearnerGroup:
             for bucket in offer:
                 last = bucket is offer[-1]
                 await client.receive(bucket, self._facts, last=last, flush=flush, timeout_s=left_s(end_s))
-            await published.ended(offer, left_s(end_s))  # with CUDA the server answers before it has them
+            await self._sent(offer, published, end_s)  # with CUDA the server answers before it has them
+
+    async def _sent(self, offer: Offer, published: Published, end_s: float) -> None:
+        """Return when the learner has sent all. Raises as `receive` does."""
+        try:
+            await published.ended(offer, left_s(end_s))
+        except BusError as error:
+            if time.monotonic() < end_s:
+                raise
+            raise TooSlowError(f"the learner has not sent all that the server waits for: {error}") from error
 
     async def leave(self, published: Published, reason: str) -> None:
         """The group failed: have nothing more to do with it, and with any for a while."""

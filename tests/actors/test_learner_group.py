@@ -239,6 +239,20 @@ async def test_a_learner_that_is_killed_in_mid_broadcast_has_its_version_fetched
         assert (engine.policy_version, learner.fetched) == (2, [1, 2])
 
 
+async def test_a_server_that_waits_for_the_learner_for_too_long_is_given_up(learner, serving, monkeypatch):
+    async with serving() as (engine, server):
+        await engine.start()
+        await engine.load_published(learner.announce(0))
+        server.answers_early = True
+        monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"update_timeout_s": 3.0}))
+        [sender] = learner.senders()
+        published = learner.announce(1)
+        stops_before_it_sends(sender, published)
+        with pytest.raises(EngineError, match=r"the learner has not sent all .* within [23]\S* s"):
+            await asyncio.wait_for(engine.load_published(published), TIMEOUT_S)
+        assert (engine.policy_version, learner.fetched) == (0, [])
+
+
 async def test_a_server_goes_on_once_it_has_all_that_it_said_it_would_take(learner, serving, monkeypatch):
     """As one with CUDA does, whose next tokens would wait for the weights."""
     monkeypatch.setattr("learner.snapshot.BUCKET_BYTES", 128)
