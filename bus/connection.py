@@ -245,14 +245,22 @@ class Bus:
             raise BusError(f"cannot delete {key!r} from the bus: {error}") from error
 
     async def wait_for(self, key: str, expected: type[R], *, timeout_s: float, hint: str) -> R:
-        """The message under `key`, once it is there. Raises `ConfigError` with `hint` after `timeout_s`."""
+        """The message under `key`, once it is there. Raises `ConfigError` with `hint` after `timeout_s`.
+
+        What a stream is asked while it has no leader is never answered: that is asked again."""
         deadline = time.monotonic() + timeout_s
         while True:
-            found = await self.get(key, expected)
-            if found is not None:
-                return found[0]
-            if time.monotonic() > deadline:
-                raise ConfigError(f"run {self.topology.run!r}: waited {timeout_s:g} s for {key!r}: {hint}")
+            try:
+                found = await self.get(key, expected)
+            except BusError as error:
+                if not isinstance(error.__cause__, nats.errors.TimeoutError) or time.monotonic() > deadline:
+                    raise
+            else:
+                if found is not None:
+                    return found[0]
+                if time.monotonic() > deadline:
+                    run = self.topology.run
+                    raise ConfigError(f"run {run!r}: waited {timeout_s:g} s for {key!r}: {hint}")
             await asyncio.sleep(RETRY_S)
 
     async def _bucket(self) -> KeyValue:

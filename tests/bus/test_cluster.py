@@ -47,13 +47,14 @@ async def running_cluster(directory: Path) -> AsyncIterator[dict[str, Member]]:
 
 
 async def ensure_replicated(bus: Bus) -> None:
-    """The run's streams and keys on three servers each, once the cluster has found itself."""
+    """The run's streams and keys on three servers each, and one key, once the cluster has found itself."""
     bus.topology = Topology(bus.topology.run, replicas=SERVERS)
     async with asyncio.timeout(READY_TIMEOUT_S):
         while True:
             try:
                 await ensure(bus.js, bus.topology, shards=1)
                 await bus.create_keys()
+                await bus.put("policy", Waiting(reason="kept"))  # refused while they have no leader
             except BusError:
                 await asyncio.sleep(0.2)
             else:
@@ -69,7 +70,6 @@ async def test_acked_messages_survive_the_death_of_the_streams_leader(
         url = ",".join(member.url for member in cluster.values())
         async with Bus.connect(BusConfig(url=url), "test", name="publisher") as bus:
             await ensure_replicated(bus)
-            await bus.put("policy", Waiting(reason="kept"))
             load = Load(bus)
             loading = asyncio.create_task(load.run())
             await load.reaches(2000)
@@ -81,7 +81,7 @@ async def test_acked_messages_survive_the_death_of_the_streams_leader(
             load.stop.set()
             await loading
             found = await everything(bus)
-            kept = await bus.wait_for("policy", Waiting, timeout_s=10, hint="keys survive as well")
+            kept = await bus.wait_for("policy", Waiting, timeout_s=30, hint="keys survive as well")
             assert kept.reason == "kept"
             assert (await bus.js.stream_info(stream)).cluster.leader != leader
     gap_s = max(later - at for at, later in zip(load.moments, load.moments[1:], strict=False))

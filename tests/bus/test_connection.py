@@ -1,6 +1,8 @@
 """Connecting, requests and answers, keys."""
 
 import asyncio
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -251,6 +253,32 @@ async def test_waiting_for_a_key_ends_with_its_message_or_a_hint(bus: Bus):
     await asyncio.sleep(0)
     await bus.put("run", RunRecord(name="test", config_json="{}"))
     assert (await waiting).name == "test"
+
+
+@pytest.mark.nats
+async def test_waiting_for_a_key_asks_again_when_nobody_answers(bus: Bus, server: NatsServer, monkeypatch):
+    """As while a stream has no leader."""
+    await bus.put("run", RunRecord(name="test", config_json="{}"))
+    monkeypatch.setattr(bus.js, "_timeout", 0.2)
+    get, failed = bus.get, []
+
+    async def noted(key, expected):
+        try:
+            return await get(key, expected)
+        except BusError as error:
+            failed.append(str(error))
+            if len(failed) == 2:
+                os.kill(server.pid, signal.SIGCONT)
+            raise
+
+    monkeypatch.setattr(bus, "get", noted)
+    os.kill(server.pid, signal.SIGSTOP)
+    with pytest.raises(BusError, match=r"cannot read 'run' from the bus: .*timeout"):
+        await bus.wait_for("run", RunRecord, timeout_s=0.0, hint="")
+    assert len(failed) == 1
+    record = await bus.wait_for("run", RunRecord, timeout_s=30, hint="")
+    assert record.name == "test"
+    assert len(failed) >= 2
 
 
 @pytest.mark.nats
