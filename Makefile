@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # SGLang for this machine's CPU, in an environment of its own: 3 minutes, 3 GB.
 SGLANG := .venv-sglang
-SGLANG_CPU := actors/engines/sglang_cpu
+SGLANG_CPU := actors/engines/sglang/cpu
 SGLANG_STAMP := $(SGLANG)/.installed
 
 .PHONY: demo test test-slow test-sglang check install sglang clean

@@ -12,10 +12,10 @@ import torch
 from actors.config import EngineConfig, SglangEngineConfig
 from bus.config import ColocationConfig
 from bus.connection import Bus
-from bus.devices import BEAT_S, HOLD_KEY, Beats, DeviceHold, DeviceUser, user_key
+from bus.device_messages import BEAT_S, HOLD_KEY, Beats, DeviceHold, DeviceUser, user_key
 from bus.errors import BusError, ConfigError
 from bus.waiting import set_within
-from storage.addresses import host_identity
+from storage.client.addresses import host_identity
 
 log = structlog.get_logger()
 LAST_WORDS_S = 2.0

@@ -6,10 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors.engines.fleet_config import FleetConfig
+from actors.engines.fleet.config import FleetConfig
 from actors.environments.length_config import LengthProfileConfig
 from bus.config import Config
-from storage.transport_config import RelayConfig
+from storage.weights.transport_config import RelayConfig
 
 REST_S = 90.0
 """Longest that a SGLang server is paused, continued and ended, besides starting or loading weights."""

@@ -15,27 +15,27 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.colocation import Turns, able_to_release
 from actors.config import ActorsConfig, SamplingConfig
+from actors.counters import report_metrics
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import build_engine, evaluation_engine
-from actors.engines.fleet import Fleet
-from actors.engines.joining import EngineDesk, attached_builds
+from actors.engines.fleet.engine_admin import EngineDesk, attached_builds
+from actors.engines.fleet.fleet import Fleet
 from actors.environments.build import build_environment
-from actors.evaluation import Evaluator
-from actors.evaluation_engines import EvaluationEngines, OwnEngine, RolloutEngines
-from actors.filters import load_filter
-from actors.policy import Policy
-from actors.reporting import report_metrics
-from actors.weights import PolicyFollower, obtain_model
+from actors.evaluation.engines import EvaluationEngines, OwnEngine, RolloutEngines
+from actors.evaluation.evaluator import Evaluator
+from actors.policy.policy import Policy
+from actors.rewards.group_filters import load_filter
+from actors.weights.follow import PolicyFollower, obtain_model
 from actors.worker import Worker
 from bus.codec import Json
 from bus.config import ColocationConfig
 from bus.connection import RETRY_S, Bus
 from bus.errors import ConfigError, EngineLostError
 from bus.messages import AnchorWanted, PolicyManifest
+from bus.process_tuning import few_collections
 from bus.status import report_status
 from bus.waiting import set_within
-from storage.blob_sources import blob_source
-from storage.pace import few_collections
+from storage.weights.blob_sources import blob_source
 
 log = structlog.get_logger()
 NOTHING_ANNOUNCED = AnchorWanted(incarnation="", policy_version=-1, reason="no policy is announced")

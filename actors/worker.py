@@ -7,11 +7,11 @@ from collections import Counter
 import structlog
 
 from actors.environments.base import Environment, Episode, Task
-from actors.filters import GroupFilter
 from actors.group import NOTHING, Group
-from actors.policy import Policy
-from actors.seldom import Seldom
-from actors.weights import PolicyFollower
+from actors.log_throttle import Seldom
+from actors.policy.policy import Policy
+from actors.rewards.group_filters import GroupFilter
+from actors.weights.follow import PolicyFollower
 from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox, Received, consume_received
@@ -20,7 +20,7 @@ from bus.messages import GroupRejected, Lease
 from bus.publish import Publisher, together
 from bus.requests import LeaseRequest, LeaseState, Siblings, SiblingsRequest
 from bus.topology import shard_of
-from storage.lease_desk import FREE_DELIVERIES
+from storage.dispatch.lease_status import FREE_DELIVERIES
 
 log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 2.0

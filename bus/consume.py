@@ -18,7 +18,7 @@ from nats.js.errors import NotFoundError
 from bus.codec import M, decode
 from bus.connection import RETRY_S, Bus
 from bus.errors import BusError, HandBackError, SchemaError
-from bus.parts import Parts, Whole
+from bus.message_parts import Parts, Whole
 from bus.topology import ACK_WAIT_S
 from bus.waiting import cancelled, set_within
 

@@ -19,7 +19,7 @@ from nats.aio.msg import Msg
 
 from bus.connection import HEADER_BYTES, Bus
 from bus.errors import BusError
-from bus.parts import PART_BYTES, split
+from bus.message_parts import PART_BYTES, split
 from bus.status import REMEDY
 
 log = structlog.get_logger()

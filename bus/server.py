@@ -11,8 +11,8 @@ from typing import Self
 
 import structlog
 
+from bus.child_process import die_with_parent
 from bus.errors import BusError, ConfigError
-from bus.process import die_with_parent
 
 log = structlog.get_logger()
 MAX_PAYLOAD = 8 << 20

@@ -1,5 +1,5 @@
 """`python -m launch` is the `launch` command."""
 
-from launch.cli import main
+from launch.cli.main import main
 
 main()

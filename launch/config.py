@@ -15,7 +15,9 @@ from actors.config import ActorsConfig, SamplingConfig, SglangEngineConfig
 from actors.environments.length_config import LengthProfileConfig
 from bus.config import BusConfig, ColocationConfig, Config
 from bus.errors import ConfigError
-from learner.config import LearnerConfig, ModelConfig, WarmupConfig
+from learner.config.learner import LearnerConfig
+from learner.config.model import ModelConfig
+from learner.config.warmup import WarmupConfig
 from storage.config import AdmissionConfig, DataConfig, EvaluationConfig, ReplayConfig
 
 Layer = Mapping[str, Any]

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from bus.codec import Json
-from learner.batches import StepBatch
-from learner.trainer import StepResult
+from learner.backends.megatron.trainer import StepResult
+from learner.data.batches import StepBatch
 
 
 def step_values(result: StepResult) -> dict[str, Json]:

@@ -9,7 +9,7 @@ from bus.errors import StorageError
 from bus.requests import Given
 from learner import lineage
 from learner.settings import LearnerSettings
-from storage import checkpoints
+from storage.disk import checkpoints
 
 Stage = Literal["warmup", "rl", "done"]
 

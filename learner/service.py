@@ -14,29 +14,30 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.connection import Bus
 from bus.errors import ConfigError
+from bus.process_tuning import few_collections
 from bus.roles import guarded, hold_role
 from bus.status import report_status
-from learner.channel import Channel
-from learner.checkpoint import latest_checkpoint, load_checkpoint, read_extra
-from learner.config import OptimizerConfig, ParallelConfig
-from learner.conversion.base import State
-from learner.conversion.files import load_hf_directory, load_tokenizer, refuse_other_vocabulary
-from learner.hosts import refuse_unshared, world_rank, world_size
-from learner.parallel import close_world, init_world
+from learner.backends.megatron.checkpoint.checkpoint import latest_checkpoint, load_checkpoint, read_extra
+from learner.backends.megatron.conversion.base import State
+from learner.backends.megatron.process_groups import close_world, init_world
+from learner.backends.megatron.trainable import TrainableWeights
+from learner.backends.megatron.trainer import Trainer
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+from learner.data.demonstrations import Demonstrations
+from learner.model_directory import load_hf_directory, load_tokenizer, refuse_other_vocabulary
 from learner.progress import Progress
-from learner.rank import Rank, in_thread
-from learner.references import hold_frozen_policies
-from learner.scratch import ensure_model_directory
+from learner.scoring.frozen_policies import hold_frozen_policies
+from learner.scratch_model import ensure_model_directory
 from learner.settings import LearnerSettings
 from learner.train import Learner
-from learner.trainable import TrainableWeights
-from learner.trainer import Trainer
-from learner.warmup import Demonstrations
-from learner.world import World
-from storage.files import one_at_a_time
-from storage.generators import load_demonstrations
-from storage.pace import few_collections
-from storage.reader import ReplayReader
+from learner.world.channel import Channel
+from learner.world.hosts import refuse_unshared, world_rank, world_size
+from learner.world.rank import Rank, in_thread
+from learner.world.world import World
+from storage.client.reader import ReplayReader
+from storage.disk.atomic_files import one_at_a_time
+from storage.prompts.generators import load_demonstrations
 
 log = structlog.get_logger()
 

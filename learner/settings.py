@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Literal
 
 from bus.config import ColocationConfig
-from learner.config import LearnerConfig, ModelConfig, WarmupConfig
+from learner.config.learner import LearnerConfig
+from learner.config.model import ModelConfig
+from learner.config.warmup import WarmupConfig
 from storage.config import EvaluationConfig
 
 

@@ -17,23 +17,23 @@ from bus.requests import BatchLease
 from bus.status import report_status
 from bus.waiting import ended_before
 from learner import lineage
-from learner.batches import StepBatch
-from learner.broadcast import Broadcaster
-from learner.commands import Begin
-from learner.conversion.files import save_hf_directory
-from learner.device import Device
-from learner.heldout import HeldOut
-from learner.host_copy import Copied
+from learner.algorithms.rl_step import lineage_line
+from learner.backends.megatron.trainer import StepResult
+from learner.colocation import Device
+from learner.data.batches import StepBatch
+from learner.evaluation import HeldOut
 from learner.metrics import batch_values, read_values, step_values
+from learner.model_directory import save_hf_directory
 from learner.progress import Progress, refuse_other_history, values_to_save
-from learner.publish import WeightPublisher, publishing_threads
+from learner.publication.broadcast import Broadcaster
+from learner.publication.host_copy import Copied
+from learner.publication.publisher import WeightPublisher, publishing_threads
 from learner.settings import LearnerSettings
-from learner.steps import lineage_line
-from learner.trainer import StepResult
-from learner.world import World
-from storage.blob_stores import blob_store
-from storage.files import write_json
-from storage.reader import ReplayReader
+from learner.world.commands import Begin
+from learner.world.world import World
+from storage.client.reader import ReplayReader
+from storage.disk.atomic_files import write_json
+from storage.weights.blob_stores import blob_store
 
 log = structlog.get_logger()
 WAITING = "waiting for the batch"

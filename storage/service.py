@@ -22,20 +22,20 @@ from bus.status import report_status
 from bus.topology import ensure
 from bus.waiting import set_within
 from storage.config import AdmissionConfig, DataConfig, ReplayConfig
-from storage.data_desk import DataDesk
-from storage.data_sets import DataSets
-from storage.dispatcher import Dispatcher
-from storage.generators import generate_task
-from storage.ledger import Ledger
-from storage.lengths import check_lengths
-from storage.model_files import vocabulary_size
-from storage.prompts import load_prompts
-from storage.quarantine import RUN_ID, VOCABULARY, Quarantine
-from storage.replay import ReplayStore
-from storage.retention import Retention
-from storage.run import RunDirectory
-from storage.shard import Shard
-from storage.shards_service import HeldShard, hold_shards, run_shard
+from storage.disk.run_directory import RunDirectory
+from storage.dispatch.dispatcher import Dispatcher
+from storage.dispatch.ledger import Ledger
+from storage.prompts.data_sets import DataSets
+from storage.prompts.dataset import load_prompts
+from storage.prompts.generators import generate_task
+from storage.prompts.length_check import check_lengths
+from storage.prompts.updates import DataDesk
+from storage.shard.ingest_checks import RUN_ID, VOCABULARY, Quarantine
+from storage.shard.server import Shard
+from storage.shard.service import HeldShard, hold_shards, run_shard
+from storage.store.replay import ReplayStore
+from storage.store.retention import Retention
+from storage.weights.model_files import vocabulary_size
 
 log = structlog.get_logger()
 QUEUES_PERIOD_S = 1.0

@@ -12,7 +12,7 @@ from bus.connection import Bus
 from bus.errors import BusError
 from bus.server import NatsServer
 from bus.topology import ensure
-from storage import dispatcher
+from storage.dispatch import dispatcher
 from tests.object_store import ObjectStore
 
 RUN = "test"

@@ -12,7 +12,7 @@ from bus.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-    from actors.engines.published import Published
+    from actors.engines.announced_version import Published
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -15,17 +15,17 @@ def build_engine(config: EngineConfig, model: Path, log_file: Path, *, number: i
         log_file: what an engine in a process of its own prints.
         number: which of the process's engines, from 0: it decides on the GPUs of a server."""
     if isinstance(config, EmbeddedEngineConfig):
-        from actors.engines.embedded import EmbeddedEngine
+        from actors.engines.embedded.engine import EmbeddedEngine
 
         return EmbeddedEngine.from_directory(model, config)
-    from actors.engines.sglang import SglangEngine
+    from actors.engines.sglang.engine import SglangEngine
 
     return SglangEngine(model, config, log_file, number=number)
 
 
 def evaluation_engine(config: EngineConfig, model: Path) -> Engine:
     """An engine in this process for held-out prompts alone: it keeps one version while the others go on."""
-    from actors.engines.embedded import EmbeddedEngine
+    from actors.engines.embedded.engine import EmbeddedEngine
 
     own = config if isinstance(config, EmbeddedEngineConfig) else EmbeddedEngineConfig()
     return EmbeddedEngine.from_directory(model, own)

@@ -11,7 +11,7 @@ from bus.codec import Json
 from bus.errors import SchemaError
 
 if TYPE_CHECKING:
-    from actors.policy import Policy
+    from actors.policy.policy import Policy
 
 JSON: TypeAlias = bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"] | None
 ChatMessage: TypeAlias = Mapping[str, JSON]

@@ -10,7 +10,7 @@ from typing import Self
 
 from actors.environments.base import Episode, Task
 from actors.environments.length_config import LengthProfileConfig, LogNormalLengths, RecordedLengths
-from actors.policy import Policy
+from actors.policy.policy import Policy
 
 
 class LengthProfile:

@@ -5,7 +5,7 @@ from typing import Self
 
 from actors.config import SingleTurnConfig
 from actors.environments.base import Episode, Task
-from actors.policy import Policy
+from actors.policy.policy import Policy
 from actors.rewards.base import LATER, Answer
 from actors.rewards.scoring import Scorer
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from actors.plugins import load_function
 from actors.rewards.base import Reward
 from actors.rewards.matching import contains, exact, final_answer, last_number
+from bus.plugins import load_function
 
 REWARDS: Mapping[str, Reward] = {
     "contains": contains,

@@ -9,9 +9,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from actors import weights
 from actors.config import EmbeddedEngineConfig
-from actors.engines.embedded import EmbeddedEngine
+from actors.engines.embedded.engine import EmbeddedEngine
+from actors.weights import follow as weights
 from bus.connection import Bus
 from tests.actors.held_out import Desk
 from tests.actors.sglang_served import FIRST

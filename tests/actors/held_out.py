@@ -8,13 +8,13 @@ from safetensors.torch import save
 
 from actors.engines.base import Sampling
 from actors.environments.base import Episode
-from actors.evaluation import Evaluator
-from actors.weights import PolicyFollower
+from actors.evaluation.evaluator import Evaluator
+from actors.weights.follow import PolicyFollower
 from bus.blobs import put_blob
 from bus.codec import encode
 from bus.messages import EvaluationResult, EvaluationTask, PolicyManifest, Prompt, PromptSet
 from bus.publish import Publisher
-from learner.scratch import character_tokenizer
+from learner.scratch_model import character_tokenizer
 
 TIMEOUT_S = 30
 TOKENIZER = character_tokenizer()

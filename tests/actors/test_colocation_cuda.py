@@ -6,7 +6,7 @@ import torch
 
 from actors.colocation import able_to_release
 from actors.config import SglangEngineConfig
-from actors.engines.sglang import SglangEngine
+from actors.engines.sglang.engine import SglangEngine
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy
 from tests.actors.tiny import recomputed, request
 

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from actors.engines import differences, sglang_changes
-from actors.engines.differences import known, note
-from actors.engines.sglang_changes import changes
-from actors.received import torch_tensors
-from storage import weights as in_parts
-from storage.deltas import Moved, apply_delta, encode_delta
-from storage.weights import HostTensor, Weights
+from actors.engines.sglang import changes as sglang_changes
+from actors.engines.sglang import differences
+from actors.engines.sglang.changes import changes
+from actors.engines.sglang.differences import known, note
+from actors.weights.received import torch_tensors
+from storage.weights import tensors as in_parts
+from storage.weights.deltas import Moved, apply_delta, encode_delta
+from storage.weights.tensors import HostTensor, Weights
 
 NAMES = ("q", "k")
 DTYPES = {"float32": "F32", "int64": "I64"}

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from actors.engines.decoder import BatchedDecoder, prepare_weights
+from actors.engines.embedded.decoder import BatchedDecoder, prepare_weights
 from bus.errors import EngineError
 from tests.actors.tiny import CONTEXT, VOCAB, other_model, recomputed, request, tiny_model
 

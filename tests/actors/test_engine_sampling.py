@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.engines.sampling import Controls, sample
+from actors.engines.embedded.sampling import Controls, sample
 
 LOGITS = torch.tensor([0.5, -1.0, 2.0, 0.0, -3.0, 1.0])
 

@@ -11,18 +11,18 @@ import pytest_asyncio
 import torch
 
 from actors.config import SglangEngineConfig
-from actors.engines.fleet import Fleet
-from actors.engines.fleet_config import FleetConfig
-from actors.engines.published import Published
-from actors.engines.sglang import SglangEngine
+from actors.engines.announced_version import Published
+from actors.engines.fleet.config import FleetConfig
+from actors.engines.fleet.fleet import Fleet
+from actors.engines.sglang.engine import SglangEngine
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import EngineError
 from bus.messages import BlobRef, PolicyManifest
 from bus.server import NatsServer
-from learner.broadcast import Broadcaster
-from learner.host_copy import host_tensors
-from storage.weights import Weights
+from learner.publication.broadcast import Broadcaster
+from learner.publication.host_copy import host_tensors
+from storage.weights.tensors import Weights
 from tests.actors.sglang_served import (
     CONFIG,
     FIRST,

@@ -6,15 +6,15 @@ import json
 import pytest
 
 from actors.config import SglangEngineConfig
-from actors.engines.fleet import Fleet
-from actors.engines.fleet_config import FleetConfig
-from actors.engines.joining import EngineDesk, attached_builds, subject_of
+from actors.engines.fleet.config import FleetConfig
+from actors.engines.fleet.engine_admin import EngineDesk, attached_builds, subject_of
+from actors.engines.fleet.fleet import Fleet
 from actors.engines.scripted import ScriptedEngine
 from bus.errors import BusError, ConfigError
 from bus.messages import Status
 from bus.requests import Done, EngineChange
 from launch.config import validate
-from launch.engines import change_engine, list_engines
+from launch.operations.engines import change_engine, list_engines
 from tests.actors.sglang_stand_in import TOKEN, StandIn
 from tests.actors.test_sglang_attached import STATE
 from tests.actors.tiny import request

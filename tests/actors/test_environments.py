@@ -10,7 +10,7 @@ from actors.engines.base import Engine, Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Environment, Task
 from actors.environments.single_turn import SingleTurn
-from actors.policy import Policy
+from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.rewards.scoring import Scorer
 from bus.errors import ConfigError, EngineError, SchemaError

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from actors import evaluation_engines
 from actors.engines.scripted import ScriptedEngine
-from actors.evaluation_engines import RolloutEngines
+from actors.evaluation import engines as evaluation_engines
+from actors.evaluation.engines import RolloutEngines
 from bus.errors import EngineError, EngineLostError, HandBackError
 from tests.actors.held_out import PROMPTS, TIMEOUT_S, Recording, followed, published, until
 from tests.actors.test_fleet_embedded import fleet_of, state  # noqa: F401

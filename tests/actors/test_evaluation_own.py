@@ -3,10 +3,10 @@
 import pytest
 
 from actors.config import ActorsConfig, EmbeddedEngineConfig, EvaluatorConfig, SglangEngineConfig
-from actors.engines.embedded import EmbeddedEngine
-from actors.evaluation_engines import OwnEngine
+from actors.engines.embedded.engine import EmbeddedEngine
+from actors.evaluation.engines import OwnEngine
 from bus.blobs import delete_blob
-from storage.blob_sources import Blobs
+from storage.weights.blob_sources import Blobs
 from tests.actors.held_out import Recording, published
 from tests.actors.test_weights import publish
 from tests.actors.tiny import tiny_model

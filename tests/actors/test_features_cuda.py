@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actors.config import SglangEngineConfig
-from actors.engines.sglang import SglangEngine
+from actors.engines.sglang.engine import SglangEngine
 from bus.errors import ConfigError
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy
 from tests.actors.sglang_served import noted

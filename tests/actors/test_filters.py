@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.filters import FILTERS, load_filter
+from actors.rewards.group_filters import FILTERS, load_filter
 from bus.errors import ConfigError
 
 

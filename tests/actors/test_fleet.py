@@ -7,8 +7,8 @@ import pytest
 
 from actors.config import ActorsConfig, SglangEngineConfig
 from actors.engines.base import Generation, GenerationRequest, Sampling
-from actors.engines.fleet import Fleet
-from actors.engines.fleet_config import FleetConfig
+from actors.engines.fleet.config import FleetConfig
+from actors.engines.fleet.fleet import Fleet
 from bus.errors import ConfigError, EngineError, EngineLostError, RequestRefusedError
 from tests.actors.paced_engine import PacedEngine, chain
 from tests.actors.virtual_time import run_virtually

@@ -9,9 +9,9 @@ import torch
 
 from actors.config import EmbeddedEngineConfig
 from actors.engines.base import InterruptedGenerationError
-from actors.engines.embedded import EmbeddedEngine
-from actors.engines.fleet import Fleet
-from actors.engines.fleet_config import FleetConfig
+from actors.engines.embedded.engine import EmbeddedEngine
+from actors.engines.fleet.config import FleetConfig
+from actors.engines.fleet.fleet import Fleet
 from bus.errors import EngineError
 from tests.actors.test_engine_embedded import halted_at
 from tests.actors.tiny import other_model, recomputed, request, tiny_model

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from actors.engines.base import GenerationRequest, InterruptedGenerationError, Sampling
-from actors.engines.fleet import Fleet
-from actors.engines.fleet_config import FleetConfig
+from actors.engines.fleet.config import FleetConfig
+from actors.engines.fleet.fleet import Fleet
 from bus.errors import EngineError
 from tests.actors.paced_engine import VOCAB, PacedEngine, chain
 from tests.actors.virtual_time import run_virtually

@@ -10,11 +10,11 @@ import pytest
 import structlog.testing
 import torch
 
-from actors.engines.published import Published
+from actors.engines.announced_version import Published
 from bus.messages import BlobRef, PolicyManifest
-from learner.broadcast import AS_SGLANG, Broadcaster
-from learner.host_copy import host_tensors
-from storage.weights import Weights
+from learner.publication.broadcast import AS_SGLANG, Broadcaster
+from learner.publication.host_copy import host_tensors
+from storage.weights.tensors import Weights
 
 pytestmark = [pytest.mark.nats, pytest.mark.multi_gpu, pytest.mark.timeout(300)]
 BLOB = BlobRef(subject="none", chunks=1, size_bytes=1, digest="")
@@ -62,7 +62,7 @@ def digest(tensor):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("device_bytes", [0, 5 * BUCKET_BYTES, 1 << 40], ids=["none", "some", "all"])
 async def test_weights_reach_another_gpu_version_after_version(bus, monkeypatch, device_bytes):
-    monkeypatch.setattr("learner.snapshot.BUCKET_BYTES", BUCKET_BYTES)
+    monkeypatch.setattr("learner.publication.snapshot.BUCKET_BYTES", BUCKET_BYTES)
     announced, memories = {}, []
     broadcaster = Broadcaster(
         bus, lambda: announced.get("weights"),

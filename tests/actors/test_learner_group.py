@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from actors.config import SglangEngineConfig
-from actors.engines.fleet import Fleet
-from actors.engines.fleet_config import FleetConfig
-from actors.engines.published import Published
-from actors.engines.sglang import SglangEngine
-from actors.weights import PolicyFollower
+from actors.engines.announced_version import Published
+from actors.engines.fleet.config import FleetConfig
+from actors.engines.fleet.fleet import Fleet
+from actors.engines.sglang.engine import SglangEngine
+from actors.weights.follow import PolicyFollower
 from bus.errors import BusError, ConfigError, EngineError, WeightsKeptError
 from bus.messages import AnchorWanted, BlobRef, PolicyManifest
-from learner.broadcast import Broadcaster
-from learner.config import PublicationConfig
-from learner.host_copy import host_tensors
-from learner.publish import WeightPublisher
-from storage.blob_sources import Blobs
-from storage.blob_stores import BusBlobs
-from storage.weights import Weights
+from learner.config.publication import PublicationConfig
+from learner.publication.broadcast import Broadcaster
+from learner.publication.host_copy import host_tensors
+from learner.publication.publisher import WeightPublisher
+from storage.weights.blob_sources import Blobs
+from storage.weights.blob_stores import BusBlobs
+from storage.weights.tensors import Weights
 from tests.actors import gloo_rank
 from tests.actors.sglang_stand_in import StandIn
 
@@ -181,7 +181,7 @@ async def test_a_draft_model_of_its_own_gets_nothing_of_what_is_sent(learner, se
 async def test_the_memory_of_a_version_that_nobody_needs_any_more_serves_a_later_one(
     learner, serving, monkeypatch
 ):
-    monkeypatch.setattr("learner.snapshot.BUCKET_BYTES", 128)
+    monkeypatch.setattr("learner.publication.snapshot.BUCKET_BYTES", 128)
     async with serving() as (engine, server):
         await engine.start()
 
@@ -255,7 +255,7 @@ async def test_a_server_that_waits_for_the_learner_for_too_long_is_given_up(lear
 
 async def test_a_server_goes_on_once_it_has_all_that_it_said_it_would_take(learner, serving, monkeypatch):
     """As one with CUDA does, whose next tokens would wait for the weights."""
-    monkeypatch.setattr("learner.snapshot.BUCKET_BYTES", 128)
+    monkeypatch.setattr("learner.publication.snapshot.BUCKET_BYTES", 128)
     async with serving() as (engine, server):
         server.answers_early = True
         await engine.start()
@@ -352,8 +352,8 @@ class SentTo:
 
 
 async def test_a_version_that_could_not_be_had_is_asked_for_again(bus, monkeypatch):
-    monkeypatch.setattr("actors.weights.AGAIN_S", 0.1)
-    monkeypatch.setattr("actors.weights.POLL_S", 0.05)
+    monkeypatch.setattr("actors.weights.follow.AGAIN_S", 0.1)
+    monkeypatch.setattr("actors.weights.follow.POLL_S", 0.05)
     manifest = PolicyManifest(policy_version=3, incarnation="one", snapshot=BLOB, model=BLOB, stage="rl")
     await bus.put("policy", manifest)
     wanted = asyncio.Queue()
@@ -466,7 +466,7 @@ async def test_weights_that_are_replaced_while_they_are_copied_are_not_sent(lear
         return copy(weights, *how)
 
     copy = Broadcaster._snapshot.__globals__["Snapshot"]
-    monkeypatch.setattr("learner.broadcast.Snapshot", replacing)
+    monkeypatch.setattr("learner.publication.broadcast.Snapshot", replacing)
     offer = await published.offered("", ranks=1, device="cpu")
     assert offer[0].policy_version == 1
 

@@ -8,12 +8,12 @@ import pytest
 from pydantic import ValidationError
 
 from actors.engines.base import GenerationRequest, Sampling
-from actors.engines.sglang_client import request_body
+from actors.engines.sglang.client import request_body
 from actors.environments.base import Environment, Task
 from actors.environments.build import build_environment
 from actors.environments.length_config import LengthProfileConfig, LogNormalLengths, RecordedLengths
 from actors.environments.length_profile import LengthProfile, length_at
-from actors.policy import Policy
+from actors.policy.policy import Policy
 
 SHARES = [(n + 0.5) / 1000 for n in range(1000)]
 

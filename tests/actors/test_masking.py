@@ -7,8 +7,8 @@ from actors.engines.base import Generation, Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import AgentTrajectory, Episode
 from actors.group import Group
-from actors.masking import without_older_versions
-from actors.policy import Policy
+from actors.policy.policy import Policy
+from actors.policy.version_masking import without_older_versions
 from tests.factories import make_lease
 
 VERSIONS = [-1, 3, 3, 4, -1, 5, 6]

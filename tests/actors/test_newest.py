@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engines.fleet import Fleet
-from actors.engines.fleet_config import FleetConfig
-from actors.newest import Newest
+from actors.engines.fleet.config import FleetConfig
+from actors.engines.fleet.fleet import Fleet
+from actors.weights.latest_version import Newest
 from bus.messages import BlobRef, DeltaRef, PolicyManifest
-from storage.weights import HostTensor, Weights
+from storage.weights.tensors import HostTensor, Weights
 from tests.actors.paced_engine import PacedEngine
 from tests.actors.virtual_time import run_virtually
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actors.config import SglangEngineConfig
-from actors.engines.sglang import SglangEngine
+from actors.engines.sglang.engine import SglangEngine
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy
 from tests.actors.tiny import recomputed, request
 

@@ -6,7 +6,7 @@ import pytest
 from actors.config import SamplingConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.policy import Policy
+from actors.policy.policy import Policy
 
 END = 1
 

@@ -6,23 +6,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors import weights as following_policy
 from actors.engines.scripted import ScriptedEngine
-from actors.received import Receiver, torch_tensors
-from actors.weights import PolicyFollower
+from actors.weights import follow as following_policy
+from actors.weights.follow import PolicyFollower
+from actors.weights.received import Receiver, torch_tensors
 from bus.blobs import put_blob
 from bus.errors import BusError, StorageError
 from bus.messages import DeltaRef
 from bus.publish import Publisher
-from learner import publish as publishing
-from learner.config import PublicationConfig
-from learner.host_copy import host_tensors
-from learner.publish import WeightPublisher
-from storage.blob_sources import Blobs
-from storage.blob_stores import BusBlobs, blob_store
-from storage.deltas import encode_delta
-from storage.transport_config import FilesTransport, HttpTransport
-from storage.weights import Weights
+from learner.config.publication import PublicationConfig
+from learner.publication import publisher as publishing
+from learner.publication.host_copy import host_tensors
+from learner.publication.publisher import WeightPublisher
+from storage.weights.blob_sources import Blobs
+from storage.weights.blob_stores import BusBlobs, blob_store
+from storage.weights.deltas import encode_delta
+from storage.weights.tensors import Weights
+from storage.weights.transport_config import FilesTransport, HttpTransport
 from tests.actors.tiny import other_model, recomputed, request, tiny_model
 
 pytestmark = pytest.mark.nats

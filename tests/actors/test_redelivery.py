@@ -9,16 +9,16 @@ import pytest
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.single_turn import SingleTurn
-from actors.filters import load_filter
-from actors.policy import Policy
+from actors.policy.policy import Policy
+from actors.rewards.group_filters import load_filter
 from actors.rewards.scoring import Scorer
-from actors.weights import PolicyFollower
+from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.publish import Publisher
-from learner.scratch import character_tokenizer
+from learner.scratch_model import character_tokenizer
 from storage.config import AdmissionConfig
 from tests.factories import make_lease, make_trajectory
 from tests.storage.serving import (

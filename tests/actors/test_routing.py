@@ -8,14 +8,14 @@ import pytest
 
 from actors.config import ActorsConfig
 from actors.engines.base import NOTHING, Sampling
-from actors.engines.routing import Routing
-from actors.engines.sglang_answers import read_answer
-from actors.engines.sglang_client import request_body
-from actors.engines.sglang_settings import server_settings
-from actors.engines.ticket import Ticket
+from actors.engines.fleet.pending_request import Ticket
+from actors.engines.sglang.answers import read_answer
+from actors.engines.sglang.client import request_body
+from actors.engines.sglang.expert_routing import Routing
+from actors.engines.sglang.settings import server_settings
 from actors.environments.base import Episode
 from actors.group import Group
-from actors.policy import Policy
+from actors.policy.policy import Policy
 from bus.codec import decode, encode
 from bus.errors import ConfigError, EngineError
 from bus.messages import TrajectoryBatch

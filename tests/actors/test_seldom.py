@@ -1,4 +1,4 @@
-from actors.seldom import Seldom
+from actors.log_throttle import Seldom
 
 
 def test_what_recurs_is_told_at_once_and_then_seldom_with_how_often_it_was():

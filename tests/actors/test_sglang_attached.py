@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from actors.config import SglangEngineConfig
-from actors.engines.sglang import SglangEngine
-from actors.engines.sglang_changes import APPLY
-from actors.engines.sglang_flights import Flights
+from actors.engines.sglang.changes import APPLY
+from actors.engines.sglang.engine import SglangEngine
+from actors.engines.sglang.requests_in_progress import Flights
 from bus.errors import ConfigError, EngineError
 from tests.actors.sglang_stand_in import StandIn
 from tests.actors.tiny import request

@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 
-from actors.engines.differences import FARTHEST
-from actors.engines.in_server import sluice_changes
-from actors.engines.sglang_changes import APPLY, changes, takes_changes
-from actors.engines.sglang_weights import HeldWeights
+from actors.engines.sglang.changes import APPLY, changes, takes_changes
+from actors.engines.sglang.differences import FARTHEST
+from actors.engines.sglang.in_server import sluice_changes
+from actors.engines.sglang.weights import HeldWeights
 
 BIG, LENGTH = 64, 96
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from actors.config import SglangEngineConfig
-from actors.engines.sglang import SglangEngine
-from actors.engines.sglang_pair import Pair, halves, server_of
-from actors.engines.sglang_server import OwnServer
-from actors.engines.sglang_settings import server_settings
+from actors.engines.sglang.engine import SglangEngine
+from actors.engines.sglang.pair import Pair, halves, server_of
+from actors.engines.sglang.server import OwnServer
+from actors.engines.sglang.settings import server_settings
 from bus.errors import ConfigError, EngineError
 from tests.actors.sglang_stand_in import TOKEN, StandIn
 from tests.actors.tiny import request

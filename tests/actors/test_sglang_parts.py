@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from actors.config import SglangEngineConfig
-from actors.engines import sglang_weights
-from actors.engines.sglang_answers import read_answer
-from actors.engines.sglang_facts import ServerFacts
-from actors.engines.sglang_launcher import _flags
-from actors.engines.sglang_settings import base_gpu_id, server_environment, server_settings
-from actors.engines.sglang_weights import HeldWeights, buckets
+from actors.engines.sglang import weights as sglang_weights
+from actors.engines.sglang.answers import read_answer
+from actors.engines.sglang.launcher import _flags
+from actors.engines.sglang.server_facts import ServerFacts
+from actors.engines.sglang.settings import base_gpu_id, server_environment, server_settings
+from actors.engines.sglang.weights import HeldWeights, buckets
 from bus.errors import ConfigError, EngineError
 from tests.actors.tiny import request
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from actors.config import SglangEngineConfig
-from actors.engines.sglang import SglangEngine
+from actors.engines.sglang.engine import SglangEngine
 from tests.actors.sglang_served import CONFIG, FIRST, PROMPT, SECOND, group_of, noted
 from tests.actors.tiny import recomputed, request
 

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from actors.config import SglangEngineConfig
-from actors.engines.fleet import Fleet
-from actors.engines.fleet_config import FleetConfig
-from actors.engines.sglang import SglangEngine
-from actors.engines.sglang_process import group_members
-from actors.engines.sglang_server import OwnServer
-from actors.engines.ticket import Ticket
+from actors.engines.fleet.config import FleetConfig
+from actors.engines.fleet.fleet import Fleet
+from actors.engines.fleet.pending_request import Ticket
+from actors.engines.sglang.engine import SglangEngine
+from actors.engines.sglang.process import group_members
+from actors.engines.sglang.server import OwnServer
 from bus.errors import ConfigError, EngineError
 from tests.actors.sglang_served import (
     CONFIG,
@@ -175,7 +175,7 @@ ACTOR = """
 import asyncio, sys
 from pathlib import Path
 from actors.config import SglangEngineConfig
-from actors.engines.sglang import SglangEngine
+from actors.engines.sglang.engine import SglangEngine
 
 async def main():
     engine = SglangEngine(Path(sys.argv[1]), SglangEngineConfig(), Path(sys.argv[2]))

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save
 
 from actors.engines.scripted import ScriptedEngine
-from actors.weights import PolicyFollower
+from actors.weights.follow import PolicyFollower
 from bus.blobs import delete_blob, put_blob
 from bus.messages import PolicyManifest
 from bus.publish import Publisher

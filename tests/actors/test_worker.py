@@ -9,18 +9,18 @@ from actors.config import SingleTurnConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.single_turn import SingleTurn
-from actors.filters import load_filter
-from actors.policy import Policy
+from actors.policy.policy import Policy
 from actors.rewards.base import LATER
+from actors.rewards.group_filters import load_filter
 from actors.rewards.scoring import Scorer
-from actors.weights import PolicyFollower
+from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode
 from bus.consume import Inbox, understood
 from bus.errors import EngineLostError
 from bus.messages import GroupRejected, TrajectoryBatch
 from bus.publish import Publisher
-from learner.scratch import character_tokenizer
+from learner.scratch_model import character_tokenizer
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 TIMEOUT_S = 20

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bus import bench
+from launch.benchmarks import bus as bench
 
 
 @pytest.mark.nats

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bus
-from bus.broadcasts import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
+from bus.broadcast_messages import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
 from bus.codec import MAX_DEPTH, Message, decode, encode
-from bus.devices import DeviceHold, DeviceUser
+from bus.device_messages import DeviceHold, DeviceUser
 from bus.errors import SchemaError
 from bus.messages import (
     AnchorWanted,

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from bus import consume as consume_module
-from bus import parts as parts_module
+from bus import message_parts as parts_module
 from bus.codec import Int32Array, Message, decode, encode
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.consume import Inbox, Received, consume, consume_batches
 from bus.errors import BusError, SchemaError
+from bus.message_parts import PART_BYTES, SET, Parts, split
 from bus.messages import DeadLetter
-from bus.parts import PART_BYTES, SET, Parts, split
 from bus.publish import Publisher
 from bus.server import MAX_PAYLOAD, NatsServer
 from bus.topology import ensure

@@ -242,8 +242,8 @@ def test_storage_survives_what_it_cannot_read(bus_url: str, storage: subprocess.
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model directory that fits."""
-    from learner.config import ScratchModel
-    from learner.scratch import build_model_directory
+    from learner.config.model import ScratchModel
+    from learner.scratch_model import build_model_directory
 
     directory = tmp_path_factory.mktemp("models") / "tiny"
     sizes = ScratchModel(hidden_size=16, layers=1, heads=2, kv_heads=1, intermediate_size=16, context=64)

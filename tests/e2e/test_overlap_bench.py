@@ -8,8 +8,8 @@ import psutil
 import pytest
 from commands import Command
 
-from launch.overlap_record import Heard
-from storage.run import RunDirectory
+from launch.benchmarks.overlap_record import Heard
+from storage.disk.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
 STEPS, STALENESS, GROUPS, SAMPLES = 4, 2, 4, 4

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from commands import Command
 
-from learner.config import ScratchModel
-from learner.scratch import build_model_directory
+from learner.config.model import ScratchModel
+from learner.scratch_model import build_model_directory
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
 REWARD = '''

@@ -10,12 +10,12 @@ from commands import SMALL, Command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bus.server import free_port
-from learner.checkpoint import latest_checkpoint, load_checkpoint
-from learner.config import OptimizerConfig
-from learner.conversion.files import load_hf_directory
-from learner.packing import Sample, pack
-from learner.parallel import close_world, init_world
-from learner.trainer import Trainer
+from learner.backends.megatron.checkpoint.checkpoint import latest_checkpoint, load_checkpoint
+from learner.backends.megatron.process_groups import close_world, init_world
+from learner.backends.megatron.trainer import Trainer
+from learner.config.optimizer import OptimizerConfig
+from learner.data.packing import Sample, pack
+from learner.model_directory import load_hf_directory
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
 STEPS, GROUPS, SAMPLES = 4, 4, 4

@@ -10,7 +10,7 @@ import pytest
 from commands import SMALL, Command
 
 from bus.server import free_port
-from storage.replay import ReplayStore
+from storage.store.replay import ReplayStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
 STEPS, GROUPS, SAMPLES = 8, 4, 4

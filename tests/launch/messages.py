@@ -2,7 +2,7 @@
 
 from bus.codec import Json
 from bus.messages import EvaluationResult, Metrics, Status
-from launch.monitor import RunFacts
+from launch.watch.monitor import RunFacts
 
 MIB = 1 << 20
 FACTS = RunFacts(

@@ -10,13 +10,13 @@ import pytest
 from factories import make_trajectory
 
 from bus.errors import SluiceError
-from launch.account import account
-from launch.bench_overlap import WELL, Plan, accounted
-from launch.overlap_settings import defaults, settings
+from launch.benchmarks.overlap import WELL, Plan, accounted
+from launch.benchmarks.overlap_settings import defaults, settings
+from launch.history.trajectory_account import account
 from learner import lineage
-from storage.ledger import Ledger
-from storage.replay import ReplayStore
-from storage.run import RunDirectory
+from storage.disk.run_directory import RunDirectory
+from storage.dispatch.ledger import Ledger
+from storage.store.replay import ReplayStore
 
 GROUPS, SAMPLES = 3, 2
 

@@ -8,14 +8,14 @@ from math import inf
 import pytest
 
 from bus.errors import ConfigError, SluiceError
-from launch.bench_commands import age_of_process
-from launch.bench_overlap import LimitError, Measurement, Plan, end_run, measured
-from launch.harm import Victim
-from launch.metrics import append_records
-from launch.overlap_record import Heard, Turn
-from launch.overlap_report import trained
-from launch.overlap_settings import defaults, make, settings
-from storage.run import RunDirectory
+from launch.benchmarks.overlap import LimitError, Measurement, Plan, end_run, measured
+from launch.benchmarks.overlap_record import Heard, Turn
+from launch.benchmarks.overlap_report import trained
+from launch.benchmarks.overlap_settings import defaults, make, settings
+from launch.chaos.faults import Victim
+from launch.cli.bench_commands import age_of_process
+from launch.watch.metrics import append_records
+from storage.disk.run_directory import RunDirectory
 
 STALENESS, BURST, SETTLED = 2, 3, 6
 

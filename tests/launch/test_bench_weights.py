@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from launch.bench_weights import LIMITED_BY, LIMITS, bench_weights, settings
-from learner.bench import small
+from launch.benchmarks.learner import small
+from launch.benchmarks.weights import LIMITED_BY, LIMITS, bench_weights, settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
 

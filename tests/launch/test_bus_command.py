@@ -6,7 +6,7 @@ import pytest
 from nats.aio.client import Client
 
 from bus.server import free_port
-from launch.services import serve_bus
+from launch.process.services import serve_bus
 
 pytestmark = pytest.mark.nats
 

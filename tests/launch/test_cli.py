@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import cli
+from launch.cli import main as cli
 from launch.config import RunConfig
 
 COMMANDS = ("local", "bus", "storage", "shards", "learner", "actors", "replay", "restore", "convert")
@@ -16,7 +16,7 @@ USER_SECONDS = 3.0
 """About four times what help takes on a quiet machine: it must not grow into seconds."""
 HELP_OF_EACH = """
 import sys
-from launch import cli
+from launch.cli import main as cli
 for command in sys.argv[1:]:
     try:
         cli.main([*command.split(), "--help"])

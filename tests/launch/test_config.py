@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from bus.errors import ConfigError
 from launch.config import RunConfig, config_file, flags, merge, preset, resolve, validate
-from storage.transport_config import FilesTransport
+from storage.weights.transport_config import FilesTransport
 
 SORT = {"data": {"task": "sort"}}
 

@@ -14,8 +14,8 @@ from bus.errors import ConfigError
 from bus.publish import Publisher
 from bus.server import NatsServer
 from launch.config import RunConfig
-from launch.data import add_data
-from storage.run import RunDirectory
+from launch.operations.prompt_updates import add_data
+from storage.disk.run_directory import RunDirectory
 from storage.service import StorageSettings, run_storage
 from tests.storage.conftest import quick  # noqa: F401 - a fixture
 from tests.storage.serving import SMALL, has, leases, running, send_rejections

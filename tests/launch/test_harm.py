@@ -9,8 +9,8 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from launch.harm import Victim
-from storage.run import RunDirectory
+from launch.chaos.faults import Victim
+from storage.disk.run_directory import RunDirectory
 
 TIMEOUT_S = 30.0
 

@@ -11,8 +11,8 @@ import pytest
 from bus.codec import encode
 from bus.connection import Bus
 from bus.publish import Publisher
-from launch.metrics import History, append_records, evaluation_record, metrics_record, read_records
-from launch.monitor import RunMonitor, watch
+from launch.watch.metrics import History, append_records, evaluation_record, metrics_record, read_records
+from launch.watch.monitor import RunMonitor, watch
 from tests.launch.messages import FACTS, MIB, Clock, actor, evaluation, learner, metrics, storage
 
 
@@ -213,7 +213,7 @@ async def test_watch_without_a_file_only_feeds_the_monitor(bus: Bus):
 
 @pytest.mark.nats
 async def test_watch_ends_although_the_bus_is_gone(bus: Bus, server, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("launch.monitor.DRAIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("launch.watch.monitor.DRAIN_TIMEOUT_S", 0.2)
     path, stop, monitor = tmp_path / "metrics.jsonl", asyncio.Event(), RunMonitor(FACTS)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(watch(bus, monitor, path, stop))

@@ -9,22 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.policy import ChatFormat
+from actors.policy.policy import ChatFormat
 from bus.errors import ConfigError, StorageError
 from bus.messages import Trajectory
-from launch.cli import main
+from launch.cli.main import main
 from launch.config import resolve
-from launch.replay import restore_run
-from launch.rescore import Interval, Rescoring, parse_leases, run_rescore
-from learner.config import ScratchModel
-from learner.scratch import build_model_directory, character_tokenizer
+from launch.history.rescore import Interval, Rescoring, parse_leases, run_rescore
+from launch.history.retrain import restore_run
+from learner.config.model import ScratchModel
+from learner.scratch_model import build_model_directory, character_tokenizer
+from storage.client.score_tables import load_scores
 from storage.config import PromptKeys
-from storage.data_sets import DataSets
-from storage.ledger import Ledger
-from storage.prompts import PromptOrder, load_prompts
-from storage.replay import ReplayStore
-from storage.run import RunDirectory
-from storage.scores import load_scores
+from storage.disk.run_directory import RunDirectory
+from storage.dispatch.ledger import Ledger
+from storage.prompts.data_sets import DataSets
+from storage.prompts.dataset import PromptOrder, load_prompts
+from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 
 TOKENIZER = character_tokenizer()

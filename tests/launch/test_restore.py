@@ -8,10 +8,10 @@ import pytest
 from bus.codec import encode
 from bus.errors import ConfigError, StorageError
 from launch.config import RunConfig
-from launch.replay import recorded_config, restore_run
+from launch.history.retrain import recorded_config, restore_run
 from storage.config import ReplayConfig
-from storage.replay import ReplayStore
-from storage.run import RunDirectory
+from storage.disk.run_directory import RunDirectory
+from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 
 

@@ -11,9 +11,9 @@ import pytest
 from bus.codec import decode
 from bus.errors import ConfigError
 from bus.messages import RewardGiven, RunRecord
-from launch.cli import main
+from launch.cli.main import main
 from launch.config import RunConfig, resolve
-from launch.rewards import give_rewards
+from launch.operations.give_rewards import give_rewards
 
 pytestmark = pytest.mark.nats
 

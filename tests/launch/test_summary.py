@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from bus.codec import Json
-from launch.curves import HEIGHT_PX, WIDTH_PX, _draw_evaluations, draw_curves
-from launch.metrics import History, Record, append_records, evaluation_record, metrics_record
-from launch.monitor import RunMonitor
-from launch.summary import print_summary, summarise, write_summary
-from storage.run import RunDirectory
+from launch.watch.curves import HEIGHT_PX, WIDTH_PX, _draw_evaluations, draw_curves
+from launch.watch.metrics import History, Record, append_records, evaluation_record, metrics_record
+from launch.watch.monitor import RunMonitor
+from launch.watch.summary import print_summary, summarise, write_summary
+from storage.disk.run_directory import RunDirectory
 from tests.launch.messages import FACTS, MIB, actor, evaluation, learner, metrics, storage
 
 PROGRESS: dict[str, Json] = {

@@ -14,8 +14,8 @@ import pytest
 
 from bus.errors import ConfigError, SluiceError
 from launch.config import SupervisionConfig
-from launch.runtime import KILLED, SUPERVISOR, complaints
-from launch.supervisor import Part, Supervisor
+from launch.local.supervisor import Part, Supervisor
+from launch.process.runtime import KILLED, SUPERVISOR, complaints
 
 WAIT_S = 20.0
 IMPATIENT = SupervisionConfig(restarts=2, window_s=60, first_pause_s=0.01)
@@ -102,7 +102,7 @@ async def test_a_part_that_refuses_its_configuration_ends_the_run_with_its_own_w
     (tmp_path / "refusing.log").write_text("launch: of an earlier launch\n")
     program = """
         from bus.errors import ConfigError
-        from launch.runtime import fail
+        from launch.process.runtime import fail
         print("loading")
         fail(ConfigError("prompts.jsonl, line 3: not JSON\\nsecond line"))
     """
@@ -229,7 +229,7 @@ def test_nothing_outlives_a_supervisor_that_was_killed(tmp_path: Path):
     """The kernel tells the parts, and the bus part its nats-server."""
     program = f"""
         import asyncio, pathlib, sys
-        from launch.supervisor import Part, Supervisor
+        from launch.local.supervisor import Part, Supervisor
 
         async def main():
             logs = pathlib.Path({str(tmp_path)!r})
@@ -259,7 +259,7 @@ def test_nothing_outlives_a_supervisor_that_was_killed(tmp_path: Path):
 
 ORPHAN = """
     import asyncio
-    from launch import runtime
+    from launch.process import runtime
 
     runtime.ORPHAN_DRAIN_S = 0.1
 

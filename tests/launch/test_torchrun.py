@@ -13,15 +13,15 @@ import pytest
 
 from bus.errors import ConfigError
 from bus.server import free_port
-from launch.torchrun import run_world
-from learner.config import WorldConfig
+from launch.process.torchrun import run_world
+from learner.config.parallel import WorldConfig
 
 REPOSITORY = Path(__file__).parents[2]
 AGENT = """
 import json, sys
-from launch.runtime import fail
-from launch.torchrun import run_world
-from learner.config import WorldConfig
+from launch.process.runtime import fail
+from launch.process.torchrun import run_world
+from learner.config.parallel import WorldConfig
 from bus.errors import SluiceError
 try:
     sys.exit(run_world(WorldConfig(**json.loads(sys.argv[1])), "test", ("-c", sys.argv[2])))
@@ -30,7 +30,7 @@ except SluiceError as error:
 """
 NOTE_STARTS = """
 import os, pathlib, signal, sys, time
-from launch.ranks import become_rank
+from launch.process.ranks import become_rank
 become_rank()
 rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 pathlib.Path(f"rank{rank}-attempt{attempt}").touch()

@@ -6,9 +6,9 @@ from io import StringIO
 import pytest
 from rich.console import Console, Group
 
-from launch.monitor import RunMonitor
-from launch.units import count, duration, fraction, size
-from launch.view import MAX_LINES, News, TerminalView, screen, status_line
+from launch.watch.monitor import RunMonitor
+from launch.watch.units import count, duration, fraction, size
+from launch.watch.view import MAX_LINES, News, TerminalView, screen, status_line
 from tests.launch.messages import FACTS, MIB, Clock, actor, evaluation, learner, metrics, storage
 
 WAITING = "waiting for the batch: group 640, rolling out since version 17, must be trained by version 21"

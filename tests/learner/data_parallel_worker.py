@@ -7,11 +7,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from learner.config import OptimizerConfig, TISLoss
-from learner.packing import pack
-from learner.parallel import close_world, init_world
-from learner.trainer import Trainer
+from learner.backends.megatron.checkpoint.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from learner.backends.megatron.process_groups import close_world, init_world
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import TISLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.data.packing import pack
 from tests.learner.tiny import random_samples, tiny_model
 
 

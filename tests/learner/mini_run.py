@@ -17,23 +17,20 @@ from bus.connection import Bus
 from bus.messages import Lease, Trajectory
 from bus.server import NatsServer
 from bus.topology import ensure
-from learner import lineage, service, shadow
-from learner.config import (
-    BatchConfig,
-    CheckpointConfig,
-    LearnerConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ScratchModel,
-    WarmupConfig,
-)
+from learner import lineage, service
+from learner.config.learner import BatchConfig, CheckpointConfig, LearnerConfig
+from learner.config.model import ModelConfig, ScratchModel
+from learner.config.optimizer import OptimizerConfig
+from learner.config.warmup import WarmupConfig
+from learner.history import shadow
+from learner.history.shadow import ShadowProgress, ShadowSettings, run_shadow
 from learner.progress import Progress
-from learner.scratch import character_tokenizer
+from learner.scratch_model import character_tokenizer
 from learner.settings import LearnerSettings
-from learner.shadow import ShadowProgress, ShadowSettings, run_shadow
 from learner.train import Learner
-from storage import dispatcher, reader
+from storage.client import reader
 from storage.config import AdmissionConfig, EvaluationConfig
+from storage.dispatch import dispatcher
 from tests.factories import make_trajectory
 from tests.storage.serving import SHARDS, Storage, send, serving, until
 

@@ -13,14 +13,20 @@ import torch
 import torch.distributed as dist
 
 from bus.messages import Trajectory
-from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from learner.config import BatchConfig, LearnerConfig, OptimizerConfig, PPOClipLoss, TISLoss
-from learner.data_parallel import data_parallel_rank, data_parallel_size
-from learner.frozen_config import ReferenceConfig
-from learner.host_copy import HostCopy, copy_weights, host_tensors
-from learner.parallel import close_world, init_world
-from learner.steps import train_on
-from learner.trainer import Trainer
+from learner.algorithms.rl_step import train_on
+from learner.backends.megatron.checkpoint.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from learner.backends.megatron.process_groups import close_world, init_world
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import PPOClipLoss, TISLoss
+from learner.config.frozen_policies import ReferenceConfig
+from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.optimizer import OptimizerConfig
+from learner.data.data_parallel import data_parallel_rank, data_parallel_size
+from learner.publication.host_copy import HostCopy, copy_weights, host_tensors
 from tests.factories import make_trajectory
 from tests.learner.tiny import VOCAB, tiny_model
 

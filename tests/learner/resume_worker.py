@@ -7,13 +7,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from learner.config import OptimizerConfig, TISLoss
-from learner.conversion.lazy import tensor_digest
-from learner.packing import pack
-from learner.parallel import close_world, init_world
-from learner.schedule_config import CosineSchedule
-from learner.trainer import Trainer
+from learner.backends.megatron.checkpoint.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from learner.backends.megatron.conversion.lazy import tensor_digest
+from learner.backends.megatron.process_groups import close_world, init_world
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import TISLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.config.schedule import CosineSchedule
+from learner.data.packing import pack
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 
 ADAM = OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.1, schedule=CosineSchedule(decay_steps=6))

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from learner.advantages.grpo import grpo_advantages
+from learner.algorithms.advantages.grpo import grpo_advantages
 
 
 def test_grpo_by_hand():

@@ -7,8 +7,8 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from bus.requests import GroupRef
-from learner.balancing import balanced, forward_flops, group_flops
-from learner.world import divided
+from learner.data.balancing import balanced, forward_flops, group_flops
+from learner.world.world import divided
 from tests.learner.tiny import VOCAB, tiny_model
 
 

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 from factories import make_trajectory
 
-from learner.batches import DIGESTS, make_step_batch
-from learner.config import GRPOAdvantage
-from learner.packing import pack
+from learner.config.algorithm import GRPOAdvantage
+from learner.data.batches import DIGESTS, make_step_batch
+from learner.data.packing import pack
 
 
 def batch_of(groups, *, policy_version=5):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bus.errors import ConfigError, StorageError
-from learner.checkpoint import (
+from learner.backends.megatron.checkpoint.checkpoint import (
     SHARDING,
     latest_checkpoint,
     load_checkpoint,
@@ -14,12 +14,14 @@ from learner.checkpoint import (
     save_checkpoint,
     start_checkpoint,
 )
-from learner.checkpoint_writer import Staged
-from learner.config import OptimizerConfig, ParallelConfig, TISLoss
-from learner.optimizer import load_optimizer_state
-from learner.packing import pack
-from learner.trainable import TrainableWeights
-from learner.trainer import Trainer
+from learner.backends.megatron.checkpoint.writer import Staged
+from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
+from learner.backends.megatron.trainable import TrainableWeights
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import TISLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+from learner.data.packing import pack
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=5, weight_decay=0.1)
@@ -105,7 +107,9 @@ def test_an_interrupted_save_is_not_a_checkpoint(tmp_path, monkeypatch):
     trainer = trainer_of(tiny_model())
     save_checkpoint(trainer, tmp_path, 1, {}, keep=2)
     with monkeypatch.context() as patched:
-        patched.setattr("learner.checkpoint.write_manifest", lambda *_, **__: 1 / 0)
+        patched.setattr(
+            "learner.backends.megatron.checkpoint.checkpoint.write_manifest", lambda *_, **__: 1 / 0
+        )
         with pytest.raises(ZeroDivisionError):
             save_checkpoint(trainer, tmp_path, 2, {}, keep=2)
     assert read_extra(latest_checkpoint(tmp_path)) == {}
@@ -218,7 +222,7 @@ def test_bfloat16_weights_are_the_float32_main_weights_rounded(tmp_path):
         assert not torch.equal(parameter.flatten().float(), main)
 
 
-# --- faults of megatron-core 0.16.1 that learner/optimizer.py repairs ---
+# --- faults of megatron-core 0.16.1 that learner/backends/megatron/optimizer/optimizer.py repairs ---
 
 
 def test_stock_loading_shares_one_count_of_updates_and_ours_does_not():
@@ -240,7 +244,8 @@ def test_with_the_stock_loader_a_resumed_run_departs(tmp_path, monkeypatch):
     train(first, range(3))
     save_checkpoint(first, tmp_path, 3, {}, keep=2)
     monkeypatch.setattr(
-        "learner.checkpoint.load_optimizer_state", lambda optimizer, state: optimizer.load_state_dict(state)
+        "learner.backends.megatron.checkpoint.checkpoint.load_optimizer_state",
+        lambda optimizer, state: optimizer.load_state_dict(state),
     )
     stock = trainer_of(tiny_model(seed=1))
     with torch.no_grad():

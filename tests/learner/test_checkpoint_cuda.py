@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from learner.checkpoint import latest_checkpoint, load_checkpoint, start_checkpoint
-from learner.checkpoint_writer import CopyRoom
+from learner.backends.megatron.checkpoint.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    start_checkpoint,
+)
+from learner.backends.megatron.checkpoint.writer import CopyRoom
 from tests.learner.test_checkpoint import train, trainer_of
 from tests.learner.tiny import tiny_model
 

@@ -8,7 +8,7 @@ import pytest
 from bus.config import ColocationConfig
 from bus.messages import PolicyManifest
 from learner import service
-from learner.device import Device
+from learner.colocation import Device
 from tests.learner.mini_run import mini_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.usefixtures("in_process")]

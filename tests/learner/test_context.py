@@ -2,9 +2,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from learner.context import attend, context_layout
-from learner.packing import pack
-from learner.sharding import share_of_rank
+from learner.backends.megatron.model.context_attention import attend, context_layout
+from learner.data.packing import pack
+from learner.data.sharding import share_of_rank
 from tests.learner.tiny import random_samples
 
 LENGTHS = [16, 8, 16, 24, 8]

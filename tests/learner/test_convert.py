@@ -10,15 +10,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from bus.errors import ConfigError, StorageError
-from learner.checkpoint import load_checkpoint, save_checkpoint
-from learner.config import OptimizerConfig, SFTLoss
-from learner.conversion.convert import hf_to_megatron, megatron_to_hf
-from learner.conversion.files import load_hf_config, load_hf_directory
-from learner.megatron import dist_checkpointing
-from learner.model import build_model
-from learner.packing import pack
-from learner.scratch import character_tokenizer
-from learner.trainer import Trainer
+from learner.backends.megatron.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
+from learner.backends.megatron.core import dist_checkpointing
+from learner.backends.megatron.model.model import build_model
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import SFTLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.data.packing import pack
+from learner.model_directory import load_hf_config, load_hf_directory
+from learner.scratch_model import character_tokenizer
 from tests.learner.tiny import FAMILIES, hf_state, random_samples, tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
@@ -203,7 +204,7 @@ def test_the_command_converts_and_complains(tmp_path):
 MEASURE = """
 import re, sys
 from pathlib import Path
-from learner.conversion.convert import hf_to_megatron, megatron_to_hf
+from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 small, large, out = map(Path, sys.argv[1:])
 def resident(field):
     return 1024 * int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])

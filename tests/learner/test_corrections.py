@@ -3,7 +3,7 @@ from math import inf, log, nan
 import pytest
 import torch
 
-from learner.corrections import off_policy_diagnostics, off_policy_sums
+from learner.algorithms.diagnostics import off_policy_diagnostics, off_policy_sums
 
 
 def diagnose(ratios, advantages, versions, mask, *, truncation_cap=2.0):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.cpu import MODULES_NAMING_CUDA, adapt_megatron_to_cpu
+from learner.backends.megatron.cpu.patches import MODULES_NAMING_CUDA, adapt_megatron_to_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is adapted where CUDA exists")
 

@@ -8,10 +8,10 @@ import pytest
 
 from actors.colocation import Turns
 from bus.config import ColocationConfig
-from bus.devices import HOLD_KEY, DeviceHold, DeviceUser, user_key
+from bus.device_messages import HOLD_KEY, DeviceHold, DeviceUser, user_key
 from bus.errors import BusError
-from learner.device import Device
-from storage.addresses import host_identity
+from learner.colocation import Device
+from storage.client.addresses import host_identity
 
 pytestmark = pytest.mark.nats
 

@@ -4,11 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from learner.config import OptimizerConfig, TISLoss
-from learner.packing import pack
-from learner.passes import score
-from learner.trainer import Trainer
+from learner.backends.megatron.checkpoint.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import TISLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.data.packing import pack
+from learner.scoring.logprob_passes import score
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 
 pytestmark = pytest.mark.gpu

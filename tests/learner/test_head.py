@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from learner.head import head_loss
+from learner.backends.megatron.model.output_layer import head_loss
 
 ROWS, HIDDEN, VOCAB = 37, 16, 50
 TEMPERATURE = 0.7

@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 from bus.codec import encode
 from bus.messages import BlobRef, EvaluationResult, PolicyManifest
 from bus.publish import Publisher
-from learner.heldout import HeldOut
+from learner.evaluation import HeldOut
 
 pytestmark = pytest.mark.nats
 BLOB = BlobRef(subject="none", chunks=1, size_bytes=1, digest="")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner import host_copy
-from learner.config import OptimizerConfig
-from learner.host_copy import HostCopy, copy_weights, host_tensors
-from learner.packing import pack
-from learner.trainer import TISLoss, Trainer
-from learner.transfer import host_memory, page_bytes
+from learner.backends.megatron.trainer import TISLoss, Trainer
+from learner.config.optimizer import OptimizerConfig
+from learner.data.packing import pack
+from learner.publication import host_copy
+from learner.publication.host_copy import HostCopy, copy_weights, host_tensors
+from learner.publication.transfer import host_memory, page_bytes
 from tests.learner.tiny import FAMILIES, hf_state, random_samples, tiny_model
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from learner.head import _logits_gradient, _softmax_sums
-from learner.heads import _join, _split
+from learner.backends.megatron.model.output_layer import _logits_gradient, _softmax_sums
+from learner.backends.megatron.model.qkv import _join, _split
 
 pytestmark = pytest.mark.gpu
 ROWS, VOCAB = 37, 20_011
@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture
 def kernels():
-    return pytest.importorskip("learner.kernels")
+    return pytest.importorskip("learner.backends.megatron.model.kernels")
 
 
 def test_sums_of_a_softmax(kernels):

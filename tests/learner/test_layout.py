@@ -5,11 +5,11 @@ import torch
 from pydantic import ValidationError
 
 from bus.errors import ConfigError
-from learner.config import ParallelConfig
-from learner.conversion.families import shape_of
-from learner.layout import layout_problems, padded_vocabulary, refuse_world
-from learner.model import build_chunks
-from learner.parallel import init_world
+from learner.backends.megatron.conversion.families import shape_of
+from learner.backends.megatron.layout import layout_problems, padded_vocabulary, refuse_world
+from learner.backends.megatron.model.model import build_chunks
+from learner.backends.megatron.process_groups import init_world
+from learner.config.parallel import ParallelConfig
 from tests.learner.tiny import tiny_config
 
 

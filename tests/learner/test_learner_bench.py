@@ -2,7 +2,7 @@ import dataclasses
 
 import torch
 
-from learner.bench import side_by_side, small, weights
+from launch.benchmarks.learner import side_by_side, small, weights
 
 
 def test_all_sides_train_and_are_compared():

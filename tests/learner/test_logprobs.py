@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from learner.logprobs import label_logprobs
+from learner.backends.megatron.model.logprobs import label_logprobs
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 100])

@@ -3,10 +3,10 @@ from math import inf, log
 import pytest
 import torch
 
-from learner.losses.kl import kl_estimates
-from learner.losses.ppo_clip import ppo_clip_loss
-from learner.losses.sft import sft_loss
-from learner.losses.tis import tis_loss
+from learner.algorithms.losses.kl import kl_estimates
+from learner.algorithms.losses.ppo_clip import ppo_clip_loss
+from learner.algorithms.losses.sft import sft_loss
+from learner.algorithms.losses.tis import tis_loss
 
 ALL = torch.ones(3, dtype=torch.bool)
 

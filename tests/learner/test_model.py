@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.conversion.weights import export_hf_weights, load_hf_weights
-from learner.model import build_model
-from learner.packing import pack
+from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.model.model import build_model
+from learner.data.packing import pack
 from tests.learner.tiny import (
     FAMILIES,
     SPARSE,

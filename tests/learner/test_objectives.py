@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from bus.errors import TrainingError
-from learner.config import BatchConfig, LearnerConfig, OptimizerConfig, ParallelConfig, PPOClipLoss, TISLoss
-from learner.frozen_config import ReferenceConfig, TeacherConfig
-from learner.losses.select import Objective
-from learner.megatron import parallel_state
-from learner.packing import Sample, pack
-from learner.parallel import divide_world
-from learner.passes import with_logprobs
-from learner.trainer import StepResult, Trainer
+from learner.algorithms.objective import Objective
+from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.trainer import StepResult, Trainer
+from learner.config.algorithm import PPOClipLoss, TISLoss
+from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
+from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+from learner.data.packing import Sample, pack
+from learner.scoring.logprob_passes import with_logprobs
 from tests.learner.reference import reference_optimizer
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_model
 

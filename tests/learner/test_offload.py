@@ -5,11 +5,17 @@ import torch
 from pydantic import ValidationError
 
 from bus.errors import ConfigError
-from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from learner.config import OptimizerConfig, ParallelConfig, TISLoss
-from learner.offload import OffloadedAdamW
-from learner.packing import pack
-from learner.trainer import Trainer
+from learner.backends.megatron.checkpoint.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from learner.backends.megatron.optimizer.offload import OffloadedAdamW
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import TISLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+from learner.data.packing import pack
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 

@@ -3,12 +3,17 @@ import torch
 from pydantic import ValidationError
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.bf16_adamw import MOMENTS, BFloat16StateAdamW
-from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from learner.config import OptimizerConfig, TISLoss
-from learner.optimizer import _prime
-from learner.packing import pack
-from learner.trainer import Trainer
+from learner.backends.megatron.checkpoint.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from learner.backends.megatron.optimizer.bf16_adamw import MOMENTS, BFloat16StateAdamW
+from learner.backends.megatron.optimizer.optimizer import _prime
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import TISLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.data.packing import pack
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.1, state_dtype="bfloat16")

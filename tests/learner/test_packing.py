@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from learner.packing import Sample, pack
+from learner.data.packing import Sample, pack
 from tests.learner.tiny import random_samples
 
 

@@ -9,14 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bus.errors import ConfigError
-from learner.config import OptimizerConfig, ParallelConfig, TISLoss
-from learner.conversion.weights import export_hf_weights, load_hf_weights
-from learner.host_copy import HostCopy, host_tensors
-from learner.megatron import parallel_state
-from learner.model import build_chunks
-from learner.packing import pack
-from learner.parallel import divide_world
-from learner.trainer import StepResult, Trainer
+from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.model.model import build_chunks
+from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.trainer import StepResult, Trainer
+from learner.config.algorithm import TISLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+from learner.data.packing import pack
+from learner.publication.host_copy import HostCopy, host_tensors
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 

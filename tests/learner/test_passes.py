@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from learner import head, model
-from learner.config import OptimizerConfig, ParallelConfig, TISLoss
-from learner.megatron import parallel_state
-from learner.packing import pack
-from learner.parallel import divide_world
-from learner.passes import Scores, score
-from learner.trainer import Trainer
+from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.model import model
+from learner.backends.megatron.model import output_layer as head
+from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import TISLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+from learner.data.packing import pack
+from learner.scoring.logprob_passes import Scores, score
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]

@@ -10,16 +10,19 @@ import pytest
 from transformers import Qwen3ForCausalLM
 
 from bus.connection import Bus
-from learner.channel import Channel
-from learner.config import LearnerConfig, ModelConfig, OptimizerConfig, WarmupConfig
+from learner.backends.megatron.trainer import Trainer
+from learner.config.learner import LearnerConfig
+from learner.config.model import ModelConfig
+from learner.config.optimizer import OptimizerConfig
+from learner.config.warmup import WarmupConfig
 from learner.progress import Progress
-from learner.rank import Rank
 from learner.settings import LearnerSettings
 from learner.train import Learner
-from learner.trainer import Trainer
-from learner.world import World
+from learner.world.channel import Channel
+from learner.world.rank import Rank
+from learner.world.world import World
+from storage.client.reader import ReplayReader
 from storage.config import EvaluationConfig
-from storage.reader import ReplayReader
 from tests.learner.tiny import tiny_config
 from tests.storage.conftest import quick  # noqa: F401 - a fixture
 from tests.storage.serving import has, send_groups, serving, until

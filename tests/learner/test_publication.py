@@ -3,15 +3,15 @@ import asyncio
 import pytest
 import torch
 
-from actors.weights import fetch_model_files, fetch_state, obtain_model
+from actors.weights.follow import fetch_model_files, fetch_state, obtain_model
 from bus.errors import BusError, ConfigError
 from bus.messages import AnchorWanted, PolicyManifest
-from learner import publish as publishing
-from learner.config import PublicationConfig
-from learner.host_copy import host_tensors
-from learner.publish import WeightPublisher
-from storage.blob_sources import Blobs
-from storage.blob_stores import BusBlobs
+from learner.config.publication import PublicationConfig
+from learner.publication import publisher as publishing
+from learner.publication.host_copy import host_tensors
+from learner.publication.publisher import WeightPublisher
+from storage.weights.blob_sources import Blobs
+from storage.weights.blob_stores import BusBlobs
 
 pytestmark = pytest.mark.nats
 TIMEOUT_S = 10

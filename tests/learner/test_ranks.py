@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.config import SFTLoss, TISLoss
-from learner.data_parallel import equally_many
-from learner.packing import empty_micro_batch, pack, refuse_oversized
-from learner.trainer import Trainer
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import SFTLoss, TISLoss
+from learner.data.data_parallel import equally_many
+from learner.data.packing import empty_micro_batch, pack, refuse_oversized
 from tests.learner.ranks_worker import LOSSES, step
 from tests.learner.test_checkpoint import OPTIMIZER
 from tests.learner.tiny import random_samples, tiny_model

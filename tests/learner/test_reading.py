@@ -9,12 +9,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bus.errors import ConfigError
-from learner.config import ParallelConfig
-from learner.conversion.files import HFWeights
-from learner.conversion.lazy import LazyWeights, Spec
-from learner.conversion.weights import export_hf_weights, load_hf_weights
-from learner.model import build_chunks
-from learner.parallel import divide_world
+from learner.backends.megatron.conversion.lazy import LazyWeights, Spec
+from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
+from learner.backends.megatron.model.model import build_chunks
+from learner.backends.megatron.process_groups import divide_world
+from learner.config.parallel import ParallelConfig
+from learner.model_directory import HFWeights
 from tests.learner.tiny import hf_state, tiny_model
 
 

@@ -12,22 +12,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bus.errors import ConfigError
 from learner import service
-from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from learner.config import (
-    BatchConfig,
-    LearnerConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PPOClipLoss,
-    WarmupConfig,
+from learner.backends.megatron.checkpoint.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
 )
-from learner.conversion.files import save_hf_directory
-from learner.frozen_config import ReferenceConfig, TeacherConfig
-from learner.parallel import divide_world
-from learner.references import hold_frozen_policies
-from learner.timetravel import replay_steps
-from learner.trainer import Trainer
-from storage.replay import ReplayStore
+from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import PPOClipLoss
+from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
+from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+from learner.config.warmup import WarmupConfig
+from learner.history.retrain import replay_steps
+from learner.model_directory import save_hf_directory
+from learner.scoring.frozen_policies import hold_frozen_policies
+from storage.store.replay import ReplayStore
 from tests.learner.mini_run import LEARNER, MiniRun, mini_run
 from tests.learner.tiny import hf_state, tiny_model
 from tests.storage.serving import SHARDS

@@ -4,12 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from learner.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from learner.config import OptimizerConfig, ParallelConfig, TISLoss
-from learner.megatron import parallel_state
-from learner.packing import pack
-from learner.parallel import divide_world
-from learner.trainer import Trainer
+from learner.backends.megatron.checkpoint.checkpoint import (
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import TISLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+from learner.data.packing import pack
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from learner.config import OptimizerConfig, TISLoss
-from learner.packing import pack
-from learner.room import make_room, take_room
-from learner.trainer import Trainer
+from learner.backends.megatron.device_memory import make_room, take_room
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import TISLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.data.packing import pack
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 
 

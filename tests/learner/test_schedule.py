@@ -4,9 +4,9 @@ from pydantic import ValidationError
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
 from launch.config import RunConfig, resolve
-from learner.config import OptimizerConfig
-from learner.schedule import learning_rate
-from learner.schedule_config import ConstantSchedule, CosineSchedule, WSDSchedule
+from learner.backends.megatron.optimizer.schedule import learning_rate
+from learner.config.optimizer import OptimizerConfig
+from learner.config.schedule import ConstantSchedule, CosineSchedule, WSDSchedule
 
 
 def torch_rates(after_warmup, updates, *, lr, warmup):

@@ -1,7 +1,7 @@
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from learner.config import ScratchModel
-from learner.scratch import build_model_directory
+from learner.config.model import ScratchModel
+from learner.scratch_model import build_model_directory
 
 SIZES = ScratchModel(hidden_size=32, layers=1, heads=2, kv_heads=1, intermediate_size=32, context=32)
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from learner import snapshot as snapshots
-from learner.host_copy import host_tensors
-from learner.sender import Source
-from learner.snapshot import Snapshot
-from storage.weights import Weights
+from learner.publication import snapshot as snapshots
+from learner.publication.broadcast_process import Source
+from learner.publication.host_copy import host_tensors
+from learner.publication.snapshot import Snapshot
+from storage.weights.tensors import Weights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,10 +14,10 @@ from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import Metrics, RoleHolder, Status
 from bus.topology import ensure
-from learner.checkpoint import latest_checkpoint
-from learner.config import PPOClipLoss
+from learner.backends.megatron.checkpoint.checkpoint import latest_checkpoint
+from learner.config.algorithm import PPOClipLoss
 from learner.lineage import TrainedStep
-from storage import checkpoints
+from storage.disk import checkpoints
 from tests.learner.mini_run import LEARNER, LIMIT_S, MiniRun, mini_run
 from tests.storage.serving import SHARDS, LearnerStandIn, until
 

@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from bus.broadcasts import BroadcastWanted
+from bus.broadcast_messages import BroadcastWanted
 from bus.errors import BusError, TrainingError
-from learner import sender
-from learner import snapshot as snapshots
-from learner.broadcast import SPARES, Broadcaster
-from learner.host_copy import host_tensors
-from learner.sender import KEPT, LEFT_BYTES, Source
-from learner.snapshot import ALIGNED, Memory, Snapshot
-from storage.weights import Weights
+from learner.publication import broadcast_process as sender
+from learner.publication import snapshot as snapshots
+from learner.publication.broadcast import SPARES, Broadcaster
+from learner.publication.broadcast_process import KEPT, LEFT_BYTES, Source
+from learner.publication.host_copy import host_tensors
+from learner.publication.snapshot import ALIGNED, Memory, Snapshot
+from storage.weights.tensors import Weights
 
 STATE = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -140,7 +140,7 @@ async def test_a_sender_is_told_of_the_memory_that_it_may_take(monkeypatch):
     async def start(order):
         raise BusError(str(order["device_bytes"]))
 
-    monkeypatch.setattr("learner.broadcast._SenderProcess.start", start)
+    monkeypatch.setattr("learner.publication.broadcast._SenderProcess.start", start)
     announced = weights()
     broadcaster = Broadcaster(None, lambda: announced, incarnation="one", timeout_s=1.0, device_bytes=7)
     wanted = BroadcastWanted(incarnation="one", policy_version=0, group="", ranks=1, device="cpu")
@@ -157,7 +157,8 @@ def test_a_sender_keeps_the_memory_it_used_last():
 
 
 def test_what_libraries_print_in_a_sender_is_none_of_its_lines():
-    prints = "import os; from learner import sender; sender._output = sender._own_output(); "
+    prints = "import os; from learner.publication import broadcast_process as sender; "
+    prints += "sender._output = sender._own_output(); "
     prints += "os.write(1, b'NCCL INFO'); print('noise', flush=True); sender._say(port=1)"
     ended = subprocess.run([sys.executable, "-c", prints], capture_output=True, check=True, timeout=120)
     assert json.loads(ended.stdout) == {"port": 1}

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.batches import make_step_batch
-from learner.config import BatchConfig, LearnerConfig, OptimizerConfig, TISLoss
-from learner.packing import pack
-from learner.steps import train_on
-from learner.trainer import Trainer
+from learner.algorithms.rl_step import train_on
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import TISLoss
+from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.optimizer import OptimizerConfig
+from learner.data.batches import make_step_batch
+from learner.data.packing import pack
 from tests.learner.ranks_worker import group
 from tests.learner.tiny import tiny_model
 

@@ -11,12 +11,12 @@ import torch
 
 from bus.errors import ConfigError, StorageError
 from learner import service
-from learner.checkpoint import read_extra
-from learner.config import PPOClipLoss
-from learner.timetravel import last_step, replay_steps, summary
-from learner.trainer import Trainer
-from storage import checkpoints
-from storage.replay import ReplayStore
+from learner.backends.megatron.checkpoint.checkpoint import read_extra
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import PPOClipLoss
+from learner.history.retrain import last_step, replay_steps, summary
+from storage.disk import checkpoints
+from storage.store.replay import ReplayStore
 from tests.learner.mini_run import LEARNER, MiniRun, in_one_process, mini_run, past_run
 from tests.storage.serving import SHARDS
 

@@ -2,10 +2,11 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.config import OptimizerConfig, SFTLoss
-from learner.packing import pack
-from learner.trainable import TrainableWeights
-from learner.trainer import Trainer
+from learner.backends.megatron.trainable import TrainableWeights
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import SFTLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.data.packing import pack
 from tests.learner.tiny import hf_state, random_samples, tiny_config, tiny_model
 
 

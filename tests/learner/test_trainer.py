@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from bus.errors import TrainingError
-from learner.config import OptimizerConfig, PPOClipLoss, SFTLoss, TISLoss
-from learner.packing import pack
-from learner.trainer import Trainer
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import PPOClipLoss, SFTLoss, TISLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.data.packing import pack
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_model
 

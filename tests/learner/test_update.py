@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.config import OptimizerConfig, TISLoss
-from learner.packing import pack
-from learner.trainer import LINEAR, Trainer
+from learner.backends.megatron.trainer import LINEAR, Trainer
+from learner.config.algorithm import TISLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.data.packing import pack
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9]

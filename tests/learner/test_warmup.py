@@ -4,9 +4,10 @@ import pytest
 
 from bus.errors import ConfigError
 from bus.messages import Prompt
-from learner.config import BatchConfig, WarmupConfig
-from learner.scratch import character_tokenizer
-from learner.warmup import Demonstrations
+from learner.config.learner import BatchConfig
+from learner.config.warmup import WarmupConfig
+from learner.data.demonstrations import Demonstrations
+from learner.scratch_model import character_tokenizer
 
 ROWS = [(Prompt(content=f"sort {n:03d}"), "".join(sorted(f"{n:03d}"))) for n in range(10)]
 

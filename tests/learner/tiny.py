@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from learner.packing import Sample
+from learner.data.packing import Sample
 
 VOCAB = 58
 DENSE = ("llama", "qwen2", "qwen3")

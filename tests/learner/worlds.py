@@ -13,7 +13,11 @@ from typing import Any, Self
 import torch
 
 TIMEOUT_S = 60
-IMPORTED_BEFORE_FORKING = ["learner.trainer", "learner.checkpoint", "tests.learner.tiny"]
+IMPORTED_BEFORE_FORKING = [
+    "learner.backends.megatron.trainer",
+    "learner.backends.megatron.checkpoint.checkpoint",
+    "tests.learner.tiny",
+]
 
 
 class Worlds:
@@ -90,7 +94,7 @@ def _free_port() -> int:
 
 
 def _serve(rank: int, ranks: int, port: int, pipe: connection.Connection) -> None:
-    from learner.parallel import init_world
+    from learner.backends.megatron.process_groups import init_world
 
     torch.set_num_threads(1)
     os.environ |= {

@@ -4,7 +4,7 @@ import pytest
 
 from bus import roles
 from bus.connection import Bus
-from storage import reader
+from storage.client import reader
 from tests.storage.serving import LearnerStandIn
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from bus.messages import GroupRejected
 from bus.requests import StoredGroups
-from storage.admission import Admission
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler, UniformSampler
-from storage.ledger import Ledger
-from storage.ledger_schema import prepare
+from storage.dispatch.admission import Admission
+from storage.dispatch.ledger import Ledger
+from storage.dispatch.ledger_schema import prepare
 from tests.storage.serving import manifest
 
 SHARDS = 2

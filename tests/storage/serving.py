@@ -25,13 +25,13 @@ from bus.messages import (
 )
 from bus.requests import BatchLease, BatchRequest, Done, LearnerResumed, StepCommitted, Waiting
 from bus.topology import shard_of
+from storage.client.reader import ReplayReader
 from storage.config import AdmissionConfig
-from storage.data_sets import DataSets
-from storage.dispatcher import Dispatcher
-from storage.ledger import Ledger
-from storage.reader import ReplayReader
-from storage.replay import ReplayStore
-from storage.shard import Shard
+from storage.dispatch.dispatcher import Dispatcher
+from storage.dispatch.ledger import Ledger
+from storage.prompts.data_sets import DataSets
+from storage.shard.server import Shard
+from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 
 R = TypeVar("R", bound=Message)

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from bus.errors import BusError
 from bus.messages import GroupRejected
 from bus.requests import StoredGroups
-from storage.admission import Admission
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, UniformSampler
-from storage.ledger import Ledger
-from storage.ledger_schema import prepare
+from storage.dispatch.admission import Admission
+from storage.dispatch.ledger import Ledger
+from storage.dispatch.ledger_schema import prepare
 from tests.storage.interleavings import play_many
 from tests.storage.serving import manifest
 

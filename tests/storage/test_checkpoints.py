@@ -1,8 +1,8 @@
 import pytest
 
 from bus.errors import StorageError
-from storage import checkpoints
-from storage.files import write_file
+from storage.disk import checkpoints
+from storage.disk.atomic_files import write_file
 
 
 def save(root, step):
@@ -61,7 +61,7 @@ def test_a_crash_while_pruning_leaves_no_half_checkpoint(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("storage.files.shutil.rmtree", killed)
+        patch.setattr("storage.disk.atomic_files.shutil.rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             checkpoints.prune(tmp_path, keep=1)
     assert checkpoints.steps(tmp_path) == [2]
@@ -81,7 +81,7 @@ def test_a_disk_that_refuses_publishes_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("storage.files.os.fsync", full)
+        patch.setattr("storage.disk.atomic_files.os.fsync", full)
         temporary = tmp_path / "prepared"
         temporary.mkdir()
         with pytest.raises(StorageError, match=r"cannot write .*step_00000001: .*No space left"):
@@ -97,7 +97,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("storage.files.os.fsync", killed)
+        patch.setattr("storage.disk.atomic_files.os.fsync", killed)
         with pytest.raises(KeyboardInterrupt):
             write_file(path, b"new")
     assert path.read_bytes() == b"old"

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from bus.errors import StorageError
-from storage.closed import MARKS_FILE, in_order
-from storage.closing import FEWEST
 from storage.config import AdmissionConfig
-from storage.replay import ReplayStore
+from storage.dispatch.short_groups import FEWEST
+from storage.store.closed_groups import MARKS_FILE, in_order
+from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 from tests.storage.serving import LearnerStandIn, has, refusing_disk, send, serving, until
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from bus.errors import ConfigError, StorageError
 from bus.messages import Prompt
 from storage.config import PromptKeys
-from storage.data_sets import DataSets
-from storage.ledger import Ledger
-from storage.prompts import DataSet, DataSetOrder, PromptOrder, load_prompts, save_prompts
+from storage.dispatch.ledger import Ledger
+from storage.prompts.data_sets import DataSets
+from storage.prompts.dataset import DataSet, DataSetOrder, PromptOrder, load_prompts, save_prompts
 
 OLD = [Prompt(content=f"old {n}", label=str(n)) for n in range(5)]
 NEW = [Prompt(content=f"new {n}") for n in range(3)]

@@ -13,8 +13,8 @@ from bus.requests import BatchLease, BatchRequest, Waiting
 from bus.roles import hold_role
 from bus.topology import ensure
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler
-from storage.ledger import Ledger
-from storage.prompts import PromptOrder
+from storage.dispatch.ledger import Ledger
+from storage.prompts.dataset import PromptOrder
 from tests.factories import make_lease, make_trajectory
 from tests.storage.serving import (
     PROMPTS,
@@ -232,7 +232,7 @@ async def test_waiting_says_what_for(bus, learner, tmp_path):
 async def test_request_that_waits_is_answered_as_soon_as_its_groups_are_stored(
     bus, learner, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("storage.dispatcher.LONG_POLL_S", 60.0)
+    monkeypatch.setattr("storage.dispatch.dispatcher.LONG_POLL_S", 60.0)
     async with serving(bus, tmp_path):
         await learner.publish(0)
         await has(bus, "TASKS", 4)
@@ -244,7 +244,7 @@ async def test_request_that_waits_is_answered_as_soon_as_its_groups_are_stored(
 
 
 async def test_request_that_waits_is_answered_when_storage_ends(bus, learner, tmp_path, monkeypatch):
-    monkeypatch.setattr("storage.dispatcher.LONG_POLL_S", 60.0)
+    monkeypatch.setattr("storage.dispatch.dispatcher.LONG_POLL_S", 60.0)
     subject = bus.subject("rpc", "batch")
     request = BatchRequest(step=1, policy_version=0, incarnation="a")
     async with serving(bus, tmp_path):
@@ -369,7 +369,7 @@ async def test_learner_that_was_replaced_is_refused(bus, learner, tmp_path):
 async def test_request_of_a_replaced_learner_that_is_still_waiting_takes_nothing(
     bus, learner, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("storage.dispatcher.LONG_POLL_S", 60.0)
+    monkeypatch.setattr("storage.dispatch.dispatcher.LONG_POLL_S", 60.0)
     async with serving(bus, tmp_path) as storage:
         await learner.resume(0)
         await learner.publish(0)

@@ -11,9 +11,9 @@ from bus.messages import Trajectory, TrajectoryBatch
 from bus.publish import Publisher
 from bus.requests import GroupRef
 from bus.server import MAX_PAYLOAD
-from storage.reader import ReplayReader
-from storage.replay import ReplayStore
-from storage.segments import Segment, merge_segments, write_segment
+from storage.client.reader import ReplayReader
+from storage.store.replay import ReplayStore
+from storage.store.segments import Segment, merge_segments, write_segment
 from tests.factories import make_trajectory
 from tests.storage.serving import dead_letters, has, make_shard, running, send, until
 

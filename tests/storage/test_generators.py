@@ -5,8 +5,8 @@ import pytest
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from storage.config import PromptKeys
-from storage.generators import TASKS, generate_task, load_demonstrations
-from storage.prompts import load_prompts
+from storage.prompts.dataset import load_prompts
+from storage.prompts.generators import TASKS, generate_task, load_demonstrations
 
 KEYS = PromptKeys()
 

@@ -6,7 +6,7 @@ import pytest
 
 from bus.errors import BusError
 from bus.requests import GroupRef
-from storage.reader import RETIRED, ReplayReader
+from storage.client.reader import RETIRED, ReplayReader
 from tests.storage.serving import LearnerStandIn, Storage, has, send_groups, serving, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

@@ -13,11 +13,11 @@ import pytest
 from test_replay import as_bytes, group, trajectory
 
 from bus.errors import StorageError
-from storage import pieces
-from storage.archive import restore
-from storage.files import remove
-from storage.pieces import Piece, choose_merge, choose_retirement
-from storage.replay import INDEX_FILE, ReplayStore
+from storage.disk.atomic_files import remove
+from storage.store import pieces
+from storage.store.archive import restore
+from storage.store.pieces import Piece, choose_merge, choose_retirement
+from storage.store.replay import INDEX_FILE, ReplayStore
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_a_crash_between_merging_and_removing_counts_nothing_twice(
         remove(directory)
 
     with monkeypatch.context() as patch:
-        patch.setattr("storage.replay.remove", crashing)
+        patch.setattr("storage.store.replay.remove", crashing)
         with pytest.raises(KeyboardInterrupt):
             store.compact()
     store._release()  # as death does: no index is written
@@ -183,7 +183,7 @@ def test_a_refused_merge_leaves_all_as_it_was(tmp_path, merge_four, monkeypatch)
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("storage.files.os.fsync", full)
+            patch.setattr("storage.disk.atomic_files.os.fsync", full)
             with pytest.raises(StorageError, match="No space left"):
                 store.compact()
         assert names(tmp_path) == before
@@ -226,7 +226,7 @@ import sys
 sys.path[:0] = [{root!r}, {here!r}]
 from pathlib import Path
 from storage import pieces
-from storage.replay import ReplayStore
+from storage.store.replay import ReplayStore
 from test_replay import group
 pieces.MERGE_SEGMENTS = 3
 store = ReplayStore.open(Path({directory!r}))

@@ -10,8 +10,8 @@ import pytest
 
 from bus.errors import SchemaError, StorageError
 from bus.messages import RewardGiven, Trajectory, trajectory_name
-from storage.archive import restore
-from storage.replay import ReplayStore
+from storage.store.archive import restore
+from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 from tests.storage.serving import refusing_disk
 

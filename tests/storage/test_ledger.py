@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from bus.errors import StorageError
-from storage.ledger import Account, Ledger
-from storage.sampling import Candidate
+from storage.dispatch.ledger import Account, Ledger
+from storage.dispatch.sampling import Candidate
 from tests.storage.serving import refusing_disk
 
 

@@ -7,9 +7,9 @@ from transformers import Qwen3Config
 
 from bus.errors import ConfigError
 from bus.messages import Prompt
-from learner.scratch import character_tokenizer
-from storage import lengths
-from storage.lengths import check_prompt_lengths
+from learner.scratch_model import character_tokenizer
+from storage.prompts import length_check as lengths
+from storage.prompts.length_check import check_prompt_lengths
 
 
 @pytest.fixture(scope="module")

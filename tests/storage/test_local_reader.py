@@ -14,13 +14,14 @@ from bus.codec import decode, encode
 from bus.errors import BusError
 from bus.messages import Trajectory
 from bus.requests import GroupRef, Located, LocateRequest
-from storage import addresses, local_reader, pieces
-from storage import reader as reader_module
-from storage.local_reader import LocalReader
-from storage.reader import ReplayReader
-from storage.replay import ReplayStore
-from storage.segments import FILE
-from storage.zipped import zipped
+from storage.client import addresses, local_reader
+from storage.client import reader as reader_module
+from storage.client.local_reader import LocalReader
+from storage.client.reader import ReplayReader
+from storage.store import pieces
+from storage.store.replay import ReplayStore
+from storage.store.segments import FILE
+from storage.store.zipped import zipped
 from tests.factories import make_trajectory
 from tests.storage.serving import make_shard, running, until
 

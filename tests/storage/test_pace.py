@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from storage.pace import COLLECT_EVERY, SWITCH_INTERVAL_S, few_collections, paced
-from storage.run import RunDirectory
-from storage.shards_service import hold_shards
+from bus.process_tuning import COLLECT_EVERY, SWITCH_INTERVAL_S, few_collections, paced
+from storage.disk.run_directory import RunDirectory
+from storage.shard.service import hold_shards
 
 
 def test_inside_threads_take_turns_sooner_and_collections_are_rarer():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from storage.config import PromptKeys
-from storage.prompts import PromptOrder, load_prompts
+from storage.prompts.dataset import PromptOrder, load_prompts
 
 KEYS = PromptKeys()
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]

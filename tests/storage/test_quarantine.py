@@ -9,12 +9,12 @@ import pytest
 
 from bus.codec import decode
 from bus.messages import GroupRejected, Trajectory
-from storage.admission import Admission
 from storage.config import AdmissionConfig
-from storage.ledger import Ledger
-from storage.quarantine import NEWEST_VERSION, RUN_ID, VOCABULARY, LedgerFacts, Quarantine
-from storage.replay import ReplayStore
-from storage.shard import Shard
+from storage.dispatch.admission import Admission
+from storage.dispatch.ledger import Ledger
+from storage.shard.ingest_checks import NEWEST_VERSION, RUN_ID, VOCABULARY, LedgerFacts, Quarantine
+from storage.shard.server import Shard
+from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 from tests.storage.serving import SHARDS, dead_letters, has, manifest, messages, running, send, until
 

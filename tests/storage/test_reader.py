@@ -6,8 +6,8 @@ import pytest
 
 from bus.codec import encode
 from bus.errors import BusError, FencedError
-from storage import reader as reader_module
-from storage.reader import ReplayReader
+from storage.client import reader as reader_module
+from storage.client.reader import ReplayReader
 from tests.factories import make_trajectory
 from tests.storage.serving import SMALL, LearnerStandIn, has, read_batch, send, send_groups, serving, until
 

@@ -19,10 +19,10 @@ from zarr.storage import ZipStore
 from bus.codec import encode
 from bus.errors import SchemaError, StorageError
 from bus.messages import Trajectory, group_name
-from storage import layout, pieces, replay, zipped
-from storage.replay import ReplayStore
-from storage.segments import FILE, RECORD_FIELDS, ROW_COLUMNS, TOKEN_ARRAYS, Segment
-from storage.zipped import map_entries
+from storage.store import layout, pieces, replay, zipped
+from storage.store.replay import ReplayStore
+from storage.store.segments import FILE, RECORD_FIELDS, ROW_COLUMNS, TOKEN_ARRAYS, Segment
+from storage.store.zipped import map_entries
 
 PROPERTY = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -304,7 +304,7 @@ def test_a_refused_write_leaves_nothing_and_can_be_tried_again(tmp_path, monkeyp
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("storage.files.os.fsync", full)
+        patch.setattr("storage.disk.atomic_files.os.fsync", full)
         with pytest.raises(StorageError, match=r"segment_00000000: .*No space left"):
             store.append(group(0))
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
@@ -375,7 +375,7 @@ APPENDING = """
 import sys
 sys.path[:0] = [{root!r}, {here!r}]
 from pathlib import Path
-from storage.replay import ReplayStore
+from storage.store.replay import ReplayStore
 from test_replay import trajectory
 store = ReplayStore.open(Path({directory!r}))
 lease = len(store.completed)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from storage.bench import LIMITS, bench_replay
+from launch.benchmarks.replay import LIMITS, bench_replay
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
 

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from bus.requests import Unsettled, UnsettledRequest
-from storage import pieces, retention
-from storage.archive import restore
-from storage.retention import Retention, keep_house
+from storage.store import pieces, retention
+from storage.store.archive import restore
+from storage.store.retention import Retention, keep_house
 from tests.storage.serving import LearnerStandIn, running, send_groups, send_rejections, serving, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

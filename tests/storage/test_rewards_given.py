@@ -12,9 +12,9 @@ from bus.connection import Bus
 from bus.errors import ConfigError, SchemaError
 from bus.messages import RewardGiven, RunRecord, Trajectory, trajectory_name
 from bus.server import NatsServer
+from storage.client.rewards import RewardSender, Tally, give_lines, give_reward
 from storage.config import AdmissionConfig, PrioritySampler
-from storage.replay import ReplayStore
-from storage.rewards import RewardSender, Tally, give_lines, give_reward
+from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 from tests.storage.serving import (
     SHARDS,

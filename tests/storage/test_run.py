@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from bus.errors import ConfigError
-from storage.run import RunDirectory, write_json
+from storage.disk.run_directory import RunDirectory, write_json
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "a b", "a/b", "..", "a*", ">", "é", "x" * 65, "a\n"])

@@ -9,13 +9,13 @@ from structlog.testing import capture_logs
 
 from bus.codec import encode
 from bus.errors import ConfigError, StorageError
-from storage import retention
-from storage.archive import check_archive, restore
 from storage.config import ReplayConfig
-from storage.replay import ReplayStore
-from storage.retention import Retention, keep_house
-from storage.run import RunDirectory
-from storage.shards_service import ShardsSettings, run_shards
+from storage.disk.run_directory import RunDirectory
+from storage.shard.service import ShardsSettings, run_shards
+from storage.store import retention
+from storage.store.archive import check_archive, restore
+from storage.store.replay import ReplayStore
+from storage.store.retention import Retention, keep_house
 from tests.factories import make_trajectory
 from tests.storage.serving import LearnerStandIn, running, send_groups, serving, until
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.sampling import Candidate, Choice, Question, expired, oldest_first
+from storage.dispatch.sampling import Candidate, Choice, Question, expired, oldest_first
 
 
 def groups(*versions_and_ids: tuple[int, int]) -> list[Candidate]:

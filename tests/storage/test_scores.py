@@ -3,7 +3,7 @@
 import pytest
 
 from bus.errors import ConfigError
-from storage.scores import Class, Score, compare, load_scores, save_scores, scores_path
+from storage.client.score_tables import Class, Score, compare, load_scores, save_scores, scores_path
 
 
 def scores(*pairs: tuple[float, float]) -> list[Score]:

@@ -14,13 +14,13 @@ from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import BlobRef, GroupRejected, ModelFiles, PolicyManifest, PromptSet, RunRecord, Status
 from bus.publish import Publisher
-from learner.scratch import character_tokenizer
+from learner.scratch_model import character_tokenizer
 from storage.config import DataConfig, ReplayConfig
-from storage.lengths import check_lengths
-from storage.model_files import bundle
-from storage.replay import ReplayStore
-from storage.run import RunDirectory
+from storage.disk.run_directory import RunDirectory
+from storage.prompts.length_check import check_lengths
 from storage.service import StorageSettings, run_storage
+from storage.store.replay import ReplayStore
+from storage.weights.model_files import bundle
 from tests.conftest import Connect
 from tests.factories import make_trajectory
 from tests.storage.serving import (

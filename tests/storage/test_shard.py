@@ -11,7 +11,7 @@ from bus.errors import BusError, StorageError
 from bus.messages import GroupRejected, Trajectory, TrajectoryBatch
 from bus.requests import ReadRequest, StoredGroups, StoredRequest
 from bus.server import MAX_PAYLOAD
-from storage.replay import ReplayStore
+from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 from tests.storage.serving import (
     dead_letters,

@@ -11,16 +11,16 @@ import pytest
 from bus.errors import BusError, ConfigError, FencedError
 from bus.messages import RoleHolder, Status, Trajectory
 from bus.requests import Located, LocateRequest
-from storage import issued
+from storage.client.reader import ReplayReader
 from storage.config import ReplayConfig, shard_numbers
-from storage.data_sets import DataSets
-from storage.dispatcher import Dispatcher
-from storage.ledger import Ledger
-from storage.quarantine import RUN_ID, VOCABULARY
-from storage.reader import ReplayReader
-from storage.replay import ReplayStore
-from storage.run import RunDirectory
-from storage.shards_service import ShardsSettings, run_shards
+from storage.disk.run_directory import RunDirectory
+from storage.dispatch.dispatcher import Dispatcher
+from storage.dispatch.ledger import Ledger
+from storage.prompts.data_sets import DataSets
+from storage.shard import remote_ledger as issued
+from storage.shard.ingest_checks import RUN_ID, VOCABULARY
+from storage.shard.service import ShardsSettings, run_shards
+from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 from tests.storage.serving import (
     PROMPTS,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from storage import weights as in_parts
-from storage.deltas import apply_delta, encode_delta
-from storage.spare_memory import SpareMemory
-from storage.weights import HostTensor, Weights
+from storage.weights import tensors as in_parts
+from storage.weights.array_pool import SpareMemory
+from storage.weights.deltas import apply_delta, encode_delta
+from storage.weights.tensors import HostTensor, Weights
 
 WORDS = np.arange(1000, dtype=np.uint16)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from storage.config import FifoSampler, FreshnessSampler, PrioritySampler, Sampler, UniformSampler
-from storage.sampling import (
+from storage.dispatch.sampling import (
     SPREAD_FLOOR,
     Candidate,
     Index,

@@ -16,12 +16,12 @@ from pydantic import ValidationError
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from bus.server import free_port
-from storage import blob_files, blob_http
-from storage.blob_files import FileBlobs, file_name, read_file
-from storage.blob_http import HttpBlobs
-from storage.blob_sources import Blobs, Relay, blob_source
-from storage.blob_stores import blob_store
-from storage.transport_config import BusTransport, FilesTransport, HttpTransport, RelayConfig
+from storage.weights import blob_files, blob_http
+from storage.weights.blob_files import FileBlobs, file_name, read_file
+from storage.weights.blob_http import HttpBlobs
+from storage.weights.blob_sources import Blobs, Relay, blob_source
+from storage.weights.blob_stores import blob_store
+from storage.weights.transport_config import BusTransport, FilesTransport, HttpTransport, RelayConfig
 from tests.storage.serving import refusing_disk
 
 pytestmark = pytest.mark.nats

@@ -1,0 +1,85 @@
+"""A version that the learner announced, for engines that it can send the weights to itself."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import nats.errors
+import structlog
+
+from bus.broadcast_messages import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
+from bus.connection import Bus
+from bus.errors import BusError
+from bus.messages import PolicyManifest
+from bus.requests import Done
+
+if TYPE_CHECKING:
+    import torch
+
+log = structlog.get_logger()
+OFFER_S = 180.0
+"""The learner starts a process and copies its weights first."""
+BEGIN_S = 10.0
+
+
+class Published:
+    """Says where the weights of a version come from: the learner's broadcast, else the transport."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        manifest: PolicyManifest,
+        fetch: Callable[[PolicyManifest], Awaitable[Mapping[str, "torch.Tensor"]]],
+    ) -> None:
+        self.policy_version = manifest.policy_version
+        self.incarnation = manifest.incarnation
+        self._bus = bus
+        self.manifest = manifest
+        self._fetch = fetch
+        self._tensors: Mapping[str, torch.Tensor] | None = None
+        self._fetching = asyncio.Lock()
+
+    async def offered(
+        self, group: str, *, ranks: int, device: Literal["cpu", "cuda"], timeout_s: float = OFFER_S
+    ) -> Sequence[OfferedBucket]:
+        """Ask the learner for a broadcast of this version or a later one, in `group` if it still has that.
+
+        Raises `BusError` when it is not there or cannot."""
+        wanted = BroadcastWanted(
+            incarnation=self.incarnation,
+            policy_version=self.policy_version,
+            group=group,
+            ranks=ranks,
+            device=device,
+        )
+        subject = self._bus.subject("broadcast", "wanted")
+        offer = await self._bus.request_many(subject, wanted, OfferedBucket, timeout_s=timeout_s)
+        if not offer:
+            raise BusError(f"{subject}: the learner offers no tensors")
+        return offer
+
+    async def begin(self, offer: Sequence[OfferedBucket]) -> None:
+        """Have the learner send what it offered. Raises `BusError` when it does not."""
+        begin = BroadcastBegin(group=offer[0].group, policy_version=offer[0].policy_version)
+        await self._bus.request(self._bus.subject("broadcast", "begin"), begin, Done, timeout_s=BEGIN_S)
+
+    async def ended(self, offer: Sequence[OfferedBucket], timeout_s: float) -> None:
+        """Return when all of what was offered is sent. Raises `BusError` when it is not, or not in time."""
+        end = BroadcastEnd(group=offer[0].group, policy_version=offer[0].policy_version)
+        await self._bus.request(self._bus.subject("broadcast", "end"), end, Done, timeout_s=timeout_s)
+
+    async def leave(self, group: str) -> None:
+        """Tell the learner that nobody waits in `group` any more."""
+        try:
+            await self._bus.notify(self._bus.subject("broadcast", "left"), GroupLeft(group=group))
+        except nats.errors.Error as error:  # the learner gives it up by itself
+            log.warning("group_not_left", group=group, reason=str(error))
+
+    async def tensors(self) -> Mapping[str, "torch.Tensor"]:
+        """All tensors by Hugging Face name, fetched once for all engines that the learner could not serve.
+
+        Raises `BusError` or `StorageError`."""
+        async with self._fetching:
+            if self._tensors is None:
+                self._tensors = await self._fetch(self.manifest)
+            return self._tensors

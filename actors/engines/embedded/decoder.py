@@ -1,0 +1,250 @@
+"""Continuous batching over any full-attention transformers model: admit, decode one token each, repeat."""
+
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from actors.engines.base import NOTHING, Generation, GenerationRequest
+from actors.engines.embedded.fused_experts import fuse_experts
+from actors.engines.embedded.kv_cache import Rows, SlotCache
+from actors.engines.embedded.sampling import sample
+from bus.errors import EngineError, RequestRefusedError
+
+Finished = list[tuple[GenerationRequest, Generation]]
+
+
+class BatchedDecoder:
+    """A running batch over one model. Single-threaded: whoever owns it calls `step` until `busy` is False."""
+
+    def __init__(self, model: PreTrainedModel, *, slots: int, prefill_tokens: int, seed: int | None) -> None:
+        text = model.config.get_text_config()
+        _refuse_windows(text)
+        self.context_length: int = text.max_position_embeddings
+        self.vocab_size: int = text.vocab_size
+        self.policy_version = -1
+        self.tokens_generated = 0
+        self.model = model
+        self._slots = slots
+        self._prefill_tokens = prefill_tokens
+        self._waiting: deque[GenerationRequest] = deque()
+        self._rows = Rows()
+        self._layers: int = text.num_hidden_layers
+        self.free_cache()
+        self._generator = torch.Generator(model.device)
+        self._generator.seed() if seed is None else self._generator.manual_seed(seed)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.policy_version >= 0 and bool(self._waiting or len(self._rows))
+
+    @property
+    def running(self) -> int:
+        """Requests being decoded."""
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no slot yet."""
+        return len(self._waiting)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise RequestRefusedError for a request that can never be served."""
+        prompt, new = len(request.token_ids), request.sampling.max_new_tokens
+        if prompt < 1 or new < 1:
+            raise RequestRefusedError(
+                f"{request.request_id}: {prompt} prompt tokens and {new} new ones: each must be >= 1"
+            )
+        if prompt + new > self.context_length:
+            raise RequestRefusedError(
+                f"{request.request_id}: {prompt} prompt tokens + {new} new ones exceed the model's context "
+                f"of {self.context_length}: shorten the prompt or lower max_new_tokens"
+            )
+        low, high = min(request.token_ids), max(request.token_ids)
+        if low < 0 or high >= self.vocab_size:
+            raise RequestRefusedError(
+                f"{request.request_id}: token ids {low} to {high} do not fit the model's vocabulary of "
+                f"{self.vocab_size}: tokenizer and model differ"
+            )
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue checked requests, first come first served."""
+        self._waiting.extend(requests)
+
+    @torch.inference_mode()
+    def abort(self, request_id: str) -> Finished:
+        """Drop a request and return it with its tokens so far; nothing if it is not here."""
+        for request in self._waiting:
+            if request.request_id == request_id:
+                self._waiting.remove(request)
+                return [(request, NOTHING)]
+        for row, request in enumerate(self._rows.requests):
+            if request.request_id == request_id:
+                partial = self._rows.generation(row, "abort")
+                self._remove(np.array([row]))
+                return [(request, partial)]
+        return []
+
+    def interrupted(self) -> Finished:
+        """All requests that are here, each with its tokens so far."""
+        rows = [
+            (request, self._rows.generation(row, "abort")) for row, request in enumerate(self._rows.requests)
+        ]
+        return [*rows, *((request, NOTHING) for request in self._waiting)]
+
+    def free_cache(self) -> None:
+        """Let go of the keys and values; raises EngineError while there are requests that need them."""
+        if self.running:
+            raise EngineError(f"{self.running} requests are being decoded: their cache cannot be freed")
+        self._cache = SlotCache(self._layers, self._slots, self.context_length)
+
+    def swap_weights(self, prepared: Mapping[str, Tensor], policy_version: int) -> None:
+        """Point the model at prepared tensors; the KV of rows in flight stays as the old weights made it."""
+        held = self.model.state_dict(keep_vars=True)
+        for name, tensor in prepared.items():
+            held[name].data = tensor
+        self.policy_version = policy_version
+
+    @torch.inference_mode()
+    def step(self) -> Finished:
+        """Admit what fits, then sample one token in every row; return what ended."""
+        finished: Finished = []
+        if admitted := self._next_admission():
+            first = len(self._rows)
+            logits = self._prefill(admitted)
+            self._rows.add(admitted)
+            finished += self._sample(logits, first)
+        if len(self._rows):
+            finished += self._sample(self._decode(), 0)
+        return finished
+
+    def _next_admission(self) -> list[GenerationRequest]:
+        """Take waiting requests while slots and prefill tokens last; equal prompts count once."""
+        admitted: list[GenerationRequest] = []
+        prompts: set[tuple[int, ...]] = set()
+        longest = 0
+        while self._waiting and len(self._rows) + len(admitted) < self._slots:
+            prompt = tuple(self._waiting[0].token_ids)
+            longest = max(longest, len(prompt))
+            if admitted and len(prompts | {prompt}) * longest > self._prefill_tokens:
+                break
+            prompts.add(prompt)
+            admitted.append(self._waiting.popleft())
+        return admitted
+
+    def _prefill(self, requests: Sequence[GenerationRequest]) -> Tensor:
+        """Fill the next slots' KV, computing equal prompts once; return the next token's logits, [m, V].
+
+        Prompts are padded on the right, where causal attention cannot see."""
+        order: dict[tuple[int, ...], int] = {}
+        sources = [order.setdefault(tuple(request.token_ids), len(order)) for request in requests]
+        ends = np.array([len(prompt) - 1 for prompt in order])
+        padded = np.zeros((len(order), ends.max() + 1), np.int64)
+        for row, prompt in enumerate(order):
+            padded[row, : len(prompt)] = prompt
+        needed, column = np.unique(ends, return_inverse=True)
+        prefilled = DynamicCache()
+        logits: Tensor = self.model(
+            input_ids=self._tensor(padded),
+            past_key_values=prefilled,
+            use_cache=True,
+            logits_to_keep=self._tensor(needed),
+        ).logits[self._tensor(np.arange(len(order))), self._tensor(column)]
+        rows = self._tensor(np.array(sources))
+        self._cache.fill(len(self._rows), prefilled, rows)
+        return logits[rows]
+
+    def _decode(self) -> Tensor:
+        """Run the newest token of every row; return the next token's logits, [n, V]."""
+        positions = self._tensor(self._rows.lengths - 1)
+        width = int(self._rows.lengths.max())
+        self._cache.aim(positions, width)
+        future = torch.arange(width, device=positions.device) > positions[:, None]
+        mask = torch.zeros(future.shape, dtype=self.model.dtype, device=positions.device)
+        mask.masked_fill_(future, float("-inf"))
+        logits: Tensor = self.model(
+            input_ids=self._tensor(self._rows.last_tokens())[:, None],
+            position_ids=positions[:, None],
+            attention_mask=mask[:, None, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        ).logits
+        return logits[:, -1]
+
+    def _sample(self, logits: Tensor, first: int) -> Finished:
+        """Append a token to the rows from `first` on; return and remove the rows that ended."""
+        tokens, logprobs = sample(logits, self._rows.controls(first), self._generator)
+        values = logprobs.cpu().numpy()
+        if not np.isfinite(values).all():
+            raise EngineError(
+                f"logits of policy version {self.policy_version} are not finite: its weights are broken"
+            )
+        self._rows.record(first, tokens.cpu().numpy(), values, self.policy_version)
+        self.tokens_generated += len(values)
+        rows, stopped = self._rows.finished()
+        finished = [
+            (self._rows.requests[row], self._rows.generation(row, "stop" if stop else "length"))
+            for row, stop in zip(rows, stopped, strict=True)
+        ]
+        if finished:
+            self._remove(rows)
+        return finished
+
+    def _remove(self, rows: np.ndarray) -> None:
+        targets, sources = self._rows.remove(rows)
+        if len(targets):
+            self._cache.move(targets, sources, int(self._rows.lengths.max()))
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.model.device)
+
+
+def prepare_weights(
+    model: PreTrainedModel, state: Mapping[str, Tensor], *, complete: bool
+) -> dict[str, Tensor]:
+    """Copy `state` to the model's dtype and device, so that a swap only sets pointers.
+
+    Args:
+        model: its parameters and persistent buffers give names and shapes; tied ones may be named either way.
+        state: HF names, as in model files; experts may be one tensor each or fused.
+        complete: whether every tensor must be there.
+    Raises EngineError for names or shapes that are not the model's, and for missing tensors."""
+    held = model.state_dict(keep_vars=True)
+    state = fuse_experts(state, held, complete=complete)
+    if unknown := sorted(set(state) - set(held)):
+        raise EngineError(
+            f"the model has no tensors named {_some(unknown)}: these are another model's weights"
+        )
+    for name, tensor in state.items():
+        if tensor.shape != held[name].shape:
+            raise EngineError(
+                f"{name} has shape {tuple(tensor.shape)}, the model's is {tuple(held[name].shape)}"
+            )
+    given = {id(held[name]) for name in state}
+    if complete and (missing := [name for name, tensor in held.items() if id(tensor) not in given]):
+        raise EngineError(f"the first weights must be complete, these are missing: {_some(missing)}")
+    return {
+        name: tensor.detach().to(
+            held[name].device, held[name].dtype, copy=True, memory_format=torch.contiguous_format
+        )
+        for name, tensor in state.items()
+    }
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(itertools.islice(names, 3)) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _refuse_windows(config: object) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) if not hasattr(config, "layer_types") else None
+    if kinds != {"full_attention"} or window:
+        found = ", ".join(sorted(kinds)) if kinds != {"full_attention"} else f"a sliding window of {window}"
+        raise EngineError(
+            f"the embedded engine serves full attention only, this model has {found}: use sglang"
+        )

@@ -1,0 +1,267 @@
+"""Transformers in this process: a decode loop in a thread of its own behind the Engine protocol."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import structlog
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from actors.config import EmbeddedEngineConfig
+from actors.engines.base import Generation, GenerationRequest, InterruptedGenerationError
+from actors.engines.embedded.decoder import BatchedDecoder, Finished, prepare_weights
+from bus.errors import EngineError, RequestRefusedError
+
+log = structlog.get_logger()
+Command = Callable[[], None]
+_BUILDING = threading.Lock()
+"""Transformers patches torch, and sets its default type, for the whole process while it builds a model."""
+
+
+class EmbeddedEngine:
+    """Serves one model; commands run in the engine thread between two decode steps.
+
+    Results cross back to the event loop once per decode step. A failure in the thread reaches every
+    waiter and every later call as EngineError; generations under way keep their tokens so far."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: EmbeddedEngineConfig, *, policy_version: int = -1
+    ) -> None:
+        self._config = config
+        self._decoder = BatchedDecoder(
+            model.eval(), slots=config.slots, prefill_tokens=config.prefill_tokens, seed=config.seed
+        )
+        self._decoder.policy_version = policy_version
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="embedded-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._unsent: list[GenerationRequest] = []
+        self._generations: dict[str, tuple[GenerationRequest, asyncio.Future[Generation]]] = {}
+        self._orders: set[asyncio.Future[float]] = set()
+        """Swaps and health checks that the thread has not come to yet."""
+        self._failure: str | None = "it was not started"
+        self._released = False
+        """Read and written by the thread."""
+
+    @classmethod
+    def from_directory(
+        cls, model_dir: Path, config: EmbeddedEngineConfig, *, policy_version: int = -1
+    ) -> Self:
+        """Build from `config.json`; weights come from safetensors files there, or from `load_weights`.
+
+        Args:
+            model_dir: a Hugging Face model directory.
+            config: the engine's settings.
+            policy_version: what the weights in the directory are; -1 waits for `load_weights`."""
+        has_weights = any(model_dir.glob("*.safetensors"))
+        if policy_version >= 0 and not has_weights:
+            raise EngineError(
+                f"{model_dir} has no safetensors file to serve as policy version {policy_version}"
+            )
+        options = {"dtype": getattr(torch, config.dtype), "attn_implementation": config.attention}
+        with _BUILDING:
+            if has_weights:
+                model = AutoModelForCausalLM.from_pretrained(model_dir, **options)
+            else:
+                with no_init_weights():
+                    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), **options)
+                model.tie_weights()  # skipped along with the initialisation
+        return cls(model, config, policy_version=policy_version)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in use, -1 before the first."""
+        return self._decoder.policy_version
+
+    @property
+    def running(self) -> int:
+        """Requests being decoded."""
+        return self._decoder.running
+
+    @property
+    def waiting(self) -> int:
+        """Requests accepted but not yet decoded."""
+        return max(0, len(self._generations) - self._decoder.running)
+
+    @property
+    def tokens_generated(self) -> int:
+        """Tokens sampled since the start."""
+        return self._decoder.tokens_generated
+
+    async def start(self) -> None:
+        """Start the engine thread; all further calls belong to this event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._failure = None
+        self._thread.start()
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Continue `request`; waits for the first weights. Cancelling the caller aborts the request."""
+        loop = self._running_loop()
+        self._decoder.check(request)
+        if request.request_id in self._generations:
+            raise RequestRefusedError(
+                f"request {request.request_id} is already in flight: ids must be unique"
+            )
+        future: asyncio.Future[Generation] = loop.create_future()
+        self._generations[request.request_id] = request, future
+        if not self._unsent:
+            loop.call_soon(self._send)  # together with what else this turn of the loop submits
+        self._unsent.append(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            await self.abort(request.request_id)
+            raise
+        finally:
+            self._generations.pop(request.request_id, None)
+
+    async def load_weights(self, state: Mapping[str, Tensor], policy_version: int) -> float:
+        """Swap weights between two decode steps; return the seconds decoding stood still.
+
+        The copy is made beforehand, beside the decoding, so two sets of weights exist for a moment. After
+        the first, complete load, `state` may hold only the tensors that changed."""
+        self._running_loop()
+        first = self.policy_version < 0
+        prepared = await asyncio.to_thread(prepare_weights, self._decoder.model, state, complete=first)
+        return await self._obeyed(partial(self._swap, prepared, policy_version))
+
+    async def release(self) -> None:
+        """Decode nothing until `resume`, and free the cache; raises EngineError while requests are decoded.
+
+        The weights lie in the process's memory and stay there."""
+        await self._obeyed(self._release)
+
+    async def resume(self) -> None:
+        """Decode again."""
+        await self._obeyed(self._resume)
+
+    async def check_health(self) -> None:
+        """Return when the thread has ended its decode step. Raises EngineError when it has ended itself."""
+        await self._obeyed(lambda done: self._to_loop(partial(self._deliver_order, done, 0.0)))
+
+    async def abort(self, request_id: str) -> None:
+        """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
+        self._send()
+        self._commands.put(partial(self._abort, request_id))
+
+    async def close(self) -> None:
+        """End the thread after the decode step under way; raises EngineError if it does not end in time."""
+        if not self._thread.is_alive():
+            return
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join, self._config.close_timeout_s)
+        self._fail("it was closed")
+        if self._thread.is_alive():
+            raise EngineError(f"the embedded engine did not stop within {self._config.close_timeout_s} s")
+
+    async def _obeyed(self, order: Callable[["asyncio.Future[float]"], None]) -> float:
+        """Run `order` in the thread, between two decode steps; return what it gives the future."""
+        done: asyncio.Future[float] = self._running_loop().create_future()
+        self._orders.add(done)
+        self._commands.put(partial(order, done))
+        try:
+            return await done
+        finally:
+            self._orders.discard(done)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if self._failure is not None or self._loop is None:
+            raise EngineError(f"the embedded engine does not run: {self._failure}")
+        return self._loop
+
+    def _send(self) -> None:
+        if self._unsent:
+            self._commands.put(partial(self._decoder.submit, self._unsent))
+            self._unsent = []
+
+    def _deliver(self, finished: Finished) -> None:
+        for request, generation in finished:
+            expected, future = self._generations.get(request.request_id, (None, None))
+            if future and expected is request and not future.done():  # else its caller was cancelled
+                future.set_result(generation)
+
+    def _deliver_order(self, done: "asyncio.Future[float]", seconds: float) -> None:
+        if not done.done():
+            done.set_result(seconds)
+
+    def _refuse_order(self, done: "asyncio.Future[float]", error: EngineError) -> None:
+        if not done.done():
+            done.set_exception(error)
+
+    def _fail(self, reason: str, interrupted: Sequence[tuple[GenerationRequest, Generation]] = ()) -> None:
+        """Tell every waiter that the thread ended, and those in `interrupted` what they had by then."""
+        self._failure = self._failure or reason
+        message = f"the embedded engine stopped: {self._failure}"
+        for request, generation in interrupted:
+            expected, future = self._generations.get(request.request_id, (None, None))
+            if future and expected is request and not future.done():
+                future.set_exception(InterruptedGenerationError(message, generation))
+        waiters: list[asyncio.Future[Generation] | asyncio.Future[float]]
+        waiters = [*(future for _, future in self._generations.values()), *self._orders]
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(EngineError(message))
+
+    # From here on everything runs in the engine thread.
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._config.threads)
+        try:
+            while self._run_commands():
+                if finished := self._decoder.step():
+                    self._to_loop(partial(self._deliver, finished))
+            reason = "it was closed"
+        except Exception as error:  # noqa: BLE001  # every waiter hears of it
+            log.error("engine_failed", error=repr(error))
+            reason = repr(error)
+        self._to_loop(partial(self._fail, reason, self._decoder.interrupted()))
+
+    def _run_commands(self) -> bool:
+        """Run queued commands, sleeping while there is nothing to decode; False asks to stop."""
+        while True:
+            try:
+                command = self._commands.get(block=self._released or not self._decoder.busy)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _abort(self, request_id: str) -> None:
+        if aborted := self._decoder.abort(request_id):
+            self._to_loop(partial(self._deliver, aborted))
+
+    def _release(self, done: "asyncio.Future[float]") -> None:
+        try:
+            self._decoder.free_cache()
+        except EngineError as error:
+            self._to_loop(partial(self._refuse_order, done, error))
+        else:
+            self._released = True
+            self._to_loop(partial(self._deliver_order, done, 0.0))
+
+    def _resume(self, done: "asyncio.Future[float]") -> None:
+        self._released = False
+        self._to_loop(partial(self._deliver_order, done, 0.0))
+
+    def _swap(self, prepared: dict[str, Tensor], policy_version: int, done: "asyncio.Future[float]") -> None:
+        start = time.perf_counter()
+        self._decoder.swap_weights(prepared, policy_version)
+        self._to_loop(partial(self._deliver_order, done, time.perf_counter() - start))
+
+    def _to_loop(self, callback: Command) -> None:
+        assert self._loop is not None, "start() sets it before the thread runs"
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            self._commands.put(None)  # nobody is left to hear: the loop ended without close()

@@ -1,0 +1,108 @@
+"""Engines that somebody else keeps alive: those that an actor begins with, and those that come and go."""
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from actors.config import EngineConfig, SglangEngineConfig
+from actors.engines.base import Engine
+from actors.engines.fleet.fleet import Fleet
+from actors.engines.fleet.member import Build
+from bus.codec import Message
+from bus.connection import Bus
+from bus.errors import EngineError
+from bus.requests import Done, EngineChange
+
+log = structlog.get_logger()
+LOOK_S = 20.0
+"""A server that is to join answers in this time."""
+
+
+def attached_builds(config: EngineConfig, model: Path) -> Mapping[str, Build]:
+    """What builds an engine for each server that the settings attach to, by its URL; empty for none."""
+    if not isinstance(config, SglangEngineConfig):
+        return {}
+    return {url.rstrip("/"): _build(config.attached_to(url), model) for url in config.attached}
+
+
+def subject_of(bus: Bus, actor: str) -> str:
+    """Where an actor hears of engines; a host's name may have dots."""
+    return bus.subject("rpc", "engines", actor.replace(".", "_"))
+
+
+class EngineDesk:
+    """Answers `launch engines`: servers join the actor's fleet while it works, and leave it."""
+
+    def __init__(
+        self, bus: Bus, fleet: Fleet, config: EngineConfig, model: Path, *, actor: str, colocated: bool
+    ) -> None:
+        self._bus = bus
+        self._fleet = fleet
+        self._config = config if isinstance(config, SglangEngineConfig) else SglangEngineConfig()
+        self._model = model
+        self._actor = actor
+        self._colocated = colocated
+        self._one_at_a_time = asyncio.Lock()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop`."""
+        serving = await self._bus.serve(subject_of(self._bus, self._actor), EngineChange, self._change)
+        await stop.wait()
+        await serving.unsubscribe()
+
+    async def _change(self, change: EngineChange) -> list[Message]:
+        """Answer when it is done: a server that joined serves as soon as it has the newest weights.
+
+        Raises EngineError for a URL where no SGLang server is, and for an engine that cannot leave."""
+        async with self._one_at_a_time:
+            if change.action == "join":
+                await self._join(change.engine.rstrip("/"))
+            else:
+                await self._leave(change.engine.rstrip("/"))
+        log.info("engine_joined" if change.action == "join" else "engine_left", engine=change.engine)
+        return [Done()]
+
+    async def _join(self, url: str) -> None:
+        if self._colocated:
+            raise EngineError(
+                f"{url} cannot join: this actor shares its devices with the learner (colocation.enabled), "
+                "and only an engine that it starts itself frees them: have it join an actor that was started "
+                "with --colocation.no-enabled"
+            )
+        if url in self._fleet.engines:
+            raise EngineError(f"{url} is one of this actor's engines already")
+        await _look_at(url)
+        self._fleet.join(url, _build(self._config.attached_to(url), self._model))
+
+    async def _leave(self, name: str) -> None:
+        names = set(self._fleet.engines)
+        if name not in names:
+            raise EngineError(f"no engine {name!r} here: there are {', '.join(sorted(names))}")
+        if names == {name}:
+            raise EngineError(f"{name} is the only engine here: have another join first, or stop the actor")
+        await self._fleet.leave(name)
+
+
+def _build(config: SglangEngineConfig, model: Path) -> Build:
+    from actors.engines.build import build_engine
+
+    no_log = Path()  # the server is not ours, and writes its own
+    build: partial[Engine] = partial(build_engine, config, model, no_log)
+    return partial(asyncio.to_thread, build)
+
+
+async def _look_at(url: str) -> None:
+    """Raise EngineError unless an SGLang server answers there."""
+    from actors.engines.sglang.client import SglangClient
+
+    client = SglangClient.connect(url)
+    try:
+        async with asyncio.timeout(LOOK_S):
+            await client.facts()
+    except TimeoutError as error:
+        raise EngineError(f"{url} did not answer within {LOOK_S:g} s") from error
+    finally:
+        await client.close()

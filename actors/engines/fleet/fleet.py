@@ -1,0 +1,374 @@
+"""Many engines behind one Engine: requests find a place, outlive engines, and keep all their tokens."""
+
+import asyncio
+import itertools
+import secrets
+from bisect import insort
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import structlog
+
+from actors.engines.announced_version import Published
+from actors.engines.base import Generation, GenerationRequest
+from actors.engines.fleet.config import FleetConfig
+from actors.engines.fleet.host_weights import HostWeights
+from actors.engines.fleet.member import Build, Member
+from actors.engines.fleet.pending_request import Ticket
+from actors.engines.fleet.prefix_affinity import Affinity
+from bus.codec import Json
+from bus.errors import EngineError, EngineLostError, RequestRefusedError
+
+if TYPE_CHECKING:
+    import torch
+
+log = structlog.get_logger()
+
+
+class Fleet:
+    """Engines that come, fail, are built again and leave, while `generate` goes on.
+
+    A request waits here until an engine has room. If that one fails or leaves, the request goes on elsewhere
+    from its tokens so far, once the first engine has stopped working on it. Weights go to a part of the
+    engines at a time, and an engine serves only when it has the newest that were given at its start."""
+
+    def __init__(self, builds: Mapping[str, Build], config: FleetConfig) -> None:
+        self.released = False
+        """Whether others have the device."""
+        self._config = config
+        self._weights = HostWeights()
+        self._members: dict[str, Member] = {}
+        self._living: dict[str, asyncio.Task[None]] = {}
+        self._affinity = Affinity()
+        self._tickets: dict[str, Ticket] = {}
+        self._queue: list[Ticket] = []
+        self._numbers = itertools.count()
+        self._attempts = itertools.count()
+        self._name = secrets.token_hex(4)
+        """Of equal length in all fleets, so that no request id begins another, also at a shared engine."""
+        self._updating = 0
+        self._turn = asyncio.Condition()
+        self._end: EngineError | None = None
+        self._tokens_of_the_left = 0
+        self._busy_s_of_the_left = self._request_s_of_the_left = 0.0
+        for name, build in builds.items():
+            self._add(name, build)
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version in service: no token is sampled by an older one from now on."""
+        versions = (member.policy_version for member in self._members.values() if member.state == "serving")
+        return min(versions, default=self._weights.policy_version)
+
+    @property
+    def running(self) -> int:
+        """Requests being decoded."""
+        return sum(member.running for member in self._members.values())
+
+    @property
+    def waiting(self) -> int:
+        """Requests accepted but not yet decoded, here or in an engine."""
+        return len(self._queue) + sum(member.waiting for member in self._members.values())
+
+    @property
+    def tokens_generated(self) -> int:
+        """Tokens sampled since the start, also by engines that are gone."""
+        return self._tokens_of_the_left + sum(member.tokens_generated for member in self._members.values())
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that engines had a request or more, added up over all engines that ever were."""
+        here = sum(member.occupancy.busy_s for member in self._members.values())
+        return self._busy_s_of_the_left + here
+
+    @property
+    def request_s(self) -> float:
+        """Seconds that requests had a place at an engine, added up over all of them."""
+        here = sum(member.occupancy.request_s for member in self._members.values())
+        return self._request_s_of_the_left + here
+
+    @property
+    def failure(self) -> str:
+        """Why it has stopped for good; empty as long as it has not."""
+        return str(self._end or "")
+
+    @property
+    def engines(self) -> dict[str, Json]:
+        """What each engine does, for a screen."""
+        return {
+            member.name: {
+                "state": member.state,
+                "running": member.running,
+                "waiting": member.waiting,
+                "policy_version": member.policy_version,
+                "restarts": member.restarts,
+            }
+            for member in self._members.values()
+        }
+
+    async def start(self) -> None:
+        """Start the engines; ready with the first that serves when all have been tried once.
+
+        Raises EngineError when none can start, and ConfigError when that is for its settings."""
+        for member in self._members.values():
+            self._begin(member)
+        for member in list(self._members.values()):
+            await member.tried.wait()  # its own timeouts bound this
+        members = list(self._members.values())
+        if members and not any(member.state in ("serving", "resting") for member in members):
+            await self.close()
+            if error := next((member.misconfigured for member in members if member.misconfigured), None):
+                raise error
+            reasons = "; ".join(sorted({member.reason for member in members}))
+            raise EngineError(f"none of {len(members)} engines could start: {reasons}")
+
+    def join(self, name: str, build: Build) -> None:
+        """Take in another engine, which serves when it has the current weights. Raises EngineError for a name
+        that is in use."""
+        self._refuse_when_ended()
+        self._begin(self._add(name, build))
+
+    async def leave(self, name: str) -> None:
+        """Let an engine go: its requests go on elsewhere, and it is closed. Unknown names are ignored."""
+        if member := self._members.get(name):
+            member.leave()
+            await asyncio.wait([self._living[name]])  # its own timeouts bound this
+            if member.state == "given up":
+                self._forget(member)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Continue `request`, on one engine after the other if need be. Cancelling the caller aborts it.
+
+        Raises RequestRefusedError when no engine can ever serve it, EngineLostError when no engine is left,
+        and EngineError when too many failed under it or the fleet was closed."""
+        self._refuse_when_ended()
+        if request.request_id in self._tickets:
+            raise RequestRefusedError(
+                f"request {request.request_id} is already in flight: ids must be unique"
+            )
+        ticket = self._tickets[request.request_id] = Ticket(next(self._numbers), request)
+        try:
+            while ticket.finish_reason is None:
+                await self._attempt(ticket)
+            return ticket.generation()
+        finally:
+            del self._tickets[request.request_id]
+
+    async def load_weights(self, state: Mapping[str, "torch.Tensor"], policy_version: int) -> float:
+        """Bring the engines in service to these weights, `updated_at_once` of them at a time.
+
+        After the first call `state` may hold only the tensors that changed since the call before. A call made
+        while another is at work supersedes it: engines that have not taken the older version skip it. An
+        engine that cannot take it is built again. Returns the longest time that one engine stood still, in
+        seconds. Raises EngineLostError when no engine is left."""
+        return await self._bring_to(self._weights.followed_by(state, policy_version))
+
+    async def load_published(self, published: Published) -> float:
+        """As `load_weights`, of which each engine gets the tensors from the learner.
+
+        Raises `WeightsKeptError` when an engine could not, and goes on with those it has."""
+        return await self._bring_to(self._weights.followed_by_published(published))
+
+    async def release(self) -> None:
+        """Leave the device to others until `resume`: engines hand out their tokens and free it, none starts.
+
+        Requests wait, and go on from their tokens. Returns when all is free; an engine that was starting is
+        waited for, one that cannot free its device is closed."""
+        self.released = True
+        await asyncio.gather(*(member.turn.rest() for member in self._members.values()))
+
+    async def resume(self) -> None:
+        """Take the device back: engines serve again, with the newest weights."""
+        self.released = False
+        await asyncio.gather(*(member.turn.wake() for member in self._members.values()))
+
+    async def abort(self, request_id: str) -> None:
+        """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
+        ticket = self._tickets.get(request_id)
+        if ticket is None:
+            return
+        ticket.aborted = True
+        if ticket.seat is not None and not ticket.seat.done():
+            ticket.seat.set_result(None)
+        elif ticket.member is not None and ticket.attempt_id is not None:
+            await ticket.member.abort(ticket.attempt_id)
+
+    async def close(self) -> None:
+        """Close all engines; requests in flight raise EngineError."""
+        self._fail_all(EngineError("the fleet was closed"))
+        for member in self._members.values():
+            member.leave()
+        if living := list(self._living.values()):
+            await asyncio.wait(living)  # their own timeouts bound this
+
+    def _add(self, name: str, build: Build) -> Member:
+        if name in self._members:
+            raise EngineError(f"the fleet already has an engine named {name}: names must be unique")
+        member = self._members[name] = Member(
+            name, build, self._config, weights=lambda: self._weights, changed=partial(self._changed, name)
+        )
+        return member
+
+    def _begin(self, member: Member) -> None:
+        task = self._living[member.name] = asyncio.create_task(self._live(member), name=member.name)
+        task.add_done_callback(partial(self._ended, member))
+
+    async def _live(self, member: Member) -> None:
+        if self.released:  # it joined meanwhile
+            await member.turn.rest()
+        await member.live()
+
+    def _ended(self, member: Member, task: asyncio.Task[None]) -> None:
+        """An engine has left or was given up; anything else is a mistake in this program, and the end."""
+        if not task.cancelled() and (error := task.exception()):
+            log.error("fleet_failed", engine=member.name, exc_info=error)
+            self._fail_all(EngineLostError(f"the fleet failed at {member.name}: {error!r}"))
+        if member.state == "left":
+            self._forget(member)
+        self._dispatch()
+
+    def _forget(self, member: Member) -> None:
+        del self._members[member.name], self._living[member.name]
+        self._tokens_of_the_left += member.tokens_generated
+        self._busy_s_of_the_left += member.occupancy.busy_s
+        self._request_s_of_the_left += member.occupancy.request_s
+        self._affinity.forget(member.name)
+
+    def _changed(self, name: str) -> None:
+        if name in self._members and self._members[name].state == "stopping":
+            self._affinity.forget(name)
+        given_up = [other.reason for other in self._members.values() if other.state == "given up"]
+        if given_up and all(other.hopeless for other in self._members.values()):
+            self._fail_all(
+                EngineLostError(
+                    f"all engines failed more than {self._config.restarts} times within "
+                    f"{self._config.restart_window_s:g} s, the last: {given_up[-1]}"
+                )
+            )
+        self._dispatch()
+
+    def _fail_all(self, error: EngineError) -> None:
+        self._end = self._end or error
+        for ticket in self._queue:
+            if ticket.seat is not None and not ticket.seat.done():
+                ticket.seat.set_exception(self._end)
+
+    def _refuse_when_ended(self) -> None:
+        if self._end is not None:
+            raise self._end
+
+    async def _attempt(self, ticket: Ticket) -> None:
+        """Wait for a place and have that engine go on with it."""
+        if ticket.faults >= self._config.attempts:
+            raise EngineError(
+                f"{ticket.request.request_id} failed {ticket.faults} times, or its engines under it, at last "
+                "with no other request there: it is what they fail of"
+            )
+        try:
+            await self._wait_for_seat(ticket)
+            if ticket.member is not None and not ticket.aborted:
+                ticket.attempt_id = f"{next(self._attempts)}-{self._name}-{ticket.request.request_id}"
+                await ticket.member.work_on(ticket)
+                self._note_affinity(ticket, ticket.member)
+        except RequestRefusedError as error:
+            if ticket.member is None:
+                raise
+            ticket.refusals[ticket.member.name] = error
+        finally:
+            if ticket.member is not None:
+                ticket.member.unseat(ticket)
+                ticket.member = ticket.attempt_id = None
+                self._dispatch()
+
+    async def _wait_for_seat(self, ticket: Ticket) -> None:
+        """Return when it has a member, or was aborted."""
+        self._refuse_when_ended()
+        ticket.seat = asyncio.get_running_loop().create_future()
+        insort(self._queue, ticket, key=lambda waiting: waiting.number)
+        try:
+            self._dispatch()
+            await ticket.seat
+        finally:
+            if ticket in self._queue:
+                self._queue.remove(ticket)
+
+    def _dispatch(self) -> None:
+        """Give places to those that wait, the oldest first.
+
+        A request under which engines have failed waits for a place among few enough others; nobody younger
+        goes to the least busy engine meanwhile, or it would never be less so."""
+        for ticket in [ticket for ticket in self._queue if ticket.refusals]:
+            self._refuse_for_good(ticket)
+        kept_free: Member | None = None
+        for ticket in list(self._queue):
+            free = [m for m in self._members.values() if m.has_room() and m is not kept_free]
+            if not free:
+                return
+            if ticket.seat is None or ticket.seat.done():
+                continue
+            company = self._config.company_after(ticket.failures)
+            open_to_it = [member for member in free if member.load < company]
+            if not open_to_it and kept_free is None:
+                able = (member for member in free if member.name not in ticket.refusals)
+                kept_free = min(able, key=lambda member: member.load, default=None)
+            elif member := self._choose(ticket, open_to_it):
+                self._queue.remove(ticket)
+                ticket.member = member
+                member.seat(ticket)
+                self._note_affinity(ticket, member)
+                ticket.seat.set_result(None)
+
+    def _choose(self, ticket: Ticket, free: Iterable[Member]) -> Member | None:
+        """The least busy, unless another has its beginning and is not much busier."""
+        able = {member.name: member for member in free if member.name not in ticket.refusals}
+        if not able:
+            return None
+        least = min(able.values(), key=lambda member: (member.load, member.served))
+        held = able.get(self._affinity.holder(ticket.tokens) or "") if len(able) > 1 else None
+        if held and held.load - least.load <= self._config.affinity_slack:
+            return held
+        return least
+
+    def _note_affinity(self, ticket: Ticket, member: Member) -> None:
+        if member.state == "serving" and len(self._members) > 1:
+            self._affinity.note(ticket.tokens, member.name)
+
+    def _refuse_for_good(self, ticket: Ticket) -> None:
+        """Refuse a request that no engine takes, not even one that is being built."""
+        left = [member for member in self._members.values() if not member.hopeless]
+        if ticket.seat is None or ticket.seat.done() or not left:
+            return
+        if all(member.name in ticket.refusals for member in left):
+            ticket.seat.set_exception(ticket.refusals[left[0].name])
+
+    async def _bring_to(self, weights: HostWeights) -> float:
+        """Update the engines in service; when one keeps what it has, it is said after all have been asked."""
+        self._refuse_when_ended()
+        self._weights = weights
+        serving = [member for member in self._members.values() if member.state == "serving"]
+        updates = [asyncio.create_task(self._update(member)) for member in serving]
+        await asyncio.gather(*updates, return_exceptions=True)
+        self._refuse_when_ended()
+        return max((update.result() for update in updates), default=0.0)
+
+    async def _update(self, member: Member) -> float:
+        """Update one engine in its turn; those that have no weights yet need no turn."""
+        turn = member.policy_version >= 0
+        if turn:
+            async with self._turn:
+                await self._turn.wait_for(lambda: self._updating < self._at_once)
+                self._updating += 1
+        try:
+            return await member.update()
+        finally:
+            if turn:
+                self._updating -= 1
+                async with self._turn:
+                    self._turn.notify_all()
+            self._dispatch()  # with its first weights it may serve
+
+    @property
+    def _at_once(self) -> int:
+        serving = sum(member.state == "serving" for member in self._members.values())
+        return max(1, int(self._config.updated_at_once * serving))

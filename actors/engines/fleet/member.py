@@ -1,0 +1,399 @@
+"""One place of a fleet: an engine, its failures, and the engines built after it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import structlog
+
+from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked
+from actors.engines.fleet.config import FleetConfig
+from actors.engines.fleet.device_share import Turn
+from actors.engines.fleet.host_weights import HostWeights
+from actors.engines.fleet.occupancy import Occupancy
+from actors.engines.fleet.partial_generation import left_of, sound
+from actors.engines.fleet.pending_request import Ticket
+from actors.engines.waiting import bounded, first, hear, unless
+from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError, WeightsKeptError
+from bus.waiting import set_within
+
+log = structlog.get_logger()
+Build = Callable[[], Awaitable[Engine]]
+"""Makes an engine that was not started yet."""
+WEIGHTS_AGAIN_S = 2.0
+"""Until an engine without weights looks for them again."""
+State = Literal["starting", "serving", "resting", "stopping", "waiting", "given up", "left"]
+
+
+@dataclass(eq=False)
+class _Life:
+    """One engine from its building to its end."""
+
+    engine: Engine
+    serial: int = 0
+    """The update it has; 0 for the weights that it came with."""
+    errors: int = 0
+    """Requests that failed in a row."""
+    failed_under: int | None = None
+    """Requests that it may have failed of; None when it has not failed."""
+    ending: set[asyncio.Task[Generation]] = field(default_factory=set)
+    """Requests whose callers are gone, until it has aborted them."""
+    update: asyncio.Lock = field(default_factory=asyncio.Lock)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it was closed: nothing comes from it any more."""
+
+
+class Member:
+    """Keeps an engine in service: starts, updates, watches, takes down and builds it again."""
+
+    def __init__(
+        self, name: str, build: Build, config: FleetConfig, *,
+        weights: Callable[[], HostWeights], changed: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.state: State = "starting"
+        self.seated: set[Ticket] = set()
+        """Requests that have a place here."""
+        self.occupancy = Occupancy()
+        """Of its places."""
+        self.served = 0
+        """Requests that ever had one."""
+        self.restarts = 0
+        self.reason = ""
+        """Of the latest failure."""
+        self.misconfigured: ConfigError | None = None
+        """Set when the engine did not start for its settings."""
+        self.turn = Turn(self)
+        """On a device that it shares with other processes."""
+        self.tried = asyncio.Event()
+        """Set when the first engine serves or has failed."""
+        self._build = build
+        self._config = config
+        self._weights = weights
+        self._changed = changed
+        self._life: _Life | None = None
+        self._asked: dict[str, asyncio.Task[Generation]] = {}
+        self._idle = asyncio.Event()
+        self._out = asyncio.Event()
+        """Set when the engine must leave service, for a failure or for good."""
+        self._full = False
+        """Whether too few of its places have become free since it had none."""
+        self._leaving = False
+        self._failures_s: list[float] = []
+        self._tokens_before = 0
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights in service, -1 for none."""
+        return self._life.engine.policy_version if self._life and self.state == "serving" else -1
+
+    @property
+    def running(self) -> int:
+        """Requests that its engine decodes."""
+        return self._life.engine.running if self._life else 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait in its engine."""
+        return self._life.engine.waiting if self._life else 0
+
+    @property
+    def load(self) -> int:
+        """Places that are taken: also by what its engine has yet to abort."""
+        return len(self.seated) + (len(self._life.ending) if self._life else 0)
+
+    @property
+    def company(self) -> int:
+        """Requests that may be here at once, for the sake of those under which engines have failed."""
+        suspicion = max((ticket.failures for ticket in self.seated), default=0)
+        return self._config.company_after(suspicion)
+
+    def has_room(self) -> bool:
+        """Whether a request may have a place here, of which those of a full engine become free together."""
+        company = self.company
+        self._full = self.load > company - (self._config.refill_of(company) if self._full else 1)
+        return self.state == "serving" and self.policy_version >= 0 and not self._full
+
+    @property
+    def tokens_generated(self) -> int:
+        """By all its engines."""
+        return self._tokens_before + (self._life.engine.tokens_generated if self._life else 0)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether no engine will serve here again."""
+        return self.state in ("given up", "left")
+
+    def seat(self, ticket: Ticket) -> None:
+        """Give a request a place."""
+        self.seated.add(ticket)
+        self.served += 1
+        self.occupancy.note(len(self.seated))
+
+    def unseat(self, ticket: Ticket) -> None:
+        """Take its place from it."""
+        self.seated.discard(ticket)
+        self.occupancy.note(len(self.seated))
+
+    async def live(self) -> None:
+        """Serve until `leave`, or until too many engines failed here."""
+        while not self._leaving:
+            await self._serve()
+            await self._take_down()
+            self.tried.set()
+            if not self._leaving and not await self._may_go_on():
+                return
+        self._enter("left")
+
+    def leave(self) -> None:
+        """Take the engine out of service for good; `live` then ends."""
+        self._leaving = True
+        self._out.set()
+
+    def fail(self, reason: str, *, of_requests: bool = True) -> None:
+        """Take the engine out of service, and build another; one of its requests may be what it failed of."""
+        if not self._out.is_set():
+            log.warning("engine_lost", engine=self.name, reason=reason, requests=len(self._asked))
+            self.reason = reason
+            if self._life is not None:
+                suspects = len(self._asked) + len(self._life.ending)
+                self._life.failed_under = suspects if of_requests else 0
+            self._out.set()
+            if self.state in ("serving", "resting"):
+                self._enter("stopping")
+
+    async def work_on(self, ticket: Ticket) -> None:
+        """Add what the engine samples for `ticket` to it; all troubles but a refusal cut the piece short.
+
+        When it returns or raises, the engine works on it no more. Raises `RequestRefusedError`."""
+        life = self._life
+        if life is None or self.state != "serving" or ticket.attempt_id is None:
+            return
+        request = ticket.rest(ticket.attempt_id)
+        task = self._asked[request.request_id] = asyncio.create_task(life.engine.generate(request))
+        task.add_done_callback(hear)
+        self._idle.clear()
+        try:
+            piece = await self._piece(life, request, task)
+        finally:
+            del self._asked[request.request_id]
+            if not self._asked:
+                self._idle.set()
+        ticket.pieces.append(piece)
+        asked_to = self._leaving or self.turn.over or ticket.aborted
+        if piece.finish_reason != "abort" or asked_to:
+            return
+        if life.failed_under:
+            ticket.failures, ticket.alone = ticket.failures + 1, life.failed_under == 1
+        elif life.failed_under is None and not len(piece.token_ids):
+            ticket.errors += 1
+
+    async def abort(self, request_id: str) -> None:
+        """Have the engine end a request."""
+        await asyncio.sleep(0)  # a request that was asked for in this turn of the loop gets there first
+        if self._life is not None and request_id in self._asked:
+            try:
+                async with asyncio.timeout(self._config.drain_timeout_s):
+                    await self._life.engine.abort(request_id)
+            except (EngineError, TimeoutError) as error:
+                self.fail(f"it did not abort {request_id}: {error!r}")
+
+    async def update(self) -> float:
+        """Load the newest weights unless it has them; return the seconds generation stood still.
+
+        An engine that cannot has failed, and returns 0. Raises `WeightsKeptError` when there were none."""
+        life, seconds = self._life, 0.0
+        if life is None or self.state != "serving":  # one that starts takes the newest by itself
+            return seconds
+        try:
+            async with life.update:
+                if self.state == "serving" and life.serial != self._weights().serial:
+                    seconds = await self._load(life)
+        except WeightsKeptError:  # it serves on; who wants the update asks again
+            raise
+        except Exception as error:  # noqa: BLE001  # of this engine alone, whatever it is; the limit makes it loud
+            if life is self._life:
+                self.fail(f"new weights: {_said(error)}", of_requests=False)
+        return seconds
+
+    def _ended(self, life: _Life, task: asyncio.Task[Generation]) -> None:
+        life.ending.discard(task)
+        self._changed()
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self._changed()
+
+    async def _serve(self) -> None:
+        """Build an engine, bring it to the newest weights, serve until it must leave."""
+        self._out = asyncio.Event()
+        if self._leaving:
+            return
+        self._enter("starting")
+        if await unless(self._out, self.turn.device.acquire()):
+            try:
+                await self._begin_to_serve()
+            finally:
+                self.turn.device.release()
+        if not self._out.is_set():
+            self.tried.set()
+            await self._watch()
+
+    async def _begin_to_serve(self) -> None:
+        try:
+            await unless(self._out, self._bring_up())
+            if self._life:
+                await self._load_newest(self._life)
+        except Exception as error:  # noqa: BLE001  # whatever keeps it from starting; the limit makes it loud
+            self.misconfigured = error if isinstance(error, ConfigError) else None
+            self.fail(_said(error))
+        if self._out.is_set():
+            return
+        # nothing is awaited between the comparison and this: who does not serve misses the next update
+        self._enter("serving")
+        log.info(
+            "engine_restarted" if self._failures_s else "engine_ready",
+            engine=self.name,
+            policy_version=self.policy_version,
+        )
+
+    async def _bring_up(self) -> None:
+        async with bounded(self._config.start_timeout_s, f"{self.name} did not start"):
+            engine = await self._build()
+            self._life = _Life(engine)
+            await engine.start()
+
+    async def _interrupt(self, life: _Life) -> None:
+        """Have the engine hand out what it has sampled of all its requests."""
+        await asyncio.sleep(0)  # requests that were asked for in this turn of the loop get there first
+        await asyncio.gather(*(life.engine.abort(request_id) for request_id in self._asked))
+        if self._asked:
+            await self._idle.wait()
+        if life.ending:
+            await asyncio.wait(life.ending)
+
+    async def _load_newest(self, life: _Life) -> None:
+        while not self._out.is_set() and life.serial != self._weights().serial:
+            await unless(self._out, self._load_patiently(life))
+
+    async def _load_patiently(self, life: _Life) -> None:
+        try:
+            await self._load(life)
+        except WeightsKeptError as error:  # the learner may be starting again
+            log.warning("weights_not_to_be_had", engine=self.name, reason=str(error))
+            await set_within(self._out, WEIGHTS_AGAIN_S)
+
+    async def _load(self, life: _Life) -> float:
+        weights = self._weights()
+        loading = weights.load_into(life.engine, life.serial)
+        async with bounded(self._config.update_timeout_s, f"{self.name} did not load its weights"):
+            seconds = await unless(life.gone, loading)
+        if not weights.are_in(life.engine):
+            raise EngineError(
+                f"{self.name} says it has version {life.engine.policy_version} "
+                f"after version {weights.policy_version} was loaded"
+            )
+        life.serial = weights.serial
+        return seconds or 0.0
+
+    async def _watch(self) -> None:
+        """Return when the engine must leave service; look at its health now and then."""
+        life = self._life
+        assert life is not None, "it was brought up"
+        while not await set_within(self._out, self._config.health_period_s):
+            await self._check_health(life)
+
+    async def _check_health(self, life: _Life) -> None:
+        """Fail an engine that says it is not well, or says nothing."""
+        if not isinstance(life.engine, HealthChecked):
+            return
+        try:
+            async with bounded(self._config.health_timeout_s, f"{self.name} did not answer its health check"):
+                await unless(self._out, life.engine.check_health())
+        except EngineError as error:
+            if life is self._life:
+                self.fail(str(error))
+
+    async def _doubt(self, life: _Life, reason: str) -> None:
+        """A request failed: the engine has, too, unless it is well and this was rare."""
+        log.warning("generation_failed", engine=self.name, reason=reason)
+        life.errors += 1
+        if life is self._life and life.errors >= self._config.errors_in_a_row:
+            self.fail(reason)
+        if life is self._life and not self._out.is_set():
+            await self._check_health(life)
+
+    async def _piece(
+        self, life: _Life, request: GenerationRequest, task: asyncio.Task[Generation]
+    ) -> Generation:
+        try:
+            await first(task, life.gone, self._config.request_timeout_s)
+            if not task.done() and not life.gone.is_set():
+                await self.abort(request.request_id)
+                await first(task, life.gone, self._config.drain_timeout_s)
+                if not task.done():
+                    self.fail(f"it goes on with {request.request_id} though that was aborted")
+                    await life.gone.wait()  # `_take_down` bounds this
+            piece = sound(request, task.result()) if task.done() else NOTHING
+            life.errors = 0
+        except RequestRefusedError:
+            raise
+        except EngineError as error:
+            await self._doubt(life, str(error))
+            return left_of(request, error)
+        else:
+            return piece
+        finally:
+            if not task.done():  # our caller was cancelled, or the engine is gone
+                task.cancel()
+                life.ending.add(task)
+                task.add_done_callback(partial(self._ended, life))
+                await asyncio.wait([task], timeout=0 if life.gone.is_set() else self._config.drain_timeout_s)
+                if not task.done() and life is self._life:
+                    self.fail(f"it goes on with {request.request_id} though that was cancelled")
+
+    async def _take_down(self) -> None:
+        """Have the engine hand out the tokens so far, and end it."""
+        life = self._life
+        if life is None:
+            return
+        self._enter("stopping")
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                aborts = (life.engine.abort(request_id) for request_id in self._asked)
+                await asyncio.gather(*aborts, return_exceptions=True)  # closing ends what they do not
+                if self._asked:
+                    await self._idle.wait()
+        except TimeoutError:
+            log.warning("engine_not_drained", engine=self.name, requests=len(self._asked))
+        try:
+            async with bounded(self._config.close_timeout_s, f"{self.name} did not close"):
+                await life.engine.close()
+        except EngineError as error:
+            log.error("engine_not_closed", engine=self.name, reason=str(error))
+        if self._asked:  # closing ended them, with what it knew of their tokens
+            await set_within(self._idle, self._config.drain_timeout_s)
+        life.gone.set()
+        self._tokens_before += life.engine.tokens_generated
+        self._life = None
+
+    async def _may_go_on(self) -> bool:
+        """Wait before the next engine; False when too many failed."""
+        config, now_s = self._config, asyncio.get_running_loop().time()
+        self._failures_s = [at for at in self._failures_s if now_s - at < config.restart_window_s]
+        self._failures_s.append(now_s)
+        if len(self._failures_s) > config.restarts:
+            log.error("engine_given_up", engine=self.name, failures=len(self._failures_s), reason=self.reason)
+            self._enter("given up")
+            return False
+        self.restarts += 1
+        self._out = asyncio.Event()
+        self._enter("waiting")
+        await set_within(self._out, config.backoff_after_s(len(self._failures_s)))
+        return True
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, SluiceError) else repr(error)

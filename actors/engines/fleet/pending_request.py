@@ -1,0 +1,109 @@
+"""One request on its way through the fleet: its tokens so far, from however many engines."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from actors.engines.base import NOTHING, FinishReason, Generation, GenerationRequest
+
+if TYPE_CHECKING:
+    from actors.engines.fleet.member import Member
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request, and the pieces of its generation."""
+
+    number: int
+    """Orders the requests: the oldest waiting one goes first, interrupted ones too."""
+    request: GenerationRequest
+    pieces: list[Generation] = field(default_factory=list)
+    seat: "asyncio.Future[None] | None" = None
+    """Done when it has a place, or needs none any more."""
+    member: "Member | None" = None
+    """Where it has a place."""
+    attempt_id: str | None = None
+    """Its request's name there."""
+    refusals: dict[str, Exception] = field(default_factory=dict)
+    """Engines that can never serve it."""
+    errors: int = 0
+    """Times that it failed at engines that went on."""
+    failures: int = 0
+    """Engines that failed under it, whatever they failed of."""
+    alone: bool = False
+    """Whether the latest of them had no other request."""
+    aborted: bool = False
+    """Its caller wants what there is."""
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it has ended; None when it has not.
+
+        An engine that died may have sampled the last token, so tokens say it where an engine cannot."""
+        last = self.pieces[-1] if self.pieces else NOTHING
+        sampling = self.request.sampling
+        if last.finish_reason != "abort":
+            return last.finish_reason
+        if len(last.token_ids) and int(last.token_ids[-1]) in sampling.stop_token_ids:
+            return "stop"
+        if self.sampled >= max(1, sampling.max_new_tokens):
+            return "length"
+        return "abort" if self.aborted else None
+
+    @property
+    def faults(self) -> int:
+        """Failures that can be no other request's fault, once one of them is certain not to be."""
+        return self.errors + (self.failures if self.alone else 0)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens so far."""
+        return sum(len(piece.token_ids) for piece in self.pieces)
+
+    @property
+    def routed(self) -> int:
+        """Tokens whose experts are known so far."""
+        return sum(len(piece.routed_experts) for piece in self.pieces if piece.routed_experts is not None)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """int32 [L], the prompt and what was sampled."""
+        if not self.pieces:
+            return self._prompt
+        return np.concatenate([self._prompt, *(piece.token_ids for piece in self.pieces)])
+
+    @cached_property
+    def _prompt(self) -> np.ndarray:
+        return np.asarray(self.request.token_ids, np.int32)
+
+    def rest(self, request_id: str) -> GenerationRequest:
+        """What is left to do, as a request of its own: the budget shrinks by what was sampled.
+
+        The experts wanted are those from the first token on whose own are not known: an engine that failed
+        told none, and the next one routes its tokens again."""
+        if not self.pieces:
+            return replace(self.request, request_id=request_id)
+        sampling, experts_from = self.request.sampling, self.request.experts_from
+        left = replace(sampling, max_new_tokens=sampling.max_new_tokens - self.sampled)
+        return replace(
+            self.request,
+            request_id=request_id,
+            token_ids=tuple(self.tokens.tolist()),
+            sampling=left,
+            experts_from=None if experts_from is None else experts_from + self.routed,
+        )
+
+    def generation(self) -> Generation:
+        """All pieces as one."""
+        pieces = [NOTHING, *self.pieces]
+        routed = [piece.routed_experts for piece in self.pieces if piece.routed_experts is not None]
+        return Generation(
+            token_ids=np.concatenate([piece.token_ids for piece in pieces]),
+            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+            policy_versions=np.concatenate([piece.policy_versions for piece in pieces]),
+            finish_reason=self.finish_reason or "abort",
+            routed_experts=np.concatenate(routed) if routed else None,
+        )

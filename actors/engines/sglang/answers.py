@@ -1,0 +1,120 @@
+"""What a /generate answer says, checked."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from actors.engines.base import FinishReason, Generation, GenerationRequest
+from actors.engines.sglang.expert_routing import Routing
+from bus.errors import EngineError, RequestRefusedError
+
+BAD_REQUEST = 400
+REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def read_answer(
+    answer: Mapping[str, Any], request: GenerationRequest, routing: Routing | None = None
+) -> Generation:
+    """The tokens of an answer with their log-probs, versions and, of a model with `routing`, experts.
+
+    Raises `EngineError` for an answer that cannot be a generation: log-probs that are not finite or not one
+    for each token, versions that are none of ours, experts that are none of the model's, a finish reason that
+    is an error; `RequestRefusedError` when the server says that it can never serve it."""
+    try:
+        meta = answer["meta_info"]
+        tokens = np.array(answer["output_ids"], np.int32)
+        pairs = meta["output_token_logprobs"] or []
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"{_name(request)}: the answer is not one of SGLang's /generate: {error!r}"
+        ) from error
+    _finish_reason(meta, request)
+    return ended(meta, tokens, read_logprobs(pairs, tokens, request), request, routing)
+
+
+def ended(
+    meta: Mapping[str, Any], tokens: np.ndarray, logprobs: np.ndarray, request: GenerationRequest,
+    routing: Routing | None,
+) -> Generation:  # fmt: skip
+    """A generation of which the server has said, last, how it ended. Raises as `read_answer` does."""
+    reason = _finish_reason(meta, request)
+    return Generation(
+        token_ids=tokens,
+        logprobs=logprobs,
+        policy_versions=_versions(meta, len(tokens), request),
+        finish_reason=reason,
+        routed_experts=_routed(meta, len(tokens), request, routing),
+    )
+
+
+def _finish_reason(meta: Mapping[str, Any], request: GenerationRequest) -> FinishReason:
+    try:
+        finish = dict(meta["finish_reason"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"{_name(request)}: the answer is not one of SGLang's /generate: {error!r}"
+        ) from error
+    if finish.get("status_code") == BAD_REQUEST:
+        raise RequestRefusedError(f"{_name(request)}: {finish.get('message', finish)}")
+    if finish.get("type") not in REASONS or finish.get("status_code"):
+        raise EngineError(f"{_name(request)}: SGLang gave it up: {finish.get('message', finish)}")
+    return REASONS[finish["type"]]
+
+
+def read_logprobs(
+    pairs: Sequence[Sequence[Any]], tokens: np.ndarray, request: GenerationRequest
+) -> np.ndarray:
+    """float32 [N], of `[log-prob, token, ...]` for each token. Raises `EngineError` for any others."""
+    if len(pairs) != len(tokens):
+        raise EngineError(f"{_name(request)}: {len(tokens)} tokens came with {len(pairs)} log-probs")
+    logprobs = np.array([pair[0] for pair in pairs], np.float32)  # JSON has null for NaN: NaN here again
+    wrong = np.flatnonzero(~np.isfinite(logprobs))
+    if len(wrong):
+        raise EngineError(
+            f"{_name(request)}: the log-prob of token {wrong[0]} of {len(tokens)} is {logprobs[wrong[0]]}: "
+            "are the weights finite?"
+        )
+    if [pair[1] for pair in pairs] != tokens.tolist():
+        raise EngineError(f"{_name(request)}: the log-probs are of other tokens than those returned")
+    return logprobs
+
+
+def _versions(meta: Mapping[str, Any], length: int, request: GenerationRequest) -> np.ndarray:
+    """The version of each token: exact spans where the server reports them, else its one version."""
+    whole: list[dict[str, Any]] = [{"version": meta.get("weight_version"), "start": 0, "end": length}]
+    versions = np.full(length, -1, np.int32)
+    for span in meta.get("weight_versions") or whole:
+        try:
+            versions[span["start"] : span["end"]] = int(span["version"])
+        except (TypeError, ValueError) as error:
+            raise EngineError(
+                f"{_name(request)}: weights of version {span['version']!r} drew it, which is no policy's"
+            ) from error
+    if (versions < 0).any():
+        raise EngineError(f"{_name(request)}: some of its tokens are of no version: {meta}")
+    return versions
+
+
+def _routed(
+    meta: Mapping[str, Any], length: int, request: GenerationRequest, routing: Routing | None
+) -> np.ndarray | None:
+    """The experts of the tokens from `experts_from` on; a request that waits when it is aborted has none."""
+    if routing is None or request.experts_from is None:
+        return None
+    text = meta.get("routed_experts")
+    if text is None:
+        if meta["finish_reason"]["type"] == "abort":
+            return None
+        raise EngineError(
+            f"{_name(request)}: its routed experts did not come: start the server with "
+            "--enable-return-routed-experts"
+        )
+    try:
+        return routing.read(text, max(0, len(request.token_ids) + length - 1 - request.experts_from))
+    except EngineError as error:
+        raise EngineError(f"{_name(request)}: {error}") from error
+
+
+def _name(request: GenerationRequest) -> str:
+    return f"request {request.request_id}"

@@ -1,0 +1,386 @@
+"""SGLang's HTTP endpoints, as versions 0.5.17 to 0.5.23 have them."""
+
+import asyncio
+import base64
+import json
+import pickle
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import aiohttp
+import torch
+
+from actors.engines.base import Generation, GenerationRequest, Sampling
+from actors.engines.sglang.answers import BAD_REQUEST, read_answer
+from actors.engines.sglang.changes import APPLY
+from actors.engines.sglang.expert_routing import Routing
+from actors.engines.sglang.server_facts import ServerFacts
+from actors.engines.sglang.stream import Streamed, read_events
+from actors.engines.waiting import bounded, left_s
+from bus.broadcast_messages import OfferedBucket
+from bus.errors import EngineError, RequestRefusedError
+
+
+class UnreachableError(EngineError):
+    """There was no connection, or it broke: the server may be dead."""
+
+
+class TooSlowError(EngineError):
+    """There was no answer in time: the server may still be at it."""
+
+
+IDLE_AGAIN_S = 0.05
+"""Until a server is asked again whether it is idle."""
+SHORT_S = 30.0
+"""For requests that a working server answers at once."""
+OK = 200
+NONE_OPEN = (400, 404)
+"""No update is open; it has no such sessions (0.5.17)."""
+Json = dict[str, Any]
+
+
+class SglangClient:
+    """One server. Every method raises `EngineError` when the server refuses, is gone or is too slow."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url = url.rstrip("/")
+        self._session = session
+
+    @classmethod
+    def connect(cls, url: str) -> Self:
+        """A client with a connection for each request: a kept one the server may close as it is used."""
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        return cls(url, aiohttp.ClientSession(connector=connector, trust_env=False))
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._session.close()
+
+    async def facts(self, meeting: Json | None = None) -> ServerFacts:
+        """Ask what the server is and can do, one token included; refuses what is not SGLang.
+
+        Half of a pair is refused too without `meeting`: what its requests say of the other half."""
+        model = await self._call("GET", "/model_info")
+        server = await self._call("GET", "/server_info")
+        if "weight_version" not in model or "version" not in server:
+            raise EngineError(f"{self.url} answers, but is not an SGLang server of version 0.5.17 or later")
+        role = str(server.get("disaggregation_mode") or "null")
+        if role != "null" and meeting is None:
+            raise EngineError(
+                f"{self.url} is the {role} server of a pair: name both, the decode server with "
+                "actors.engine.url and the prefill server with actors.engine.disaggregation.prefill_url"
+            )
+        paths = (await self._call("GET", "/openapi.json")).get("paths", {})
+        answer = await self._call("POST", "/generate", probe_body() | (meeting or {}))
+        return ServerFacts(
+            version=str(server["version"]),
+            model=str(model["model_path"]),
+            update_sessions="/begin_weight_update" in paths,
+            reports_spans="weight_versions" in answer.get("meta_info", {}),
+            returns_experts="routed_experts" in answer.get("meta_info", {}),
+            streams=bool(server.get("incremental_streaming_output")),
+            speculation=str(server.get("speculative_algorithm") or ""),
+            tensor_ranks=int(server.get("tp_size", 1)),
+            device="cpu" if server.get("device") == "cpu" else "cuda",
+            replicas=int(server.get("dp_size", 1)) * int(server.get("pp_size", 1)),
+            settings=(server,),
+            role=role,
+            bootstrap_port=int(server.get("disaggregation_bootstrap_port") or 0),
+        )
+
+    async def generate(
+        self, request: GenerationRequest, *, rid: str, salt: str, timeout_s: float,
+        routing: Routing | None = None, streamed: Streamed | None = None,
+    ) -> Generation:  # fmt: skip
+        """Continue a prompt; requests with another `salt` share no cached prefix with it.
+
+        With `streamed` the server is asked for tokens as it draws them, and they are put there."""
+        body = request_body(request, rid=rid, salt=salt)
+        generation, _ = await self.answer(
+            body, request, timeout_s=timeout_s, routing=routing, streamed=streamed
+        )
+        return generation
+
+    async def answer(
+        self, body: Json, request: GenerationRequest, *, timeout_s: float,
+        routing: Routing | None = None, streamed: Streamed | None = None,
+    ) -> tuple[Generation, Mapping[str, Any]]:  # fmt: skip
+        """What `body` makes of a request: as `generate`, and what the server says besides."""
+        if streamed is None:
+            answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
+            return read_answer(answer, request, routing), answer["meta_info"]
+        await self._stream("/generate", body, streamed, timeout_s)
+        return streamed.generation(routing), streamed.meta
+
+    async def abort(self, rid: str) -> None:
+        """End a request, and any other whose rid begins so."""
+        await self._call("POST", "/abort_request", {"rid": rid, "abort_all": False})
+
+    async def abort_all(self) -> None:
+        """End every request at the server."""
+        await self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
+
+    async def healthy(self, timeout_s: float) -> bool:
+        """Whether the server still generates; costs a token when it is idle, and takes a second."""
+        try:
+            await self._call("GET", "/health_generate", timeout_s=timeout_s)
+        except EngineError:
+            return False
+        return True
+
+    async def pause(self, mode: Literal["in_place", "retract"]) -> None:
+        """Stop generating; what is in flight waits."""
+        await self._call("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Go on generating."""
+        await self._call("POST", "/continue_generation", {})
+
+    async def load_files(
+        self, directory: Path, policy_version: int, *, flush: bool, timeout_s: float
+    ) -> None:
+        """Take the weights in a directory's safetensors files.
+
+        Unless generation is paused, it waits for the end of what is in flight. Without `flush` the cached
+        prefixes stay."""
+        body = {
+            "model_path": str(directory),
+            "load_format": "auto",
+            **_update(policy_version, flush=flush),
+        }
+        await self._update("/update_weights_from_disk", body, timeout_s)
+
+    async def load_tensors(
+        self,
+        buckets: Iterable[Mapping[str, torch.Tensor]],
+        policy_version: int,
+        facts: ServerFacts,
+        *,
+        flush: bool,
+        timeout_s: float,
+    ) -> None:
+        """Take tensors from the bodies of requests, one for each bucket; the last sets the version.
+
+        All of it takes no longer than `timeout_s`."""
+        async with bounded(timeout_s, f"{self.url} did not take all tensors"):
+            waiting = list(buckets)
+            async with self.updating(facts, timeout_s):
+                for bucket in waiting:
+                    last = bucket is waiting[-1]
+                    body = {
+                        "serialized_named_tensors": [_pickled(bucket)] * facts.tensor_ranks,
+                        **_for_policy(facts),
+                        **_update(policy_version, flush=flush, last=last),
+                    }
+                    await self._update("/update_weights_from_tensor", body, timeout_s)
+
+    async def load_changes(
+        self, file: Path, policy_version: int, facts: ServerFacts, *, flush: bool, timeout_s: float
+    ) -> None:
+        """Have its own process write in what changed since its last weights, from a file."""
+        path = torch.frombuffer(bytearray(str(file).encode()), dtype=torch.uint8)
+        body = {
+            "serialized_named_tensors": [_pickled({"path": path})] * facts.tensor_ranks,
+            "load_format": APPLY,
+            **_for_policy(facts),
+            **_update(policy_version, flush=flush),
+        }
+        async with self.updating(facts, timeout_s):
+            await self._update("/update_weights_from_tensor", body, timeout_s)
+
+    @asynccontextmanager
+    async def updating(self, facts: ServerFacts, timeout_s: float) -> AsyncIterator[None]:
+        """Inside, the server takes tensors. It hears of the end in any case: else no other could begin."""
+        if not facts.update_sessions:
+            yield
+            return
+        await self._update("/begin_weight_update", _for_policy(facts), timeout_s)
+        try:
+            yield
+        except BaseException:
+            with suppress(EngineError):  # what failed is raised; a server that is dead has nothing open
+                await self._update("/end_weight_update", {}, SHORT_S)
+            raise
+        await self._update("/end_weight_update", {}, timeout_s)
+
+    async def end_open_update(self) -> None:
+        """End an update that somebody began and did not end: as long as it is open, no other may begin."""
+        try:
+            await self._call("POST", "/end_weight_update", {})
+        except EngineError as error:
+            if not any(f"answered with status {status}" in str(error) for status in NONE_OPEN):
+                raise
+
+    async def release(self, timeout_s: float) -> None:
+        """Free the device, once nothing runs: the server would die of being asked while something does."""
+        end_s = time.monotonic() + timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self._flushed():  # noqa: ASYNC110 - a server has no event for it
+                    await asyncio.sleep(IDLE_AGAIN_S)
+        except TimeoutError:
+            raise EngineError(f"{self.url} was not idle within {timeout_s:g} s") from None
+        await self._call("POST", "/release_memory_occupation", {}, timeout_s=left_s(end_s))
+
+    async def retake(self, tags: tuple[str, ...], timeout_s: float) -> None:
+        """Take memory of these kinds back; what was in it is lost."""
+        await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)}, timeout_s=timeout_s)
+
+    async def _flushed(self) -> bool:
+        """Whether the cached prefixes are gone, which takes an idle server."""
+        try:
+            await self._call("POST", "/flush_cache")
+        except UnreachableError:
+            raise
+        except EngineError:
+            return False
+        return True
+
+    async def join_group(self, offered: OfferedBucket, ranks: int, timeout_s: float) -> None:
+        """Have its `ranks` meet the learner in a group, as ranks 1 and up; it generates nothing meanwhile."""
+        body = {
+            "master_address": offered.host,
+            "master_port": offered.port,
+            "rank_offset": 1,
+            "world_size": 1 + ranks,
+            "group_name": offered.group,
+            "backend": offered.backend,
+        }
+        await self._update("/init_weights_update_group", body, timeout_s)
+
+    async def leave_group(self, name: str) -> None:
+        """Forget a group."""
+        await self._update("/destroy_weights_update_group", {"group_name": name}, SHORT_S)
+
+    async def receive(
+        self, offered: OfferedBucket, facts: ServerFacts, *, last: bool, flush: bool, timeout_s: float
+    ) -> None:
+        """Take the tensors that the learner sends in the group; the last ones set the version."""
+        body = {
+            "names": offered.names,
+            "dtypes": offered.dtypes,
+            "shapes": offered.shapes,
+            "group_name": offered.group,
+            **(_for_policy(facts) if facts.update_sessions else {}),  # before, no draft model gets them
+            **_update(offered.policy_version, flush=flush, last=last),
+        }
+        await self._update("/update_weights_from_distributed", body, timeout_s)
+
+    async def weight_version(self) -> str:
+        """The version that the server says its weights are."""
+        return str((await self._call("GET", "/model_info")).get("weight_version", ""))
+
+    async def checksums(self) -> dict[str, str]:
+        """A checksum of each of its parameters on the first rank, by the server's own names."""
+        answer = await self._call("POST", "/weights_checker", {"action": "checksum"}, timeout_s=120.0)
+        [rank, *_] = answer["ranks"]
+        return dict(rank["checksums"])
+
+    async def _update(self, path: str, body: Json, timeout_s: float) -> None:
+        answer = await self._call("POST", path, body, timeout_s=timeout_s)
+        if not answer.get("success"):
+            raise EngineError(f"{self.url}{path}: {answer.get('message', answer)}")
+
+    async def _stream(self, path: str, body: Json, streamed: Streamed, timeout_s: float) -> None:
+        """Ask for a stream and take it to its end."""
+        async with (
+            self._answered("POST", path, {**body, "stream": True}, timeout_s) as response,
+            aclosing(read_events(response.content.iter_any())) as chunks,
+        ):
+            async for chunk in chunks:
+                if said := chunk.get("error"):
+                    failure = RequestRefusedError if said.get("code") == BAD_REQUEST else EngineError
+                    raise failure(f"{self.url}{path}: {said.get('message', said)}")
+                streamed.add(chunk)
+                if streamed.complete:
+                    return
+            raise UnreachableError(f"{self.url}{path} broke off in the middle of an answer")
+
+    async def _call(
+        self, method: str, path: str, body: Json | None = None, *, timeout_s: float = SHORT_S
+    ) -> Json:
+        """The answer to a request; {} when it has no JSON object in it."""
+        async with self._answered(method, path, body, timeout_s) as response:
+            data = await response.read()
+        try:
+            answer = json.loads(data)
+        except ValueError:
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
+    @asynccontextmanager
+    async def _answered(
+        self, method: str, path: str, body: Json | None, timeout_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A response of status 200, whose content may be read within the time that is left."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
+                if response.status != OK:
+                    said = (await response.read()).decode(errors="replace")[:500]
+                    refused = response.status == BAD_REQUEST and path == "/generate"  # too long, for instance
+                    failure = RequestRefusedError if refused else EngineError
+                    raise failure(f"{self.url}{path} answered with status {response.status}: {said}")
+                yield response
+        except TimeoutError as error:
+            raise TooSlowError(f"{self.url}{path} did not answer within {timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            reason = str(error) or type(error).__name__
+            raise UnreachableError(
+                f"no answer from an SGLang server at {self.url}{path}: {reason}"
+            ) from error
+
+
+def probe_body() -> Json:
+    """What asks for one token."""
+    probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1), experts_from=0)
+    return request_body(probe, rid=f"probe-{uuid.uuid4().hex}", salt="probe")
+
+
+def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
+    """What /generate wants for a request."""
+    sampling = request.sampling
+    stops = list(sampling.stop_token_ids)
+    routed = {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
+    return {
+        "rid": rid,
+        "input_ids": [int(token) for token in request.token_ids],
+        "sampling_params": {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "max_new_tokens": sampling.max_new_tokens,
+            "stop_token_ids": stops or None,
+            "ignore_eos": not stops,
+            "sampling_seed": sampling.seed,  # a deterministic server would give all without one the same
+        },
+        "return_logprob": True,
+        "extra_key": salt,
+        **(routed if request.experts_from is not None else {}),
+    }
+
+
+def _update(policy_version: int, *, flush: bool, last: bool = True) -> Json:
+    """What every update says; of several parts the last sets the version."""
+    return {
+        "weight_version": str(policy_version) if last else None,
+        "flush_cache": flush and last,
+        "abort_all_requests": False,  # in flight they stay
+    }
+
+
+def _for_policy(facts: ServerFacts) -> Json:
+    """What keeps tensors from a draft model with weights of its own; any other is to have them too."""
+    if not facts.has_own_draft:
+        return {}
+    return {"selector": "target"} if facts.update_sessions else {"disable_draft_model": True}
+
+
+def _pickled(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The form SGLang wants; its own reader lets nothing but tensors through."""
+    named = [(name, tensor.detach().cpu().clone()) for name, tensor in tensors.items()]
+    return base64.b64encode(pickle.dumps(named)).decode()

@@ -1,0 +1,370 @@
+"""SGLang behind the Engine protocol: a server that is started and watched, or attached to."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+import torch
+
+from actors.config import SglangEngineConfig
+from actors.engines.announced_version import Published
+from actors.engines.base import NOTHING, Generation, GenerationRequest, InterruptedGenerationError
+from actors.engines.sglang.client import SglangClient, UnreachableError
+from actors.engines.sglang.expert_routing import Routing
+from actors.engines.sglang.loading import Load, Loading
+from actors.engines.sglang.pair import server_of
+from actors.engines.sglang.requests_in_progress import Flight, Flights
+from actors.engines.sglang.server import Server
+from actors.engines.sglang.server_facts import ServerFacts
+from actors.engines.sglang.stream import Streamed
+from actors.engines.sglang.weights import HeldWeights
+from actors.engines.waiting import left_s, unless
+from bus.errors import ConfigError, EngineError, RequestRefusedError
+
+log = structlog.get_logger()
+T = TypeVar("T")
+DYING_S = 1.0
+"""Between a broken connection and the end of the process it led to."""
+FAILED_LOOKS = 2
+"""So many health checks in a row take a server for dead."""
+
+
+class SglangEngine:
+    """Serves one model through one SGLang server, or a pair of them, for as long as that lives.
+
+    Requests wait for the first weights. When the server ends, hangs or does not take weights, all of its
+    processes are killed, the requests in flight raise EngineError and so does every call after it: the fleet
+    builds another engine."""
+
+    def __init__(
+        self, model_dir: Path, config: SglangEngineConfig, log_file: Path, *, number: int = 0
+    ) -> None:
+        self.failure = ""
+        """Why it has stopped for good; empty as long as it has not."""
+        self.tokens_generated = 0
+        self._config = config
+        self._held = HeldWeights(model_dir, config.weights_directory)
+        self._server: Server = server_of(config, self._held.directory, log_file, number)
+        self._client: SglangClient | None = None
+        self._facts: ServerFacts | None = None
+        self._loading: Loading | None = None
+        self._routing = Routing.of_model(model_dir) if config.routed_experts else None
+        self._version = -1
+        self._loads = 0
+        self._serving = asyncio.Event()
+        self._doubted = asyncio.Event()
+        """Set when a request found the server unreachable: it is looked at now, and new requests wait."""
+        self._changing = asyncio.Lock()
+        """Held while weights are loaded, and while memory is released or taken back."""
+        self._looking = asyncio.Lock()
+        """Held while its health is looked at, which generates a token."""
+        self._released = False
+        self._flights = Flights(self._connected, number)
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights in use, -1 before the first."""
+        return self._version
+
+    @property
+    def running(self) -> int:
+        """Requests at the server."""
+        return self._flights.running
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for weights, or for a look at a server that did not answer."""
+        return self._flights.waiting
+
+    @property
+    def url(self) -> str:
+        """Where the server listens now."""
+        return self._connected().url
+
+    async def start(self) -> None:
+        """Start the server, or attach; it generates when weights are loaded.
+
+        Raises ConfigError for settings that this SGLang does not have, EngineError with the server's last
+        lines when it does not come up."""
+        self._client = await self._server.start()
+        await self._server.until_ready(self._client)
+        self._facts = await self._client.facts()
+        self._loading = Loading(self._held, self._client, self._facts)
+        self._loading.check(self._config)
+        log.info("sglang_ready", url=self.url, version=self._facts.version)
+        if self._routing is not None and not self._facts.returns_experts:
+            raise ConfigError(
+                f"actors.engine.routed_experts: the server at {self.url} does not return them: start it with "
+                "--enable-return-routed-experts"
+            )
+        if not self._facts.reports_spans and self._config.pause != "drain":
+            log.warning(
+                "sglang_reports_no_versions_per_token", version=self._facts.version, pause="interrupt"
+            )
+        self._watcher = asyncio.create_task(self._watch())
+        self._watcher.add_done_callback(self._watching_ended)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Continue `request`; waits for the first weights. Cancelling the caller aborts the request.
+
+        An update may end it with the tokens so far, where a server says of no token which weights drew it."""
+        with self._flights.new(request) as flight:
+            while flight.begins_again(generation := await self._fly(flight)):
+                self._flights.renew(flight)
+            return generation
+
+    async def load_weights(self, state: Mapping[str, torch.Tensor], policy_version: int) -> float:
+        """Take the tensors (HF names; the first time all of them); return the seconds generation stood still.
+
+        Without any the smallest is sent again: the server learns of a version with tensors only.
+        Raises EngineError for another model's tensors, and when the server fails at it: then it is killed."""
+        async with self._changing:
+            self._check()
+            if not self._released:
+                load = await self._ready().tensors(self._config, state, policy_version)
+                return await self._swap(load, policy_version)
+            self._ready().hold(state, policy_version)
+            self._version = policy_version  # `resume` loads it
+            self._loads += 1
+        return 0.0
+
+    async def load_published(self, published: Published) -> float:
+        """Have the learner send the weights to the server; where that fails, fetch and load them.
+
+        Returns and raises as `load_weights`, and WeightsKeptError when they could not be had at all."""
+        async with self._changing:
+            self._check()
+            if self._ready().has(published, self._version):
+                return 0.0
+            load = await self._ready().published(self._config, published)
+            return await self._swap(load, published.policy_version)
+
+    async def release(self) -> None:
+        """Free the device: weights, caches and graphs. Nothing may be in flight; new requests wait.
+
+        Weights that are loaded meanwhile are kept on the host. Raises EngineError when the server fails at
+        it: then it is killed, which frees the device too; and for weights that only the learner has."""
+        async with self._changing, self._looking:  # a look at its health generates: the server must be idle
+            self._check()
+            if self._config.update == "group":
+                raise EngineError("its weights came from the learner: it could not take them back from here")
+            self._serving.clear()
+            self._released = True
+            await self._or_fail(self._connected().release(self._config.update_timeout_s), "free its device")
+
+    async def resume(self) -> None:
+        """Take the device back, with the weights loaded last; what was on the device is gone."""
+        async with self._changing:
+            self._check()
+            if not self._released:
+                return
+            await self._or_fail(self._retake(), "take its device back")
+            self._released = False
+            self._loads += 1
+            if self._version >= 0:
+                self._serving.set()
+
+    async def abort(self, request_id: str) -> None:
+        """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
+        await self._flights.abort(request_id)
+
+    async def check_health(self) -> None:
+        """Raise EngineError when the server has failed; it is looked at all the time."""
+        self._check()
+
+    async def close(self) -> None:
+        """End the server if it is ours; requests in flight raise EngineError."""
+        self._stop_for_good("it was closed")
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.wait({self._watcher})
+        await self._flights.aborted()
+        await self._server.kill()
+        if self._loading is not None:
+            await self._loading.close()
+        if self._client is not None:
+            await self._client.close()
+        self._held.close()
+
+    async def checksums(self) -> dict[str, str]:
+        """The server's checksum of each of its parameters: proof of what it computes with."""
+        return await self._connected().checksums()
+
+    # A request's way.
+
+    async def _fly(self, flight: Flight) -> Generation:
+        await flight.admitted(self._serving)
+        self._check()
+        if flight.aborted.is_set():
+            return NOTHING
+        request, timeout_s = flight.request, self._config.request_timeout_s
+        salt = f"{self._version}.{self._loads}"
+        flight.streamed = Streamed(request, self._version) if self._streams else None
+        flight.sent = asyncio.create_task(
+            self._connected().generate(
+                request, rid=flight.rid, salt=salt, timeout_s=timeout_s, routing=self._routing,
+                streamed=flight.streamed,
+            )
+        )  # fmt: skip
+        try:
+            await asyncio.wait({flight.sent})
+        except asyncio.CancelledError:
+            self._flights.abandon(flight)
+            raise
+        if flight.failure:
+            failed = f"request {request.request_id}: the SGLang server failed: {flight.failure}"
+            raise self._interrupted(flight, failed)
+        try:
+            generation = flight.sent.result()
+        except RequestRefusedError:
+            self._flights.abandon(flight)  # the other server of a pair may have taken it
+            raise
+        except EngineError as error:
+            self._flights.abandon(flight)  # it may have been too slow only, or the connection broke
+            if isinstance(error, UnreachableError):
+                await self._looked_at()
+            raise self._interrupted(flight, self.failure or str(error)) from error
+        self.tokens_generated += len(generation.token_ids)
+        return generation
+
+    def _interrupted(self, flight: Flight, reason: str) -> InterruptedGenerationError:
+        """The error of a request that ends before its time, with the tokens that are left of it."""
+        left = flight.left()
+        self.tokens_generated += len(left.token_ids)
+        return InterruptedGenerationError(reason, left)
+
+    async def _looked_at(self) -> None:
+        """Doubt the server; return when it serves or has failed: requests learn of that together."""
+        self._serving.clear()
+        self._doubted.set()
+        await self._serving.wait()  # the health checks' own timeouts bound this, and those of updates
+
+    @property
+    def _streams(self) -> bool:
+        return self._config.stream_interval > 0 and self._facts is not None and self._facts.streams
+
+    # Weights.
+
+    async def _swap(self, load: Load, wanted: int) -> float:
+        """Make the server compute with what `load` has it take; return the seconds it stood still."""
+        version, pause_s = await self._or_fail(self._paused(load), f"take policy version {wanted}")
+        self._version = version
+        self._loads += 1
+        self._serving.set()
+        await self._ready().taken()
+        return pause_s
+
+    async def _paused(self, load: Load) -> tuple[int, float]:
+        """Run `load` while nothing is generated; return what it does, and how many seconds that took."""
+        client, facts, config = self._connected(), self._facts, self._config
+        assert facts is not None, "set together with the client"
+        self._serving.clear()
+        end_s = time.monotonic() + config.update_timeout_s  # of all that follows together
+        if config.pause == "drain":
+            await self._flights.drained(config.update_timeout_s)
+        begun = time.perf_counter()
+        mode = config.pause if config.pause != "drain" and facts.reports_spans else None
+        if mode is None:
+            await self._flights.interrupt(left_s(end_s))  # no answer may span the update
+        else:
+            self._flights.weights_change()
+            await client.pause(mode)
+        try:
+            version = await load(mode == "retract", end_s)
+        finally:
+            if mode is not None:
+                await client.resume()
+        return version, time.perf_counter() - begun
+
+    async def _retake(self) -> None:
+        """The server's weights are arbitrary at first, and its caches empty."""
+        client, end_s = self._connected(), time.monotonic() + self._config.update_timeout_s
+        await client.retake(("weights",), left_s(end_s))
+        await self._ready().again(self._config, end_s)
+        await client.retake(("kv_cache", "cuda_graph"), left_s(end_s))
+
+    async def _or_fail(self, doing: Awaitable[T], what: str) -> T:
+        """The result; a server that cannot is killed, and one that died meanwhile has none."""
+        try:
+            result = await doing
+        except EngineError as error:
+            await self._fail(f"it did not {what}: {error}")
+            raise EngineError(self._stopped()) from error
+        self._check()
+        return result
+
+    # The server's life.
+
+    async def _watch(self) -> None:
+        await self._fail(await self._until_it_fails())
+
+    def _watching_ended(self, watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled() and (error := watcher.exception()):
+            self._stop_for_good(f"its server is watched no more: {error!r}")
+
+    async def _fail(self, reason: str) -> None:
+        """End the server, and all that waits for it, for good."""
+        if not self.failure:
+            log.warning("sglang_failed", reason=reason)
+        self._stop_for_good(reason)
+        await self._server.kill()
+
+    async def _until_it_fails(self) -> str:
+        failed = 0
+        while failed < FAILED_LOOKS:
+            if reason := await self._ended_or_doubted():
+                return reason
+            async with self._looking:
+                if self._busy:
+                    continue
+                healthy = await self._connected().healthy(self._config.health_timeout_s)
+            if healthy:
+                failed = 0
+                self._open()
+            elif not self._busy:
+                failed += 1
+        return f"it did not generate within {self._config.health_timeout_s:g} s, {FAILED_LOOKS} times"
+
+    async def _ended_or_doubted(self) -> str:
+        """Wait for the next look at the server: why it ended, or an empty string."""
+        ended = await unless(self._doubted, self._server.ended(within_s=self._config.health_every_s))
+        if ended is not None:
+            return ended
+        self._doubted.clear()
+        return await self._server.ended(within_s=DYING_S)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether it cannot generate now, and must not be asked to."""
+        return self._released or self._changing.locked()
+
+    def _open(self) -> None:
+        """Let requests through, if there are weights to serve them with."""
+        if self._version >= 0 and not self._busy:
+            self._serving.set()
+
+    def _stop_for_good(self, reason: str) -> None:
+        self.failure = self.failure or reason
+        self._flights.fail(self.failure)
+        self._serving.set()  # who waits is to hear of it
+
+    def _check(self) -> None:
+        if self.failure:
+            raise EngineError(self._stopped())
+
+    def _stopped(self) -> str:
+        return f"the SGLang engine has stopped: {self.failure}"
+
+    def _ready(self) -> Loading:
+        if self._loading is None:
+            raise EngineError("the SGLang engine was not started")
+        return self._loading
+
+    def _connected(self) -> SglangClient:
+        if self._client is None:
+            raise EngineError("the SGLang engine was not started")
+        return self._client

@@ -1,0 +1,163 @@
+"""Requests on their way to one SGLang server and back."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+
+from actors.engines.base import NOTHING, Generation, GenerationRequest
+from actors.engines.sglang.client import SglangClient
+from actors.engines.sglang.stream import Streamed
+from actors.engines.waiting import unless
+from bus.errors import EngineError, RequestRefusedError
+
+ABORT_AGAIN_S = 0.5
+"""An abort that overtakes its request is not heard: it is said until the request ends."""
+INTERRUPT_AGAIN_S = 0.05
+"""The same, while the whole server waits for it."""
+
+
+@dataclass(eq=False)
+class Flight:
+    """A request that has not been answered."""
+
+    request: GenerationRequest
+    rid: str
+    """Its name at the server."""
+    sent: asyncio.Task[Generation] | None = None
+    streamed: Streamed | None = None
+    """Its tokens so far, of a server that hands them out."""
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    interrupted: bool = False
+    """Whether it was ended, with all others, for the sake of new weights."""
+    failure: str = ""
+
+    async def admitted(self, serving: asyncio.Event) -> None:
+        """Wait until the server serves, or the request is aborted."""
+        while not serving.is_set() and not self.aborted.is_set():
+            await unless(self.aborted, serving.wait())
+
+    def begins_again(self, generation: Generation) -> bool:
+        """Whether it was interrupted before its first token, and nobody wants it ended."""
+        none = generation.finish_reason == "abort" and not len(generation.token_ids)
+        return none and self.interrupted and not self.aborted.is_set()
+
+    def left(self) -> Generation:
+        """The tokens that are left of it when it ends before its time."""
+        return self.streamed.kept() if self.streamed else NOTHING
+
+
+class Flights:
+    """Those of one engine, each from when it is asked for until its caller has heard of its end."""
+
+    def __init__(self, connected: Callable[[], SglangClient], number: int) -> None:
+        """`number` is the engine's, of those of this process; `connected` its server."""
+        self._connected = connected
+        self._flights: dict[str, Flight] = {}
+        self._rids = (f"{uuid.uuid4().hex}-{number:012d}" for number in count())  # none is another's prefix
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[Flight]:
+        """All of them."""
+        return iter(self._flights.values())
+
+    @property
+    def running(self) -> int:
+        """Requests at the server."""
+        return sum(flight.sent is not None for flight in self)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that were not sent yet."""
+        return len(self._flights) - self.running
+
+    @contextmanager
+    def new(self, request: GenerationRequest) -> Iterator[Flight]:
+        """One more, for as long as it is inside. Raises `RequestRefusedError` for an id that is in flight."""
+        if request.request_id in self._flights:
+            raise RequestRefusedError(
+                f"request {request.request_id} is already in flight: ids must be unique"
+            )
+        flight = Flight(request, self._rid(request))
+        self._flights[request.request_id] = flight
+        try:
+            yield flight
+        finally:
+            del self._flights[request.request_id]
+
+    def renew(self, flight: Flight) -> None:
+        """Make it one that was not sent yet."""
+        flight.rid, flight.sent, flight.interrupted = self._rid(flight.request), None, False
+
+    async def abort(self, request_id: str) -> None:
+        """End one, and return when it has ended. Unknown ids are ignored."""
+        flight = self._flights.get(request_id)
+        if flight is None:
+            return
+        flight.aborted.set()
+        while flight.sent is not None and not flight.sent.done():
+            with suppress(EngineError):  # the request hears of it too
+                await self._connected().abort(flight.rid)
+            await asyncio.wait({flight.sent}, timeout=ABORT_AGAIN_S)
+
+    def abandon(self, flight: Flight) -> None:
+        """End at the worker what nobody waits for any more."""
+        if flight.sent is not None:
+            flight.sent.cancel()
+
+        async def abort() -> None:
+            with suppress(EngineError):  # a server that is gone runs nothing
+                await self._connected().abort(flight.rid)
+
+        task = asyncio.create_task(abort())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def aborted(self) -> None:
+        """Wait until the server has been told of all that were abandoned, for a short time only."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=ABORT_AGAIN_S * 4)
+
+    def fail(self, reason: str) -> None:
+        """End all that are at the server."""
+        for flight in self:
+            if flight.sent is not None:
+                flight.failure = flight.failure or reason
+                flight.sent.cancel()
+
+    def weights_change(self) -> None:
+        """From now on the server may draw tokens with other weights, and a pair may end what has none yet."""
+        for flight in self:
+            flight.interrupted = flight.sent is not None
+            if flight.streamed is not None:
+                flight.streamed.weights_change()
+
+    async def interrupt(self, timeout_s: float) -> None:
+        """Have the server end all, and hand out what it has drawn. Raises `EngineError` as `drained` does."""
+        end_s = time.monotonic() + timeout_s
+        while under_way := {
+            flight: flight.sent for flight in self if flight.sent is not None and not flight.sent.done()
+        }:
+            if time.monotonic() > end_s:
+                raise EngineError(f"{len(under_way)} requests did not end within {timeout_s:g} s of an abort")
+            for flight in under_way:
+                flight.interrupted = True
+            with suppress(EngineError):  # the requests hear of it too
+                await self._connected().abort_all()
+            await asyncio.wait(under_way.values(), timeout=INTERRUPT_AGAIN_S)
+
+    def _rid(self, request: GenerationRequest) -> str:
+        return f"{next(self._rids)}-{request.request_id}"
+
+    async def drained(self, timeout_s: float) -> None:
+        """Wait for the end of all that are at the server. Raises `EngineError` when that takes too long."""
+        sent = {flight.sent for flight in self if flight.sent is not None}
+        if sent:
+            _, late = await asyncio.wait(sent, timeout=timeout_s)
+            if late:
+                raise EngineError(
+                    f"{len(late)} requests did not end within actors.engine.update_timeout_s={timeout_s:g}"
+                )

@@ -1,0 +1,34 @@
+"""Tensors on their way into files, from which a server reads them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from storage.weights.tensors import TORCH_DTYPES, laid_out
+
+NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
+FROM_TORCH = {"format": "pt"}
+State = Mapping[str, torch.Tensor]
+"""By Hugging Face name."""
+
+
+def write_tensors(path: Path, state: State, metadata: Mapping[str, str] = FROM_TORCH) -> None:
+    """Make it a safetensors file of these tensors. Raises `OSError` where there is no room."""
+    kinds = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()}
+    beginning, places = laid_out(kinds, metadata)
+    with path.open("wb") as file:
+        file.write(beginning)
+        for name in places:  # not into a mapping: a full disk would kill us, by SIGBUS
+            file.write(raw(state[name]).numpy().data)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes on the host, uint8 [bytes]; the same memory where it lies there in one piece."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8)
+
+
+def bytes_of(state: State) -> int:
+    """Of all tensors."""
+    return sum(tensor.nbytes for tensor in state.values())

@@ -1,0 +1,172 @@
+"""An engine's weights on their way into a SGLang server: in files for as long as the server reads them."""
+
+import fcntl
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from actors.engines.sglang.changes import changes
+from actors.engines.sglang.tensor_files import NAMES, State, bytes_of, write_tensors
+from bus.errors import ConfigError, EngineError
+from storage.weights.tensors import spare_threads
+
+IN_MEMORY = Path("/dev/shm")
+PREFIX = "sluice-weights-"
+SETTLED_S = 60.0
+BUCKET_BYTES = 256 << 20
+"""Of tensors in the body of one request."""
+FILE_BYTES = 1 << 30
+"""Of tensors in one file, which one thread writes: the system lets no two write to a file at a time."""
+
+
+class HeldWeights:
+    """The newest weights of one engine, and the files in which a server reads them.
+
+    The tensors are those that it was given, not copies. Files exist from `write` on until `drop`:
+    they have what the server is to take. Beside it in `directory` lies the model's config."""
+
+    def __init__(self, model_dir: Path, parent: Path | None) -> None:
+        parent = parent or (IN_MEMORY if IN_MEMORY.is_dir() else Path(tempfile.gettempdir()))
+        parent.mkdir(parents=True, exist_ok=True)
+        _sweep(parent)
+        self._root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self._lock = (self._root / "lock").open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.directory = self._root / "model"
+        shutil.copytree(model_dir, self.directory, ignore=shutil.ignore_patterns("*.safetensors*"))
+        self.model_type = str(json.loads((model_dir / "config.json").read_text()).get("model_type", ""))
+        self.policy_version = -1
+        """Of the tensors; -1 when there are none yet."""
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._writes = 0
+
+    @property
+    def files(self) -> list[Path]:
+        """Those that are there; none that is written later has the name of one of them."""
+        return sorted(self.directory.glob("*.safetensors"))
+
+    @property
+    def tensors(self) -> State:
+        """All of them."""
+        return self._tensors
+
+    def keep(self, state: State, policy_version: int) -> None:
+        """Take the tensors, the first time all of them.
+
+        Raises `EngineError`, and takes none, when they are another model's."""
+        self._check(state)
+        self._tensors.update(state)
+        self.policy_version = policy_version
+
+    def write(self, state: State) -> Path:
+        """Return a directory with files that hold these. Raises `ConfigError` when it has no room.
+
+        Files are made anew each time: a server may have those before mapped."""
+        if unknown := [name for name, tensor in state.items() if tensor.dtype not in NAMES]:
+            dtype = state[unknown[0]].dtype
+            raise EngineError(f"tensor {unknown[0]} is {dtype}, which no safetensors file can hold")
+        parts = list(buckets(state, FILE_BYTES))
+        paths = self._anew(*(f"model-{number:05}" for number in range(len(parts))))
+        with self._room_for(state), ThreadPoolExecutor(spare_threads(), "write") as threads:
+            list(threads.map(write_tensors, paths, parts))
+        return self.directory
+
+    def write_changes(self, state: State) -> Path | None:
+        """Return a file with the elements that these have anew, for a server that has what is held.
+
+        `None` where it would be large, or cannot be told: then `write` them.
+        Raises `EngineError` for another model's tensors, `ConfigError` when there is no room."""
+        self._check(state)
+        found = changes(self._tensors, state)
+        if found is None:
+            return None
+        [path] = self._anew("changes")
+        with self._room_for(found.tensors):
+            write_tensors(path, found.tensors, found.metadata)
+        return path
+
+    def drop(self, files: Iterable[Path]) -> None:
+        """Remove files, which were read; a server that still has them mapped keeps their pages."""
+        for file in files:
+            file.unlink(missing_ok=True)
+
+    def _anew(self, *names: str) -> list[Path]:
+        """Paths of new files; those that are there go."""
+        self.drop(self.files)
+        self._writes += 1
+        return [self.directory / f"{name}-{self._writes}.safetensors" for name in names]
+
+    def smallest(self) -> State:
+        """The tensor of the fewest bytes. Raises `EngineError` when none is held."""
+        if not self._tensors:
+            raise EngineError("the first weights of an engine must be all of them: there were none")
+        name = min(self._tensors, key=lambda name: self._tensors[name].nbytes)
+        return {name: self._tensors[name]}
+
+    def forget(self) -> None:
+        """Hold no weights any more: the next are all of them."""
+        self._tensors = {}
+        self.policy_version = -1
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._tensors.clear()
+        shutil.rmtree(self._root, ignore_errors=True)
+        self._lock.close()
+
+    @contextmanager
+    def _room_for(self, state: State) -> Iterator[None]:
+        """Inside, files of these are written. Raises `ConfigError` where there is no room, and drops them."""
+        try:
+            yield
+        except OSError as error:
+            self.drop(self.files)
+            raise ConfigError(
+                f"no room for {bytes_of(state):,} bytes of weights in {self.directory} ({error.strerror}): "
+                "name a larger place with actors.engine.weights_directory"
+            ) from error
+
+    def _check(self, state: State) -> None:
+        if self.policy_version < 0:
+            return
+        for name, tensor in state.items():
+            held = self._tensors.get(name)
+            if held is None:
+                raise EngineError(f"tensor {name} is not one of this model: another model's weights?")
+            if held.shape != tensor.shape or held.dtype != tensor.dtype:
+                raise EngineError(
+                    f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}, "
+                    f"and was {held.dtype} {tuple(held.shape)}"
+                )
+
+
+def buckets(state: State, size_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors together as far as they are small, in order; a larger one is alone."""
+    bucket: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if bucket and bytes_of(bucket) + tensor.nbytes > size_bytes:
+            yield bucket
+            bucket = {}
+        bucket[name] = tensor
+    if bucket:
+        yield bucket
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what processes left behind that were killed: nobody holds their lock, old enough to be held."""
+    for lock in parent.glob(f"{PREFIX}*/lock"):
+        try:
+            if time.time() - lock.stat().st_mtime < SETTLED_S:
+                continue
+            with lock.open("r+") as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        except OSError:  # it is alive, or was removed meanwhile, or is another user's
+            continue

@@ -1,0 +1,116 @@
+"""What answers held-out prompts: an engine of their own, or the engines that roll out."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from actors.engines.base import Engine
+from actors.weights.follow import PolicyFollower, fetch_state
+from bus.connection import Bus
+from bus.errors import BusError, HandBackError
+from bus.messages import PolicyManifest
+from storage.weights.blob_sources import BlobSource
+
+log = structlog.get_logger()
+PATIENCE_S = 120.0
+"""Weights that take longer may be on their way to another actor."""
+LOOK_S = 1.0
+"""Between two looks at whether this actor is to end, and whether anybody still wants to know."""
+
+
+class EvaluationEngines(Protocol):
+    """Where an evaluator has its prompts answered."""
+
+    prompts_at_once: int | None
+    """As many are under way at a time; None for all."""
+    hands_back: bool
+    """Whether an evaluation that prompts are left of is another's when this process is to end."""
+    exact: bool
+    """Whether all tokens are of the version asked for; else later ones may draw them."""
+
+    async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
+        """An engine whose tokens are of these weights or of later ones of the same learner.
+
+        None when that learner is gone: nobody waits for the answer. Raises `BusError` or `StorageError` when
+        the weights cannot be had any more, and `HandBackError` when another may do it sooner."""
+
+    async def close(self) -> None:
+        """Let go of what was started for it."""
+
+
+class OwnEngine:
+    """An engine that keeps exactly the version asked for; it is started with the first."""
+
+    prompts_at_once: int | None = None
+    hands_back = False
+    exact = True
+
+    def __init__(self, build: Callable[[], Engine], blobs: BlobSource) -> None:
+        self._build = build
+        self._blobs = blobs
+        self._engine: Engine | None = None
+
+    async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
+        """Fetch them, also those of a learner that is gone, and load them."""
+        state = await fetch_state(self._blobs, policy)
+        if self._engine is None:
+            self._engine = self._build()
+            await self._engine.start()
+        await self._engine.load_weights(state, policy.policy_version)
+        return self._engine
+
+    async def close(self) -> None:
+        """Close the engine."""
+        if self._engine is not None:
+            await self._engine.close()
+
+
+class RolloutEngines:
+    """The engines that roll out: they take newer weights while they answer, and each token says which."""
+
+    hands_back = True
+    exact = False
+
+    def __init__(
+        self, bus: Bus, engine: Engine, follower: PolicyFollower, *, prompts_at_once: int | None
+    ) -> None:
+        """`follower` is what brings weights to `engine`, which is somebody else's to close."""
+        self.prompts_at_once = prompts_at_once
+        self._bus = bus
+        self._engine = engine
+        self._follower = follower
+
+    async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
+        """Wait until they have come by themselves: nothing is fetched for it."""
+        version, give_up = policy.policy_version, time.monotonic() + PATIENCE_S
+        while (left := give_up - time.monotonic()) > 0 and not stop.is_set():
+            if not await self._of_the_learner(policy):
+                return None
+            try:
+                async with asyncio.timeout(min(LOOK_S, left)):
+                    await self._follower.at_least(version, of=policy.incarnation)
+            except TimeoutError:
+                continue
+            return self._engine
+        if stop.is_set():
+            raise HandBackError(f"evaluation of version {version} was not begun when this actor was stopped")
+        raise HandBackError(
+            f"evaluation of version {version}: after {PATIENCE_S:g} s the engines of this actor still have "
+            f"version {self._engine.policy_version}: they are slow to load it, or it could not be had, "
+            "of which this actor's log says weights_not_fetched"
+        )
+
+    async def close(self) -> None:
+        """Leave them to the rollouts."""
+
+    async def _of_the_learner(self, policy: PolicyManifest) -> bool:
+        """Whether the learner that published these weights is the latest: then its versions come here."""
+        try:
+            found = await self._bus.get("policy", PolicyManifest)
+        except BusError as error:
+            log.warning("policy_not_known", reason=str(error))
+            return True
+        return found is None or found[0].incarnation == policy.incarnation

@@ -1,0 +1,191 @@
+"""Held-out accuracy of a policy version."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+
+from actors.engines.base import Engine, Sampling
+from actors.environments.base import Environment, Episode, Task
+from actors.evaluation.engines import EvaluationEngines
+from actors.policy.policy import Policy, Tokenizer
+from bus.blobs import get_blob
+from bus.codec import decode, encode
+from bus.connection import Bus
+from bus.consume import Inbox, consume
+from bus.errors import BusError, EngineLostError, HandBackError, SluiceError, StorageError
+from bus.messages import BlobRef, EvaluationResult, EvaluationTask, Prompt, PromptSet
+from bus.publish import Publisher, together
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What became of one prompt."""
+
+    reward: float
+    versions: frozenset[int] = frozenset()
+    """Of the weights that drew its tokens."""
+    failed: bool = False
+
+
+class Evaluator:
+    """Answers evaluation tasks one at a time."""
+
+    def __init__(
+        self, bus: Bus, engines: EvaluationEngines, tokenizer: Tokenizer, environment: Environment, *,
+        sampled: Sampling, greedy: Sampling,
+    ) -> None:  # fmt: skip
+        self.doing = ""
+        self._bus = bus
+        self._engines = engines
+        self._tokenizer = tokenizer
+        self._sampled = sampled
+        self._greedy = greedy
+        self._environment = environment
+        self._publisher = Publisher(bus)
+        self._prompts: dict[str, Sequence[Prompt]] = {}
+        self._stop = asyncio.Event()
+        self._latest: tuple[BlobRef, EvaluationResult] | None = None
+        """The result before, and the prompts it is of; None if some of its rollouts failed."""
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Evaluate until `stop`."""
+        self._stop = stop
+        inbox = Inbox(self._bus, "TASKS", "evaluation")
+        try:
+            await consume(inbox, self._bus, EvaluationTask, self._on_task, stop=stop, concurrency=1)
+        finally:
+            await self._engines.close()
+
+    async def _on_task(self, task: EvaluationTask) -> None:
+        version = task.policy.policy_version
+        self.doing = f"evaluating version {version}"
+        try:
+            result = await self._evaluated(task)
+        except (BusError, StorageError) as error:  # the learner keeps what is to be evaluated while it lives
+            log.warning("evaluation_skipped", policy_version=version, reason=str(error))
+        else:
+            if result is not None:
+                await self._publish(result)
+        finally:
+            self.doing = ""
+
+    async def _evaluated(self, task: EvaluationTask) -> EvaluationResult | None:
+        """The result, or None where it would be of no use.
+
+        Raises `BusError` or `StorageError` when prompts or weights cannot be had."""
+        started, version = time.monotonic(), task.policy.policy_version
+        prompts = await self._heldout(task.prompts)
+        engine = await self._engines.with_weights(task.policy, self._stop)
+        if engine is None:
+            log.warning("evaluation_skipped", policy_version=version, reason="its learner is gone")
+            return None
+        if known := self._known(task):
+            return replace(known, policy_version=version, seconds=time.monotonic() - started)
+        sampled = await self._answers(prompts, engine, self._sampled)
+        greedy = await self._answers(prompts, engine, self._greedy)
+        answers = (*sampled, *greedy)
+        versions = frozenset[int]().union(*(answer.versions for answer in answers))
+        if not versions:
+            log.warning("evaluation_skipped", policy_version=version, reason="no rollout drew a token")
+            return None
+        if min(versions) < version:
+            log.warning("evaluation_skipped", policy_version=version, reason="older weights came meanwhile")
+            return None
+        result = EvaluationResult(
+            policy_version=version,
+            incarnation=task.policy.incarnation,
+            sampled=_accuracy(sampled),
+            greedy=_accuracy(greedy),
+            prompts=len(prompts),
+            seconds=time.monotonic() - started,
+            oldest_version=min(versions),
+            newest_version=max(versions),
+            failed=sum(answer.failed for answer in answers),
+        )
+        self._latest = None if result.failed else (task.prompts, result)
+        return result
+
+    def _known(self, task: EvaluationTask) -> EvaluationResult | None:
+        """The result before, if no token of it is older than the version asked for: it is of this one too.
+
+        So evaluations that take longer than their versions do not pile up. The version that the learner is at
+        is measured alone nevertheless: no token is of a later one."""
+        if self._latest is None:
+            return None
+        (prompts, result), version = self._latest, task.policy.policy_version
+        same = prompts.digest == task.prompts.digest and result.incarnation == task.policy.incarnation
+        oldest, newest = result.drawn_by
+        answers = oldest == newest == version if self._engines.exact else oldest >= version
+        return result if same and answers else None
+
+    async def _publish(self, result: EvaluationResult) -> None:
+        name = f"evaluation-{result.incarnation}-{result.policy_version}"
+        await self._publisher.publish(
+            self._bus.subject("events", "evaluation"), encode(result), message_id=name
+        )
+        log.info(
+            "evaluated",
+            policy_version=result.policy_version,
+            drawn_by=result.drawn_by,
+            sampled=result.sampled,
+            greedy=result.greedy,
+            failed=result.failed,
+        )
+
+    async def _answers(
+        self, prompts: Sequence[Prompt], engine: Engine, sampling: Sampling
+    ) -> Sequence[_Answer]:
+        """One for each prompt.
+
+        Raises `HandBackError` when this process is to end before all are begun and others can do it, and
+        `EngineLostError` when no engine is left."""
+        policy = Policy(engine, self._tokenizer, sampling)
+        places = asyncio.Semaphore(self._engines.prompts_at_once or len(prompts))
+
+        async def answer(task: Task) -> _Answer:
+            async with places:
+                if self._engines.hands_back and self._stop.is_set():
+                    raise HandBackError("an evaluation was not finished when this actor was stopped")
+                return await self._answer(task, policy)
+
+        return await together(answer(_task(n, prompt)) for n, prompt in enumerate(prompts))
+
+    async def _answer(self, task: Task, policy: Policy) -> _Answer:
+        """A rollout that fails, or whose reward is not known at once, has reward 0."""
+        try:
+            episode = await self._environment.run(task, policy.fresh(task.task_id))
+        except (EngineLostError, HandBackError):  # not the rollout's fault: the evaluation is another actor's
+            raise
+        except SluiceError as error:
+            log.warning("evaluation_rollout_failed", task=task.task_id, reason=str(error))
+            return _Answer(reward=0.0, failed=True)
+        [first, *_] = episode.trajectories
+        if first.reward_due:
+            log.warning("evaluation_rollout_failed", task=task.task_id, reason="its reward comes later")
+        return _Answer(reward=0.0 if first.reward_due else first.reward, versions=_versions(episode))
+
+    async def _heldout(self, ref: BlobRef) -> Sequence[Prompt]:
+        if ref.digest not in self._prompts:
+            self._prompts = {ref.digest: decode(await get_blob(self._bus, ref), PromptSet).prompts}
+        return self._prompts[ref.digest]
+
+
+def _accuracy(answers: Sequence[_Answer]) -> float:
+    return sum(answer.reward for answer in answers) / len(answers)
+
+
+def _versions(episode: Episode) -> frozenset[int]:
+    """Of the weights that drew its tokens."""
+    drawn = (t.policy_versions[t.policy_versions >= 0].tolist() for t in episode.trajectories)
+    return frozenset[int]().union(*drawn)
+
+
+def _task(number: int, prompt: Prompt) -> Task:
+    return Task(
+        task_id=f"heldout-{number}", prompt=prompt.content, label=prompt.label, metadata=prompt.metadata
+    )

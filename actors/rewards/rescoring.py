@@ -1,0 +1,78 @@
+"""Stored answers, scored again as the actor scored them, by another reward."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from actors.environments.base import Task
+from actors.policy.policy import ChatFormat
+from actors.rewards.base import LATER, Answer, RewardError
+from actors.rewards.scoring import Scorer
+from bus.errors import ConfigError
+from bus.messages import Prompt, Trajectory
+from storage.client.score_tables import Score
+
+
+@dataclass
+class Rescored:
+    """What came of it."""
+
+    scores: list[Score] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    """Of each trajectory that has no new score, why."""
+
+
+async def rescore(
+    group: Sequence[Trajectory], prompt: Prompt, chat: ChatFormat, scorer: Scorer, into: Rescored
+) -> None:
+    """Score a group's answers to `prompt`, adding to `into`. Raises `ConfigError` when they answer another.
+
+    Args:
+        group: single-turn trajectories, from the store.
+        prompt: that of the group's lease.
+        chat: the run's tokenizer and chat template.
+        scorer: the new reward.
+        into: gets a score of each, or why there is none.
+    """
+    answers = [answer_of(trajectory, prompt, chat) for trajectory in group]
+    outcomes = await asyncio.gather(*map(scorer.score, answers), return_exceptions=True)
+    for trajectory, outcome in zip(group, outcomes, strict=True):
+        if isinstance(outcome, RewardError):
+            into.failures.append(str(outcome))
+        elif isinstance(outcome, BaseException):
+            raise outcome
+        elif outcome is LATER:
+            into.failures.append(
+                f"{trajectory.trajectory_id}: its new reward comes later: nothing waits for it"
+            )
+        else:
+            into.scores.append(Score(trajectory.trajectory_id, trajectory.reward, outcome))
+
+
+def answer_of(trajectory: Trajectory, prompt: Prompt, chat: ChatFormat) -> Answer:
+    """What the actor's reward function was given. Raises `ConfigError` for another prompt's trajectory, or
+    one of several turns, whose text nothing stored tells."""
+    name = trajectory.trajectory_id
+    task = Task(task_id=name, prompt=prompt.content, label=prompt.label, metadata=prompt.metadata)
+    sampled = np.flatnonzero(trajectory.loss_mask)
+    begin, end = int(sampled[0]), int(sampled[-1]) + 1
+    if end - begin != len(sampled):
+        raise ConfigError(f"{name} has several turns: only single-turn answers can be scored again")
+    _, prompt_ids = chat.encode_chat(task.messages)
+    if tuple(trajectory.token_ids[:begin].tolist()) != prompt_ids:
+        raise ConfigError(
+            f"{name} does not answer the prompt that its lease has in these files: the prompts, their keys, "
+            "data.shuffle, the seed or the tokenizer have changed since; give them as they were"
+        )
+    token_ids = trajectory.token_ids[begin:end].tolist()
+    return Answer(
+        task_id=name,
+        messages=task.messages,
+        text=chat.decode(token_ids),
+        finish_reason=trajectory.finish_reason,
+        label=prompt.label,
+        metadata=prompt.metadata,
+        token_count=len(token_ids),
+    )

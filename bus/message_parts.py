@@ -1,0 +1,325 @@
+"""A message too large to travel whole: numbered parts under one id, put together again before it is decoded.
+
+Parts of one message are on one subject and must reach one consumer: a durable that several processes pull
+from wants whole messages (`Publisher(bus, part_bytes=None)`).
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import nats.errors
+import structlog
+import xxhash
+from nats.aio.msg import Msg
+
+from bus.connection import Bus
+from bus.dead_letters import set_aside
+from bus.errors import BusError, SchemaError
+from bus.topology import ACK_WAIT_S, DUPLICATE_WINDOW_S
+
+log = structlog.get_logger()
+PART_BYTES = 512 << 10
+SET = "Sluice-Set"
+"""Header of a part: `<n>/<parts>/<bytes of the whole>/<xxh3-128 of the whole>`, n from 0."""
+MAX_PARTS = 1 << 14
+"""A consumer may have 65536 messages unacked; one set must not take them all."""
+HELD_BYTES = 512 << 20
+"""What the incomplete sets of one consumer may reserve together; also the largest message."""
+INCOMPLETE_S = 900.0
+"""Longer than a publisher tries (600 s): a set that is dropped was never reported as published."""
+STALLED_S = 60.0
+"""A set that gained no part for so long gives way to others; longer than any part takes to be redelivered."""
+LONGEST_DELAY_S = 20.0
+LONGEST_LOOK_S = 5.0
+"""A consumer that pulls does so more often."""
+
+
+class SetKey(NamedTuple):
+    """What the parts of one attempt to publish one message have in common."""
+
+    subject: str
+    message_id: str
+    parts: int
+    size_bytes: int
+    digest: str
+
+
+def split(data: bytes, message_id: str, part_bytes: int) -> Iterator[tuple[dict[str, str], bytes]]:
+    """The parts of `data` with their headers.
+
+    The digest is in each part's id: a second attempt with other bytes is no duplicate of the first, whose
+    parts may have stayed without their siblings.
+    """
+    digest = xxhash.xxh3_128_hexdigest(data)
+    view = memoryview(data)
+    parts = -(-len(data) // part_bytes)
+    for n in range(parts):
+        headers = {
+            "Nats-Msg-Id": f"{message_id}.{digest}.{n}of{parts}",
+            SET: f"{n}/{parts}/{len(data)}/{digest}",
+        }
+        yield headers, bytes(view[n * part_bytes : (n + 1) * part_bytes])
+
+
+def _place(raw: Msg) -> tuple[SetKey, int]:
+    """The set a part belongs to and its number there. Raises `SchemaError` for headers that are not ours."""
+    headers = raw.headers or {}
+    try:
+        number, parts, size, digest = headers[SET].split("/")
+        key = SetKey(raw.subject, "", int(parts), int(size), digest)
+        n = int(number)
+    except ValueError as error:
+        raise SchemaError(f"{SET} {headers[SET][:100]!r} does not place a part: {error}") from error
+    message_id, found, _ = headers.get("Nats-Msg-Id", "").rpartition(f".{digest}.{n}of{parts}")
+    if not (found and 0 <= n < key.parts <= MAX_PARTS and 0 < len(raw.data) <= key.size_bytes):
+        raise SchemaError(f"{SET} {headers[SET][:100]!r} does not fit a part of {len(raw.data)} bytes")
+    return key._replace(message_id=message_id), n
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A message as it was published, and the one or many that carried it."""
+
+    data: bytes
+    raws: Sequence[Msg]
+    key: SetKey | None = None
+    parts: "Parts | None" = None
+
+    @property
+    def subject(self) -> str:
+        """What it was published on."""
+        return str(self.raws[0].subject)
+
+    async def ack(self) -> None:
+        """Done with it: the stream forgets it."""
+        try:
+            for raw in self.raws:
+                await raw.ack()
+        except nats.errors.Error as error:
+            raise BusError(f"cannot ack {self.subject}: {error}") from error
+        if self.parts is not None and self.key is not None:
+            await self.parts.settle(self.key)
+
+    async def set_aside(self, bus: Bus, error: SchemaError) -> None:
+        """Move it to DEAD, for this reason."""
+        await set_aside(self.raws, self.data, bus, str(error), kind=error.kind, actor=error.actor)
+        if self.parts is not None and self.key is not None:
+            self.parts.forget(self.key)
+
+
+@dataclass
+class _Set:
+    """The parts that have come of a message, by number."""
+
+    raws: dict[int, Msg]
+    size_bytes: int
+    held_since: float
+    """On the clock of `Parts`."""
+
+
+@dataclass
+class _Progress:
+    """The most parts that were ever held together of a set, and since when no more."""
+
+    most: int
+    since: float
+    """On the clock of `Parts`."""
+
+
+class Parts:
+    """Puts the parts that one consumer receives together; what is incomplete waits here, within bounds.
+
+    A set reserves the size of its whole when its first part comes. Without room the part is sent back for
+    later, so those begun first are finished first. Nothing here outlives the process: unacked parts return.
+    """
+
+    def __init__(
+        self, bus: Bus, *, held_bytes: int = HELD_BYTES, incomplete_s: float = INCOMPLETE_S
+    ) -> None:  # fmt: skip
+        self._bus = bus
+        self._limit_bytes = held_bytes
+        self._incomplete_s = incomplete_s
+        self._sets: dict[SetKey, _Set] = {}
+        self._progress: dict[SetKey, _Progress] = {}
+        self._handed_out: set[SetKey] = set()
+        self._settled: dict[tuple[str, str], float] = {}
+        self._looked_s = 0.0
+        self._looked_at = time.monotonic()
+
+    @property
+    def held_bytes(self) -> int:
+        """What incomplete sets hold now."""
+        return sum(held.size_bytes for held in self._sets.values())
+
+    async def collect(self, raws: Sequence[Msg]) -> list[Whole]:
+        """The messages that are complete with `raws`: each that travelled whole, and each set now full."""
+        self._tick()
+        wholes = []
+        for raw in raws:
+            if not (raw.headers and SET in raw.headers):
+                wholes.append(Whole(raw.data, (raw,)))
+                continue
+            try:
+                whole = await self._add(raw)
+            except SchemaError as error:
+                await set_aside([raw], raw.data, self._bus, str(error))
+            else:
+                wholes += [whole] if whole is not None else []
+        return wholes
+
+    async def settle(self, key: SetKey) -> None:
+        """Its message was handled: other attempts at it, and parts of it that come again, are not wanted."""
+        self.forget(key)
+        now = time.monotonic()
+        self._settled[key.subject, key.message_id] = now
+        self._settled = {name: at for name, at in self._settled.items() if now - at < DUPLICATE_WINDOW_S}
+        for other in [k for k in self._sets if (k.subject, k.message_id) == (key.subject, key.message_id)]:
+            self._progress.pop(other, None)
+            held = self._sets.pop(other, None)
+            for raw in held.raws.values() if held else ():
+                await _try(raw.ack())
+
+    def forget(self, key: SetKey) -> None:
+        """Its message is no longer in anybody's hands."""
+        self._handed_out.discard(key)
+
+    async def give_back(self) -> None:
+        """Let others have at once what is incomplete here."""
+        for key in list(self._sets):
+            await self._release(key, delay_s=0)
+
+    @asynccontextmanager
+    async def tended(self) -> AsyncIterator[None]:
+        """While inside, the stream is told that incomplete sets are waited for; too old ones go to DEAD."""
+        tending = asyncio.create_task(self._tend(), name="tend parts")
+        try:
+            yield
+        finally:
+            tending.cancel()
+            for known in (self._sets, self._progress, self._handed_out, self._settled):
+                known.clear()
+
+    def _tick(self) -> None:
+        """Count the time in which parts could come: a loop that is busy, or cut off, must drop none."""
+        now = time.monotonic()
+        if self._bus.client.is_connected:
+            self._looked_s += min(now - self._looked_at, LONGEST_LOOK_S)
+        self._looked_at = now
+
+    async def _add(self, raw: Msg) -> Whole | None:
+        key, n = _place(raw)
+        if key.size_bytes > self._limit_bytes:
+            raise SchemaError(f"a message of {key.size_bytes} bytes, this consumer holds {self._limit_bytes}")
+        settled_at = self._settled.get((key.subject, key.message_id))
+        if settled_at is not None and time.monotonic() - settled_at < DUPLICATE_WINDOW_S:
+            await _try(raw.ack())
+            return None
+        if key in self._handed_out:  # redelivered meanwhile: the ack to come covers it
+            return None
+        if key not in self._sets and not await self._make_room(key):
+            await _try(raw.nak(delay=min(2.0**raw.metadata.num_delivered, LONGEST_DELAY_S)))
+            return None
+        superfluous = self._keep(key, n, raw)
+        whole = await self._completed(key)
+        if superfluous is not None:
+            await _try(superfluous.ack())
+        return whole
+
+    async def _make_room(self, key: SetKey) -> bool:
+        """Reserve the size of the whole, at the cost of sets that stand still; False without room."""
+        for other in list(self._sets):
+            if self._fits(key):
+                break
+            if other in self._sets and self._idle_s(other) > STALLED_S:
+                await self._release(other, delay_s=LONGEST_DELAY_S)
+        if not self._fits(key):
+            return False
+        self._sets[key] = _Set({}, 0, held_since=self._looked_s)
+        self._progress.setdefault(key, _Progress(0, since=self._looked_s))
+        return True
+
+    def _fits(self, key: SetKey) -> bool:
+        return sum(known.size_bytes for known in self._sets) + key.size_bytes <= self._limit_bytes
+
+    def _idle_s(self, key: SetKey) -> float:
+        """For how long it has been held without a new part."""
+        return self._looked_s - max(self._progress[key].since, self._sets[key].held_since)
+
+    def _keep(self, key: SetKey, n: int, raw: Msg) -> Msg | None:
+        """Put the part in its place; returns the one that was there, if it is another message."""
+        held = self._sets[key]
+        known = held.raws.get(n)
+        size_bytes = held.size_bytes + len(raw.data) - (len(known.data) if known else 0)
+        if size_bytes > key.size_bytes:
+            raise SchemaError(f"part {n} of {key.message_id}: the parts exceed {key.size_bytes} bytes")
+        held.raws[n] = raw
+        held.size_bytes = size_bytes
+        if len(held.raws) > self._progress[key].most:
+            self._progress[key] = _Progress(len(held.raws), since=self._looked_s)
+        again = known is not None and known.metadata.sequence.stream != raw.metadata.sequence.stream
+        return known if again else None
+
+    async def _completed(self, key: SetKey) -> Whole | None:
+        held = self._sets[key]
+        if len(held.raws) < key.parts:
+            return None
+        del self._sets[key], self._progress[key]
+        raws = [held.raws[n] for n in range(key.parts)]
+        data = b"".join(raw.data for raw in raws)
+        if len(data) != key.size_bytes or xxhash.xxh3_128_hexdigest(data) != key.digest:
+            await set_aside(raws, data, self._bus, f"{key.message_id}: the parts do not have their digest")
+            return None
+        for raw in raws:
+            raw.data = b""  # the whole has them
+        self._handed_out.add(key)
+        return Whole(data, raws, key, self)
+
+    async def _release(self, key: SetKey, delay_s: float) -> None:
+        held = self._sets.pop(key, None)
+        for raw in held.raws.values() if held else ():
+            await _try(raw.nak(delay=delay_s))
+
+    async def _tend(self) -> None:
+        while True:
+            await asyncio.sleep(min(ACK_WAIT_S / 3, self._incomplete_s / 4))
+            for key in list(self._sets):
+                if key in self._sets and self._too_old(key):  # it may be complete since
+                    await self._drop(key)
+            for raw in [raw for held in self._sets.values() for raw in held.raws.values()]:
+                await _try(raw.in_progress())
+            horizon = self._looked_s - 4 * self._incomplete_s
+            self._progress = {
+                key: p for key, p in self._progress.items() if key in self._sets or p.since > horizon
+            }
+
+    def _too_old(self, key: SetKey) -> bool:
+        """No new part for long, though it had the time to gather those that were sent back."""
+        waited_s = self._looked_s - self._progress[key].since
+        return waited_s > self._incomplete_s and self._idle_s(key) > min(STALLED_S, self._incomplete_s)
+
+    async def _drop(self, key: SetKey) -> None:
+        held = self._sets.pop(key)
+        del self._progress[key]
+        missing = list(islice((n for n in range(key.parts) if n not in held.raws), 20))
+        reason = (
+            f"{key.message_id}: {len(held.raws)} of {key.parts} parts came, "
+            f"none for {self._incomplete_s:g} s; missing {missing}"
+        )
+        raws = [held.raws[n] for n in sorted(held.raws)]
+        try:
+            await set_aside(raws, raws[0].data, self._bus, reason)
+        except BusError as error:  # they are redelivered and dropped then
+            log.warning("parts_not_dropped", message_id=key.message_id, reason=str(error))
+
+
+async def _try(answer: Awaitable[None]) -> None:
+    """Tell the stream; when the bus is away, the ack wait brings the part back."""
+    try:
+        await answer
+    except nats.errors.Error as error:
+        log.debug("part_not_answered", reason=str(error))

@@ -1,0 +1,239 @@
+"""What an actor costs: rollouts through the bus, the recording and the engine, over the bare SGLang server.
+
+Both do the same requests, all at once, in turns in one run; log-probs are compared with transformers'."""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from actors.config import SglangEngineConfig, SingleTurnConfig
+from actors.engines.base import GenerationRequest, Sampling
+from actors.engines.sglang.client import request_body
+from actors.engines.sglang.engine import SglangEngine
+from actors.engines.sglang.settings import interpreter
+from actors.environments.base import ChatMessage
+from actors.environments.single_turn import SingleTurn
+from actors.policy.policy import Policy
+from actors.rewards.group_filters import load_filter
+from actors.weights.follow import PolicyFollower
+from actors.worker import Worker
+from bus.codec import encode
+from bus.config import BusConfig
+from bus.connection import Bus
+from bus.errors import ConfigError, EngineError
+from bus.messages import Lease, Prompt
+from bus.publish import Publisher
+from bus.server import NatsServer
+from bus.topology import ensure
+
+SAMPLES = 8
+"""Rollouts of each prompt."""
+PARITY_PROMPTS = 8
+ROUND_TIMEOUT_S = 300.0
+POLL_S = 0.005
+
+
+@dataclass(frozen=True)
+class ActorLoad:
+    """How much is asked for."""
+
+    concurrency: int = 128
+    """Requests, all at once: a multiple of `SAMPLES`."""
+    new_tokens: int = 64
+    """Of each answer."""
+    rounds: int = 3
+    """Measured of each side."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for what cannot be asked for."""
+        if self.concurrency < SAMPLES or self.concurrency % SAMPLES:
+            raise ConfigError(f"{self.concurrency} requests at once: give a multiple of {SAMPLES}")
+        if self.new_tokens < 1 or self.rounds < 1:
+            raise ConfigError(f"{self.new_tokens} tokens in {self.rounds} rounds: give at least 1 of each")
+
+    @property
+    def groups(self) -> int:
+        """Prompts in flight."""
+        return self.concurrency // SAMPLES
+
+    @property
+    def tokens(self) -> int:
+        """Of a round."""
+        return self.concurrency * self.new_tokens
+
+    @property
+    def sampling(self) -> Sampling:
+        """Of every request."""
+        return Sampling(max_new_tokens=self.new_tokens)
+
+
+class Characters:
+    """A tokenizer whose tokens are the code points below 256."""
+
+    def apply_chat_template(
+        self, conversation: list[ChatMessage], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        """Join what was said."""
+        return "\n".join(str(message["content"]) for message in conversation)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Code points."""
+        return list(text.encode("latin-1"))
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Characters; tokens above 255 share them."""
+        return "".join(chr(token % 256) for token in token_ids)
+
+
+async def bench_actor(
+    config: SglangEngineConfig, build: Callable[[], PreTrainedModel], load: ActorLoad
+) -> dict[str, float]:
+    """Medians over rounds, and log-probs beside those of the model that `build` gives.
+
+    Starts a server of its own, which takes up to minutes, unless the settings name one. Raises `ConfigError`
+    where SGLang is not installed."""
+    if config.url is None:
+        interpreter(config)  # before the model takes its time
+    model = build()
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as directory:
+        root = Path(directory)
+        model.config.save_pretrained(root / "model")
+        engine = SglangEngine(root / "model", config, root / "engine.log")
+        try:
+            await engine.start()
+            await engine.load_weights(_state(model), 0)
+            async with NatsServer(root / "nats") as server:
+                bare, actor = await _measure(engine, server.url, load)
+            differences = await _differences(engine, model, load)
+        finally:
+            await engine.close()
+    return {
+        "actor_over_bare_engine": float(np.median(np.array(actor) / np.array(bare))),
+        **differences,
+        "actor_tokens_per_s": float(np.median(actor)),
+        "bare_engine_tokens_per_s": float(np.median(bare)),
+        "concurrency": load.concurrency,
+        "new_tokens": load.new_tokens,
+    }
+
+
+def _state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """As a learner publishes: on the host, tied weights once."""
+    return {name: tensor.detach().cpu() for name, tensor in model.named_parameters()}
+
+
+async def _measure(engine: SglangEngine, bus_url: str, load: ActorLoad) -> tuple[list[float], list[float]]:
+    """Tokens per second of each round, bare and through an actor; the first round only warms up."""
+    bare, actor = [], []
+    async with Bus.connect(BusConfig(url=bus_url), "bench", name="bench") as bus:
+        await ensure(bus.js, bus.topology, shards=1)
+        await bus.create_keys()
+        for number in range(load.rounds + 1):
+            bare.append(await _bare(engine.url, number, load))
+            actor.append(await _through_an_actor(bus, engine, number, load))
+    return bare[1:], actor[1:]
+
+
+def _content(number: int, group: int) -> str:
+    """A prompt that no cache has seen before."""
+    return f"round {number}, prompt {group}: continue"
+
+
+async def _bare(url: str, number: int, load: ActorLoad) -> float:
+    """Every request at once, answers read and not looked at."""
+    tokens = [list(_content(number, group).encode()) for group in range(load.groups) for _ in range(SAMPLES)]
+    bodies = [
+        request_body(
+            GenerationRequest("", prompt, load.sampling), rid=f"bare-{number}-{n:05d}", salt=f"bare-{number}"
+        )
+        for n, prompt in enumerate(tokens)
+    ]
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def post(body: object) -> None:
+            async with session.post(f"{url}/generate", json=body) as response:
+                await response.read()
+                response.raise_for_status()
+
+        begun = time.perf_counter()
+        async with asyncio.timeout(ROUND_TIMEOUT_S):
+            await asyncio.gather(*map(post, bodies))
+        return load.tokens / (time.perf_counter() - begun)
+
+
+async def _through_an_actor(bus: Bus, engine: SglangEngine, number: int, load: ActorLoad) -> float:
+    """From leases on the bus to the last acknowledged trajectory."""
+    worker = Worker(
+        bus,
+        Policy(engine, Characters(), load.sampling),
+        SingleTurn.from_config(SingleTurnConfig(reward="exact")),
+        follower=PolicyFollower(bus, engine),
+        keep=load_filter("none"),
+        shards=1,
+        name="bench",
+        share_after_s=None,
+    )
+    publisher, stop = Publisher(bus), asyncio.Event()
+    for group in range(load.groups):
+        lease = Lease(
+            lease_id=number * load.groups + group,
+            prompt=Prompt(content=_content(number, group), label="none"),
+            samples=SAMPLES,
+            policy_version=0,
+        )
+        subject = bus.subject("tasks", "rollout")
+        await publisher.publish(subject, encode(lease), message_id=f"lease-{lease.lease_id}")
+    begun = time.perf_counter()
+    working = asyncio.create_task(worker.run(stop, groups_at_once=load.groups))
+    async with asyncio.timeout(ROUND_TIMEOUT_S):
+        while worker.counts["groups"] < load.groups:
+            if worker.counts["rejected"]:
+                raise EngineError("a rollout failed while it was measured: see what was logged before")
+            await asyncio.sleep(POLL_S)
+    seconds = time.perf_counter() - begun
+    stop.set()
+    await working
+    return load.tokens / seconds
+
+
+async def _differences(engine: SglangEngine, model: PreTrainedModel, load: ActorLoad) -> dict[str, float]:
+    """How far sampled tokens' log-probs are from one forward over the whole sequence, in nats.
+
+    `float32_head` ones are of an output layer in float32, as the learner computes them."""
+    found: dict[str, list[np.ndarray]] = {"": [], "float32_head_": []}
+    for group in range(PARITY_PROMPTS):
+        prompt = list(_content(0, group).encode())
+        request = GenerationRequest(f"parity-{group}", prompt, load.sampling)
+        generation = await engine.generate(request)
+        expected = _logprobs(model, prompt, generation.token_ids)
+        for name, values in zip(found, expected, strict=True):
+            found[name].append(np.abs(values - generation.logprobs))
+    return {
+        f"{name}logprob_{what}_abs_diff": float(measure(np.concatenate(differences)))
+        for name, differences in found.items()
+        for what, measure in (("max", np.max), ("mean", np.mean))
+    }
+
+
+@torch.inference_mode()
+def _logprobs(
+    model: PreTrainedModel, prompt: list[int], sampled: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of the sampled tokens, float32 [N], by the model's own output layer and by one in float32."""
+    sequence = torch.tensor([[*prompt, *sampled.tolist()]], device=model.device)
+    hidden = model.model(input_ids=sequence, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
+    tokens = torch.from_numpy(sampled).long().to(model.device)[:, None]
+    head = model.lm_head
+    own, precise = head(hidden).float(), hidden.float() @ head.weight.float().t()
+    first, second = (
+        logits.log_softmax(-1).gather(1, tokens)[:, 0].cpu().numpy() for logits in (own, precise)
+    )
+    return first, second

@@ -1,0 +1,249 @@
+"""How fast a step of the learner is, beside a bare megatron-core loop and transformers on the same batch.
+
+`python -m launch.benchmarks.learner` prints the figures as JSON. On CPU a small Qwen3 in float32, the sides
+taking turns; on CUDA a Qwen3-0.6B in bfloat16, one side after the other. Our side computes the RL
+loss with its importance ratios, entropy and diagnostics; the others a plain cross-entropy.
+"""
+
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from bus.codec import Json
+from launch.benchmarks.learner_bare_megatron import BareLoop
+from launch.benchmarks.model_shapes import SHAPES
+from learner.backends.megatron.process_groups import close_world, device, init_world
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import TISLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+from learner.data.packing import MicroBatch, Sample, pack
+
+PEAK_FLOPS = 989e12
+"""Dense bfloat16 of one H100 or H200 SXM, by the vendor's datasheet."""
+OPTIMIZER = OptimizerConfig(lr=1e-6)
+LIMITS: dict[str, Json] = {"step_over_bare": 0.95, "step_over_hf": 0.9}
+LIMITS_CUDA: dict[str, Json] = {"step_over_bare": 2.0, "step_over_hf": 1.0, "mfu": 0.45}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the shape of the batches it trains on."""
+
+    model: Qwen3Config
+    dtype: torch.dtype
+    sequence: int
+    """Tokens of each sequence."""
+    micro_batch: int
+    """Tokens of each micro-batch."""
+    micro_batches: int
+    rounds: int
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.micro_batch * self.micro_batches
+
+    def samples(self) -> list[Sample]:
+        """Random trajectories, all of whose tokens but the first are trained, as by the other sides."""
+        rng = np.random.default_rng(0)
+        mask = np.arange(self.sequence) > 0
+        return [
+            Sample(
+                token_ids=rng.integers(0, self.model.vocab_size, self.sequence).astype(np.int32),
+                loss_mask=mask,
+                behaviour_logprobs=np.where(mask, -np.log(self.model.vocab_size), 0).astype(np.float32),
+                policy_versions=np.zeros(self.sequence, np.int32),
+                advantage=float(rng.normal()),
+            )
+            for _ in range(self.tokens // self.sequence)
+        ]
+
+    def flops(self) -> float:
+        """Of one step, forward and backward without recomputation: 6 for each weight and token, 6 for each
+        pair that attention multiplies, half of which causality leaves out."""
+        config = self.model
+        heads = config.num_attention_heads * config.head_dim
+        attention = 6 * config.num_hidden_layers * heads * self.sequence
+        return float(self.tokens * (6 * weights(config) + attention))
+
+
+def weights(config: Qwen3Config) -> int:
+    """Of the matrices that every token is multiplied with: the embedding counts once, as the output layer."""
+    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
+    groups = config.num_key_value_heads * config.head_dim
+    layer = hidden * (2 * heads + 2 * groups + 3 * config.intermediate_size)
+    return int(config.num_hidden_layers * layer + config.vocab_size * hidden)
+
+
+def small() -> Workload:
+    """What a laptop trains in a fraction of a second."""
+    return Workload(qwen3(256, 768, 4, 8, 4, 32, 4096), torch.float32, 256, 2048, 2, rounds=7)
+
+
+def qwen3_600m(*, tokens: int) -> Workload:
+    """Qwen3-0.6B on 64k tokens a step, packed from sequences of 2k."""
+    config = Qwen3Config(**SHAPES["qwen3-0.6b"], attn_implementation="sdpa", use_cache=False)
+    return Workload(config, torch.bfloat16, 2048, tokens, 65536 // tokens, rounds=5)
+
+
+def qwen3(
+    hidden: int, intermediate: int, layers: int, heads: int, groups: int, head_dim: int, vocab: int
+) -> Qwen3Config:
+    """The shape of a model with tied embeddings."""
+    return Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=head_dim,
+        vocab_size=vocab,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+
+
+Step = Callable[[], object]
+
+
+def ours(workload: Workload, *, recompute: bool = False) -> Step:
+    """A step of the learner on batches that are packed."""
+    model = Qwen3ForCausalLM(workload.model)
+    parallel = ParallelConfig(recompute="full" if recompute else "none")
+    trainer = Trainer(workload.model, model.state_dict(), OPTIMIZER, dtype=workload.dtype, parallel=parallel)
+    batches, loss = pack(workload.samples(), workload.micro_batch), TISLoss()
+    return lambda: trainer.train_step(batches, loss, temperature=1.0, policy_version=0)
+
+
+def bare(workload: Workload) -> Step:
+    """A step of megatron-core as it comes, with nothing of ours."""
+    loop = BareLoop(workload.model, workload.dtype, lr=OPTIMIZER.lr)
+    batches = [batch.to(device()) for batch in pack(workload.samples(), workload.micro_batch)]
+    return lambda: loop.step(batches)
+
+
+def hugging_face(workload: Workload) -> Step:
+    """A step of transformers with torch's AdamW; on CUDA with liger-kernel, where it is installed."""
+    if torch.cuda.is_available():
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
+        apply_liger_kernel_to_qwen3()
+    model = Qwen3ForCausalLM(workload.model).to(device(), workload.dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr, fused=True)
+    batches = [_rows(batch, workload.sequence) for batch in pack(workload.samples(), workload.micro_batch)]
+
+    def step() -> None:
+        for tokens in batches:
+            (model(tokens, labels=tokens).loss / len(batches)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _rows(batch: MicroBatch, sequence: int) -> Tensor:
+    return batch.tokens.view(-1, sequence).to(device())
+
+
+def bench_learner() -> dict[str, Json]:
+    """Ratios with their limits, and the absolute figures behind them."""
+    with _world():
+        return _on_cuda() if torch.cuda.is_available() else side_by_side(small())
+
+
+@contextmanager
+def _world() -> Iterator[None]:
+    init_world()
+    try:
+        yield
+    finally:
+        close_world()
+
+
+def side_by_side(workload: Workload) -> dict[str, Json]:
+    """Ratios of the sides taking turns, in the world that there is."""
+    torch.set_num_threads(1)
+    steps = [side(workload) for side in (ours, bare, hugging_face)]
+    seconds = np.array([[_seconds(step) for step in steps] for _ in range(workload.rounds + 1)])[1:]
+    ratios = np.median(seconds / seconds[:, :1], axis=0)
+    rates = workload.tokens / np.median(seconds, axis=0)
+    return {
+        "ratios": {"step_over_bare": float(ratios[1]), "step_over_hf": float(ratios[2])},
+        "limits": LIMITS,
+        "absolute": dict(
+            zip(("tokens_per_s", "bare_tokens_per_s", "hf_tokens_per_s"), rates.tolist(), strict=True)
+        ),
+    }
+
+
+def _on_cuda() -> dict[str, Json]:
+    packed = qwen3_600m(tokens=32768)
+    figures: dict[str, Json] = {}
+    for name, side, workload in (
+        ("", ours, packed),
+        ("recompute_32k_", lambda w: ours(w, recompute=True), packed),
+        ("16k_", ours, qwen3_600m(tokens=16384)),
+        ("bare_", bare, qwen3_600m(tokens=16384)),
+        ("hf_", hugging_face, packed),
+    ):
+        figures |= {f"{name}{key}": value for key, value in _measured(side, workload).items()}
+    rate = float(str(figures["tokens_per_s"]))
+    return {
+        "ratios": {
+            "step_over_bare": rate / float(str(figures["bare_tokens_per_s"])),
+            "step_over_hf": rate / float(str(figures["hf_tokens_per_s"])),
+            "mfu": figures["mfu"],
+        },
+        "limits": LIMITS_CUDA,
+        "absolute": {"gpu": torch.cuda.get_device_name(), **figures},
+    }
+
+
+def _measured(side: Callable[[Workload], Step], workload: Workload) -> dict[str, Json]:
+    """Of one side by itself, its memory given back."""
+    step = side(workload)
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    seconds = statistics.median(_seconds(step) for _ in range(workload.rounds))
+    peak = torch.cuda.max_memory_allocated()
+    del step
+    gc.collect()
+    torch.cuda.empty_cache()
+    return {
+        "tokens_per_s": workload.tokens / seconds,
+        "mfu": workload.flops() / seconds / PEAK_FLOPS,
+        "peak_gib": peak / 2**30,
+    }
+
+
+def _seconds(step: Step) -> float:
+    """On CPU those of this process, which other work on the machine hardly changes; steps have one thread."""
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    _wait()
+    began = clock()
+    step()
+    _wait()
+    return clock() - began
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    print(json.dumps(bench_learner(), indent=2))  # noqa: T201 - the user's terminal

@@ -1,0 +1,87 @@
+"""What `launch bench overlap` reads of a run: the steps of its learner, the counters of its actors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from bus.errors import SluiceError
+from launch.watch.metrics import Record, number, read_records, whole
+from storage.disk.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Steps in one mode: from the end of step `first` to the end of step `last`."""
+
+    mode: str
+    first: int
+    last: int
+    after: int = 0
+    """The last step before the mode was changed to: those up to `first` settled it."""
+    began_s: float = 0.0
+    """When it was changed to, in seconds since the bench began."""
+    cut: bool = False
+    """Whether it was to have more steps."""
+
+    @property
+    def steps(self) -> range:
+        """Those that count."""
+        return range(self.first + 1, self.last + 1)
+
+
+@dataclass
+class Heard:
+    """What a run has said so far."""
+
+    steps: dict[int, Record]
+    """Of the learner, by number."""
+    readings: list[Record]
+    """Of the actors' process, in order of time."""
+
+    @classmethod
+    def of(cls, run: RunDirectory) -> Self:
+        """Read the run's record. Raises `SluiceError` when learner or actors were started again."""
+        heard = cls({}, [])
+        for record in read_records(run.metrics):
+            if record.get("train/stage") == "rl":
+                step = whole(record, "step")
+                if heard.steps.setdefault(step, record) != record:  # equal ones are one, sent twice
+                    raise SluiceError(f"step {step} was trained twice, so the learner died: see {run.logs}")
+            elif "engine/busy_s" in record:
+                heard.readings.append(record)
+        sources = {str(reading["source"]) for reading in heard.readings}
+        if len(sources) > 1:
+            raise SluiceError(f"actors were started again ({', '.join(sorted(sources))}): see {run.logs}")
+        heard.readings.sort(key=lambda reading: number(reading, "time_s"))
+        return heard
+
+    @property
+    def step(self) -> int:
+        """The latest; 0 before the first."""
+        return max(self.steps, default=0)
+
+    @property
+    def engines(self) -> int:
+        """How many the actors have."""
+        return whole(self.readings[-1], "engine/count")
+
+    def ended_s(self, step: int) -> float:
+        """When a step ended, in seconds since the epoch."""
+        return number(self.steps[step], "time_s")
+
+    def has_read_after(self, step: int) -> bool:
+        """Whether the actors have told their counters since the end of a step."""
+        return bool(self.readings) and number(self.readings[-1], "time_s") >= self.ended_s(step)
+
+    def counted(self, name: str, turn: Turn) -> float:
+        """How much a counter of the actors grew in a turn."""
+        span = self.ended_s(turn.first), self.ended_s(turn.last)
+        times, values = ([number(reading, key) for reading in self.readings] for key in ("time_s", name))
+        began, ended = np.interp(span, times, values)
+        return float(ended - began)
+
+    def step_s(self, steps: Sequence[int]) -> list[float]:
+        """Seconds that each took, waiting included, by the learner's clock."""
+        return [round(number(self.steps[step], "time/step_s"), 3) for step in steps if step in self.steps]

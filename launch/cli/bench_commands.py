@@ -1,0 +1,228 @@
+"""`launch bench WHAT`: parts of the system, and the whole, measured on this machine."""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from bus.errors import ConfigError, SluiceError
+from launch.cli.app import ActorsSettings, ConfigFile, Settings, app, layers_of
+from launch.config import ActorsProcess, RunConfig, flags, merge, validate
+from launch.process.runtime import configure_logging, fail, run
+
+bench = App(name="bench", help="Measure a part on this machine: ratios side by side in one run, with limits.")
+app.command(bench)
+AsJson = Annotated[bool, Parameter(name="--json", negative=())]
+Model = Annotated[str, Parameter(name="--model")]
+OLDEST_S = 60.0
+"""A process that has only imported what it needs."""
+
+
+@bench.command(name="bus", usage="Usage: launch bench bus [--json]")
+def bench_bus(*, as_json: AsJson = False) -> None:
+    """Publishing against TCP and the C client.
+
+    Parameters
+    ----------
+    as_json
+        Print one JSON object on one line.
+    """
+    from launch.benchmarks.bus import bench_bus as measured
+
+    _measure(measured, as_json=as_json)
+
+
+@bench.command(name="replay", usage="Usage: launch bench replay [--json]")
+def bench_replay(*, as_json: AsJson = False) -> None:
+    """Writing and reading segments against np.memmap, storing against taking, leases.
+
+    Parameters
+    ----------
+    as_json
+        Print one JSON object on one line.
+    """
+    from launch.benchmarks.replay import bench_replay as measured
+
+    _measure(measured, as_json=as_json)
+
+
+@bench.command(name="learner", usage="Usage: launch bench learner [--json]")
+def bench_learner(*, as_json: AsJson = False) -> None:
+    """A training step against a bare megatron-core loop and transformers, on the GPU if there is one.
+
+    Parameters
+    ----------
+    as_json
+        Print one JSON object on one line.
+    """
+    from launch.benchmarks.learner import bench_learner as measured
+
+    _measure(measured, as_json=as_json)
+
+
+@bench.command(name="weights", usage="Usage: launch bench weights [OPTIONS]")
+def bench_weights(
+    *,
+    model: Annotated[str | None, Parameter(name="--model")] = None,
+    versions: int = 8,
+    settings: Settings = RunConfig(),
+    as_json: AsJson = False,
+) -> None:
+    """A publication, from the learner's step to the engine that serves it.
+
+    Settings of the learner and the engine may be given, such as --actors.engine.type sglang,
+    --actors.engine.environment.CUDA_VISIBLE_DEVICES 1 or --learner.publication.transport.type files.
+
+    Parameters
+    ----------
+    model
+        Whose shape the policy has, with random weights: tiny, qwen3-0.6b, qwen3-8b. Without it a small one
+        on CPU, qwen3-0.6b on CUDA.
+    versions
+        Published while it is measured, after two that are not.
+    as_json
+        Print one JSON object on one line.
+    """
+    from launch.benchmarks.weights import bench_weights as measured
+    from launch.benchmarks.weights import settings as settings_of
+    from launch.benchmarks.weights import workload_of
+
+    configure_logging("info")
+    if versions < 1:
+        raise ConfigError(f"--versions {versions}: measure one at least")
+    config = settings_of(flags(settings))
+    _measure(lambda: measured(workload_of(model, config), config, versions=versions), as_json=as_json)
+
+
+@bench.command(name="actors", usage="Usage: launch bench actors [OPTIONS]")
+def bench_actors(
+    *,
+    model: Model = "tiny",
+    concurrency: int = 128,
+    new_tokens: int = 64,
+    rounds: int = 3,
+    server_only: Annotated[bool, Parameter(name="--server-only", negative=())] = False,
+    settings: ActorsSettings = ActorsProcess(),
+    as_json: AsJson = False,
+) -> None:
+    """The embedded engine against batched generate; an actor against the bare SGLang server, if there is one.
+
+    Parameters
+    ----------
+    model
+        Whose shape the server's has, with random weights: tiny, qwen3-0.6b, qwen3-8b.
+    concurrency
+        Requests at once at the server: a multiple of 8, which share a prompt.
+    new_tokens
+        Tokens of each answer.
+    rounds
+        Measured of each side, in turns, after one that warms up.
+    server_only
+        Leave the embedded engine out.
+    as_json
+        Print one JSON object on one line.
+    """
+    from launch.benchmarks.actors import ActorLoad
+    from launch.benchmarks.embedded_engine import bench_actors as measured
+    from launch.benchmarks.random_models import random_model, refuse_several, shape
+
+    configure_logging("warning")
+    shape(model)  # refuses an unknown name before anything runs
+    engine = validate({"actors": {"engine": {"type": "sglang"}}}, flags(settings)).actors.engine
+    if engine.type != "sglang":
+        raise ConfigError(f"--actors.engine.type {engine.type}: this command measures an SGLang server")
+    refuse_several(engine)
+    load = ActorLoad(concurrency=concurrency, new_tokens=new_tokens, rounds=rounds)
+    made = partial(random_model, model)
+    _measure(lambda: measured(engine, made, load, embedded=not server_only), as_json=as_json)
+
+
+@bench.command(name="overlap", usage="Usage: launch bench overlap [OPTIONS]")
+def bench_overlap(  # noqa: PLR0913 - each is a flag
+    *,
+    model: Model = "tiny",
+    learner_device: int | None = None,
+    engine_device: int | None = None,
+    steps: int = 10,
+    rounds: int = 2,
+    limit_s: float = inf,
+    prompt_tokens: int = 256,
+    config: ConfigFile = None,
+    settings: Settings = RunConfig(),
+    as_json: AsJson = False,
+) -> None:
+    """A whole run, in turns asynchronous and held synchronous: trajectories per second, and who waits.
+
+    Answers have forced, heavy-tailed lengths and random rewards (environment length_profile). All settings of
+    a run may be given, such as --actors.engine.type sglang, --admission.groups-per-step 32 or
+    --actors.environment.lengths.median 512.
+
+    Parameters
+    ----------
+    model
+        Whose shape the policy has, with random weights: tiny, qwen3-0.6b, qwen3-8b.
+    learner_device
+        GPU of the learner, as CUDA numbers it.
+    engine_device
+        GPU of the actors.
+    steps
+        Measured in each turn, after some in which the mode settles. Asynchronous ones come in bursts of
+        max_staleness + 1: a multiple of that is fair.
+    rounds
+        Each is a turn of one mode, then one of the other.
+    limit_s
+        Seconds from the start of this command for the run's start, measuring, and the run's end: measuring
+        ends 12 % or 45 s before, and is reported as far as it came; after 95 % the run is killed.
+    prompt_tokens
+        Length of each prompt.
+    config
+        TOML or JSON file of settings; flags go over it.
+    as_json
+        Print one JSON object on one line.
+    """
+    import psutil
+
+    from launch.benchmarks.overlap import WELL, Plan
+    from launch.benchmarks.overlap import bench_overlap as measured
+    from launch.benchmarks.overlap_settings import defaults, make
+    from launch.benchmarks.overlap_settings import settings as settings_of
+
+    if steps < 1 or rounds < 1:
+        raise ConfigError(f"--steps {steps} --rounds {rounds}: measure one step in one round at least")
+    if not limit_s > 0:
+        raise ConfigError(f"--limit-s {limit_s:g}: give some seconds, or leave it out to measure everything")
+    age_s = age_of_process(psutil.Process().create_time(), time.time())  # imports take seconds
+    plan = Plan(steps, rounds, limit_s, began=time.monotonic() - age_s)
+    configure_logging("info")
+    devices = {"learner": learner_device, "actors": engine_device}
+    layers = layers_of(None, config, {}, settings)
+    directory = Path(layers.get("directory", "runs/overlap")).absolute() / time.strftime("%Y%m%d-%H%M%S")
+    below = defaults(model, directory, devices=devices)
+    resolved = settings_of(merge(layers, {"directory": directory}), below, model, prompt_tokens=prompt_tokens)
+    make(resolved, model, prompt_tokens=prompt_tokens)
+    report = run(partial(measured, resolved, plan))
+    _show(report, as_json=as_json)
+    if report["ended"] != WELL:
+        fail(SluiceError(str(report["ended"])))
+
+
+def age_of_process(created_s: float, now_s: float) -> float:
+    """Seconds since it was created, within reason: in a container /proc may tell another machine's time."""
+    return min(max(now_s - created_s, 0.0), OLDEST_S)
+
+
+def _measure(measured: Callable[[], object], *, as_json: bool) -> None:
+    """Show what it returns. SIGTERM ends it as Ctrl-C does, which leaves no gigabytes in /tmp."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for what is in the background
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    _show(measured(), as_json=as_json)
+
+
+def _show(report: object, *, as_json: bool) -> None:
+    print(json.dumps(report, indent=None if as_json else 2))  # noqa: T201 - the user's terminal

@@ -1,0 +1,49 @@
+"""`launch convert ...`. Loads no torch: help is quick."""
+
+from pathlib import Path
+
+from cyclopts import App
+
+convert = App(
+    name="convert",
+    help="Convert models between Hugging Face directories and checkpoints.",
+    help_format="plaintext",
+)
+
+
+@convert.command(usage="Usage: launch convert hf-to-megatron SOURCE TARGET")
+def hf_to_megatron(source: Path, target: Path) -> None:
+    """Write a Hugging Face directory as a checkpoint of weights only, which --model.path takes.
+
+    Reads and writes tensor by tensor: the model may be larger than memory.
+
+    Parameters
+    ----------
+    source
+        Directory with config.json, safetensors files, and a tokenizer if there is one.
+    target
+        Directory to make; it appears when everything is written and verified.
+    """
+    from learner.backends.megatron.conversion.convert import hf_to_megatron
+
+    print(hf_to_megatron(source, target))  # noqa: T201 - the user's terminal
+
+
+@convert.command(usage="Usage: launch convert megatron-to-hf SOURCE TARGET [OPTIONS]")
+def megatron_to_hf(source: Path, target: Path, *, model: Path | None = None) -> None:
+    """Write the weights of a checkpoint as a Hugging Face directory.
+
+    Reads and writes tensor by tensor: the model may be larger than memory.
+
+    Parameters
+    ----------
+    source
+        A checkpoint, or a directory of checkpoints, of which the newest is taken.
+    target
+        Directory to make; it appears when everything is written and verified.
+    model
+        Hugging Face directory whose configuration and tokenizer go along; else what the checkpoint has.
+    """
+    from learner.backends.megatron.conversion.convert import megatron_to_hf
+
+    print(megatron_to_hf(source, target, model))  # noqa: T201 - the user's terminal

@@ -1,0 +1,91 @@
+"""`launch engines`: inference servers of a run that is going on."""
+
+import json
+from functools import partial
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from bus.errors import ConfigError
+from launch.cli.app import BusUrl, app, short_forms
+from launch.config import validate
+from launch.process.runtime import configure_logging, run
+
+engines = App(name="engines", help="Inference servers of a run that is going on: list them, join, leave.")
+app.command(engines)
+RunName = Annotated[str, Parameter(name="--run")]
+Actor = Annotated[str | None, Parameter(name="--actor")]
+
+
+@engines.command(name="list", usage="Usage: launch engines list --run RUN")
+def list_command(*, run_name: RunName = "default", bus: BusUrl = None) -> None:
+    """Show every actor's engines, what they do and their policy version, as JSON.
+
+    Parameters
+    ----------
+    run_name
+        Name of the run.
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    """
+    from launch.operations.engines import list_engines
+
+    configure_logging("warning")
+    found = run(partial(list_engines, validate({"run": run_name}, short_forms(bus))))
+    print(json.dumps(found, indent=2, sort_keys=True))  # noqa: T201 - the user's terminal
+
+
+@engines.command(name="join", usage="Usage: launch engines join URL --run RUN [--actor NAME]")
+def join_command(
+    url: str, /, *, run_name: RunName = "default", bus: BusUrl = None, actor: Actor = None
+) -> None:
+    """Have a running actor take in an SGLang server that runs already; it serves once it has the weights.
+
+    An actor that starts again has forgotten it: what is to stay is named in actors.engine.urls.
+
+    Parameters
+    ----------
+    url
+        The server, as http://host:port, as the actor's host reaches it.
+    run_name
+        Name of the run.
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    actor
+        Which actor, by its name in `launch engines list`; without it the one with the fewest engines.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url} is no URL of a server: write it as http://host:port")
+    _change("join", url, run_name, bus, actor)
+
+
+@engines.command(name="leave", usage="Usage: launch engines leave ENGINE --run RUN [--actor NAME]")
+def leave_command(
+    engine: str, /, *, run_name: RunName = "default", bus: BusUrl = None, actor: Actor = None
+) -> None:
+    """Have an actor let an engine go: what that was at goes on elsewhere, from its tokens so far.
+
+    Parameters
+    ----------
+    engine
+        Its name in `launch engines list`; of a server that joined, its URL.
+    run_name
+        Name of the run.
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    actor
+        Which actor, where several have an engine of that name.
+    """
+    _change("leave", engine, run_name, bus, actor)
+
+
+def _change(
+    action: Literal["join", "leave"], engine: str, run_name: str, bus: str | None, actor: str | None
+) -> None:
+    from bus.requests import EngineChange
+    from launch.operations.engines import change_engine
+
+    configure_logging("warning")
+    where = validate({"run": run_name}, short_forms(bus))
+    chosen = run(partial(change_engine, where, EngineChange(action=action, engine=engine), actor))
+    print(f"{engine} {'joined' if action == 'join' else 'left'} {chosen}")  # noqa: T201 - the user's terminal

@@ -1,0 +1,230 @@
+"""Commands for whoever looks at a run, feeds it, converts its weights, or measures."""
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from bus.errors import ConfigError, SluiceError
+from launch.cli.app import USAGE, BusUrl, ConfigFile, ReplaySettings, app, joining, short_forms
+from launch.cli.convert_commands import convert
+from launch.config import (
+    ReplayProcess,
+    resolve,
+    validate,
+)
+from launch.process.runtime import configure_logging, fail, run
+
+app.command(convert)
+
+
+@app.command(usage=USAGE.format("replay"))
+def replay(
+    *,
+    from_step: int = 0,
+    to_step: int | None = None,
+    config: ConfigFile = None,
+    scores: str | None = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    settings: ReplaySettings = ReplayProcess(),
+) -> None:
+    """Train steps of a run again from its directory: are the batches the same, and the losses?
+
+    With other settings it tells what would have come of the same batches under another objective.
+
+    Parameters
+    ----------
+    from_step
+        Where to start: the newest checkpoint up to it is loaded; 0 is the initial model.
+    to_step
+        The last step to train; without it, the newest.
+    config
+        The run's settings, TOML or JSON, where its directory does not hold them.
+    scores
+        Rewards to train with instead of those recorded: a table that `launch rescore` made.
+    as_json
+        Print the report as one JSON object on one line.
+    """
+    from launch.history.retrain import recorded_config, replay_status
+    from launch.history.retrain import replay as replay_run
+    from storage.disk.run_directory import RunDirectory
+
+    configure_logging("warning" if as_json else "info")
+    where, changed = joining({}, settings)
+    run_directory = RunDirectory(where.directory, where.run)
+    recorded = recorded_config(run_directory, config)
+    work = partial(replay_run, run_directory, recorded, changed, (from_step, to_step), scores=scores)
+    report = run(work)
+    print(json.dumps(report, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
+    raise SystemExit(replay_status(report))
+
+
+@app.command(usage=USAGE.format("restore"))
+def restore(
+    *,
+    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    directory: Path = Path("runs"),
+    archive: str | None = None,
+) -> None:
+    """Bring back the trajectories that a run's replay has archived. Its storage must be stopped.
+
+    Parameters
+    ----------
+    run_name
+        Name of the run.
+    directory
+        Where runs lie.
+    archive
+        Directory or fsspec URL, as the run's replay.archive, which is taken without it.
+    """
+    from launch.history.retrain import restore_run
+    from storage.disk.run_directory import RunDirectory
+
+    try:
+        restored = restore_run(RunDirectory(directory, run_name), archive)
+    except SluiceError as error:
+        fail(error)
+    print("\n".join(restored) or "nothing was retired")  # noqa: T201 - the user's terminal
+
+
+@app.command(usage="Usage: launch data --run NAME --prompts FILE [--keep-old]")
+def data(
+    *, prompts: Path, run_name: Annotated[str, Parameter(name="--run")] = "default", bus: BusUrl = None,
+    keep_old: Annotated[bool, Parameter(name="--keep-old", negative=())] = False,
+) -> None:  # fmt: skip
+    """Give a run that is going on other prompts, from its next lease on. They stay through restarts.
+
+    Parameters
+    ----------
+    prompts
+        Training prompts, .jsonl or .parquet, with the keys of the run.
+    run_name
+        Name of the run.
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    keep_old
+        Put them after the prompts that there are, instead of in their place.
+    """
+    from launch.operations.prompt_updates import add_data
+
+    configure_logging("warning")
+    accepted = run(partial(add_data, validate({"run": run_name}, short_forms(bus)), prompts, keep_old))
+    if accepted is not None:
+        print(f"{accepted.prompts} prompts, from lease {accepted.first_lease} on")  # noqa: T201 - the user's
+
+
+@app.command(name="reward", usage="Usage: launch reward [FILE] --run RUN [OPTIONS]")
+def reward_command(
+    file: Path = Path("-"),
+    /,
+    *,
+    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    bus: BusUrl = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Give trajectories that were published without it their reward.
+
+    Each line is an object like {"trajectory_id": "g00000012.3", "reward": 0.5}. Giving one twice is harmless.
+
+    Parameters
+    ----------
+    file
+        JSON Lines; - reads standard input, each line as it comes.
+    run_name
+        Name of the run.
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    as_json
+        Print the account as one JSON object only.
+    """
+    from launch.operations.give_rewards import give_rewards
+
+    configure_logging("warning")
+    given = run(partial(give_rewards, resolve(short_forms(bus), {"run": run_name}), file))
+    account = {"taken": given.taken, "refused": len(given.refused)}
+    said = (
+        json.dumps(account) if as_json else f"{given.taken} rewards given, {len(given.refused)} lines refused"
+    )
+    print(said, flush=True)  # noqa: T201 - the user's terminal
+    if given.refused:
+        fail(*(ConfigError(refusal) for refusal in given.refused))
+
+
+@app.command(usage="Usage: launch rescore --run RUN --reward NAME [OPTIONS]")
+def rescore(  # noqa: PLR0913 - each is a flag
+    *,
+    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    reward: Annotated[str, Parameter(name="--reward")],
+    from_step: int | None = None,
+    to_step: int | None = None,
+    leases: str | None = None,
+    name: str | None = None,
+    model: Path | None = None,
+    directory: Path = Path("runs"),
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Score the stored answers of an interval again with another reward, into a named table; needs no bus.
+
+    Parameters
+    ----------
+    run_name
+        Name of the run.
+    reward
+        A built-in reward, or my_pkg.my_module:function.
+    from_step
+        First optimizer step whose groups are scored; without it the run's first.
+    to_step
+        Last one; without it the run's last.
+    leases
+        Groups by their leases instead, like 0-255, whether a step trained on them or not.
+    name
+        Of the table, <run>/scores/<name>.jsonl; without it the reward's.
+    model
+        Directory with the run's tokenizer; without it that of the run.
+    directory
+        Where runs lie.
+    as_json
+        Print the result as one JSON object only.
+    """
+    from launch.history.rescore import Interval, parse_leases, run_rescore
+
+    configure_logging("warning")
+    if leases is not None and (from_step is not None or to_step is not None):
+        raise ConfigError("--leases and steps exclude each other: give one of them")
+    interval = Interval(from_step, to_step, parse_leases(leases) if leases is not None else None)
+    work = partial(run_rescore, directory, run_name, reward, interval, name=name, model=model)
+    result = run(work)
+    print(json.dumps(result.to_json()) if as_json else result)  # noqa: T201 - the user's terminal
+
+
+@app.command(usage=USAGE.format("soak"))
+def soak(
+    *,
+    minutes: float = 15.0,
+    seed: int = 0,
+    directory: Path = Path("runs/soaks"),
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Kill the processes of a real run at random, and account for every trajectory afterwards.
+
+    Parameters
+    ----------
+    minutes
+        How long the harm goes on: at least four kills a minute, longer if need be.
+    seed
+        Decides what is harmed, and when.
+    directory
+        Each soak leaves its run in a folder of its own there.
+    as_json
+        Print the account as one JSON object only.
+    """
+    from launch.chaos.soak import run_soak
+    from launch.history.trajectory_account import exit_status
+
+    configure_logging("warning" if as_json else "info")
+    result = run(partial(run_soak, minutes, seed, directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}"))
+    print(json.dumps(result, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
+    raise SystemExit(exit_status(result))

@@ -1,0 +1,184 @@
+"""`launch rescore`: the trajectories of an interval of a run, scored by another reward, without a bus."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from actors.config import SingleTurnConfig
+from bus.codec import Json
+from bus.errors import ConfigError
+from bus.messages import Trajectory
+from bus.topology import shard_of
+from launch.config import RunConfig, config_file, resolve
+from storage.client.score_tables import Comparison, compare, save_scores, scores_path
+from storage.disk.run_directory import RunDirectory
+from storage.dispatch.ledger_reader import facts_of, leases_of_steps
+from storage.prompts.data_sets import PastPrompts
+from storage.store.replay import ReplayStore
+
+if TYPE_CHECKING:  # loads torch
+    from actors.policy.policy import ChatFormat
+
+AT_ONCE = 64
+"""Groups in memory."""
+SHOWN_FAILURES = 5
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Which groups: those of optimizer steps, or those of leases, whether trained on or not."""
+
+    from_step: int | None = None
+    to_step: int | None = None
+    leases: range | None = None
+
+
+@dataclass(frozen=True)
+class Rescoring:
+    """A table that was made, and how it compares with what was trained with."""
+
+    run: str
+    reward: str
+    table: str
+    groups: int
+    groups_not_complete: int
+    """Leases of the interval whose groups were not complete in store."""
+    trajectories: int
+    failed: int
+    """Trajectories that the reward gave no number."""
+    failures: tuple[str, ...]
+    """Why, of the first."""
+    comparison: Comparison
+
+    def to_json(self) -> dict[str, Json]:
+        """For a program."""
+        values: dict[str, Json] = asdict(self)
+        del values["comparison"]
+        return {**values, **asdict(self.comparison)}
+
+    def __str__(self) -> str:
+        """For a human."""
+        to = self.comparison
+        correlation = "not defined" if to.rank_correlation is None else f"{to.rank_correlation:.3f}"
+        rows = (f"  was {r.old}: {r.trajectories}, now {r.mean_new:.4g} on average" for r in to.by_old)
+        lines = [
+            f"{self.trajectories} trajectories of {self.groups} groups scored by {self.reward}: "
+            f"mean {to.mean_old:.4g} -> {to.mean_new:.4g}",
+            f"changed {to.changed_fraction:.1%}, rank correlation {correlation}",
+            *rows,
+            *(f"without a score: {failure}" for failure in self.failures),
+            f"table: {self.table}",
+        ]
+        return "\n".join(lines)
+
+
+def parse_leases(text: str) -> range:
+    """`A-B`, both included. Raises `ConfigError`."""
+    first, dash, last = text.partition("-")
+    if not (dash and first.isdigit() and last.isdigit() and int(first) <= int(last)):
+        raise ConfigError(f"--leases {text!r}: write the first and the last, like 0-255")
+    return range(int(first), int(last) + 1)
+
+
+async def run_rescore(
+    directory: Path, run_name: str, reward: str, interval: Interval, stop: asyncio.Event, *,
+    name: str | None = None, model: Path | None = None,
+) -> Rescoring:  # fmt: skip
+    """Score the interval with `reward`, write the table, return what it says. `stop` leaves no table.
+
+    Raises `ConfigError` for a run, an interval or a reward that is not there, `StorageError` for groups that
+    were retired."""
+    run = RunDirectory(directory, run_name)
+    config = _config(run)
+    path = scores_path(run.path, name or reward.replace(":", "."))
+    from actors.rewards.registry import load_reward
+    from actors.rewards.scoring import Scorer
+
+    load_reward(reward)  # a wrong name shows before torch is loaded
+    with _stores(run, config.replay.shards) as stores:
+        leases, skipped = _leases(run, stores, interval)
+        from actors.rewards.rescoring import Rescored, rescore
+
+        chat = _chat(model or config.model.path or run.path / "model")
+        prompts = PastPrompts(facts_of(run.ledger), run.data)
+        environment = config.actors.environment
+        scored = environment if isinstance(environment, SingleTurnConfig) else SingleTurnConfig()
+        scorer = Scorer(reward, timeout_s=scored.reward_timeout_s)
+        found = Rescored()
+        for first in range(0, len(leases), AT_ONCE):
+            groups = await asyncio.to_thread(_read, stores, leases[first : first + AT_ONCE])
+            work = (rescore(group, prompts.of(group[0].lease_id), chat, scorer, found) for group in groups)
+            await asyncio.gather(*work)
+            if stop.is_set():
+                raise ConfigError(
+                    f"stopped after {first + len(groups)} of {len(leases)} groups: no table made"
+                )
+    if not found.scores:
+        raise ConfigError(f"{reward} scored none of {len(found.failures)} trajectories: {found.failures[0]}")
+    scores = sorted(found.scores, key=lambda score: score.trajectory_id)
+    await asyncio.to_thread(save_scores, path, scores)
+    return Rescoring(
+        run=run_name,
+        reward=reward,
+        table=str(path),
+        groups=len(leases),
+        groups_not_complete=skipped,
+        trajectories=len(scores),
+        failed=len(found.failures),
+        failures=tuple(found.failures[:SHOWN_FAILURES]),
+        comparison=compare(scores),
+    )
+
+
+def _config(run: RunDirectory) -> RunConfig:
+    if not run.exists:
+        raise ConfigError(
+            f"there is no run {run.name!r} in this directory: name it with --run and --directory"
+        )
+    return resolve(config_file(run.config))
+
+
+@contextmanager
+def _stores(run: RunDirectory, shards: int) -> Iterator[list[ReplayStore]]:
+    """Every shard, open for reading: a storage that writes them may go on."""
+    with ExitStack() as stack:
+        opened = (ReplayStore.open(run.replay(n), writable=False) for n in range(shards))
+        yield [stack.enter_context(closing(store)) for store in opened]
+
+
+def _leases(run: RunDirectory, stores: Sequence[ReplayStore], interval: Interval) -> tuple[list[int], int]:
+    """The leases of the interval that are complete, in order, and how many others there are."""
+    if interval.leases is not None:
+        complete = {lease_id for store in stores for lease_id in store.completed}
+        found = [lease_id for lease_id in interval.leases if lease_id in complete]
+        if not found:
+            raise ConfigError(
+                f"none of the leases {interval.leases[0]} to {interval.leases[-1]} is complete in store; "
+                f"{len(complete)} groups are, up to lease {max(complete, default='none')}"
+            )
+        return found, len(interval.leases) - len(found)
+    steps = leases_of_steps(run.ledger)
+    first, last = min(steps, default=0), max(steps, default=0)
+    begin, end = interval.from_step or first, last if interval.to_step is None else interval.to_step
+    trained = {lease_id for step, leases in steps.items() if begin <= step <= end for lease_id in leases}
+    if not trained:
+        there = f"steps {first} to {last}" if steps else "no step yet"
+        raise ConfigError(f"run {run.name!r} has no groups of steps {begin} to {end}: it trained {there}")
+    return sorted(trained), 0
+
+
+def _chat(model: Path) -> "ChatFormat":
+    from transformers import AutoTokenizer
+
+    from actors.policy.policy import ChatFormat
+
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"{model} is no model directory: name one with the run's tokenizer by --model")
+    return ChatFormat(AutoTokenizer.from_pretrained(model))
+
+
+def _read(stores: Sequence[ReplayStore], leases: Sequence[int]) -> list[list[Trajectory]]:
+    return [stores[shard_of(lease_id, len(stores))].read([lease_id]) for lease_id in leases]

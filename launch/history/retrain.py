@@ -1,0 +1,172 @@
+"""`launch replay` and `launch restore`: looking back at a run from its directory alone, without a bus."""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from bus.codec import Json
+from bus.errors import ConfigError
+from bus.messages import Trajectory
+from launch.config import RunConfig, config_file, resolve
+from launch.process.services import learner_settings
+from storage.client.score_tables import load_scores, scores_path
+from storage.disk.run_directory import RunDirectory
+from storage.store.archive import restore
+from storage.store.replay import ReplayStore
+
+log = structlog.get_logger()
+
+
+def recorded_config(run: RunDirectory, config: Path | None = None) -> RunConfig:
+    """The settings that the run's learner had when it last started, or those in the file `config`.
+
+    Raises `ConfigError` when the run's directory is not here, or does not say.
+    """
+    if not run.exists:
+        raise ConfigError(f"no run {run.name!r} here: give --run, and --directory where runs lie")
+    found = [config] if config else [path for path in (run.learner_config, run.config) if path.exists()]
+    if not found:
+        raise ConfigError(f"{run.path} does not hold the run's settings: give them with --config")
+    return resolve(config_file(found[0]), {"run": run.name})
+
+
+async def replay(
+    run: RunDirectory, config: RunConfig, overrides: Mapping[str, Any], steps: tuple[int, int | None],
+    stop: asyncio.Event, *, scores: str | None = None,
+) -> dict[str, Json]:  # fmt: skip
+    """Train the steps after the first of `steps` up to the last (None: the newest) again, and compare.
+
+    `overrides` change the objective of these steps, and `scores`, a table of `launch rescore`, their rewards.
+    On `stop` the report is of the steps done. Raises what `learner.timetravel.replay_steps` does.
+    """
+    changed = resolve(config.model_dump(), overrides)
+    reward = None if scores is None else scored_by(run, scores)
+    report = await asyncio.to_thread(_replay, run, config, changed, steps, stop, reward)
+    changes = report["changed"]
+    if scores is not None and isinstance(changes, dict):
+        changes["scores"] = scores
+    return report
+
+
+def scored_by(run: RunDirectory, name: str) -> Callable[[Trajectory], float]:
+    """The rewards of a score table; `ConfigError` for a table, or a trajectory in it, that is missing."""
+    scores = load_scores(scores_path(run.path, name))
+
+    def reward(trajectory: Trajectory) -> float:
+        found = scores.get((trajectory.lease_id, trajectory.sample))
+        if found is None:
+            raise ConfigError(
+                f"score table {name} lacks {trajectory.trajectory_id}: let `launch rescore` score these steps"
+            )
+        return found
+
+    return reward
+
+
+def _replay(
+    run: RunDirectory, config: RunConfig, changed: RunConfig, steps: tuple[int, int | None],
+    stop: asyncio.Event, reward: Callable[[Trajectory], float] | None,
+) -> dict[str, Json]:  # fmt: skip
+    from learner.backends.megatron.cpu.patches import adapt_megatron_to_cpu
+
+    adapt_megatron_to_cpu()
+    from learner.backends.megatron.process_groups import close_world, init_world
+    from learner.history.retrain import last_step, replay_steps, summary
+    from learner.service import prepare
+
+    began = time.monotonic()
+    settings, demonstrations = learner_settings(config, run)
+    from_step, to_step = steps[0], last_step(settings) if steps[1] is None else steps[1]
+    if not 0 <= from_step < to_step:
+        raise ConfigError(
+            f"from step {from_step} to {to_step} there is nothing to train: the first step is the one after "
+            "--from-step, the last --to-step"
+        )
+    initial = prepare(settings, demonstrations)
+    done = []
+    init_world()
+    try:
+        with ExitStack() as stack:
+            stores = [stack.enter_context(closing(_shard(run, n))) for n in range(config.replay.shards)]
+            for step in replay_steps(
+                settings,
+                initial,
+                stores,
+                from_step=from_step,
+                to_step=to_step,
+                changed=changed.learner,
+                reward=reward,
+            ):
+                done.append(step)
+                log.info("step_replayed", step=step.step, loss=step.loss, recorded=step.recorded_loss)
+                if stop.is_set():
+                    break
+    finally:
+        close_world()
+    found = summary(done)
+    changes = _differences(config.learner.model_dump(mode="json"), changed.learner.model_dump(mode="json"))
+    return {
+        "run": run.name,
+        "from_step": from_step,
+        "to_step": to_step,
+        "changed": {f"learner.{key}": value for key, value in changes.items()},
+        **{key: finite(value) for key, value in found.items()},
+        "seconds": time.monotonic() - began,
+    }
+
+
+def replay_status(report: Mapping[str, Json]) -> int:
+    """0 unless a batch was another than then, although nothing was changed."""
+    return 0 if report["changed"] or report["batches"] == report["batches_equal"] else 1
+
+
+def restore_run(run: RunDirectory, archive: str | None) -> list[str]:
+    """Bring back every segment that was retired into `archive` (None: the run's own); their paths.
+
+    Raises `ConfigError` when the run has no archive, `StorageError` while its storage is up, or naming what
+    the archive does not hold whole.
+    """
+    config = recorded_config(run)
+    archive = archive or config.replay.archive
+    if archive is None:
+        raise ConfigError(f"run {run.name!r} has no replay.archive: give its place with --archive")
+    found = []
+    for shard in range(config.replay.shards):
+        directory = run.replay(shard)
+        names = restore(directory, f"{archive.rstrip('/')}/{run.name}")
+        found += [str(directory / name) for name in names]
+    return found
+
+
+def _shard(run: RunDirectory, number: int) -> ReplayStore:
+    directory = run.replay(number)
+    if not any(directory.iterdir()):
+        raise ConfigError(f"{directory} is empty: bring the replay of the run's storage host here")
+    return ReplayStore.open(directory, writable=False)
+
+
+def _differences(before: Mapping[str, Json], after: Mapping[str, Json]) -> dict[str, Json]:
+    """Values of `after` that are others, by dotted key."""
+    found: dict[str, Json] = {}
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(value, dict) and isinstance(old, dict):
+            found |= {f"{key}.{inner}": v for inner, v in _differences(old, value).items()}
+        elif value != old:
+            found[key] = value
+    return found
+
+
+def finite(value: Json) -> Json:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not isfinite(value) else value

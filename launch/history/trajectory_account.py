@@ -1,0 +1,105 @@
+"""What became of every trajectory of a run that has ended, by what its parts left on the disk."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.codec import Json
+from bus.errors import StorageError
+from learner import lineage
+from storage.disk.run_directory import RunDirectory
+from storage.dispatch.ledger_reader import states_of
+from storage.store.replay import ReplayStore
+
+LOSS_TOLERANCE = 1e-5
+"""Between a step of the run and the same step trained again."""
+USED = ("stored", "leased", "committed")
+
+
+def account(
+    run: RunDirectory, *, shards: int, samples: int, max_staleness: int,
+    go_on: Callable[[], None] = lambda: None,
+) -> dict[str, Json]:  # fmt: skip
+    """Compare ledger, replay, checkpoint and lineage; counts are of trajectories, `samples` a group.
+
+    Before each group is read, `go_on` is called: what it raises ends the account. Raises `SluiceError` when
+    something to compare is missing, or cannot be read."""
+    progress = _progress(run.path / "progress.json")
+    groups = states_of(run.ledger)
+    lengths = _stored_lengths(run, shards, go_on)
+    trained = lineage.read(run.path / "lineage.jsonl", until_step=progress["step"])
+    uses = Counter(lease for leases in trained.values() for lease in leases)
+    overdue = progress["policy_version"] - max_staleness
+    missing = [lease for lease, (state, _) in groups.items() if state in USED and lease not in lengths]
+    stuck = [lease for lease, (state, version) in groups.items() if state == "issued" and version < overdue]
+    given = {lease for lease, (state, _) in groups.items() if state in ("leased", "committed")}
+    consumed = [lengths[lease] for lease in uses if lease in lengths]
+    if not consumed:
+        raise StorageError(f"of {len(uses)} groups that {run.path} was trained on its replay has none")
+    return {
+        "steps": progress["step"],
+        "groups_issued": len(groups),
+        "trajectories_trained": progress["trajectories_trained"],
+        "lost": (len(missing) + len(stuck)) * samples,
+        "trained_too_often": sum(n - 1 for n in uses.values() if n > 1) * samples,
+        "trained_but_not_in_ledger": len(set(uses) - given),
+        "given_but_not_trained": len(given - set(uses)),
+        "length_ks_p": ks_p(np.concatenate(consumed), np.concatenate(list(lengths.values()))),
+        "max_staleness_seen": progress["max_staleness_seen"],
+        "max_staleness_allowed": max_staleness,
+    }
+
+
+def exit_status(result: dict[str, Json]) -> int:
+    """0 when nothing was lost or trained on twice, the bound held, and resumes left no trace in the loss."""
+    clean = all(result[key] == 0 for key in ("lost", "trained_too_often", "trained_but_not_in_ledger"))
+    fair = float(str(result["length_ks_p"])) > 0.01
+    bounded = int(str(result["max_staleness_seen"])) <= int(str(result["max_staleness_allowed"]))
+    return 0 if clean and fair and bounded and _continuous(result) else 1
+
+
+def _continuous(result: dict[str, Json]) -> bool:
+    """Whether one process, trained on the same groups from step 0, saw the same batches and losses."""
+    whole = result["steps"] == result["replayed_batches"] == result["replayed_batches_equal"]
+    apart = result["loss_max_abs_diff"]  # null if a loss was finite only once
+    return whole and isinstance(apart, (int, float)) and apart <= LOSS_TOLERANCE
+
+
+def ks_p(one: NDArray[np.int64], other: NDArray[np.int64]) -> float:
+    """Two-sample Kolmogorov-Smirnov p-value, asymptotic (Stephens 1970): are the samples alike?"""
+    values = np.union1d(one, other)
+    cdf_one = np.searchsorted(np.sort(one), values, side="right") / len(one)
+    cdf_other = np.searchsorted(np.sort(other), values, side="right") / len(other)
+    root = np.sqrt(len(one) * len(other) / (len(one) + len(other)))
+    statistic = (root + 0.12 + 0.11 / root) * float(np.abs(cdf_one - cdf_other).max())
+    if statistic < 0.2:  # the series converges too slowly there; p is 1 to six digits
+        return 1.0
+    terms = [(-1) ** (k - 1) * np.exp(-2 * (k * statistic) ** 2) for k in range(1, 101)]
+    return float(np.clip(2 * np.sum(terms), 0, 1))
+
+
+def _progress(path: Path) -> dict[str, Any]:
+    """What the learner wrote when it ended."""
+    if not path.exists():
+        raise StorageError(f"{path} is missing: the run's learner did not end well")
+    progress: dict[str, Any] = json.loads(path.read_text())
+    return progress
+
+
+def _stored_lengths(
+    run: RunDirectory, shards: int, go_on: Callable[[], None]
+) -> dict[int, NDArray[np.int64]]:
+    """Lease -> lengths of its trajectories, of every complete group in replay."""
+    lengths: dict[int, NDArray[np.int64]] = {}
+    for shard in range(shards):
+        with closing(ReplayStore.open(run.replay(shard))) as store:
+            for lease in store.completed:
+                go_on()
+                lengths[lease] = np.array([len(t.token_ids) for t in store.read([lease])])
+    return lengths

@@ -1,0 +1,233 @@
+"""`launch local`: a whole run on this machine, its processes supervised, its progress on the screen."""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+
+import psutil
+import structlog
+from rich.console import Console
+
+from actors.environments.build import build_environment
+from actors.rewards.group_filters import load_filter
+from bus.codec import Json
+from bus.connection import RETRY_S, Bus
+from bus.errors import ConfigError
+from bus.server import free_port
+from bus.status import peak_rss_bytes
+from bus.waiting import set_within
+from launch.config import RunConfig
+from launch.local.supervisor import Part, Supervisor
+from launch.process.runtime import locked
+from launch.watch.curves import draw_curves
+from launch.watch.monitor import RunFacts, RunMonitor, watch
+from launch.watch.summary import Summary, print_summary, summarise, write_summary
+from launch.watch.view import TerminalView
+from storage.disk.run_directory import RunDirectory
+from storage.prompts.generators import load_demonstrations
+from storage.service import read_prompts
+
+log = structlog.get_logger()
+HOST = "127.0.0.1"
+LOOK_S = 1.0
+LEARNER_DRAIN_S = 120.0
+"""A learner finishes its step and saves a checkpoint."""
+
+
+async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) -> int:
+    """Run everything until the learner is done or `stop`; returns the exit status."""
+    console = Console()
+    run = RunDirectory(config.directory, config.run)
+    if run.exists and _stage(run) == "done" and run.summary.exists():
+        print_summary(console, json.loads(run.summary.read_text()))
+        console.print(f"Run {config.run!r} is complete. Start anew with another --run, or remove {run.path}.")
+        return 0
+    _check_early(config, run)
+    async with _only_launch(run) as lock:
+        summary = await _supervise(config, run, console, stop, own_bus=own_bus, lock=lock)
+    print_summary(console, summary)
+    if stop.is_set():
+        console.print("Stopped. The same command takes the run up again.")
+    return 0
+
+
+def _check_early(config: RunConfig, run: RunDirectory) -> None:
+    """What can be wrong is said before anything starts; generated prompts are written here, once."""
+    build_environment(config.actors.environment)
+    load_filter(config.actors.group_filter)
+    if config.model.path is not None and not (config.model.path / "config.json").is_file():
+        raise ConfigError(f"model.path: {config.model.path} is not a model directory: it has no config.json")
+    read_prompts(config.data, run, config.seed)
+    if config.warmup.steps and config.warmup.demonstrations is not None:
+        load_demonstrations(config.warmup.demonstrations)
+
+
+@asynccontextmanager
+async def _only_launch(run: RunDirectory) -> AsyncIterator[int]:
+    """Hold the run's lock; yields its descriptor.
+
+    The parts inherit it, so the lock is free when all of them have ended, however this process did.
+    """
+    with (run.path / "lock").open("a+") as lock:
+        deadline = time.monotonic() + LEARNER_DRAIN_S
+        while not locked(lock):
+            lock.seek(0)
+            holder = int(lock.read() or "0")
+            if psutil.pid_exists(holder) or time.monotonic() > deadline:
+                raise ConfigError(
+                    f"run {run.name!r} is already going on in {run.path}, process {holder}: stop that first, "
+                    "or choose another --run"
+                )
+            await asyncio.sleep(RETRY_S)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield lock.fileno()
+
+
+async def _supervise(
+    config: RunConfig, run: RunDirectory, console: Console, stop: asyncio.Event, *, own_bus: bool, lock: int
+) -> Summary:
+    """Run every process until the run is over or `stop`."""
+    if own_bus:
+        bus = config.bus.model_copy(update={"url": f"nats://{HOST}:{free_port(HOST)}"})
+        config = config.model_copy(update={"bus": bus})
+    run.config.write_text(config.model_dump_json(indent=2))
+    run.write_provenance()
+    started = time.monotonic()
+    monitor = RunMonitor(_facts(config))
+    supervisor = Supervisor(run.logs, policy=config.supervision, inherited=[lock])
+    async with _parts(config, run, supervisor, monitor, console, own_bus=own_bus):
+        await supervisor.watch(stop)
+    return _conclude(config, run, monitor, time.monotonic() - started)
+
+
+@asynccontextmanager
+async def _parts(
+    config: RunConfig, run: RunDirectory, supervisor: Supervisor, monitor: RunMonitor, console: Console, *,
+    own_bus: bool,
+) -> AsyncIterator[None]:  # fmt: skip
+    """Every process of the run, and the screen; leaving stops them, the bus last."""
+    try:
+        if own_bus:
+            port = int(config.bus.url.rpartition(":")[2])
+            await supervisor.start(
+                _with_variables(config, _bus_part(run, port)), ready=partial(_listens, port)
+            )
+        async with Bus.connect(config.bus, config.run, name="supervisor") as bus:
+            gone = asyncio.Event()
+            async with asyncio.TaskGroup() as tasks:
+                screens = [
+                    tasks.create_task(watch(bus, monitor, run.metrics, gone)),
+                    tasks.create_task(TerminalView(monitor, console).run(gone)),
+                    tasks.create_task(_watch_memory(supervisor, monitor, gone)),
+                ]
+                try:
+                    for part in _run_parts(config, run):
+                        await supervisor.start(part)
+                    yield
+                finally:
+                    await supervisor.end(but="bus")
+                    gone.set()
+                    await asyncio.wait(screens)  # a failure must not cut off their last words
+    finally:
+        await supervisor.end()
+
+
+def _bus_part(run: RunDirectory, port: int) -> Part:
+    return Part("bus", _command("bus", "--host", HOST, "--port", str(port), "--directory", str(run.bus)))
+
+
+def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
+    """The same commands that separate hosts would use."""
+    join = ("--bus", config.bus.url, "--run", config.run, "--directory", str(config.directory))
+    parts = (
+        Part("storage", _command("storage", "--config", str(run.config))),
+        Part("actors", _command("actors", *join)),
+        Part("learner", _command("learner", *join), ends_run=True, drain_s=LEARNER_DRAIN_S),
+    )
+    return tuple(_with_variables(config, part) for part in parts)
+
+
+def _with_variables(config: RunConfig, part: Part) -> Part:
+    return replace(part, environment=config.supervision.environment.get(part.name, {}))
+
+
+def _command(*arguments: str) -> tuple[str, ...]:
+    return sys.executable, "-m", "launch", *arguments
+
+
+async def _listens(port: int) -> bool:
+    """Whether somebody accepts connections there."""
+    try:
+        _, writer = await asyncio.open_connection(HOST, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+def _facts(config: RunConfig) -> RunFacts:
+    return RunFacts(
+        name=config.run,
+        steps=config.learner.steps,
+        warmup_steps=config.warmup.steps,
+        max_staleness=config.admission.max_staleness,
+        samples_per_prompt=config.admission.samples_per_prompt,
+        target_accuracy=config.learner.target_accuracy,
+    )
+
+
+async def _watch_memory(supervisor: Supervisor, monitor: RunMonitor, stop: asyncio.Event) -> None:
+    """Processes that say nothing on the bus: the server, the one that runs it, and this one."""
+    while not stop.is_set():
+        monitor.note_memory("supervisor", peak_rss_bytes())
+        for pid in supervisor.pids("bus"):
+            try:
+                monitor.note_memory("bus", peak_rss_bytes(pid))
+                for child in psutil.Process(pid).children():
+                    monitor.note_memory("nats-server", peak_rss_bytes(child.pid))
+            except psutil.NoSuchProcess:
+                continue
+        await set_within(stop, LOOK_S)
+
+
+def _conclude(config: RunConfig, run: RunDirectory, monitor: RunMonitor, wall_s: float) -> Summary:
+    """Draw the curves and write the summary."""
+    if run.metrics.exists():
+        draw_curves(
+            run.metrics,
+            run.curves,
+            title=f"Run {config.run}",
+            max_staleness=config.admission.max_staleness,
+            target_accuracy=config.learner.target_accuracy,
+        )
+    checkpoints = sorted(run.checkpoints.glob("step*"))
+    summary = summarise(
+        monitor,
+        run=run,
+        progress=_progress(run),
+        checkpoint=checkpoints[-1] if checkpoints else None,
+        wall_s=wall_s,
+    )
+    write_summary(run, summary)
+    return summary
+
+
+def _progress(run: RunDirectory) -> dict[str, Json] | None:
+    """What the learner wrote when it ended last."""
+    path = run.path / "progress.json"
+    if not path.exists():
+        return None
+    progress: dict[str, Json] = json.loads(path.read_text())
+    return progress
+
+
+def _stage(run: RunDirectory) -> Json:
+    return (_progress(run) or {}).get("stage")

@@ -1,0 +1,201 @@
+"""Child processes of one run on one machine: start, watch, restart, stop in order, leave none behind."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+
+import psutil
+import structlog
+
+from bus.child_process import die_with_parent
+from bus.errors import ConfigError, SluiceError
+from launch.config import SupervisionConfig
+from launch.process.runtime import SUPERVISOR, USAGE, complaints
+
+log = structlog.get_logger()
+TAIL_BYTES = 16 << 10
+TAIL_LINES = 15
+POLL_S = 0.05
+
+
+@dataclass
+class Part:
+    """One supervised process."""
+
+    name: str
+    command: Sequence[str]
+    drain_s: float = 60.0
+    """How long it may take to end after SIGTERM."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that it has besides those of this process."""
+    ends_run: bool = False
+    """Its ending with status 0 means that the run is over."""
+    process: asyncio.subprocess.Process | None = None
+    started: list[float] = field(default_factory=list)
+    """When it was started, each time."""
+    log_start: int = 0
+    """Where in its log file the newest process begins."""
+
+    @property
+    def running(self) -> asyncio.subprocess.Process | None:
+        """Its process, unless that has ended."""
+        return self.process if self.process is not None and self.process.returncode is None else None
+
+
+class Supervisor:
+    """Keeps the parts of a run alive until one of them ends the run, one fails for good, or `stop` comes.
+
+    `inherited` are file descriptors that every part holds open as long as it lives, such as a lock.
+    """
+
+    def __init__(
+        self, logs: Path, *, policy: SupervisionConfig | None = None, inherited: Sequence[int] = ()
+    ) -> None:
+        self.parts: list[Part] = []
+        self._logs = logs
+        self._policy = policy or SupervisionConfig()
+        self._inherited = tuple(inherited)
+        self._longest_drain_s = inf
+
+    @property
+    def restarts(self) -> int:
+        """How often a part had to be started again."""
+        return sum(len(part.started) - 1 for part in self.parts)
+
+    async def start(self, part: Part, *, ready: Callable[[], Awaitable[bool]] | None = None) -> None:
+        """Start `part`; from now on it is watched and, at the end, stopped. Return when it is `ready`.
+
+        Raises what `watch` does if it ends before that.
+        """
+        self.parts.append(part)
+        await self._spawn(part)
+        while ready is not None and not await ready():
+            if part.process is not None and part.process.returncode is not None:
+                raise self._failure(part, part.process.returncode, "before it was ready")
+            await asyncio.sleep(POLL_S)
+
+    async def watch(self, stop: asyncio.Event) -> None:
+        """Return when the run is over or `stop` is set.
+
+        Raises `ConfigError` with a part's own message when it refuses its configuration, and `SluiceError`
+        with its last lines when it keeps failing.
+        """
+        over = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            watching = [
+                tasks.create_task(self._keep_alive(part, over), name=part.name) for part in self.parts
+            ]
+            stopping = tasks.create_task(stop.wait())
+            ending = tasks.create_task(over.wait())
+            await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (*watching, stopping, ending):
+                task.cancel()
+
+    async def end(self, *, but: str = "") -> None:
+        """Stop every part kindly, the last started first, and by force what does not end in its time.
+
+        Cancelled, it kills every part at once.
+        """
+        try:
+            for part in reversed(self.parts):
+                if part.name != but:
+                    await self._end(part)
+        except asyncio.CancelledError:
+            for part in self.parts:
+                _kill(part)
+            raise
+
+    def pids(self, name: str) -> list[int]:
+        """Process ids of the running parts of that name."""
+        return [part.running.pid for part in self.parts if part.name == name and part.running is not None]
+
+    async def _keep_alive(self, part: Part, over: asyncio.Event) -> None:
+        while True:
+            if part.process is None:
+                raise SluiceError(f"{part.name} was never started")
+            status = await part.process.wait()
+            if status == 0 and part.ends_run:
+                over.set()
+                return
+            recent = [at for at in part.started if at > time.monotonic() - self._policy.window_s]
+            if status == USAGE or len(recent) > self._policy.restarts:
+                times = f"{len(recent)} times within {self._policy.window_s:g} s"
+                raise self._failure(part, status, times)
+            log.warning("part_restarts", part=part.name, ended=_ending(status), log=str(self._log_file(part)))
+            pause_s = self._policy.first_pause_s * 2.0 ** (len(recent) - 1)
+            await asyncio.sleep(min(pause_s, self._policy.longest_pause_s))
+            await self._spawn(part)
+
+    async def _spawn(self, part: Part) -> None:
+        part.started.append(time.monotonic())
+        with self._log_file(part).open("ab") as output:
+            part.log_start = output.tell()
+            part.process = await asyncio.create_subprocess_exec(
+                *part.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C reaches us alone: we stop the parts in order
+                preexec_fn=die_with_parent(),
+                pass_fds=self._inherited,
+                env=os.environ | part.environment | {SUPERVISOR: str(os.getpid())},
+            )
+
+    async def _end(self, part: Part) -> None:
+        process = part.running
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        patience_s = min(part.drain_s, self._longest_drain_s)
+        try:
+            async with asyncio.timeout(patience_s):
+                await process.wait()
+        except TimeoutError:
+            log.warning("part_killed", part=part.name, waited_s=patience_s)
+            _kill(part)
+            await process.wait()
+
+    def _failure(self, part: Part, status: int, when: str) -> SluiceError:
+        """Why the run cannot go on: the part's own words if it had any for the user, else its last lines."""
+        self._longest_drain_s = self._policy.failed_drain_s
+        said = self._said(part)
+        if status == USAGE and (own := complaints(said)):
+            return ConfigError("\n".join(dict.fromkeys(own)))  # the ranks of a learner say the same
+        last = "\n".join(said.splitlines()[-TAIL_LINES:])
+        return SluiceError(
+            f"{part.name} ended {when}, last with {_ending(status)}; "
+            f"the end of {self._log_file(part)}:\n{last}"
+        )
+
+    def _log_file(self, part: Part) -> Path:
+        return self._logs / f"{part.name}.log"
+
+    def _said(self, part: Part) -> str:
+        """What the part's newest process wrote last."""
+        with self._log_file(part).open("rb") as written:
+            size = written.seek(0, 2)
+            written.seek(max(part.log_start, size - TAIL_BYTES))
+            return written.read().decode(errors="replace")
+
+
+def _ending(status: int) -> str:
+    """What an exit status says."""
+    return f"status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+
+
+def _kill(part: Part) -> None:
+    """End a part by force, with every process that it started."""
+    if part.running is None:
+        return
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(part.running.pid)
+        for victim in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.kill()

@@ -1,0 +1,84 @@
+"""`launch engines`: what engines a run's actors have, and servers that join and leave them."""
+
+import asyncio
+from collections.abc import Mapping
+
+from actors.engines.fleet.engine_admin import subject_of
+from bus.codec import Json
+from bus.connection import Bus
+from bus.errors import BusError, ConfigError
+from bus.messages import Status
+from bus.requests import Done, EngineChange
+from launch.config import RunConfig
+
+LISTEN_S = 2.0
+"""Every actor says twice a second what it does."""
+ANSWER_TIMEOUT_S = 180.0
+"""An engine that leaves hands out its tokens and closes first."""
+
+Engines = Mapping[str, Mapping[str, Json]]
+"""By actor: its engines, each with its state."""
+
+
+async def list_engines(where: RunConfig, stop: asyncio.Event) -> Engines:
+    """The engines of all actors that work. Raises `ConfigError` when there are none."""
+    async with Bus.connect(where.bus, where.run, name="engines") as bus:
+        return await _engines(bus, where.run)
+
+
+async def change_engine(
+    where: RunConfig, change: EngineChange, actor: str | None, stop: asyncio.Event
+) -> str:
+    """Have an actor take in a server or let an engine go; returns the actor's name.
+
+    Without a name, a server joins the actor with the fewest engines, and leaves the one that has it. Raises
+    `ConfigError` with the actor's reason when it does not."""
+    async with Bus.connect(where.bus, where.run, name="engines") as bus:
+        found = await _engines(bus, where.run)
+        chosen = _chosen(found, change, actor)
+        subject = subject_of(bus, chosen)
+        try:
+            await bus.request(subject, change, Done, timeout_s=ANSWER_TIMEOUT_S)
+        except BusError as error:
+            raise ConfigError(f"{chosen}: {str(error).removeprefix(f'{subject}: ')}") from error
+        return chosen
+
+
+async def _engines(bus: Bus, run: str) -> Engines:
+    found: dict[str, Mapping[str, Json]] = {}
+    starting: set[str] = set()
+
+    def hear(status: Status) -> None:
+        engines = status.values.get("engines")
+        if isinstance(engines, dict):
+            found[status.source] = engines
+        else:
+            starting.add(status.source)
+
+    listening = await bus.listen(bus.subject("status", "actor"), Status, hear)
+    await asyncio.sleep(LISTEN_S)
+    await listening.unsubscribe()
+    if not found and starting:
+        names = ", ".join(sorted(starting))
+        raise ConfigError(f"{names} of run {run!r} is starting its engine: try again when it works")
+    if not found:
+        raise ConfigError(f"no actor of run {run!r} works on this bus: start one with `launch actors`")
+    return found
+
+
+def _chosen(found: Engines, change: EngineChange, actor: str | None) -> str:
+    name = change.engine.rstrip("/")
+    if actor is not None:
+        if actor not in found:
+            raise ConfigError(f"no actor {actor!r}: there are {', '.join(sorted(found))}")
+        return actor
+    holders = [actor for actor, engines in found.items() if name in engines]
+    if change.action == "join":
+        if holders:
+            raise ConfigError(f"{name} is an engine of {holders[0]} already: each would load its own weights")
+        return min(found, key=lambda actor: (len(found[actor]), actor))
+    if len(holders) != 1:
+        has = "none has it" if not holders else f"{', '.join(sorted(holders))} have it: name one with --actor"
+        engines = sorted({engine for engines in found.values() for engine in engines})
+        raise ConfigError(f"which actor is to let {name} go? {has}. Engines: {', '.join(engines)}")
+    return holders[0]

@@ -1,0 +1,41 @@
+"""`launch data`: other prompts for a run that is going on."""
+
+import asyncio
+from pathlib import Path
+
+from bus.blobs import delete_blob, put_blob
+from bus.codec import encode
+from bus.connection import Bus
+from bus.errors import BusError, ConfigError
+from bus.messages import PromptSet
+from bus.publish import Publisher
+from bus.requests import DataAccepted, NewData
+from launch.config import RunConfig
+from launch.process.services import joined
+from storage.prompts.dataset import load_prompts
+
+ANSWER_TIMEOUT_S = 300.0
+"""Every prompt is rendered and tokenised before the answer."""
+
+
+async def add_data(where: RunConfig, path: Path, keep_old: bool, stop: asyncio.Event) -> DataAccepted | None:
+    """Hand the prompts in `path` to the run's storage; None if `stop` came before the run was found.
+
+    Raises `ConfigError` for bad rows, prompts that do not fit the model, and a storage that does not answer.
+    """
+    async with Bus.connect(where.bus, where.run, name="data") as bus:
+        config = await joined(bus, where, {}, stop)
+        if config is None:
+            return None
+        prompts = await asyncio.to_thread(load_prompts, path, config.data.keys)
+        blob = await put_blob(bus, Publisher(bus), encode(PromptSet(prompts=tuple(prompts))), "prompts")
+        request = NewData(prompts=blob, keep_old=keep_old, source=str(path))
+        try:
+            return await bus.request(
+                bus.subject("rpc", "data"), request, DataAccepted, timeout_s=ANSWER_TIMEOUT_S
+            )
+        except BusError as error:
+            reason = str(error).removeprefix(f"{bus.subject('rpc', 'data')}: ")
+            raise ConfigError(f"{path}: run {where.run!r} goes on with its prompts: {reason}") from error
+        finally:
+            await delete_blob(bus, blob)

@@ -1,0 +1,31 @@
+"""What a rank of the learner's world is told by the agent that started it. Loads no torch."""
+
+import os
+import signal
+
+from bus.child_process import die_with_parent
+from bus.errors import WorldError
+from launch.process.runtime import SUPERVISOR
+
+NODE_RANK = "SLUICE_NODE_RANK"
+"""Environment variable that tells a rank which host of its world it is on."""
+
+
+def is_rank() -> bool:
+    """Whether torchrun, or an agent of ours, started this process as one of several."""
+    return "LOCAL_RANK" in os.environ
+
+
+def become_rank() -> None:
+    """Make this process what the agent started it for: it dies with the agent, and its number is by host.
+
+    The agents number hosts by their addresses; a user who says --node-rank 0 wants rank 0 there.
+    """
+    if (ask_kernel := die_with_parent(signal.SIGKILL)) is not None:
+        ask_kernel()
+    if os.environ.get(SUPERVISOR, str(os.getppid())) != str(os.getppid()):
+        raise WorldError("the agent that started this rank is gone")
+    if NODE_RANK in os.environ:
+        os.environ["RANK"] = str(
+            int(os.environ[NODE_RANK]) * int(os.environ["LOCAL_WORLD_SIZE"]) + int(os.environ["LOCAL_RANK"])
+        )

@@ -1,0 +1,236 @@
+"""The long-running commands, each one process: its part of the configuration, and its run on the bus."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from bus.connection import Bus
+from bus.errors import BusError, ConfigError
+from bus.messages import RunRecord
+from bus.server import NatsServer
+from bus.waiting import cancelled, ended_before
+from bus.write_check import until_it_cannot_store
+from launch.config import RunConfig, resolve
+from launch.process.runtime import locked
+from learner.config.parallel import WorldConfig
+from storage.disk.atomic_files import make_directory, one_at_a_time, write_file
+from storage.disk.run_directory import RunDirectory
+from storage.prompts.generators import generate_task
+
+if TYPE_CHECKING:
+    from learner.settings import LearnerSettings
+
+log = structlog.get_logger()
+PORTS = range(1 << 16)
+
+
+async def serve_bus(host: str, port: int, directory: Path, stop: asyncio.Event) -> None:
+    """A nats-server until `stop`."""
+    if port not in PORTS:
+        raise ConfigError(
+            f"--port {port} is no port: choose one from 1 to {PORTS[-1]}, or 0 for any that is free"
+        )
+    make_directory(directory)
+    with (directory / "lock").open("a") as lock:
+        if not locked(lock):
+            raise ConfigError(f"another `launch bus` keeps its streams in {directory}: give --directory")
+        async with NatsServer(directory, host=host, port=port) as server:
+            log.info("bus_ready", url=server.url)
+            while not await _ended_or_stopped(server, stop):
+                await server.stop()
+                await server.start()
+
+
+async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event) -> bool:
+    """Wait for the end that `stop` asks for; False when the server has to be started again before."""
+    ended = asyncio.create_task(server.wait())
+    stopping = asyncio.create_task(stop.wait())
+    full = asyncio.create_task(until_it_cannot_store(server.url))
+    tasks = {ended, stopping, full}
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    await cancelled(*tasks)
+    if stop.is_set():
+        return True
+    if not ended.cancelled():
+        raise BusError(
+            f"nats-server ended by itself with status {ended.result()}: see {server.directory}/nats.log"
+        )
+    log.error("bus_cannot_store", reason=full.result(), remedy="is the disk full? nats-server starts again")
+    return False
+
+
+async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:
+    """The run's dispatcher and replay shards until `stop`."""
+    from storage.service import StorageSettings, run_storage
+
+    directory = RunDirectory(config.directory, config.run)
+    directory.write_provenance()
+    directory.write_json(directory.config, json.loads(config.model_dump_json()))
+    settings = StorageSettings(
+        data=config.data,
+        admission=config.admission,
+        replay=config.replay,
+        seed=config.seed,
+        max_new_tokens=config.sampling.max_new_tokens,
+        run=directory,
+        config_json=config.model_dump_json(),
+    )
+    async with Bus.connect(config.bus, config.run, name="storage") as bus:
+        log.info("storage_ready", run=config.run, bus=config.bus.url)
+        await run_storage(bus, settings, stop)
+
+
+async def serve_shards(
+    where: RunConfig, overrides: dict[str, Any], numbers: tuple[int, ...], stop: asyncio.Event
+) -> None:
+    """Some of the run's replay shards until `stop`."""
+    from storage.shard.service import ShardsSettings, run_shards
+
+    async with Bus.connect(where.bus, where.run, name="shards") as bus:
+        config = await joined(bus, where, overrides, stop)
+        if config is not None:
+            directory = RunDirectory(config.directory, config.run)
+            await run_shards(bus, ShardsSettings(numbers, config.replay, directory), stop)
+
+
+async def serve_learner(
+    where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event, *, is_rank: bool
+) -> WorldConfig | None:
+    """The run's learner, or one rank of it, until it is done or `stop`.
+
+    Where the run wants several ranks and this is none of them, it returns at once what they are to be.
+    """
+    async with Bus.connect(where.bus, where.run, name="learner") as bus:
+        config = await joined(bus, where, overrides, stop)
+        if config is None:
+            return None
+        world = config.learner.world
+        if world.processes * world.nodes > 1 and not is_rank:
+            return world
+        directory = RunDirectory(config.directory, config.run)
+        log.info("learner_starting", run=config.run)
+        await _train(bus, config, directory, stop)
+        return None
+
+
+async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asyncio.Event) -> None:
+    from learner.backends.megatron.cpu.patches import adapt_megatron_to_cpu
+
+    adapt_megatron_to_cpu()
+    from learner.service import run
+    from learner.world.hosts import world_rank
+
+    settings, demonstrations = learner_settings(config, directory)
+    if world_rank() == 0:
+        write_file(directory.learner_config, config.model_dump_json(indent=2, exclude={"bus"}).encode())
+    progress = await run(bus, settings, demonstrations, stop)
+    if progress is not None:
+        log.info("learner_ends", stage=progress.stage, step=progress.step)
+
+
+def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["LearnerSettings", Path | None]:
+    """What the learner of a run is told, and where its demonstrations are; generated ones are made."""
+    from learner.settings import LearnerSettings
+
+    demonstrations = config.warmup.demonstrations
+    if config.warmup.steps and demonstrations is None and config.data.task:
+        with one_at_a_time(directory.data):
+            demonstrations = generate_task(config.data.task, directory.data, seed=config.seed).demonstrations
+    settings = LearnerSettings(
+        model=config.model,
+        warmup=config.warmup,
+        learner=config.learner,
+        evaluation=config.evaluation,
+        temperature=config.sampling.temperature,
+        samples_per_prompt=config.admission.samples_per_prompt,
+        seed=config.seed,
+        model_directory=config.model.path or directory.path / "model",
+        checkpoints=directory.checkpoints,
+        progress=directory.path / "progress.json",
+        lineage=directory.path / "lineage.jsonl",
+        export=directory.export,
+        evaluated_on=config.actors.evaluates_on,
+        colocation=config.colocation,
+    )
+    return settings, demonstrations
+
+
+async def serve_shadow(
+    where: RunConfig, overrides: dict[str, Any], name: str, from_checkpoint: Path | None, stop: asyncio.Event
+) -> None:
+    """A shadow of the run's learner until that is done or `stop`."""
+    _refuse_no_checkpoint(from_checkpoint)
+    kept = RunDirectory(where.directory, where.run).shadow(name)
+    async with Bus.connect(where.bus, where.run, name=f"shadow-{name}") as bus:
+        config = await joined(bus, where, overrides, stop)
+        if config is None:
+            return
+        from learner.backends.megatron.cpu.patches import adapt_megatron_to_cpu
+
+        adapt_megatron_to_cpu()
+        from learner.history.shadow import ShadowSettings, run_shadow
+
+        settings, demonstrations = learner_settings(config, RunDirectory(config.directory, config.run))
+        own = replace(
+            settings,
+            checkpoints=kept / "checkpoints",
+            progress=kept / "progress.json",
+            lineage=kept / "lineage.jsonl",
+            export=kept / "export",
+        )
+        shadow = ShadowSettings(name, own, kept / "metrics.jsonl", from_checkpoint)
+        log.info("shadow_starting", run=config.run, shadow=name)
+        progress = await run_shadow(bus, shadow, demonstrations, stop)
+        log.info("shadow_ends", step=progress.step, steps_retired=progress.steps_retired)
+
+
+def _refuse_no_checkpoint(directory: Path | None) -> None:
+    if directory is not None and not (directory / "manifest.json").is_file():
+        raise ConfigError(f"--from-checkpoint {directory} is not a checkpoint: it has no manifest.json")
+
+
+async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:
+    """One actor process until `stop` or the end of the run."""
+    from actors.environments.build import build_environment
+    from actors.rewards.group_filters import load_filter
+
+    async with Bus.connect(where.bus, where.run, name="actors") as bus:
+        config = await joined(bus, where, overrides, stop)
+        if config is None:
+            return
+        build_environment(config.actors.environment)  # before torch loads: a wrong name shows at once
+        load_filter(config.actors.group_filter)
+        log.info("actors_starting", run=config.run)
+        from actors.service import ActorSettings, run_actors
+
+        settings = ActorSettings(
+            actors=config.actors,
+            sampling=config.sampling,
+            shards=config.replay.shards,
+            logs=config.directory / config.run / "logs",
+            colocation=config.colocation,
+        )
+        await run_actors(bus, settings, stop)
+
+
+async def joined(
+    bus: Bus, where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event
+) -> RunConfig | None:
+    """The run's configuration from the bus, with this process's own settings over it; None if `stop` came."""
+    waiting = asyncio.create_task(
+        bus.wait_for(
+            "run",
+            RunRecord,
+            timeout_s=where.bus.join_timeout_s,
+            hint=f"is `launch storage --run {where.run}` running on this bus?",
+        )
+    )
+    if not await ended_before(stop, waiting):
+        waiting.cancel()
+        return None
+    own = {"run": where.run, "directory": where.directory, "bus": where.bus.model_dump()}
+    return resolve(json.loads(waiting.result().config_json), overrides, own)

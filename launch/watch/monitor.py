@@ -1,0 +1,212 @@
+"""What a run is doing, gathered from the bus: the state behind the terminal view and the summary."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import nats.errors
+import structlog
+from nats.aio.subscription import Subscription
+
+from bus.codec import Json
+from bus.connection import Bus
+from bus.messages import EvaluationResult, Metrics, Status
+from bus.waiting import set_within
+from launch.watch.metrics import (
+    History,
+    Record,
+    append_records,
+    evaluation_record,
+    metrics_record,
+    number,
+    read_records,
+    whole,
+)
+
+log = structlog.get_logger()
+SILENT_S = 5.0
+"""A process that says nothing for so long is shown as silent: status comes twice a second."""
+FORGET_S = 60.0
+"""An actor silent for so long left: its successor has another name."""
+FLUSH_S = 1.0
+DRAIN_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the configuration says and no process repeats."""
+
+    name: str
+    steps: int
+    """Optimizer steps of reinforcement learning."""
+    warmup_steps: int
+    max_staleness: int
+    """Versions a trained token may lag."""
+    samples_per_prompt: int
+    target_accuracy: float | None = None
+
+
+@dataclass
+class Process:
+    """The newest a process said."""
+
+    status: Status
+    heard_s: float
+    """On the monitor's clock."""
+    starts: int = 1
+    """Processes that used this name so far."""
+
+
+class RunMonitor:
+    """Pure state, fed by `on_...`; nothing here waits or writes. `clock` counts seconds."""
+
+    def __init__(self, facts: RunFacts, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.facts = facts
+        self.history = History()
+        self.processes: dict[str, Process] = {}
+        """By source, everyone ever heard."""
+        self.peak_rss_bytes: dict[str, int] = {}
+        """The most memory that any process of this name had."""
+        self.peak_rss_bytes_total = 0
+        """The largest sum over processes that lived together; at least what they used at one moment."""
+        self._clock = clock
+        self._started_s = clock()
+        self._noted: dict[str, int] = {}
+        self._published: dict[tuple[str, int], int] = {}
+
+    # --- what comes in ---
+
+    def on_status(self, status: Status) -> None:
+        """Remember what a process says about itself."""
+        known = self.processes.get(status.source)
+        starts = 1 if known is None else known.starts + (known.status.pid != status.pid)
+        self.processes[status.source] = Process(status, self._clock(), starts)
+        if status.role == "actor":
+            self._published[status.source, status.pid] = whole(status.values, "trajectories")
+        self._remember_memory(status.source, status.peak_rss_bytes)
+
+    def on_metrics(self, metrics: Metrics) -> Record:
+        """Add a step to the history; returns its line for metrics.jsonl."""
+        record = metrics_record(metrics)
+        self.history.add(record)
+        return record
+
+    def on_evaluation(self, result: EvaluationResult) -> Record:
+        """Add an evaluation to the history; returns its line for metrics.jsonl."""
+        record = evaluation_record(result, step=max(0, result.policy_version - self.trains_from))
+        self.history.add(record)
+        return record
+
+    def note_memory(self, process: str, peak_rss_bytes: int) -> None:
+        """Count a process that sends no status, such as nats-server."""
+        self._noted[process] = max(peak_rss_bytes, self._noted.get(process, 0))
+        self._remember_memory(process, peak_rss_bytes)
+
+    def _remember_memory(self, process: str, peak_rss_bytes: int) -> None:
+        self.peak_rss_bytes[process] = max(peak_rss_bytes, self.peak_rss_bytes.get(process, 0))
+        alive = (p.status.peak_rss_bytes for p in self.processes.values() if not self.silent_s(p))
+        together = sum(alive) + sum(self._noted.values())
+        self.peak_rss_bytes_total = max(self.peak_rss_bytes_total, together)
+
+    # --- what screens ask ---
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this monitor began."""
+        return self._clock() - self._started_s
+
+    def silent_s(self, process: Process) -> float:
+        """Seconds that a process has been silent; 0 while it speaks as often as it should."""
+        silence = self._clock() - process.heard_s
+        return silence if silence > SILENT_S else 0.0
+
+    def shown(self) -> list[Process]:
+        """Processes worth a line: learner, storage, others, then actors except those long gone."""
+        order = {"learner": 0, "storage": 1, "actor": 3}
+        found = [
+            p
+            for p in self.processes.values()
+            if p.status.role != "actor" or self._clock() - p.heard_s < FORGET_S
+        ]
+        return sorted(found, key=lambda p: (order.get(p.status.role, 2), p.status.source))
+
+    def actors(self) -> list[Process]:
+        """Actors that speak."""
+        return [p for p in self.processes.values() if p.status.role == "actor" and not self.silent_s(p)]
+
+    def values(self, role: str) -> dict[str, Json]:
+        """The newest numbers of the one process that has `role`; none before it spoke."""
+        found = [process for process in self.processes.values() if process.status.role == role]
+        return max(found, key=lambda process: process.heard_s).status.values if found else {}
+
+    @property
+    def stage(self) -> str:
+        """What the learner is at: starting, warmup, rl or done."""
+        return str(self.values("learner").get("stage", "starting"))
+
+    @property
+    def trains_from(self) -> int:
+        """Version with which reinforcement learning began; 0 as long as nobody knows."""
+        learner = self.values("learner")
+        if learner.get("stage") in ("rl", "done"):
+            return whole(learner, "policy_version") - whole(learner, "step")
+        return self.history.trains_from or 0
+
+    @property
+    def generated_tokens_per_s(self) -> float:
+        """Over all actors that speak."""
+        rates = (number(actor.status.values, "generated_tokens_per_s") for actor in self.actors())
+        return sum(rate for rate in rates if rate == rate)
+
+    @property
+    def trajectories_published(self) -> int:
+        """As counted by the actors this monitor heard, also those that left; or stored, if more are."""
+        return max(sum(self._published.values()), whole(self.values("storage"), "trajectories_stored"))
+
+    @property
+    def max_staleness_allowed(self) -> int:
+        """As storage admits it; before storage speaks, as configured."""
+        storage = self.values("storage")
+        return whole(storage, "max_staleness") if "max_staleness" in storage else self.facts.max_staleness
+
+
+async def watch(bus: Bus, monitor: RunMonitor, metrics_path: Path | None, stop: asyncio.Event) -> None:
+    """Feed `monitor` from the bus until `stop`, and write what must outlive it to `metrics_path`.
+
+    What an earlier launch of the run left in the file becomes part of the history. Set `stop` after the
+    processes have ended and before the bus does, so that their last words are heard.
+    """
+    pending: list[Record] = []
+    metrics, evaluation = bus.subject("events", "metrics"), bus.subject("events", "evaluation")
+    subscriptions = [
+        await bus.listen(bus.subject("status", "*"), Status, monitor.on_status),
+        await bus.listen(metrics, Metrics, lambda m: pending.append(monitor.on_metrics(m))),
+        await bus.listen(evaluation, EvaluationResult, lambda e: pending.append(monitor.on_evaluation(e))),
+    ]
+    if metrics_path is not None:
+        for record in await asyncio.to_thread(lambda: list(read_records(metrics_path))):
+            monitor.history.add(record)
+    while not stop.is_set():
+        await set_within(stop, FLUSH_S)
+        await _flush(pending, metrics_path)
+    await _drain(subscriptions)
+    await _flush(pending, metrics_path)
+
+
+async def _flush(pending: list[Record], metrics_path: Path | None) -> None:
+    records = pending.copy()
+    pending.clear()
+    if records and metrics_path is not None:
+        await asyncio.to_thread(append_records, metrics_path, records)
+
+
+async def _drain(subscriptions: list[Subscription]) -> None:
+    """Hear what was sent before now; a bus that is gone must not hold the end back."""
+    try:
+        async with asyncio.timeout(DRAIN_TIMEOUT_S):
+            for subscription in subscriptions:
+                await subscription.drain()
+    except (TimeoutError, nats.errors.Error) as error:
+        log.warning("last_events_not_heard", reason=str(error) or type(error).__name__)

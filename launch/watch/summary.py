@@ -1,0 +1,246 @@
+"""What a run came to: numbers for a file, and a table that needs no explanation."""
+
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bus.codec import Json
+from launch.watch.metrics import Evaluation, number, remarks, whole
+from launch.watch.monitor import RunMonitor
+from launch.watch.units import UNKNOWN, count, duration, fraction, size
+from storage.disk.run_directory import RunDirectory
+
+Summary = dict[str, Json]
+
+
+def summarise(
+    monitor: RunMonitor, *, run: RunDirectory, progress: Mapping[str, Json] | None,
+    checkpoint: Path | None, wall_s: float,
+) -> Summary:  # fmt: skip
+    """Everything a run is judged by. None (null) stands for what was not measured.
+
+    Args:
+        monitor: which watched the run until its processes ended.
+        run: where its files lie.
+        progress: `learner.progress.Progress.to_json()` of the newest checkpoint, whose numbers cover every
+            launch of the run; None if there is none.
+        checkpoint: the newest one.
+        wall_s: seconds this launch took.
+    """
+    progress = progress or {}
+    return {
+        "run": run.name,
+        "stage": progress.get("stage", monitor.stage),
+        **_accuracies(monitor, progress),
+        "wall_s": wall_s,
+        "warmup_wall_s": progress.get("warmup_s"),
+        "rl_wall_s": progress.get("rl_s"),
+        "steps": _latest(monitor, progress, "step"),
+        "policy_version": _latest(monitor, progress, "policy_version"),
+        "target_accuracy": monitor.facts.target_accuracy,
+        "target_reached_s": progress.get("target_reached_s"),
+        "target_reached_step": progress.get("target_reached_step"),
+        **_groups(monitor, _latest(monitor, progress, "trajectories_trained")),
+        "max_staleness_allowed": monitor.max_staleness_allowed,
+        "max_staleness_seen": max(
+            whole(progress, "max_staleness_seen"), whole(monitor.values("learner"), "max_staleness_seen")
+        ),
+        "peak_rss_bytes": dict(sorted(monitor.peak_rss_bytes.items())),
+        "peak_rss_bytes_total": monitor.peak_rss_bytes_total,
+        "export": _existing(run.export),
+        "checkpoint": str(checkpoint) if checkpoint else None,
+        "metrics": _existing(run.metrics),
+        "curves": _existing(run.curves),
+    }
+
+
+def write_summary(run: RunDirectory, summary: Summary) -> None:
+    """Replace the run's summary.json at once."""
+    run.write_json(run.summary, summary)
+
+
+def _latest(monitor: RunMonitor, progress: Mapping[str, Json], key: str) -> int:
+    """As the checkpoint says, since later steps are lost; without one, as the learner last said."""
+    return whole(progress if key in progress else monitor.values("learner"), key)
+
+
+# --- accuracy ---
+
+
+def _accuracies(monitor: RunMonitor, progress: Mapping[str, Json]) -> Summary:
+    """Held-out accuracy of the first version, of the one that warm-up made, and of the last."""
+    measured = _evaluations(monitor, progress)
+    trains_from = whole(progress, "trains_from") if "trains_from" in progress else monitor.trains_from
+    last = _latest(monitor, progress, "policy_version")
+    heard = monitor.history.evaluations
+    return {
+        "heldout_accuracy_start": _sampled(measured, 0),
+        "heldout_accuracy_after_sft": _sampled(measured, trains_from) if trains_from else None,
+        "heldout_accuracy_end": _sampled(measured, last),
+        "heldout_accuracy_greedy_end": measured[last][1] if last in measured else None,
+        "heldout_evaluations": {
+            str(version): {"sampled": pair[0], "greedy": pair[1], **_how(heard.get(version))}
+            for version, pair in measured.items()
+        },
+    }
+
+
+def _how(evaluation: Evaluation | None) -> Summary:
+    """What is to be known of how a version was measured: other versions drew the answers, rollouts failed."""
+    if evaluation is None:
+        return {}
+    drawn_by: Summary = {} if evaluation.exact else {"drawn_by": list(evaluation.drawn_by)}
+    return drawn_by | ({"failed": evaluation.failed} if evaluation.failed else {})
+
+
+def _evaluations(monitor: RunMonitor, progress: Mapping[str, Json]) -> dict[int, tuple[float, float]]:
+    """Version -> (sampled, greedy): what this launch heard, and what the checkpoint knows of earlier ones."""
+    found = {e.policy_version: (e.sampled, e.greedy) for e in monitor.history.evaluations.values()}
+    saved = progress.get("evaluations")
+    for version, pair in saved.items() if isinstance(saved, dict) else ():
+        if isinstance(pair, list | tuple):
+            sampled, greedy = (number({"": value}, "") for value in pair)
+            found[int(version)] = (sampled, greedy)
+    return {version: pair for version, pair in sorted(found.items()) if all(map(isfinite, pair))}
+
+
+def _sampled(measured: Mapping[int, tuple[float, float]], version: int) -> float | None:
+    return measured[version][0] if version in measured else None
+
+
+# --- where everything went ---
+
+
+def _groups(monitor: RunMonitor, trained: int) -> Summary:
+    """Trajectories by fate; the ledger counts groups, of `samples_per_prompt` trajectories each."""
+    storage, samples = monitor.values("storage"), monitor.facts.samples_per_prompt
+    rejected = _counts(storage, "reasons")
+    groups: dict[str, Json] = {
+        state: whole(storage, state) if storage else None
+        for state in ("issued", "trained", "stored", "rolling_out", "rejected")
+    }
+    return {
+        "trajectories_published": monitor.trajectories_published,
+        "trajectories_trained": trained,
+        "trajectories_rejected": {reason: n * samples for reason, n in rejected.items()},
+        "trajectories_in_store": whole(storage, "stored") * samples if storage else None,
+        "trajectories_rolling_out": whole(storage, "rolling_out") * samples if storage else None,
+        "groups": groups,
+        "groups_rejected": dict(rejected),
+        "messages_set_aside": whole(storage, "dead") if storage else None,
+        "messages_set_aside_reasons": dict(_counts(storage, "dead_reasons")),
+        "accounted": _accounted(storage, trained=trained, samples=samples) if storage else None,
+    }
+
+
+def _accounted(storage: Mapping[str, Json], *, trained: int, samples: int) -> bool:
+    """Whether every group issued is in one known place, and nothing was trained on that no step was given."""
+    places = ("trained", "rejected", "stored", "rolling_out")
+    balanced = whole(storage, "issued") == sum(whole(storage, place) for place in places)
+    return balanced and trained <= whole(storage, "trained") * samples
+
+
+def _existing(path: Path) -> str | None:
+    """The path, if something is there."""
+    there = any(path.iterdir()) if path.is_dir() else path.exists()
+    return str(path) if there else None
+
+
+# --- the table ---
+
+
+def print_summary(console: Console, summary: Summary) -> None:
+    """Show what matters of a summary, with units."""
+    table = Table(
+        title=f"Run {summary['run']}, stage {summary['stage']}", show_header=False, title_justify="left"
+    )
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for section in (_result_rows, _rollout_rows, _file_rows):
+        for label, text in section(summary):
+            table.add_row(Text(label), Text(text))
+        table.add_section()
+    console.print(table, highlight=False)
+
+
+def _result_rows(summary: Summary) -> list[tuple[str, str]]:
+    wall, warmup, rl = (duration(_known(summary, key)) for key in ("wall_s", "warmup_wall_s", "rl_wall_s"))
+    steps, version = whole(summary, "steps"), whole(summary, "policy_version")
+    return [
+        ("Held-out accuracy, untrained", _accuracy(summary, "heldout_accuracy_start", 0)),
+        ("... after warm-up (SFT)", _accuracy(summary, "heldout_accuracy_after_sft", version - steps)),
+        ("... at the end", _accuracy(summary, "heldout_accuracy_end", version)),
+        ("Target accuracy", _target(summary)),
+        ("Optimizer steps", f"{steps} of reinforcement learning, policy version {version}"),
+        ("Time", f"{wall} this launch; in all launches warm-up {warmup}, reinforcement learning {rl}"),
+    ]
+
+
+def _accuracy(summary: Summary, key: str, version: int) -> str:
+    """What was measured of a version, and what is to be known of how."""
+    measured, evaluations = _known(summary, key), summary["heldout_evaluations"]
+    row = evaluations.get(str(version)) if isinstance(evaluations, dict) else None
+    if measured is None or not isinstance(row, dict):
+        return fraction(measured)
+    failed = whole(row, "failed")
+    match row.get("drawn_by"):
+        case [int(oldest), int(newest)]:
+            return fraction(measured) + remarks((oldest, newest), failed)
+    return fraction(measured) + remarks(None, failed)
+
+
+def _target(summary: Summary) -> str:
+    target, step = _known(summary, "target_accuracy"), summary["target_reached_step"]
+    if target is None:
+        return "none set"
+    if step is None:
+        return f"{fraction(target)}, not reached"
+    when = duration(_known(summary, "target_reached_s"))
+    return f"{fraction(target)}, reached at step {step}, {when} into reinforcement learning"
+
+
+def _rollout_rows(summary: Summary) -> list[tuple[str, str]]:
+    rejected = [f"{count(n)} {reason}" for reason, n in _counts(summary, "trajectories_rejected").items()]
+    aside = [f"{count(n)} {kind}" for kind, n in _counts(summary, "messages_set_aside_reasons").items()]
+    accounted = "not known" if summary["accounted"] is None else "yes" if summary["accounted"] else "NO"
+    seen, allowed = summary["max_staleness_seen"], summary["max_staleness_allowed"]
+    return [
+        ("Trajectories published", count(_known(summary, "trajectories_published"))),
+        ("... trained on", count(_known(summary, "trajectories_trained"))),
+        ("... rejected, by reason", ", ".join(rejected) or "none"),
+        ("... complete, in store", count(_known(summary, "trajectories_in_store"))),
+        ("... still rolling out", count(_known(summary, "trajectories_rolling_out"))),
+        *([("Messages set aside", ", ".join(aside))] if aside else []),
+        ("Every one accounted for", accounted),
+        ("Worst staleness", f"{seen} policy versions, {allowed} allowed"),
+        ("Peak memory", _memory(summary)),
+    ]
+
+
+def _memory(summary: Summary, most: int = 6) -> str:
+    """The sum, and the largest processes."""
+    peaks = sorted(_counts(summary, "peak_rss_bytes").items(), key=lambda item: -item[1])
+    shares = [f"{process} {size(peak)}" for process, peak in peaks[:most]]
+    more = [f"{len(peaks) - most} more"] if len(peaks) > most else []
+    total = size(whole(summary, "peak_rss_bytes_total"))
+    return f"{total} together: {', '.join(shares + more)}" if peaks else UNKNOWN
+
+
+def _file_rows(summary: Summary) -> list[tuple[str, str]]:
+    names = {"export": "Trained model", "checkpoint": "Checkpoint", "metrics": "Metrics", "curves": "Curves"}
+    return [(label, str(summary[key] or UNKNOWN)) for key, label in names.items()]
+
+
+def _counts(values: Mapping[str, Json], key: str) -> dict[str, int]:
+    """A table of counts by name; empty when it is missing."""
+    found = values.get(key)
+    return {name: whole(found, name) for name in found} if isinstance(found, dict) else {}
+
+
+def _known(summary: Summary, key: str) -> float | None:
+    value = number(summary, key)
+    return value if isfinite(value) else None

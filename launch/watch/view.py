@@ -1,0 +1,305 @@
+"""A run in the terminal: where it stands, how well it does, and who waits for whom."""
+
+import asyncio
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from math import isfinite
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from bus.codec import Json
+from bus.waiting import set_within
+from launch.watch.metrics import Evaluation, Step, number, whole
+from launch.watch.monitor import Process, RunMonitor
+from launch.watch.units import UNKNOWN, count, duration, fraction, size
+
+REFRESH_S = 0.5
+LINE_S = 5.0
+"""Without a terminal, a line comes so often, and at once when something important changed."""
+MAX_LINES = 20
+LABEL = 11
+NAME = 18
+STAGES = {
+    "starting": "starting",
+    "warmup": "warm-up",
+    "rl": "reinforcement learning",
+    "done": "done",
+}
+
+
+class TerminalView:
+    """Shows `monitor` on `console` until stopped: a live screen on a terminal, else plain lines."""
+
+    def __init__(self, monitor: RunMonitor, console: Console) -> None:
+        self._monitor = monitor
+        self._console = console
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Show until `stop`; the last screen stays."""
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            await self._run_live(stop)
+        else:
+            await self._run_plain(stop)
+
+    async def _run_live(self, stop: asyncio.Event) -> None:
+        with Live(console=self._console, auto_refresh=False, vertical_overflow="crop") as live:
+            while True:
+                stopping = stop.is_set()
+                lines = screen(self._monitor, self._console.width)
+                # in a thread: a terminal held with Ctrl-S blocks its writer
+                await asyncio.to_thread(live.update, Group(*lines), refresh=True)
+                if stopping:
+                    return
+                await set_within(stop, REFRESH_S)
+
+    async def _run_plain(self, stop: asyncio.Event) -> None:
+        news, next_s = News(self._monitor), 0.0
+        while True:
+            stopping = stop.is_set()
+            lines = news.take()
+            if lines or stopping or time.monotonic() >= next_s:
+                next_s = time.monotonic() + LINE_S
+                lines.append(status_line(self._monitor))
+            for line in lines:
+                self._console.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
+            if stopping:
+                return
+            await set_within(stop, REFRESH_S)
+
+
+# --- the live screen ---
+
+
+def screen(monitor: RunMonitor, width: int) -> list[Text]:
+    """The whole screen, at most `MAX_LINES` lines of at most `width` columns."""
+    lines = [_title(monitor), *_facts(monitor)]
+    lines += _process_lines(monitor, width, room=MAX_LINES - len(lines))
+    for line in lines:
+        line.no_wrap = True
+        line.overflow = "ellipsis"
+    return lines
+
+
+def _title(monitor: RunMonitor) -> Text:
+    line = Text(monitor.facts.name, style="bold")
+    return line.append(f"  {_stage(monitor)}  {duration(monitor.elapsed_s)}", style="not bold")
+
+
+def _stage(monitor: RunMonitor) -> str:
+    learner, facts = monitor.values("learner"), monitor.facts
+    stage = STAGES.get(monitor.stage, monitor.stage)
+    if monitor.stage == "warmup":
+        return f"{stage}, step {whole(learner, 'warmup_step')} of {facts.warmup_steps}"
+    if monitor.stage in ("rl", "done"):
+        version = whole(learner, "policy_version")
+        return f"{stage}, step {whole(learner, 'step')} of {facts.steps}, policy v{version}"
+    return stage
+
+
+def _facts(monitor: RunMonitor) -> Iterator[Text]:
+    learner, storage, last = monitor.values("learner"), monitor.values("storage"), monitor.history.last
+    recent, latest = monitor.history.recent_reward(), last.reward_mean if last else None
+    yield _fact("reward", f"{fraction(recent)} mean of the last 10 steps, latest {fraction(latest)}")
+    yield _fact("held-out", _held_out(monitor))
+    trained = count(number(learner, "trained_tokens_per_s"))
+    yield _fact("tokens/s", f"{count(monitor.generated_tokens_per_s)} generated, {trained} trained")
+    yield _fact("step time", _step_time(last))
+    yield _fact("staleness", f"{_staleness(monitor)} (policy versions)")
+    yield _fact("queues", _queues(storage))
+    published, used = count(monitor.trajectories_published), count(whole(learner, "trajectories_trained"))
+    closed = whole(storage, "closed_short")
+    short = f"; {count(closed)} groups closed short" if closed else ""
+    yield _fact("rollouts", f"{published} trajectories published, {used} trained on{short}")
+    yield _fact("rejected", _rejected(storage))
+
+
+def _fact(label: str, text: str) -> Text:
+    return Text(f"{label:<{LABEL}}", style="cyan").append(text, style="default")
+
+
+def _held_out(monitor: RunMonitor) -> str:
+    target = monitor.facts.target_accuracy
+    wanted = "" if target is None else f", target {fraction(target)}"
+    evaluations = monitor.history.evaluations
+    if not evaluations:
+        return f"not measured yet{wanted}"
+    first, *_ = evaluations.values()
+    *_, last = evaluations.values()
+    since = "" if first is last else f", was {fraction(first.sampled)} at {first.where}"
+    return f"{_accuracy(last)}{wanted}{since}"
+
+
+def _accuracy(evaluation: Evaluation) -> str:
+    sampled, greedy = fraction(evaluation.sampled), fraction(evaluation.greedy)
+    return f"{sampled} sampled, {greedy} greedy at {evaluation.where}"
+
+
+def _step_time(step: Step | None) -> str:
+    if step is None:
+        return UNKNOWN
+    parts = (step.training_s, "training"), (step.waiting_s, "waiting"), (step.publish_stall_s, "publishing")
+    return f"{duration(step.step_s)} = " + " + ".join(f"{duration(part)} {name}" for part, name in parts)
+
+
+def _staleness(monitor: RunMonitor) -> str:
+    last = monitor.history.last
+    now = count(last.staleness_max) if last else UNKNOWN
+    worst = whole(monitor.values("learner"), "max_staleness_seen")
+    return f"{now} now, {worst} worst, {monitor.max_staleness_allowed} allowed"
+
+
+def _queues(storage: dict[str, Json]) -> str:
+    if not storage:
+        return UNKNOWN
+    return (
+        f"{whole(storage, 'rolling_out')} groups rolling out, {whole(storage, 'stored')} stored; "
+        f"on the bus {whole(storage, 'tasks_pending')} tasks, "
+        f"{whole(storage, 'trajectories_pending')} results"
+    )
+
+
+def _rejected(storage: dict[str, Json]) -> str:
+    reasons = storage.get("reasons")
+    found = reasons.items() if isinstance(reasons, dict) else ()
+    groups = ", ".join(f"{number} {reason}" for reason, number in found)
+    dead, kinds = whole(storage, "dead"), storage.get("dead_reasons")
+    why = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) if isinstance(kinds, dict) else ""
+    return (f"groups: {groups}" if groups else "none") + (f"; set aside: {why or dead}" if dead else "")
+
+
+# --- one line a process ---
+
+
+def _process_lines(monitor: RunMonitor, width: int, room: int) -> list[Text]:
+    """Every process, or as many as fit, and how many more there are."""
+    shown = monitor.shown()
+    if not shown:
+        return [Text("no process has reported yet", style="yellow")]
+    blocks = [_process(monitor, process, width, rows=2) for process in shown]
+    if sum(map(len, blocks)) > room:
+        blocks = [_process(monitor, process, width, rows=1) for process in shown]
+    left = len(blocks) - room + 1
+    if len(blocks) > room:
+        blocks = [*blocks[: room - 1], [Text(f"... and {left} more", style="dim")]]
+    return [line for block in blocks for line in block]
+
+
+def _process(monitor: RunMonitor, process: Process, width: int, rows: int) -> list[Text]:
+    ended = monitor.silent_s(process) > 0 and monitor.stage == "done"
+    silence = 0.0 if ended else monitor.silent_s(process)
+    style = "red" if silence else "yellow" if "waiting" in process.status.doing.lower() else "green"
+    style = "dim" if ended else style
+    head = f"{_short(process.status.source):<{NAME}} "
+    wrapped = textwrap.wrap(
+        "ended" if ended else _activity(process, silence),
+        max(20, width - len(head)),
+        max_lines=rows,
+        placeholder="...",
+    )
+    first, *others = wrapped or [""]
+    lines = [Text(head, style=f"bold {style}").append(first, style=f"not bold {style}")]
+    return lines + [Text(" " * len(head) + other, style=style) for other in others]
+
+
+def _activity(process: Process, silence_s: float) -> str:
+    status = process.status
+    if silence_s:
+        return f"SILENT for {duration(round(silence_s))}, was: {status.doing}"
+    again = f", start {process.starts}" if process.starts > 1 else ""
+    if status.role != "actor":
+        return f"{status.doing} ({size(status.peak_rss_bytes)}{again})"
+    values = status.values
+    running, waiting = whole(values, "running"), whole(values, "waiting")
+    rate, version = count(number(values, "generated_tokens_per_s")), whole(values, "policy_version")
+    failed = f", {whole(values, 'failed')} failed" if whole(values, "failed") else ""
+    load = f"{running} running, {waiting} queued{failed}, {rate} tok/s"
+    return f"{status.doing}; {load}, v{version}, {size(status.peak_rss_bytes)}{_engines(values)}"
+
+
+def _engines(values: Mapping[str, Json]) -> str:
+    """What each engine of an actor does, when there are several or one was lost."""
+    found = values.get("engines")
+    engines = {name: e for name, e in found.items() if isinstance(e, dict)} if isinstance(found, dict) else {}
+    if len(engines) == 1 and not any(whole(engine, "restarts") for engine in engines.values()):
+        return ""
+    return "".join(f"; {name} {_engine(engine)}" for name, engine in engines.items())
+
+
+def _engine(engine: Mapping[str, Json]) -> str:
+    restarts = whole(engine, "restarts")
+    again = f", restarted {restarts} times" if restarts else ""
+    if engine.get("state") != "serving":
+        return f"{engine.get('state')}{again}"
+    running, waiting = whole(engine, "running"), whole(engine, "waiting")
+    return f"{running} running, {waiting} queued, v{whole(engine, 'policy_version')}{again}"
+
+
+def _short(source: str) -> str:
+    """The end of a long name tells processes apart: it holds the pid."""
+    return source if len(source) < NAME else f"..{source[-(NAME - 3) :]}"
+
+
+# --- plain lines ---
+
+
+def status_line(monitor: RunMonitor) -> str:
+    """The run in one line, for a log."""
+    reward, evaluations = monitor.history.recent_reward(), monitor.history.evaluations
+    latest = evaluations[next(reversed(evaluations))] if evaluations else None
+    held_out = UNKNOWN if latest is None else f"{fraction(latest.sampled)} at {latest.where}"
+    trained = number(monitor.values("learner"), "trained_tokens_per_s")
+    storage = monitor.values("storage")
+    parts = [
+        f"{duration(monitor.elapsed_s)}: {_stage(monitor)}",
+        f"reward {fraction(reward if isfinite(reward) else None)}",
+        f"held-out {held_out}",
+        f"tokens/s {count(monitor.generated_tokens_per_s)} generated {count(trained)} trained",
+        f"staleness {_staleness(monitor)}",
+        f"groups {whole(storage, 'rolling_out')} rolling out {whole(storage, 'stored')} stored",
+        *(f"{p.status.source}: {p.status.doing}" for p in monitor.shown() if p.status.role == "learner"),
+        f"{len(monitor.actors())} actors",
+    ]
+    return " | ".join(parts)
+
+
+class News:
+    """What became different since it was last asked: stage, evaluations, processes that come and go."""
+
+    def __init__(self, monitor: RunMonitor) -> None:
+        self._monitor = monitor
+        self._stage = monitor.stage
+        self._evaluations = dict(monitor.history.evaluations)
+        self._starts: dict[str, int] = {}
+        self._silent: set[str] = set()
+
+    def take(self) -> list[str]:
+        """A sentence for each change, once."""
+        return [*self._stage_changes(), *self._evaluation_changes(), *self._process_changes()]
+
+    def _stage_changes(self) -> Iterator[str]:
+        before, self._stage = self._stage, self._monitor.stage
+        if before != self._stage:
+            yield f"stage: {STAGES.get(before, before)} -> {STAGES.get(self._stage, self._stage)}"
+
+    def _evaluation_changes(self) -> Iterator[str]:
+        before, self._evaluations = self._evaluations, dict(self._monitor.history.evaluations)
+        for version, evaluation in self._evaluations.items():
+            if before.get(version) != evaluation:
+                yield f"held-out accuracy: {_accuracy(evaluation)}"
+
+    def _process_changes(self) -> Iterator[str]:
+        for source, process in self._monitor.processes.items():
+            known, self._starts[source] = self._starts.get(source, 0), process.starts
+            if process.starts > known:
+                yield f"{source}: {'started again' if known else 'started'}, pid {process.status.pid}"
+            silent = self._monitor.silent_s(process) > 0
+            if silent and source not in self._silent:
+                self._silent.add(source)
+                ended = self._monitor.stage == "done"
+                yield f"{source}: {'ended' if ended else f'silent, was: {process.status.doing}'}"
+            elif not silent and source in self._silent:
+                self._silent.remove(source)
+                yield f"{source}: speaks again"

@@ -1,0 +1,101 @@
+"""One step of reinforcement learning on the groups it was given: the same for whoever trains on them."""
+
+from collections.abc import Sequence
+from math import isfinite
+
+from bus.messages import Trajectory
+from bus.requests import GroupRef
+from learner.algorithms.objective import Objective
+from learner.backends.megatron.trainer import StepResult, Trainer
+from learner.config.learner import LearnerConfig
+from learner.data.batches import StepBatch, make_step_batch
+from learner.data.data_parallel import equally_many, of_all_ranks
+from learner.data.packing import pack, refuse_oversized
+from learner.lineage import TrainedStep
+from learner.scoring.frozen_policies import refresh_reference
+from learner.scoring.logprob_passes import with_logprobs
+
+Groups = Sequence[Sequence[Trajectory]]
+
+
+def train_on(
+    trainer: Trainer, groups: Groups, weights: Sequence[float], learner: LearnerConfig, *,
+    step: int, policy_version: int, temperature: float,
+) -> tuple[StepBatch, StepResult]:  # fmt: skip
+    """Update the weights, which are of `policy_version`, on these groups with their importance weights.
+
+    `step` counts from 1. Of several ranks each gives its own groups; the batch's counts and the result are
+    those of all. Raises `ConfigError` for a trajectory over the token budget, if such are to be refused.
+    """
+    updates, budget = learner.batch.updates, learner.batch.tokens_per_micro_batch
+    batch = of_all_ranks(
+        make_step_batch(
+            groups,
+            weights=weights,
+            policy_version=policy_version,
+            advantage=learner.advantage,
+        )
+    )
+    if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
+        refuse_oversized(batch.samples, budget)
+    samples = with_logprobs(trainer, batch.samples, learner, temperature=temperature)
+    results = [
+        trainer.train_step(
+            equally_many(pack([s for s in samples if s.part % updates == n], budget)),
+            Objective.of(learner),
+            temperature=temperature,
+            policy_version=policy_version,
+        )
+        for n in range(updates)
+    ]
+    refresh_reference(trainer, learner, step)
+    return batch, _together(results)
+
+
+def _together(updates: Sequence[StepResult]) -> StepResult:
+    """Several updates as one result: means by their tokens, the largest gradient norm or one that is
+    not finite, the last learning rate."""
+    if len(updates) == 1:
+        return updates[0]
+    tokens = sum(update.tokens for update in updates)
+
+    def mean(values: Sequence[tuple[float, int]]) -> float:
+        return sum(value * count for value, count in values) / max(1, sum(count for _, count in values))
+
+    names = dict.fromkeys(name for update in updates for name in update.diagnostics)
+    return StepResult(
+        loss=mean([(update.loss, update.tokens) for update in updates]),
+        grad_norm=max((update.grad_norm for update in updates), key=_alarming),
+        lr=updates[-1].lr,
+        tokens=tokens,
+        skipped=any(update.skipped for update in updates),
+        diagnostics={
+            name: mean([(u.diagnostics[name], u.tokens) for u in updates if name in u.diagnostics])
+            for name in names
+        },
+    )
+
+
+def _alarming(norm: float) -> tuple[bool, float]:
+    """Sorts gradient norms: whatever is not finite comes last, since comparing with NaN sorts nothing."""
+    return (False, norm) if isfinite(norm) else (True, 0.0)
+
+
+def lineage_line(
+    step: int, policy_version: int, incarnation: str, groups: Sequence[GroupRef], batch: StepBatch,
+    result: StepResult,
+) -> TrainedStep:  # fmt: skip
+    """What the lineage keeps of a step that made `policy_version`; `groups` are those of all ranks."""
+    return TrainedStep(
+        step=step,
+        policy_version=policy_version,
+        incarnation=incarnation,
+        leases=tuple(group.lease_id for group in groups),
+        weights=tuple(group.weight for group in groups),
+        batch_xxh3=batch.xxh3(),
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        entropy=result.diagnostics.get("entropy_nats"),
+        lr=result.lr,
+        skipped=result.skipped,
+    )

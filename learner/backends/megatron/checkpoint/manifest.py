@@ -1,0 +1,122 @@
+"""What a checkpoint says about itself: which model, where training stood, and a digest of every file."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+from transformers import PretrainedConfig
+from xxhash import xxh3_128
+
+from bus.errors import ConfigError, StorageError
+from learner.backends.megatron.conversion.families import shape_of
+from learner.backends.megatron.model.model import rope_theta
+
+MANIFEST = "manifest.json"
+FORMAT = 2
+READ_BYTES = 1 << 20
+
+
+def write_manifest(
+    directory: Path,
+    hf_config: PretrainedConfig,
+    *,
+    training: Mapping[str, JsonValue] | None,
+    extra: Mapping[str, JsonValue],
+    digests: Mapping[str, str],
+) -> None:
+    """Describe what lies in `directory`.
+
+    Args:
+        directory: of the checkpoint, everything else in it is complete.
+        hf_config: of the model.
+        training: where the trainer stands; `None` where there are weights only.
+        extra: what the caller wants kept.
+        digests: of files whose digest is known already; the others are read.
+    """
+    files = {
+        path.name: {"bytes": path.stat().st_size, "xxh3_128": digests.get(path.name) or file_digest(path)}
+        for path in sorted(directory.iterdir())
+    }
+    manifest = {
+        "format": FORMAT,
+        "model": fingerprint(hf_config),
+        "training": training,
+        "extra": dict(extra),
+        "files": files,
+    }
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Read it, and check that all files are there and of their size.
+
+    Raises `StorageError` when something is missing, torn or of another format.
+    """
+    try:
+        manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{directory} is not a whole checkpoint: {error}") from error
+    if manifest.get("format") != FORMAT:
+        raise StorageError(
+            f"checkpoint {directory} has format {manifest.get('format')}, this build reads {FORMAT}"
+        )
+    for name, file in manifest["files"].items():
+        path = directory / name
+        if not path.is_file() or path.stat().st_size != file["bytes"]:
+            raise StorageError(
+                f"checkpoint {directory} is torn: {name} is missing or not {file['bytes']} bytes long"
+            )
+    return manifest
+
+
+def damaged_files(directory: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Read the files `names`, and return those whose bytes are not what was written."""
+    files = manifest["files"]
+    return [name for name in names if file_digest(directory / name) != files[name]["xxh3_128"]]
+
+
+def refuse_damage(directory: Path, damaged: Iterable[str]) -> None:
+    """Raise `StorageError` when there are damaged files."""
+    if names := ", ".join(sorted(damaged)):
+        raise StorageError(
+            f"checkpoint {directory} is damaged: the bytes of {names} are not those that were written; "
+            "remove it to go on from the one before"
+        )
+
+
+def refuse_other_model(directory: Path, manifest: Mapping[str, Any], hf_config: PretrainedConfig) -> None:
+    """Raise `ConfigError` with all differences when the checkpoint is of another model."""
+    if different := _differences(manifest["model"], hf_config):
+        raise ConfigError(f"checkpoint {directory} is of another model: {', '.join(different)}")
+
+
+def differences(found: PretrainedConfig, wanted: PretrainedConfig) -> list[str]:
+    """List, for people, the hyperparameters by which weights of `found` do not fit a model of `wanted`."""
+    return _differences(fingerprint(found), wanted)
+
+
+def _differences(found: Mapping[str, JsonValue], wanted: PretrainedConfig) -> list[str]:
+    return [
+        f"{key} is {found.get(key)}, not {value}"
+        for key, value in fingerprint(wanted).items()
+        if found.get(key) != value
+    ]
+
+
+def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
+    """Return all hyperparameters that decide which weights fit, as they read back from JSON."""
+    shape = vars(shape_of(hf_config)).copy()
+    experts = shape.pop("experts")
+    routing = {} if experts is None else {"experts": json.loads(json.dumps(vars(experts)))}
+    return {"model_type": hf_config.model_type, "rope_theta": rope_theta(hf_config), **shape, **routing}
+
+
+def file_digest(path: Path) -> str:
+    """Return the xxh3-128 digest of a file, in hexadecimal."""
+    digest = xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

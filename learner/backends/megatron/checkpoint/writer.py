@@ -1,0 +1,108 @@
+"""megatron-core's checkpoint writer without its processes.
+
+Stock, every save forks a process per file, and the first one spawns a manager that stays: in a learner full
+of threads a fork may inherit a held lock and hang, and a spawn imports the main program again. Here the state
+is copied and a thread of the caller's writes the copies.
+"""
+
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.backends.megatron.checkpoint.manifest import file_digest
+from learner.backends.megatron.core import FileSystemWriterAsync, filesystem_async, torch_dist_strategy
+from learner.publication.transfer import host_memory
+
+
+class InProcessWriter(FileSystemWriterAsync):  # type: ignore[misc]  # megatron-core is untyped
+    """Writes this rank's files one after another, each fsynced. What it writes, `stage` copies before."""
+
+    @staticmethod
+    def write_preloaded_data_multiproc(
+        transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: "queue.Queue[Any]"
+    ) -> None:
+        """Do what megatron-core's method of this name does; put {bucket: results} or raise."""
+        written: dict[int, Any] = {}
+        for i, bucket in enumerate(buckets):
+            outcomes: queue.Queue[Any] = queue.Queue()
+            unfinished: queue.Queue[int] = queue.Queue()
+            unfinished.put(i)
+            FileSystemWriterAsync.write_preloaded_data(
+                transforms, i, bucket, outcomes, unfinished, use_fsync=True
+            )
+            _, written[i] = outcomes.get_nowait()
+            if isinstance(written[i], Exception):
+                raise written[i]
+        results.put(written)
+
+
+def install_in_process_writer() -> None:
+    """Make `dist_checkpointing.save` use `InProcessWriter`, each with a queue of its own for its results."""
+    filesystem_async._get_write_results_queue = queue.Queue
+    torch_dist_strategy.FileSystemWriterAsync = InProcessWriter
+
+
+class CopyRoom:
+    """Main memory for the copies of one checkpoint after another: locking the pages of as much takes seconds.
+
+    Tensors that lie in main memory themselves are copied to memory that goes when they are written."""
+
+    def __init__(self) -> None:
+        self._memory: list[Tensor] = []
+
+    def copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies, complete on return. Those of the time before are overwritten."""
+        wanted = [(tensor.shape, tensor.dtype) for tensor in tensors if tensor.is_cuda]
+        if wanted != [(memory.shape, memory.dtype) for memory in self._memory]:
+            self._memory = []  # before there is more
+            self._memory = host_memory(wanted, page_locked=True)
+        room = iter(self._memory)
+        copies = [
+            next(room).copy_(tensor.detach(), non_blocking=True) if tensor.is_cuda else tensor.clone()
+            for tensor in tensors
+        ]
+        if wanted:
+            torch.cuda.synchronize()
+        return copies
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A rank's part of a checkpoint, copied; nothing of it is written yet."""
+
+    writes: Callable[[], None]
+    files: Sequence[Path]
+    finalizers: Sequence[Callable[[], None]]
+
+    def write(self) -> dict[str, str]:
+        """Write this rank's files, without any collective; return their digests by name."""
+        self.writes()
+        return {file.name: file_digest(file) for file in self.files}
+
+    def finalize(self) -> None:
+        """Write what describes all files. Every rank calls this, where its collectives are called."""
+        for finalizer in self.finalizers:
+            finalizer()
+
+
+def stage(request: Any, room: CopyRoom) -> Staged:
+    """Copy what `dist_checkpointing.save(..., async_sharded_save=True)` says is to be written."""
+    if request.async_fn is None:
+        return Staged(lambda: None, [], request.finalize_fns)
+    rank, whole, results = request.async_fn_args  # its own way to copy would pin the tensors one by one
+    copies = iter(room.copied([tensor for _, _, (_, tensors) in whole for _, tensor in tensors]))
+    buckets = [
+        (file, key, (objects, [(item, next(copies)) for item, _ in tensors]))
+        for file, key, (objects, tensors) in whole
+    ]
+
+    def writes() -> None:
+        request.async_fn(rank, buckets, results)
+        buckets.clear()  # copies outside the room are as large as what was copied
+
+    return Staged(writes, [Path(file) for file, *_ in buckets], request.finalize_fns)

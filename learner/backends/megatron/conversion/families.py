@@ -1,0 +1,32 @@
+from transformers import PretrainedConfig
+
+from bus.errors import ConfigError
+from learner.backends.megatron.conversion.base import Family, Shape
+from learner.backends.megatron.conversion.llama import LLAMA
+from learner.backends.megatron.conversion.mixtral import MIXTRAL
+from learner.backends.megatron.conversion.qwen2 import QWEN2
+from learner.backends.megatron.conversion.qwen3 import QWEN3
+from learner.backends.megatron.conversion.qwen3_moe import QWEN3_MOE
+
+FAMILIES: dict[str, Family] = {
+    "llama": LLAMA,
+    "mixtral": MIXTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+}
+"""By `model_type` of the transformers configuration."""
+
+
+def family_of(hf_config: PretrainedConfig) -> Family:
+    """Find a model's family. Raises `ConfigError` with those known for one that is not among them."""
+    if hf_config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type={hf_config.model_type!r} is unknown; known are {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[hf_config.model_type]
+
+
+def shape_of(hf_config: PretrainedConfig) -> Shape:
+    """Read a model's shape, its experts included."""
+    return family_of(hf_config).shape(hf_config)

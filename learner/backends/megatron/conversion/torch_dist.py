@@ -1,0 +1,198 @@
+"""megatron-core's `torch_dist` files, read and written one tensor at a time, without a world of ranks."""
+
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from bus.errors import StorageError
+from learner.backends.megatron.conversion.base import Rule, Shape
+from learner.backends.megatron.conversion.lazy import LazyWeights, Spec
+
+TENSORS = "__0_0.distcp"
+"""The file that holds all tensors of a converted model."""
+
+FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Norms that Transformer Engine fuses into the layer after them, which gives them their name in files."""
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Tell whether `torch_dist` files lie there."""
+    return (directory / ".metadata").is_file()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of the model lies: a whole one in the files, or one of a stack."""
+
+    key: str
+    index: int | None = None
+    """Along the first dimension of the stack."""
+
+
+def place_of(megatron: str) -> Place:
+    """Find a parameter of the model in the files, where the experts of a layer are one tensor."""
+    if norm := re.fullmatch(r"(decoder\.layers\.\d+\.)(.+_layernorm\.weight)", megatron):
+        return Place(norm[1] + FUSED_NORMS.get(norm[2], norm[2]))
+    if expert := re.fullmatch(r"(.+\.experts\.)local_experts\.(\d+)\.(.+)", megatron):
+        return Place(f"{expert[1]}experts.{expert[3]}", int(expert[2]))
+    return Place(megatron)
+
+
+class MegatronWeights(LazyWeights):
+    """The model in a checkpoint, by Hugging Face names and in their layout."""
+
+    def __init__(self, directory: Path, rules: Sequence[Rule], shape: Shape) -> None:
+        """Read the metadata. Raises `StorageError` when it is unreadable or lacks a tensor."""
+        self._directory = directory
+        self._shape = shape
+        self._metadata = _read_metadata(directory)
+        self._rule_of = {part: (rule, n) for rule in rules for n, part in enumerate(rule.parts)}
+        self._last: tuple[Rule, Sequence[Tensor]] | None = None
+        lacking = {place_of(rule.megatron).key for rule in rules} - self._metadata.state_dict_metadata.keys()
+        if lacking:
+            raise StorageError(f"checkpoint {directory} lacks {', '.join(sorted(lacking))}")
+
+    def __getitem__(self, name: str) -> Tensor:
+        rule, part = self._rule_of[name]
+        if self._last is None or self._last[0] is not rule:  # the parts of a tensor are asked for together
+            self._last = None
+            self._last = rule, rule.layout.split(self._read(rule), self._shape)
+        return self._last[1][part].reshape(self.spec(name).shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rule_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rule_of)
+
+    def __len__(self) -> int:
+        return len(self._rule_of)
+
+    def spec(self, name: str) -> Spec:
+        """Return shape and dtype as the metadata has them."""
+        rule, part = self._rule_of[name]
+        whole = self._spec(rule)
+        return Spec(tuple(rule.layout.part_shapes(whole.shape, self._shape)[part]), whole.dtype)
+
+    def _spec(self, rule: Rule) -> Spec:
+        place = place_of(rule.megatron)
+        stored = self._stored(place)
+        size = tuple(stored.size) if place.index is None else tuple(stored.size[1:])
+        if _counts_tokens(rule):  # padded so that it divides among ranks
+            size = (self._shape.vocab, *size[1:])
+        return Spec(size, stored.properties.dtype)
+
+    def _stored(self, place: Place) -> TensorStorageMetadata:
+        stored = self._metadata.state_dict_metadata[place.key]
+        if not isinstance(stored, TensorStorageMetadata):
+            raise StorageError(f"checkpoint {self._directory}: {place.key} is no tensor")
+        return stored
+
+    def _read(self, rule: Rule) -> Tensor:
+        place = place_of(rule.megatron)
+        stored = self._stored(place)
+        size = tuple(stored.size) if place.index is None else (1, *stored.size[1:])
+        whole = torch.empty(size, dtype=stored.properties.dtype)
+        first = place.index or 0
+        for chunk in stored.chunks:
+            start = chunk.offsets[0] - first if chunk.offsets else 0
+            if start < size[0] and start + chunk.sizes[0] > 0:
+                _paste(whole, self._read_chunk(place.key, chunk), start, chunk.offsets[1:])
+        if place.index is not None:
+            return whole[0]
+        return whole[: self._shape.vocab] if _counts_tokens(rule) else whole
+
+    def _read_chunk(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        stored = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+        file = self._directory / stored.relative_path
+        try:
+            with file.open("rb") as opened:
+                opened.seek(stored.offset)
+                tensor: Tensor = torch.load(io.BytesIO(opened.read(stored.length)), weights_only=True)
+                return tensor
+        except (OSError, RuntimeError, EOFError, ValueError) as error:
+            raise StorageError(f"cannot read {key} in {file}: {error}") from error
+
+
+def _counts_tokens(rule: Rule) -> bool:
+    return rule.megatron in ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def _paste(whole: Tensor, chunk: Tensor, start: int, offsets: Sequence[int]) -> None:
+    """Copy a chunk to where it begins in `whole`, along the first dimension and the others; cut the rest."""
+    skipped = max(0, -start)
+    chunk = chunk[skipped : skipped + whole.shape[0] - max(0, start)]
+    target = whole.narrow(0, max(0, start), chunk.shape[0])
+    for dim, offset in enumerate(offsets, 1):
+        target = target.narrow(dim, offset, chunk.shape[dim])
+    target.copy_(chunk)
+
+
+def _read_metadata(directory: Path) -> Metadata:
+    try:
+        return FileSystemReader(directory).read_metadata()
+    except (OSError, EOFError, ValueError, AttributeError, ImportError) as error:
+        raise StorageError(f"cannot read the metadata of checkpoint {directory}: {error}") from error
+
+
+def write_tensors(directory: Path, specs: Mapping[str, Spec], make: Callable[[str], Tensor]) -> None:
+    """Write tensors under their names in the model, calling `make` for one after the other.
+
+    Torch's own writer keeps all of them until the file is complete.
+
+    Args:
+        directory: where the files go.
+        specs: by the name of the parameter; experts of a layer become one stack.
+        make: returns the tensor of that name.
+    """
+    stacks = Counter(place.key for place in map(place_of, specs) if place.index is not None)
+    stored: dict[str, TensorStorageMetadata] = {}
+    written: list[WriteResult] = []
+    with (directory / TENSORS).open("wb") as file:
+        for name, spec in specs.items():
+            place = place_of(name)
+            whole, chunk = _size_and_chunk(place, spec, stacks[place.key])
+            tensor = stored.setdefault(
+                place.key, TensorStorageMetadata(TensorProperties(dtype=spec.dtype), whole, chunks=[])
+            )
+            tensor.chunks.append(chunk)
+            start = file.tell()
+            torch.save(_own_storage(make(name)).reshape(chunk.sizes), file)
+            length = file.tell() - start
+            index = MetadataIndex(place.key, chunk.offsets)
+            written.append(WriteResult(index, length, _StorageInfo(TENSORS, start, length)))
+    FileSystemWriter(directory).finish(Metadata({**stored}), [written])
+
+
+def _size_and_chunk(place: Place, spec: Spec, stacked: int) -> tuple[torch.Size, ChunkStorageMetadata]:
+    """Return the size of the whole tensor in the files, and where this one lies in it."""
+    inner = torch.Size(spec.shape)
+    none = torch.Size([0] * len(inner))
+    if place.index is None:
+        return inner, ChunkStorageMetadata(none, inner)
+    offsets, sizes = torch.Size((place.index, *none)), torch.Size((1, *inner))
+    return torch.Size((stacked, *inner)), ChunkStorageMetadata(offsets, sizes)
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    """Copy what is part of something larger, all of which torch.save would write."""
+    alone = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
+    return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,303 @@
+"""Weights into a model and out of it, under their Hugging Face names, however its ranks share them.
+
+Each rank reads its slice of each tensor, and of safetensors files nothing else. On export, rank 0 receives
+the slices of one tensor at a time from the first ranks that hold them, so that it never has more of the model
+than the caller keeps.
+"""
+
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from bus.errors import ConfigError
+from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, SAME, Rule, Shape, State
+from learner.backends.megatron.conversion.families import FAMILIES, shape_of
+from learner.backends.megatron.conversion.lazy import part_of, spec_of
+from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.process_groups import device, gathered
+
+LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, state: State) -> None:
+    """Copy this rank's part of `state` into its `chunks`, converting to their dtype and device.
+
+    Raises `ConfigError` with all names that are missing, unexpected or of another shape, on every rank alike;
+    the model is then unchanged. Every rank calls this.
+    """
+    shape = shape_of(hf_config)
+    rules = list(FAMILIES[hf_config.model_type].rules(shape))
+    slices = _slices(chunks)
+    problems = _of_any_rank(list(_problems(slices, rules, shape, state)))
+    if problems:
+        raise ConfigError("these weights do not fit the model:\n" + "\n".join(f"- {p}" for p in problems))
+    if shape.tied and OUTPUT.megatron in slices:  # the last stage of a pipeline has its own copy
+        rules.append(Rule(OUTPUT.megatron, EMBEDDING.parts, SAME))
+    with torch.no_grad():
+        for rule in rules:
+            if mine := slices.get(rule.megatron):
+                parts = [mine.read(state, name) for name in rule.parts]
+                mine.parameter.copy_(rule.layout.merge(parts, mine.shape(shape)))
+
+
+def export_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig) -> dict[str, Tensor]:
+    """Return copies of the model's weights on rank 0, detached, on its device, exactly as they are.
+
+    A tied output layer is left out, as Hugging Face does in files. Every rank calls this; the others get
+    nothing.
+    """
+    return {
+        name: part.clone(memory_format=torch.contiguous_format)
+        for name, part in stream_hf_weights(chunks, hf_config)
+    }
+
+
+@torch.no_grad()
+def stream_hf_weights(
+    chunks: Sequence[torch.nn.Module],
+    hf_config: PretrainedConfig,
+    holders: "Holders | None" = None,
+    *,
+    without: Container[str] = (),
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights one after another on rank 0; what is yielded is good until the next.
+
+    Every rank must exhaust this iterator; it yields nothing on the others. `holders` as `find_holders` gave
+    them spare all ranks that they tell each other what they have. `without`, on rank 0, names weights that
+    `whole_on_rank_0` has.
+    """
+    shape = shape_of(hf_config)
+    slices = _slices(chunks)
+    holders = _holders(slices) if holders is None else holders
+    for rule in FAMILIES[hf_config.model_type].rules(shape):
+        whole = _gather(slices.get(rule.megatron), holders[rule.megatron])
+        if whole is None or rule.parts[0] in without:
+            continue
+        parts_of_slices = [rule.layout.split(piece, cut.shape(shape)) for piece, cut in whole]
+        cut = whole[0][1]
+        sizes = _part_shapes(rule, cut, shape)
+        for name, size, *pieces in zip(rule.parts, sizes, *parts_of_slices, strict=True):
+            yield name, cut.join(pieces, size)
+
+
+def exported_shapes(hf_config: PretrainedConfig, holders: "Holders") -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights that are exported, in the order of `stream_hf_weights`."""
+    shape = shape_of(hf_config)
+    return {
+        name: sizes
+        for rule in FAMILIES[hf_config.model_type].rules(shape)
+        for name, sizes in zip(rule.parts, _part_shapes(rule, holders[rule.megatron][0], shape), strict=True)
+    }
+
+
+def whole_on_rank_0(
+    chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig, holders: "Holders"
+) -> dict[str, Tensor]:
+    """Return views of the weights of which rank 0 has all; the other ranks get nothing.
+
+    Their elements are in the order of the Hugging Face tensor, whose shape they need not have. They are good
+    as long as the parameters stay where they lie.
+    """
+    if dist.get_rank() != 0:
+        return {}
+    shape = shape_of(hf_config)
+    slices = _slices(chunks)
+    views: dict[str, Tensor] = {}
+    for rule in FAMILIES[hf_config.model_type].rules(shape):
+        mine = slices.get(rule.megatron)
+        if mine is not None and [holder.global_rank for holder in holders[rule.megatron]] == [0]:
+            parts = rule.layout.split(mine.parameter, shape)
+            rows = shape.vocab if rule in (EMBEDDING, OUTPUT) else None
+            views |= {name: part[:rows] for name, part in zip(rule.parts, parts, strict=True)}
+    return views
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a tensor a rank holds."""
+
+    dimension: int | None
+    """Along which the ranks share it; `None` where each holds all of it."""
+    ranks: int
+    rank: int
+    sizes: tuple[int, ...]
+    """Of the slice."""
+
+    def whole_sizes(self) -> tuple[int, ...]:
+        """Return the sizes of the tensor that was cut."""
+        return tuple(n * self.ranks if i == self.dimension else n for i, n in enumerate(self.sizes))
+
+    def shape(self, shape: Shape) -> Shape:
+        """Return the model's shape as far as a slice of attention is concerned."""
+        if self.dimension is None:
+            return shape
+        return replace(shape, heads=shape.heads // self.ranks, groups=shape.groups // self.ranks)
+
+    def read(self, state: State, name: str) -> Tensor:
+        """Return this rank's slice of a Hugging Face tensor; what it lacks to divide evenly is zero."""
+        if self.dimension is None or self.ranks == 1:
+            return state[name]
+        whole = spec_of(state, name).shape[self.dimension]
+        size = -(-whole // self.ranks)
+        start, stop = (min(i * size, whole) for i in (self.rank, self.rank + 1))
+        piece = part_of(state, name, self.dimension, start, stop)
+        lacking = size - (stop - start)
+        if lacking:
+            shape = [lacking if i == self.dimension else n for i, n in enumerate(piece.shape)]
+            piece = torch.cat((piece, piece.new_zeros(shape)), self.dimension)
+        return piece
+
+    def join(self, pieces: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
+        """Undo `read`: the tensor of these sizes, without what was added so that it divides evenly."""
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), self.dimension or 0)
+        return whole[: sizes[0]] if whole.dim() == len(sizes) else whole.reshape(sizes)
+
+
+@dataclass(frozen=True)
+class Slice(Cut):
+    """A rank's part of a tensor."""
+
+    parameter: Tensor
+
+
+@dataclass(frozen=True)
+class Holder(Cut):
+    """Who has a slice that rank 0 needs."""
+
+    global_rank: int
+    dtype: torch.dtype
+
+
+def _slices(chunks: Sequence[torch.nn.Module]) -> dict[str, Slice]:
+    """All parameters of this rank, by their name in the whole model."""
+    slices = {}
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            expert = EXPERT.search(name) is not None
+            cut = getattr(parameter, "tensor_model_parallel", False)
+            group = _tensor_group(expert)
+            slices[global_name(chunk, name)] = Slice(
+                parameter.partition_dim if cut else None,  # type: ignore[attr-defined]  # set by megatron-core
+                group.size() if cut else 1,
+                group.rank() if cut else 0,
+                tuple(parameter.shape),
+                parameter.detach(),
+            )
+    return slices
+
+
+def global_name(chunk: Any, name: str) -> str:
+    """Count layers and experts over all ranks instead of over this one."""
+
+    def layer(match: re.Match[str]) -> str:
+        return f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}."
+
+    def expert(match: re.Match[str]) -> str:
+        here = chunk.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        first = parallel_state.get_expert_model_parallel_rank() * here
+        return f".local_experts.{first + int(match[1])}."
+
+    return EXPERT.sub(expert, LAYER.sub(layer, name))
+
+
+def _tensor_group(expert: bool) -> dist.ProcessGroup:
+    if expert:
+        return parallel_state.get_expert_tensor_parallel_group()  # type: ignore[no-any-return]
+    return parallel_state.get_tensor_model_parallel_group()  # type: ignore[no-any-return]
+
+
+Holders = dict[str, list[Holder]]
+
+
+def find_holders(chunks: Sequence[torch.nn.Module]) -> Holders:
+    """Who has the slices that rank 0 needs, as long as the world stays divided so. Every rank calls this."""
+    return _holders(_slices(chunks))
+
+
+def _holders(slices: Mapping[str, Slice]) -> Holders:
+    """Of every tensor of the model, the first ranks that together hold all of it, in the order of slices."""
+    mine = {
+        name: Holder(s.dimension, s.ranks, s.rank, s.sizes, dist.get_rank(), s.parameter.dtype)
+        for name, s in slices.items()
+        if _is_first_replica(name)
+    }
+    found: dict[str, dict[int, Holder]] = {}
+    for of_rank in gathered(mine):
+        for name, holder in of_rank.items():
+            found.setdefault(name, {}).setdefault(holder.rank, holder)
+    return {name: [by_slice[i] for i in sorted(by_slice)] for name, by_slice in found.items()}
+
+
+def _is_first_replica(name: str) -> bool:
+    if EXPERT.search(name):
+        return bool(parallel_state.get_expert_data_parallel_rank() == 0)
+    return bool(parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0)
+
+
+def _gather(mine: Slice | None, holders: Sequence[Holder]) -> list[tuple[Tensor, Cut]] | None:
+    """Bring the slices to rank 0, which returns them; the others return `None`."""
+    here = dist.get_rank()
+    if here != 0:
+        if mine is not None and any(holder.global_rank == here for holder in holders):
+            dist.send(mine.parameter.contiguous(), dst=0)
+        return None
+    return [(_received(mine, holder), holder) for holder in holders]
+
+
+def _received(mine: Slice | None, holder: Holder) -> Tensor:
+    if mine is not None and holder.global_rank == 0:
+        return mine.parameter
+    received = torch.empty(holder.sizes, dtype=holder.dtype, device=device())
+    dist.recv(received, src=holder.global_rank)
+    return received
+
+
+def _of_any_rank(problems: list[str]) -> list[str]:
+    """Return what is wrong on any rank, once."""
+    return list(dict.fromkeys(problem for of_rank in gathered(problems) for problem in of_rank))
+
+
+def _problems(
+    slices: Mapping[str, Slice], rules: Sequence[Rule], shape: Shape, state: State
+) -> Iterator[str]:
+    for rule in rules:
+        if rule.megatron not in slices:
+            continue
+        expected_shapes = _part_shapes(rule, slices[rule.megatron], shape)
+        for name, expected in zip(rule.parts, expected_shapes, strict=True):
+            yield from _misfit(state, name, expected)
+    known = {name for rule in rules for name in rule.parts}
+    yield from (f"unexpected {name}" for name in sorted(state.keys() - known) if not _ignored(name, shape))
+
+
+def _part_shapes(rule: Rule, cut: Cut, shape: Shape) -> Sequence[tuple[int, ...]]:
+    """Shapes of the Hugging Face tensors that a rule's tensor is made of."""
+    whole = cut.whole_sizes()
+    if rule in (EMBEDDING, OUTPUT):
+        whole = (shape.vocab, *whole[1:])
+    return rule.layout.part_shapes(whole, shape)
+
+
+def _misfit(state: State, name: str, expected: tuple[int, ...]) -> Iterator[str]:
+    if name not in state:
+        yield f"missing {name} {list(expected)}"
+        return
+    try:
+        found = spec_of(state, name).shape
+    except ConfigError as error:  # for all ranks to raise together
+        yield str(error)
+        return
+    if found != expected:
+        yield f"{name} is {list(found)}, not {list(expected)}"
+
+
+def _ignored(name: str, shape: Shape) -> bool:
+    """Tell names that say nothing new: a tied output layer, and a buffer of old Llama files."""
+    return (shape.tied and name in OUTPUT.parts) or name.endswith("rotary_emb.inv_freq")

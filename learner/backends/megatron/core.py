@@ -1,0 +1,126 @@
+"""The only place that imports megatron-core, which is untyped and wants adapting first."""
+
+import torch
+import torch.distributed as dist
+
+from learner.backends.megatron import multi_tensor as foreach
+from learner.backends.megatron.cpu.gloo import allow_uneven_slices
+from learner.backends.megatron.cpu.patches import adapt_megatron_to_cpu, megatron_import_warnings_silenced
+
+adapt_megatron_to_cpu()
+
+with megatron_import_warnings_silenced():
+    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.core import (
+        CheckpointingConfig,
+        CheckpointingException,
+        save_config,
+    )
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist_strategy
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+        param_and_grad_buffer,
+    )
+    from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.module import MegatronModule, param_is_not_shared
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+if hasattr(dist, "reduce_scatter_single"):  # torch deprecates the names that megatron-core calls
+    for module in (param_and_grad_buffer, tensor_parallel.layers, tensor_parallel.mappings):
+        module.dist_reduce_scatter_func = dist.reduce_scatter_single
+        module.dist_all_gather_func = dist.all_gather_single
+
+
+def _tensor_parallel_group(group: dist.ProcessGroup | None, **_: object) -> dist.ProcessGroup:
+    return group or parallel_state.get_tensor_model_parallel_group()
+
+
+class _WeightGradients:
+    """In the place of Apex's extension of that name."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: torch.Tensor, grad: torch.Tensor, total: torch.Tensor) -> None:
+        foreach.add_product(total, grad.t(), inputs)
+
+
+tensor_parallel.layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+
+if torch.cuda.is_available():
+    from learner.backends.megatron.model import kernels
+
+    fused_bias_swiglu.swiglu_back = kernels.swiglu_back
+
+# megatron-core's own layers pass None here, and then warn on every call that it is deprecated.
+tensor_parallel.layers.get_tensor_model_parallel_group_if_none = _tensor_parallel_group
+
+if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine the name is read, but never bound
+    moe_utils.te_general_gemm = None
+
+
+def _splits_to_numpy(
+    dispatcher: MoEAlltoAllTokenDispatcher, point: str, tokens_per_expert: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Do on CPU what the dispatcher does with a side stream: its counts are on the host already."""
+    for name in ("input_splits", "output_splits", "output_splits_tp"):
+        splits = getattr(dispatcher, name)
+        if isinstance(splits, torch.Tensor):
+            setattr(dispatcher, name, splits.numpy())
+    return tokens_per_expert
+
+
+if not torch.cuda.is_available():
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_numpy
+    allow_uneven_slices(tensor_parallel.mappings)
+
+__all__ = [
+    "CheckpointingConfig",
+    "CheckpointingException",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "DistributedOptimizer",
+    "FileSystemWriterAsync",
+    "GPTModel",
+    "MegatronModule",
+    "MegatronOptimizer",
+    "MegatronOptimizerConfig",
+    "PackedSeqParams",
+    "ProcessGroupCollection",
+    "SelfAttention",
+    "ShardedObject",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "dist_checkpointing",
+    "filesystem_async",
+    "finalize_model_grads",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "get_num_layers_to_build",
+    "get_transformer_layer_offset",
+    "parallel_state",
+    "param_is_not_shared",
+    "save_config",
+    "tensor_parallel",
+    "torch_dist_strategy",
+]

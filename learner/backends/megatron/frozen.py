@@ -1,0 +1,122 @@
+"""Policies that are not trained, and lend the model their weights for a pass."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from learner.backends.megatron.conversion.base import State
+from learner.backends.megatron.conversion.weights import load_hf_weights
+from learner.publication.transfer import host_memory
+
+Weights = list[dict[str, Tensor]]
+"""Of each piece of the model on this rank, by the names of its parameters."""
+
+
+class FrozenPolicies:
+    """Weights by tag, such as "reference": this rank's part of each, in main memory, as the model has them.
+
+    To switch is to copy, bit for bit, so it works however the ranks share the model. The copy needs no other
+    rank, but the current parameters are settled before it, a collective under `overlap_param_gather`: every
+    rank calls `hold`, `load` and `in_place`, and `weights` of a tag that is not held, in the same order.
+    Each tag takes as much main memory on a rank as the rank's parameters, and the current policy as much
+    again from the first switch on; where there is CUDA all of it is page-locked, in whole pages.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], settle: Callable[[], None]) -> None:
+        """`settle` is called before the parameters of `chunks` are read, to finish what still writes them."""
+        self.sources: dict[str, Path] = {}
+        """The directories that tags were read from."""
+        self._chunks = chunks
+        self._settle = settle
+        self._held: dict[str, Weights] = {}
+        self._current: Weights | None = None
+
+    def __contains__(self, tag: str) -> bool:
+        return tag in self._held
+
+    @property
+    def own(self) -> set[str]:
+        """Tags of what was this run's policy once: only its checkpoints keep it."""
+        return self._held.keys() - self.sources.keys()
+
+    def hold(self, tag: str) -> None:
+        """Make the current policy that of `tag`, in the place of the one it had."""
+        self._put(tag, self._live(), None)
+
+    def load(self, tag: str, hf_config: PretrainedConfig, state: State, source: Path) -> None:
+        """Read the policy of `tag` from weights by their Hugging Face names. Every rank calls this.
+
+        `source` is where to find them again. Raises `ConfigError` as `load_hf_weights` does.
+        """
+        with self._current_kept() as live:
+            load_hf_weights(self._chunks, hf_config, state)
+            self._put(tag, live, source)
+
+    def restore(self, tag: str, weights: Weights) -> None:
+        """Make `weights`, which a checkpoint kept, those of `tag`."""
+        self._put(tag, weights, None)
+
+    def weights(self, tag: str) -> Weights:
+        """What is held of `tag`; or room for it, whose contents mean nothing yet."""
+        return self._held.get(tag) or _room(self._live())
+
+    def keep_only(self, tags: set[str]) -> None:
+        """Forget all others."""
+        self._held = {tag: weights for tag, weights in self._held.items() if tag in tags}
+        self.sources = {tag: source for tag, source in self.sources.items() if tag in tags}
+
+    @contextmanager
+    def in_place(self, tag: str) -> Iterator[None]:
+        """The model has the weights of `tag` inside; no gradient or update may be made there.
+
+        Raises `ValueError` when nothing is held under that name.
+        """
+        if tag not in self._held:
+            raise ValueError(f"no policy is held as {tag!r}, only {sorted(self._held)}")
+        with self._current_kept() as live:
+            _copy(self._held[tag], live)
+            yield
+
+    @contextmanager
+    def _current_kept(self) -> Iterator[Weights]:
+        live = self._live()
+        self._current = self._current or _room(live)
+        _copy(live, self._current)
+        try:
+            yield live
+        finally:
+            _copy(self._current, live)
+
+    def _put(self, tag: str, weights: Weights, source: Path | None) -> None:
+        if tag not in self._held:
+            self._held[tag] = _room(weights)
+        _copy(weights, self._held[tag])
+        self.sources.pop(tag, None)
+        if source is not None:
+            self.sources[tag] = source
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a checkpoint reads it from the host
+
+    def _live(self) -> Weights:
+        self._settle()
+        return [dict(chunk.named_parameters()) for chunk in self._chunks]
+
+
+def _room(weights: Sequence[Mapping[str, Tensor]]) -> Weights:
+    return [dict(zip(chunk, _like(list(chunk.values())), strict=True)) for chunk in weights]
+
+
+def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    wanted = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    return host_memory(wanted, page_locked=torch.cuda.is_available())
+
+
+@torch.no_grad()
+def _copy(source: Weights, target: Weights) -> None:
+    for ours, theirs in zip(source, target, strict=True):
+        for name, tensor in ours.items():
+            theirs[name].copy_(tensor, non_blocking=True)

@@ -1,0 +1,62 @@
+"""Which layouts of parallel ranks fit a world and a model; everything that does not divide is named."""
+
+from collections.abc import Iterator
+
+from bus.errors import ConfigError
+from learner.backends.megatron.conversion.base import Shape
+from learner.config.parallel import ParallelConfig
+
+
+def refuse_world(parallel: ParallelConfig, ranks: int) -> None:
+    """Raise `ConfigError` when a world of so many ranks cannot be divided this way."""
+    dense = parallel.tensor * parallel.context * parallel.pipeline
+    sparse = parallel.expert_tensor * parallel.expert * parallel.pipeline
+    for name, size in (
+        ("tensor * context * pipeline", dense),
+        ("expert_tensor * expert * pipeline", sparse),
+    ):
+        if ranks % size:
+            raise ConfigError(
+                f"learner.parallel: {name} = {size} does not divide the world of {ranks} ranks: "
+                f"start a multiple of {size} of them, or choose a smaller layout"
+            )
+
+
+def layout_problems(parallel: ParallelConfig, shape: Shape) -> list[str]:
+    """List, for people, every size of the model that this layout does not divide."""
+    return [
+        f"{what}={value} does not divide by {name}={size}: choose a divisor of {value}"
+        for what, value, name, size in _divisions(parallel, shape)
+        if value % size
+    ] + list(_other_problems(parallel, shape))
+
+
+def padded_vocabulary(vocab: int, tensor: int) -> int:
+    """Return the size of the vocabulary that tensor-parallel ranks share evenly."""
+    return -(-vocab // tensor) * tensor
+
+
+def _divisions(parallel: ParallelConfig, shape: Shape) -> Iterator[tuple[str, int, str, int]]:
+    stages = parallel.pipeline * parallel.virtual_pipeline
+    name = "pipeline" if parallel.virtual_pipeline == 1 else "pipeline * virtual_pipeline"
+    yield "num_attention_heads", shape.heads, "tensor", parallel.tensor
+    yield "num_key_value_heads", shape.groups, "tensor", parallel.tensor
+    yield "num_hidden_layers", shape.layers, name, stages
+    if shape.experts is None or not all(shape.experts.sparse_layers):
+        yield "intermediate_size", shape.intermediate, "tensor", parallel.tensor
+    if shape.experts is not None:
+        yield "number of experts", shape.experts.count, "expert", parallel.expert
+        yield "width of an expert", shape.experts.intermediate, "expert_tensor", parallel.expert_tensor
+
+
+def _other_problems(parallel: ParallelConfig, shape: Shape) -> Iterator[str]:
+    tensor, vocab = parallel.tensor, shape.vocab
+    if padded_vocabulary(vocab, tensor) // tensor * (tensor - 1) >= vocab:
+        yield f"vocab_size={vocab} leaves the last of tensor={tensor} ranks without a token: choose a smaller"
+    if shape.experts is None and parallel.expert * parallel.expert_tensor > 1:
+        yield (
+            f"expert={parallel.expert} and expert_tensor={parallel.expert_tensor}: "
+            "the model has no experts, leave both at 1"
+        )
+    if shape.experts is not None and tensor > 1 and not parallel.sequence:
+        yield f"tensor={tensor} of a model with experts needs sequence=true"

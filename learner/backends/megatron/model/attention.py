@@ -1,0 +1,224 @@
+"""Causal self-attention over packed sequences of different lengths, rotary embedding included.
+
+megatron-core's own path for packed sequences needs Transformer Engine, splits the rotary embedding into one
+call per sequence, and does not restart positions when `max_seqlen` happens to equal the number of tokens.
+Here everything that depends on the lengths is computed once per micro-batch, in a `PackedLayout` that
+travels in the place of megatron-core's `PackedSeqParams`.
+
+Ranks that share the tokens of each sequence (context parallelism) hold them zig-zag, as
+learner/data/sharding.py cuts them; each gathers all keys and values, and attends from its own queries.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from learner.backends.megatron.core import (
+    MegatronModule,
+    PackedSeqParams,
+    ProcessGroupCollection,
+    SelfAttention,
+    TransformerConfig,
+)
+from learner.backends.megatron.model.context_attention import (
+    ContextLayout,
+    attend_across_ranks,
+    causal_varlen_attention,
+    context_layout,
+)
+from learner.backends.megatron.model.qkv import HeadSettings, split_heads
+from learner.publication.transfer import to_device
+
+LONGEST_TO_SHORTEST = 2
+"""Sequences attended to in one call differ in length by at most this factor, which bounds the padding."""
+
+
+class Bucket(NamedTuple):
+    """Sequences of similar length, attended to in one call."""
+
+    sequences: int
+    length: int
+    """Tokens of the longest; the others are padded on the right, where a causal mask hides the padding."""
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is untyped
+    """The lengths of the sequences in a pack, with what every layer needs to know about them."""
+
+    rotation: tuple[Tensor, ...] = ()
+    """Twice [T, 1, d], cosine and sine of the rotary angle of each token, as `split_heads` takes them."""
+    buckets: tuple[Bucket, ...] = ()
+    """Sequences by length, longest first; empty where attention takes the lengths as they are."""
+    slots: Tensor | None = None
+    """int64 [T], where each token lies in the padded buckets laid end to end; `None` means just there."""
+    context: ContextLayout | None = None
+    """What this rank's queries see of the keys of all ranks; `None` where it holds whole sequences."""
+
+
+def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Return the float32 [head_dim / 2] angles in radians per position (arXiv:2104.09864)."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
+    return 1.0 / theta**exponent
+
+
+def pack_layout(
+    cu_seqlens: Tensor,
+    lengths: Sequence[int],
+    position_ids: Tensor,
+    frequencies: Tensor,
+    dtype: torch.dtype,
+    *,
+    context_ranks: int = 1,
+    context_rank: int = 0,
+) -> PackedLayout:
+    """Precompute what attention needs, once per micro-batch.
+
+    Args:
+        cu_seqlens: int32 [sequences + 1], where each sequence starts in the whole pack, and its tokens.
+        lengths: the differences of `cu_seqlens`, on the host.
+        position_ids: [T], position of each token of this rank in its own sequence.
+        frequencies: [d / 2], from `rotary_frequencies`.
+        dtype: of the queries and keys.
+        context_ranks: how many ranks share the tokens.
+        context_rank: which of them this is.
+    """
+    angles = torch.outer(position_ids.float(), frequencies)[:, None]
+    cos, sin = angles.cos(), angles.sin()
+    layout = PackedLayout(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
+        rotation=(torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)),
+    )
+    by_length = not _has_varlen_kernel(cu_seqlens.device, dtype)
+    if context_ranks > 1:
+        layout.context = context_layout(
+            lengths, ranks=context_ranks, rank=context_rank, by_length=by_length
+        ).to(cu_seqlens.device)
+    elif len(set(lengths)) == 1:
+        layout.buckets = (Bucket(len(lengths), lengths[0]),)
+    elif by_length:
+        layout.buckets, slots = bucket_by_length(lengths)
+        layout.slots = to_device(slots, cu_seqlens.device)
+    return layout
+
+
+def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+def bucket_by_length(lengths: Sequence[int]) -> tuple[tuple[Bucket, ...], Tensor]:
+    """Group sequences of similar length; return the groups and the int64 [T] padded slot of each token."""
+    by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    buckets: list[Bucket] = []
+    first_slot = [0] * len(lengths)
+    end = 0
+    while by_length:
+        longest = lengths[by_length[0]]
+        similar = [i for i in by_length if lengths[i] * LONGEST_TO_SHORTEST >= longest]
+        by_length = by_length[len(similar) :]
+        for row, sequence in enumerate(similar):
+            first_slot[sequence] = end + row * longest
+        buckets.append(Bucket(len(similar), longest))
+        end += len(similar) * longest
+    slots = torch.cat([torch.arange(slot, slot + n) for slot, n in zip(first_slot, lengths, strict=True)])
+    return tuple(buckets), slots
+
+
+class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core is untyped
+    """Megatron-core's layer with queries, keys and values in one pass, not in a dozen."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedLayout, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend within each sequence: [T, 1, H] to the same and a bias, of which there is none."""
+        mixed, _bias = self.linear_qkv(hidden_states)
+        normed = self.config.qk_layernorm
+        query, key, value = split_heads(
+            mixed,
+            self.q_layernorm.weight if normed else None,
+            self.k_layernorm.weight if normed else None,
+            packed_seq_params.rotation,
+            HeadSettings(
+                groups=self.num_query_groups_per_partition,
+                width=self.hidden_size_per_attention_head,
+                eps=self.config.layernorm_epsilon,
+            ),
+        )
+        recomputed = self.checkpoint_core_attention and self.training
+        attend = self._checkpointed_attention_forward if recomputed else self.core_attention
+        attended = attend(query, key, value, None, packed_seq_params=packed_seq_params)
+        return self.linear_proj(attended.flatten(1)[:, None])  # type: ignore[no-any-return]
+
+
+class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
+    """Core attention of `PackedSelfAttention`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        softmax_scale: float | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.context_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: PackedLayout,
+        **_: Any,
+    ) -> Tensor:
+        """Attend within each sequence: [T, heads, d] and twice [T, groups, d] to [T, heads, d]."""
+        layout = packed_seq_params
+        if layout.context is not None:
+            return attend_across_ranks(
+                query, key, value, layout.context, group=self.context_group, scale=self.scale
+            )
+        if layout.buckets:
+            return self._bucketed(query, key, value, layout)
+        return causal_varlen_attention(
+            query,
+            key,
+            value,
+            layout.cu_seqlens_q,
+            layout.cu_seqlens_kv,
+            layout.max_seqlen_q,
+            layout.max_seqlen_kv,
+            scale=self.scale,
+        )
+
+    def _bucketed(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
+        padded = (_pad(x, layout) for x in (query, key, value))
+        attended = [
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            for q, k, v in zip(*padded, strict=True)
+        ]
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in attended]
+        return flat[0] if layout.slots is None else torch.cat(flat).index_select(0, layout.slots)
+
+
+def _pad(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
+    """Lay [T, heads, d] out as one [sequences, heads, length, d] per bucket; padding is zero."""
+    sizes = [bucket.sequences * bucket.length for bucket in layout.buckets]
+    if layout.slots is not None:
+        packed = packed.new_zeros(sum(sizes), *packed.shape[1:]).index_copy(0, layout.slots, packed)
+    parts = torch.split(packed, sizes) if len(sizes) > 1 else (packed,)  # its gradient is a copy
+    return [
+        part.view(*bucket, *part.shape[1:]).transpose(1, 2)
+        for part, bucket in zip(parts, layout.buckets, strict=True)
+    ]

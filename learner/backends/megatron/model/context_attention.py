@@ -1,0 +1,193 @@
+"""Attention from this rank's share of the tokens to the keys and values of all context-parallel ranks.
+
+Each sequence is cut into 2 * ranks chunks of equal length, of which rank r holds the r-th and the r-th from
+the end: every rank then has the same work under a causal mask (zig-zag, as in Megatron). Queries stay; keys
+and values are gathered, so a rank holds those of one layer's whole pack at a time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from learner.backends.megatron.core import tensor_parallel
+from learner.publication.transfer import to_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextLayout:
+    """Runs of consecutive queries of this rank, two a sequence, each with the keys up to its end."""
+
+    runs: tuple[tuple[int, int, int], ...]
+    """(how many runs, queries of each, keys of each), runs of one size together."""
+    queries: Tensor | None
+    """int64 [T], the queries in the order of `runs`; `None` where they are in that order."""
+    back: Tensor | None
+    """int64 [T], the inverse of `queries`."""
+    keys: Tensor
+    """int64, the keys of every run in turn, as they lie when the ranks' keys are gathered."""
+    cu_queries: Tensor
+    """int32 [runs + 1], where each run's queries start."""
+    cu_keys: Tensor
+    """int32 [runs + 1], where each run's keys start."""
+    by_length: bool
+    """Whether runs of one size are attended to together, for want of a kernel that takes any lengths."""
+
+    def to(self, device: torch.device) -> "ContextLayout":
+        """Copy to `device`; a no-op when already there."""
+        moved = {
+            name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return ContextLayout(**{**vars(self), **moved})
+
+
+@dataclass(frozen=True)
+class _Run:
+    first_query: int
+    queries: int
+    keys: Tensor
+
+
+def chunks_of_rank(ranks: int, rank: int) -> tuple[int, int]:
+    """Return which two of the 2 * ranks chunks of every sequence `rank` holds."""
+    return rank, 2 * ranks - 1 - rank
+
+
+def context_layout(lengths: Sequence[int], *, ranks: int, rank: int, by_length: bool) -> ContextLayout:
+    """Compute what `rank` attends to, for sequences of `lengths`, each a multiple of 2 * ranks."""
+    runs = list(_runs(lengths, ranks, rank))
+    order = range(len(runs))
+    if by_length:
+        order = sorted(order, key=lambda i: (runs[i].queries, len(runs[i].keys)))  # type: ignore[assignment]
+    sizes = [(runs[i].queries, len(runs[i].keys)) for i in order]
+    queries = torch.cat([torch.arange(runs[i].queries) + runs[i].first_query for i in order])
+    return ContextLayout(
+        runs=tuple((sizes.count(size), *size) for size in dict.fromkeys(sizes)),
+        queries=queries if by_length else None,
+        back=queries.argsort() if by_length else None,
+        keys=torch.cat([runs[i].keys for i in order]),
+        cu_queries=_starts([queries for queries, _ in sizes]),
+        cu_keys=_starts([keys for _, keys in sizes]),
+        by_length=by_length,
+    )
+
+
+def attend_across_ranks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: ContextLayout,
+    *,
+    group: dist.ProcessGroup,
+    scale: float,
+) -> Tensor:
+    """Attend causally within each sequence.
+
+    Args:
+        query: [T, heads, d], of this rank.
+        key: [T, groups, d], of this rank.
+        value: [T, groups, d], of this rank.
+        layout: from `context_layout`, for the same micro-batch.
+        group: the ranks that share the tokens.
+        scale: of the scores.
+
+    Returns [T, heads, d].
+    """
+    both = torch.cat((key, value), -1)
+    key, value = tensor_parallel.gather_from_sequence_parallel_region(both, group=group).chunk(2, dim=-1)
+    return attend(query, key, value, layout, scale=scale)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, layout: ContextLayout, *, scale: float) -> Tensor:
+    """Attend from this rank's queries to the keys of all ranks, laid end to end."""
+    key, value = (x.index_select(0, layout.keys) for x in (key, value))
+    if layout.by_length:
+        return _attend_by_length(query, key, value, layout, scale)
+    return causal_varlen_attention(
+        query,
+        key,
+        value,
+        layout.cu_queries,
+        layout.cu_keys,
+        max(queries for _, queries, _ in layout.runs),
+        max(keys for _, _, keys in layout.runs),
+        scale=scale,
+    )
+
+
+def causal_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_queries: Tensor,
+    cu_keys: Tensor,
+    max_queries: int,
+    max_keys: int,
+    *,
+    scale: float,
+) -> Tensor:
+    """Attend with torch's kernel for runs of any lengths; the last query of a run sees all its keys."""
+    queries_per_group = query.shape[1] // key.shape[1]
+    return varlen_attn(  # type: ignore[return-value]
+        query,
+        key.repeat_interleave(queries_per_group, dim=1),  # torch 2.11 has no enable_gqa here
+        value.repeat_interleave(queries_per_group, dim=1),
+        cu_queries,
+        cu_keys,
+        max_queries,
+        max_keys,
+        scale=scale,
+        window_size=(-1, 0),
+    )
+
+
+def _attend_by_length(
+    query: Tensor, key: Tensor, value: Tensor, layout: ContextLayout, scale: float
+) -> Tensor:
+    if layout.queries is None or layout.back is None:
+        raise ValueError("this layout is for the kernel that takes any lengths")
+    query = query.index_select(0, layout.queries)
+    attended = []
+    for queries, keys, values, (runs, n, m) in zip(
+        torch.split(query, [runs * n for runs, n, _ in layout.runs]),
+        torch.split(key, [runs * m for runs, _, m in layout.runs]),
+        torch.split(value, [runs * m for runs, _, m in layout.runs]),
+        layout.runs,
+        strict=True,
+    ):
+        q, k, v = (x.view(runs, -1, *x.shape[1:]).transpose(1, 2) for x in (queries, keys, values))
+        seen = torch.ones(n, m, dtype=torch.bool, device=query.device).tril(m - n)
+        output = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+        attended.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(attended).index_select(0, layout.back)
+
+
+def _runs(lengths: Sequence[int], ranks: int, rank: int) -> "list[_Run]":
+    """Two runs of each sequence, in the order in which this rank holds their queries."""
+    tokens_per_rank = sum(lengths) // ranks
+    runs, first_query = [], 0
+    for length in lengths:
+        chunk = length // (2 * ranks)
+        whole = torch.cat(
+            [_gathered_chunk(i, ranks, chunk, tokens_per_rank, first_query) for i in range(2 * ranks)]
+        )
+        for i in chunks_of_rank(ranks, rank):
+            runs.append(_Run(first_query, chunk, whole[: (i + 1) * chunk]))
+            first_query += chunk
+    return runs
+
+
+def _gathered_chunk(i: int, ranks: int, chunk: int, tokens_per_rank: int, first_of_sequence: int) -> Tensor:
+    """Where chunk i of a sequence lies when every rank's tokens are laid end to end."""
+    holder = min(i, 2 * ranks - 1 - i)
+    second = i >= ranks
+    start = holder * tokens_per_rank + first_of_sequence + second * chunk
+    return torch.arange(start, start + chunk)
+
+
+def _starts(sizes: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)

@@ -1,0 +1,369 @@
+"""The one adapter from a transformers configuration to megatron-core's GPT model."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from bus.errors import ConfigError
+from learner.backends.megatron.conversion.base import Experts, Requirement
+from learner.backends.megatron.conversion.families import FAMILIES, shape_of
+from learner.backends.megatron.core import (
+    GPTModel,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+    get_num_layers_to_build,
+    get_transformer_layer_offset,
+    parallel_state,
+    tensor_parallel,
+)
+from learner.backends.megatron.layout import layout_problems, padded_vocabulary
+from learner.backends.megatron.model.attention import (
+    PackedAttention,
+    PackedSelfAttention,
+    pack_layout,
+    rotary_frequencies,
+)
+from learner.backends.megatron.model.logprobs import label_logprobs
+from learner.backends.megatron.model.norm import RMSNorm
+from learner.backends.megatron.model.output_layer import TokenLoss, head_loss
+from learner.backends.megatron.process_groups import device
+from learner.config.parallel import UNDIVIDED, ParallelConfig
+from learner.data.packing import MicroBatch
+
+LOGITS_BYTES = 2 * 2**30 if torch.cuda.is_available() else 4 * 2**20
+"""What the logits alive at a time may take, were they float32: longer packs go through in chunks. On CPU what
+its caches hold, so that passes over them are quick."""
+LEAST_ROWS = 256
+"""Of logits at a time, for the sake of the matrix products."""
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
+    """A piece of a GPT model whose output is the loss, or log-probabilities of trained tokens, not logits."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layers: TransformerBlockSubmodules,
+        hf_config: PretrainedConfig,
+        stage: int | None,
+    ) -> None:
+        super().__init__(
+            config,
+            layers,
+            vocab_size=padded_vocabulary(hf_config.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=hf_config.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
+            position_embedding_type="none",  # PackedAttention rotates
+            vp_stage=stage,
+        )
+        self.frequencies = rotary_frequencies(config.kv_channels, rope_theta(hf_config), device())
+        self.real_vocab_size = hf_config.vocab_size
+        _mark_cut_weights(self)
+
+    def forward(
+        self, batch: MicroBatch, temperature: float, token_loss: TokenLoss | None = None
+    ) -> tuple[Tensor, ...] | Tensor:
+        """Return the loss over the trained tokens, and without gradient their log-probabilities and entropy.
+
+        Without a loss, log-probabilities and entropy only, which then carry gradient; all float32 [N]. A
+        pipeline stage before the last returns hidden states instead. `batch` is this rank's share
+        (learner/data/sharding.py).
+        """
+        hidden = self._hidden(batch)
+        if not self.post_process:
+            return hidden
+        first_label, weight = self._head_weight()
+        rows, labels = (
+            self._of_all_tokens(hidden).index_select(0, batch.trained),
+            batch.labels.index_select(0, batch.trained),
+        )
+        chunk_size = max(LEAST_ROWS, LOGITS_BYTES // (4 * self.output_layer.output_size_per_partition))
+        group = self.pg_collection.tp
+        if token_loss is not None:
+            return head_loss(
+                rows,
+                weight,
+                labels - first_label,
+                token_loss,
+                temperature=temperature,
+                group=group,
+                chunk_size=chunk_size,
+            )
+        return label_logprobs(
+            rows,
+            lambda some: F.linear(some, weight),
+            labels - first_label,
+            temperature=temperature,
+            group=group,
+            chunk_size=chunk_size,
+        )
+
+    def logits(self, batch: MicroBatch) -> Tensor:
+        """Return the [T, V] logits of every position, for evaluation and tests; of a whole model only."""
+        _, weight = self._head_weight()
+        return F.linear(self._of_all_tokens(self._hidden(batch)), weight)
+
+    def _hidden(self, batch: MicroBatch) -> Tensor:
+        layout = pack_layout(
+            batch.cu_seqlens,
+            batch.lengths,
+            batch.position_ids,
+            self.frequencies,
+            self.config.params_dtype,
+            context_ranks=self.pg_collection.cp.size(),
+            context_rank=self.pg_collection.cp.rank(),
+        )
+        embedded = self.embedding(batch.tokens[None], None) if self.pre_process else None
+        return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=layout)  # type: ignore[no-any-return]
+
+    def _of_all_tokens(self, hidden: Tensor) -> Tensor:
+        """Return [T, H] from what tensor-parallel ranks share as [T / ranks, 1, H], or all have."""
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            return tensor_parallel.gather_from_sequence_parallel_region(hidden, group=group)[:, 0]  # type: ignore[no-any-return]
+        return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)[:, 0]  # type: ignore[no-any-return]
+
+    def _head_weight(self) -> tuple[int, Tensor]:
+        """Return this rank's rows of the output layer without padding, and the token of the first."""
+        weight = self.output_layer.weight
+        if weight is None:
+            weight = self.shared_embedding_or_output_weight()
+        else:
+            _finish_gathering(self.output_layer)
+        first = self.pg_collection.tp.rank() * len(weight)
+        real = self.real_vocab_size - first
+        return first, weight[:real] if real < len(weight) else weight
+
+
+def _finish_gathering(layer: torch.nn.Module) -> None:
+    """Do what a call of `layer` would do first: megatron-core's hooks wait there for its updated weights.
+
+    Without a call nothing waits for them, and a gather that outlives the pass takes the place of the next.
+    """
+    for hook in layer._forward_pre_hooks.values():
+        hook(layer, ())
+
+
+def build_chunks(
+    hf_config: PretrainedConfig, *, dtype: torch.dtype, parallel: ParallelConfig = UNDIVIDED
+) -> list[PolicyModel]:
+    """Build this rank's part of the model, on its device, with weights not yet set.
+
+    Returns one piece, or `virtual_pipeline` pieces, from the first layers to the last. Raises `ConfigError`
+    with every hyperparameter of `hf_config` that cannot be represented, or that `parallel` does not divide.
+    """
+    problems = unsupported(hf_config) or layout_problems(parallel, shape_of(hf_config))
+    if problems:
+        raise ConfigError("cannot train this model:\n" + "\n".join(f"- {problem}" for problem in problems))
+    config = _transformer_config(hf_config, dtype, parallel)
+    pieces = parallel.virtual_pipeline
+    return [
+        PolicyModel(config, _block_spec(config, stage), hf_config, stage).to(device())
+        for stage in (range(pieces) if pieces > 1 else [None])
+    ]
+
+
+def build_model(hf_config: PretrainedConfig, *, dtype: torch.dtype) -> PolicyModel:
+    """Build the whole model on this rank; raises as `build_chunks` does."""
+    [model] = build_chunks(hf_config, dtype=dtype)
+    return model
+
+
+def rope_theta(hf_config: PretrainedConfig) -> float:
+    """Return the base of the rotary embedding."""
+    return float(_rope(hf_config).get("rope_theta", 10000.0))
+
+
+def unsupported(hf_config: PretrainedConfig) -> list[str]:
+    """List, for people, every hyperparameter that the learner would get wrong."""
+    if hf_config.model_type not in FAMILIES:
+        return [f"model_type={hf_config.model_type!r} is unknown; known are {', '.join(sorted(FAMILIES))}"]
+    requirements = (*REQUIREMENTS, *FAMILIES[hf_config.model_type].requirements)
+    return [
+        f"{name}={_read(hf_config, name)!r}: {reason}"
+        for name, supported, reason in requirements
+        if not supported(_read(hf_config, name), hf_config)
+    ]
+
+
+REQUIREMENTS: list[Requirement] = [
+    ("hidden_act", lambda act, _: act == "silu", "only silu is supported"),
+    ("rope_type", lambda kind, _: kind == "default", "scaled rotary embeddings are not supported"),
+    ("partial_rotary_factor", lambda part, _: part in (None, 1.0), "the whole head must be rotated"),
+    (
+        "layer_types",
+        lambda kinds, _: set(kinds or ()) <= {"full_attention"},
+        "sliding windows are not supported",
+    ),
+    ("use_sliding_window", lambda used, _: not used, "sliding windows are not supported"),
+    ("attention_bias", lambda bias, _: not bias, "this bias is not supported"),
+    ("mlp_bias", lambda bias, _: not bias, "this bias is not supported"),
+    ("attention_dropout", lambda rate, _: not rate, "dropout is not supported: set it to 0"),
+    ("quantization_config", lambda quantized, _: quantized is None, "load the unquantized model"),
+    (
+        "num_key_value_heads",
+        lambda groups, c: c.num_attention_heads % (groups or c.num_attention_heads) == 0,
+        "must divide num_attention_heads",
+    ),
+    (
+        "output_router_logits",
+        lambda wanted, _: not wanted,
+        "it adds a load-balancing loss, which is not trained on: set it to false",
+    ),
+    (
+        "num_experts_per_tok",
+        lambda chosen, c: chosen is None or _routable(chosen, c),
+        "must be at most num_experts, and more than 1 where norm_topk_prob makes a single weight 1",
+    ),
+]
+"""Of every family."""
+
+
+def _routable(chosen: int, hf_config: PretrainedConfig) -> bool:
+    experts = shape_of(hf_config).experts
+    return experts is None or (chosen <= experts.count and (chosen > 1 or not experts.renormalize))
+
+
+def _read(hf_config: PretrainedConfig, name: str) -> Any:
+    if name == "rope_type":
+        return _rope(hf_config).get("rope_type", "default")
+    return getattr(hf_config, name, None)
+
+
+def _rope(hf_config: PretrainedConfig) -> dict[str, Any]:
+    return getattr(hf_config, "rope_parameters", None) or {}
+
+
+def _block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
+    """Megatron-core's own layers, but for attention over packed sequences and the norms."""
+    dense, sparse = _layer_spec(config), _layer_spec(config, num_experts=config.num_moe_experts)
+    first = get_transformer_layer_offset(config, vp_stage=stage)
+    kinds = config.moe_layer_freq[first : first + get_num_layers_to_build(config, vp_stage=stage)]
+    layers = [sparse if kind else dense for kind in kinds]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig, num_experts: int | None = None) -> Any:
+    layer = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if num_experts is None:
+        layer.submodules.mlp.params["ffn_hidden_size"] = config.ffn_hidden_size
+    layer.submodules.self_attention.module = PackedSelfAttention
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return layer
+
+
+def _transformer_config(
+    hf_config: PretrainedConfig, dtype: torch.dtype, parallel: ParallelConfig
+) -> TransformerConfig:
+    family = FAMILIES[hf_config.model_type]
+    experts = family.shape(hf_config).experts
+    heads = hf_config.num_attention_heads
+    return TransformerConfig(
+        num_layers=hf_config.num_hidden_layers,
+        hidden_size=hf_config.hidden_size,
+        ffn_hidden_size=hf_config.intermediate_size,
+        num_attention_heads=heads,
+        num_query_groups=hf_config.num_key_value_heads or heads,
+        kv_channels=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf_config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,
+        bias_activation_fusion=torch.cuda.is_available(),
+        bias_dropout_fusion=torch.cuda.is_available(),
+        use_cpu_initialization=not torch.cuda.is_available(),
+        calculate_per_token_loss=True,
+        cuda_graph_scope=[],
+        moe_layer_freq=list(experts.sparse_layers) if experts else [False] * hf_config.num_hidden_layers,
+        **(_expert_settings(experts) if experts else {}),
+        **_parallel_settings(parallel),
+    )
+
+
+def _expert_settings(experts: Experts) -> dict[str, Any]:
+    """Route as transformers does, with logits in float32, without capacity limits or an auxiliary loss."""
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.intermediate,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.renormalize,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+    }
+
+
+def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tensor,
+        "sequence_parallel": parallel.sequence,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "variable_seq_lengths": parallel.pipeline > 1,  # packs differ in length
+        "moe_token_dispatcher_type": "alltoall",  # the only one for which they may
+    }
+    if parallel.virtual_pipeline > 1:
+        # One message at a time: two ranks would take one direction's for the other's in a batch of them.
+        settings |= {
+            "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    if parallel.recompute == "full":
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    elif parallel.recompute == "selective":
+        settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return settings
+
+
+def _mark_cut_weights(model: torch.nn.Module) -> None:
+    """Say along which dimension tensor-parallel ranks share a weight, as megatron-core's initialisation does.
+
+    Weights come from a file, so that never runs; the gradient norm and `learner.conversion` read it.
+
+    Stock, the weights of experts count as experts' only where there is expert parallelism. Elsewhere their
+    gradients are then not added up over tensor-parallel ranks that do not share each expert, and the
+    optimizer's state has another form, so that a checkpoint cannot be resumed with another `expert`.
+    """
+    for module in model.modules():
+        for kind, dimension in CUT_DIMENSIONS:
+            if isinstance(module, kind) and module.weight is not None:
+                tensor_parallel.layers.set_tensor_model_parallel_attributes(
+                    module.weight, is_parallel=True, dim=dimension, stride=1
+                )
+                if getattr(module, "is_expert", False):
+                    module.weight.allreduce = False
+
+
+CUT_DIMENSIONS = (
+    (tensor_parallel.VocabParallelEmbedding, 0),
+    (tensor_parallel.ColumnParallelLinear, 0),
+    (tensor_parallel.RowParallelLinear, 1),
+)
+"""Along which dimension of its weight tensor-parallel ranks share a layer."""

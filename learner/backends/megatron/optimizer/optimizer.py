@@ -1,0 +1,167 @@
+"""megatron-core's distributed AdamW, with the faults of its torch fallback repaired.
+
+Saving drops the padding between the buckets of a buffer, but finds parameters where they lay with it, so
+that those of later buckets are saved as parts of one another (tied embeddings of a pipeline, or overlapping
+communication): `_keep_gaps_on_save`.
+
+Without Transformer Engine and Apex, megatron-core 0.16.1 wraps `torch.optim.AdamW`, and then
+- its state dict asserts that every parameter has been stepped: `_prime` makes a fresh state look so;
+- loading raises KeyError 'step', which checkpoints hold once and not per parameter: `_keep_step_on_load`;
+- a state in lower precision needs Transformer Engine: `BFloat16StateAdamW` does without;
+- loading gives all parameters one shared `step` tensor, so that each update would count many times and the
+  trajectory silently departs from an uninterrupted run: `load_optimizer_state` separates them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bus.errors import ConfigError
+from learner.backends.megatron import multi_tensor as foreach
+from learner.backends.megatron.core import (
+    DistributedDataParallel,
+    DistributedOptimizer,
+    MegatronOptimizer,
+    MegatronOptimizerConfig,
+    get_megatron_optimizer,
+)
+from learner.backends.megatron.optimizer.bf16_adamw import BFloat16StateAdamW
+from learner.backends.megatron.optimizer.offload import offload
+from learner.backends.megatron.process_groups import device
+from learner.config.optimizer import OptimizerConfig
+
+
+@torch.no_grad()  # its shards are views of the parameters that must stay leaves
+def build_optimizer(
+    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype
+) -> MegatronOptimizer:
+    """Build an optimizer with fresh state over the parameters of `chunks`, distributed if they are."""
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            clip_grad=config.clip_grad,
+            use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
+            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+        ),
+        list(chunks),
+    )
+    for part in optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer):
+            _keep_step_on_load(part)
+            _keep_gaps_on_save(part)
+        if config.offload:
+            if not isinstance(part, DistributedOptimizer):
+                raise ConfigError(
+                    f"optimizer.offload={config.offload} needs parallel.distributed_optimizer=true"
+                )
+            offload(part, config.offload)
+        if config.state_dtype == "bfloat16":
+            part.optimizer.__class__ = BFloat16StateAdamW
+        _prime(part.optimizer)
+    return optimizer
+
+
+def configure_optimizer(optimizer: MegatronOptimizer, config: OptimizerConfig, lr: float) -> None:
+    """Set what the next update uses, whatever a loaded checkpoint brought along."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["betas"] = (config.beta1, config.beta2)
+        group["eps"] = config.eps
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        group["fused"] = True  # one kernel, on CPU too
+
+
+@torch.no_grad()
+def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
+    """Global norm, float32 [] on the device, of the gradient as it was added up, ready for `update` then.
+
+    Megatron-core's own gives a number, for which the host waits until the device has done everything.
+    """
+    optimizer.prepare_grads()
+    gradients: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for part in optimizer.chained_optimizers:
+        group = part.get_grad_stats_parallel_group()
+        gradients.setdefault(group, []).extend(part.get_main_grads_for_grad_norm())
+    total = torch.zeros((), dtype=torch.float32, device=device())
+    for group, tensors in gradients.items():
+        square = foreach.norm(tensors).square() if tensors else torch.zeros_like(total)
+        dist.all_reduce(square, group=group)
+        total += square
+    return total.sqrt()
+
+
+@torch.no_grad()
+def update(optimizer: MegatronOptimizer, *, divisor: Tensor, skip: Tensor) -> None:
+    """Update the parameters with the gradient over `divisor`, or leave all as it is.
+
+    Nothing here waits for the device.
+
+    Args:
+        optimizer: after `gradient_norm`.
+        divisor: float32 [], on the device; the gradient itself is divided as well.
+        skip: float32 [], 1 to leave weights, moments and step counts as they are, else 0.
+    """
+    for part in optimizer.chained_optimizers:  # read by torch, as from its GradScaler
+        part.optimizer.grad_scale, part.optimizer.found_inf = divisor, skip
+    optimizer.step_with_ready_grads()
+
+
+@torch.no_grad()
+def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Load what `optimizer.sharded_state_dict` saved."""
+    optimizer.load_state_dict(state)
+    for part in optimizer.chained_optimizers:
+        for values in part.optimizer.state.values():
+            values["step"] = values["step"].to(values["exp_avg"].device, copy=True)
+
+
+def _prime(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that the first update would make: in its dtype, for there may be no room for a wider."""
+    dtype = torch.bfloat16 if isinstance(optimizer, BFloat16StateAdamW) else None
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter, dtype=dtype),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype),
+            }
+
+
+def _keep_step_on_load(optimizer: DistributedOptimizer) -> None:
+    assign = optimizer._set_main_param_and_optimizer_states
+
+    def assign_with_step(model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        current = optimizer._get_main_param_and_optimizer_states(model_param)
+        assign(model_param, {"step": current["step"], **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = assign_with_step
+
+
+def _keep_gaps_on_save(optimizer: DistributedOptimizer) -> None:
+    collect = optimizer.get_parameter_state_dp_zero
+
+    def collect_with_gaps(**settings: bool) -> dict[Any, Any] | None:
+        state: dict[Any, Any] | None = collect(**settings)
+        for number, buffer in enumerate(optimizer.buffers):
+            for tensors in state[number].values() if state is not None else ():
+                for key in ("param", "exp_avg", "exp_avg_sq"):
+                    tensors[key] = _with_gaps(tensors[key], buffer)
+        return state
+
+    optimizer.get_parameter_state_dp_zero = collect_with_gaps
+
+
+def _with_gaps(dense: Tensor, buffer: Any) -> Tensor:
+    """Put the contents of the buckets, laid end to end, to where the buckets are in their buffer."""
+    spread = dense.new_zeros(buffer.numel)
+    contents = torch.split(dense, [bucket.numel_unpadded for bucket in buffer.buckets])
+    for bucket, content in zip(buffer.buckets, contents, strict=True):
+        spread[bucket.offset : bucket.offset + len(content)] = content
+    return spread

@@ -1,0 +1,114 @@
+"""The learner's world of processes and megatron-core's process groups in it."""
+
+import os
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from learner.backends.megatron.core import parallel_state, tensor_parallel
+from learner.backends.megatron.layout import refuse_world
+from learner.config.parallel import UNDIVIDED, ParallelConfig
+
+INIT_TIMEOUT = timedelta(minutes=5)
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+T = TypeVar("T")
+
+
+def device() -> torch.device:
+    """Return where this process computes: its own GPU where CUDA exists, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def init_world(parallel: ParallelConfig = UNDIVIDED) -> None:
+    """Join the world that torchrun describes in the environment, or be a world of one.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. NCCL where CUDA exists, else gloo.
+    Raises `ConfigError` when the world cannot be divided as `parallel` says, before it waits for anybody.
+    """
+    refuse_world(parallel, int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1)
+    backend, device_id = "gloo", None
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend, device_id = "nccl", device()
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=INIT_TIMEOUT, device_id=device_id)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it, its stubs do not
+        dist.init_process_group(
+            backend, store=store, rank=0, world_size=1, timeout=INIT_TIMEOUT, device_id=device_id
+        )
+    divide_world(parallel)
+
+
+def divide_world(parallel: ParallelConfig) -> None:
+    """Make megatron-core's process groups, in the place of those there were. Every rank calls this."""
+    refuse_world(parallel, dist.get_world_size())
+    _end_groups()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=(
+            parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+        ),
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+    )
+    # Nothing here draws random numbers in training, so this tracker of their states keeps none.
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
+def _end_groups() -> None:
+    """End the groups there were; megatron-core alone would forget them, and leave their threads running."""
+    for group in (parallel_state._global_process_group_list or [None])[1:]:
+        dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
+
+
+def close_world() -> None:
+    """Leave the world; `init_world` may be called again."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def data_parallel_sum(values: torch.Tensor) -> torch.Tensor:
+    """Add `values` over the ranks that hold other tokens for the same weights, in place."""
+    dist.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return values
+
+
+def from_last_stage(value: T) -> T:
+    """Return the `value` that the last stage of this rank's pipeline passed; the others' are ignored."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return box[0]
+
+
+def tensor_from_last_stage(values: torch.Tensor) -> torch.Tensor:
+    """Make `values` those of the last stage of this rank's pipeline, in place, without asking the device."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return values
+
+
+def gathered(value: T) -> list[T]:
+    """Return the `value` of every rank, in their order."""
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def most_over_ranks(count: int) -> int:
+    """Return the largest `count` of any rank."""
+    counts = torch.tensor(count, device=device())
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+    return int(counts)

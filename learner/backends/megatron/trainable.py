@@ -1,0 +1,91 @@
+"""Which weights are trained, and which stay as they are, by their Hugging Face names."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from bus.errors import ConfigError
+from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT
+from learner.backends.megatron.conversion.families import FAMILIES, shape_of
+from learner.backends.megatron.conversion.weights import global_name
+
+
+@dataclass(frozen=True)
+class TrainableWeights:
+    """Regular expressions, searched in names; without any, everything is trained."""
+
+    freeze: tuple[str, ...] = ()
+    """Weights that match one of these are not trained."""
+    train_only: tuple[str, ...] = ()
+    """If there are any, only weights that match one of these are trained."""
+
+    def freeze_others(self, chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig) -> None:
+        """Turn off the gradients of what is not trained; comes before the data-parallel wrapper.
+
+        Raises `ConfigError` for an expression that is malformed or matches nothing, for one that takes
+        apart what is one tensor in the model, and when nothing is left to train.
+        """
+        frozen = self.frozen(hf_config)
+        if EMBEDDING.megatron in frozen and hf_config.tie_word_embeddings:
+            frozen.add(OUTPUT.megatron)  # the last stage of a pipeline has its own copy
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                if global_name(chunk, name) in frozen:
+                    parameter.requires_grad = False
+
+    def frozen(self, hf_config: PretrainedConfig) -> set[str]:
+        """Return the names in megatron-core of the weights that are not trained; raises as above."""
+        if not self.freeze and not self.train_only:
+            return set()
+        rules = list(FAMILIES[hf_config.model_type].rules(shape_of(hf_config)))
+        names = [part for rule in rules for part in rule.parts]
+        freeze = _compiled("model.freeze", self.freeze, names)
+        train_only = _compiled("model.train_only", self.train_only, names)
+
+        def trained(name: str) -> bool:
+            wanted = not train_only or any(expression.search(name) for expression in train_only)
+            return wanted and not any(expression.search(name) for expression in freeze)
+
+        kept = [rule for rule in rules if _all_or_none(rule.parts, trained)]
+        if not kept:
+            raise ConfigError(
+                f"nothing is left to train: model.freeze={list(self.freeze)} and "
+                f"model.train_only={list(self.train_only)} freeze every weight"
+            )
+        return {rule.megatron for rule in rules} - {rule.megatron for rule in kept}
+
+
+EVERYTHING = TrainableWeights()
+
+
+def _compiled(setting: str, expressions: Sequence[str], names: Sequence[str]) -> list[re.Pattern[str]]:
+    compiled = []
+    for expression in expressions:
+        try:
+            pattern = re.compile(expression)
+        except re.error as error:
+            raise ConfigError(f"{setting}: {expression!r} is no regular expression: {error}") from error
+        if not any(pattern.search(name) for name in names):
+            raise ConfigError(f"{setting}: {expression!r} matches no weight; there are {_some(names)}")
+        compiled.append(pattern)
+    return compiled
+
+
+def _all_or_none(parts: Sequence[str], trained: Callable[[str], bool]) -> bool:
+    """Whether all parts are trained, or none is."""
+    kept = [part for part in parts if trained(part)]
+    if kept and len(kept) < len(parts):
+        frozen = [part for part in parts if part not in kept]
+        raise ConfigError(
+            f"{', '.join(kept)} would be trained and {', '.join(frozen)} not, but in the model they are one "
+            "tensor: freeze all of them or none"
+        )
+    return bool(kept)
+
+
+def _some(names: Sequence[str]) -> str:
+    """Names of the first layer and what lies beside the layers: the others are like them."""
+    return ", ".join(name for name in names if ".layers." not in name or ".layers.0." in name)

@@ -1,0 +1,93 @@
+"""Settings of the learner, which this module assembles. Loads without torch."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from bus.config import Config
+from learner.config.algorithm import AdvantageConfig, GRPOAdvantage, LossConfig, TISLoss
+from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
+from learner.config.publication import PublicationConfig
+
+
+class BatchConfig(Config):
+    """How trajectories become micro-batches."""
+
+    tokens_per_micro_batch: int = Field(16384, gt=0)
+    """Token budget of one packed micro-batch."""
+
+    logprob_tokens_per_micro_batch: int | None = Field(None, gt=0)
+    """Token budget of a micro-batch in passes that only take log-probs (proximal, reference, teacher), which
+    keep no activations: several times as much fits; `None` means `tokens_per_micro_batch`."""
+
+    updates: int = Field(1, ge=1)
+    """Updates that share a batch, each on as many trajectories of every group: at most as many as
+    `admission.samples_per_prompt`."""
+
+    oversized: Literal["alone", "refuse"] = "alone"
+    """A trajectory longer than the budget is a micro-batch by itself, or ends the run with its name."""
+
+    balance: Literal["tokens", "flops"] = "tokens"
+    """What data-parallel ranks get an equal share of; FLOPs count that attention grows with the square."""
+
+
+class CheckpointConfig(Config):
+    """When the learner's state is saved, and how much of it is kept."""
+
+    save_every: int = Field(50, gt=0)
+    """Steps between checkpoints."""
+
+    keep: int = Field(2, gt=0)
+    """Newest checkpoints that pruning leaves."""
+
+
+class LearnerConfig(Config):
+    """Reinforcement learning."""
+
+    steps: int = Field(1000, gt=0)
+    """Optimizer steps at most."""
+
+    target_accuracy: float | None = Field(None, gt=0, le=1)
+    """Stop once the held-out sampled accuracy reaches this."""
+
+    threads: int = Field(1, ge=1)
+    """CPU threads of the learner."""
+
+    loss: LossConfig = TISLoss()
+    """Objective and its off-policy correction."""
+
+    advantage: AdvantageConfig = GRPOAdvantage()
+    """How rewards become advantages."""
+
+    reference: ReferenceConfig = NO_REFERENCE
+    """A policy to stay near to."""
+
+    teacher: TeacherConfig = NO_TEACHER
+    """A policy to learn from."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW of this stage."""
+
+    world: WorldConfig = WorldConfig()
+    """How many processes, and where."""
+
+    parallel: ParallelConfig = UNDIVIDED
+    """How the ranks of a torchrun world share the model."""
+
+    batch: BatchConfig = BatchConfig()
+    """Packing."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+
+    read: Literal["auto", "bus"] = "auto"
+    """How trajectories come from their shards: `auto` maps the files of those on the same host and asks the
+    others over the bus, `bus` asks all."""
+
+    publish_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Published weights: what the engines compute with."""
+
+    publication: PublicationConfig = PublicationConfig()
+    """Versions on their way to the actors."""

@@ -1,0 +1,49 @@
+"""Settings of the policy that training starts from. Loads without torch."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from bus.config import Config
+
+
+class ScratchModel(Config):
+    """A small random Qwen3 with one token per character, for runs without a model of their own."""
+
+    hidden_size: int = Field(128, gt=0)
+    """Width of the residual stream."""
+
+    layers: int = Field(2, gt=0)
+    """Transformer blocks."""
+
+    heads: int = Field(4, gt=0)
+    """Query heads; the head dimension is `hidden_size / heads`."""
+
+    kv_heads: int = Field(2, gt=0)
+    """Key and value heads."""
+
+    intermediate_size: int = Field(256, gt=0)
+    """Width of the gated MLP."""
+
+    context: int = Field(128, gt=0)
+    """Longest sequence, prompt and response together."""
+
+
+class ModelConfig(Config):
+    """The policy that training starts from."""
+
+    path: Path | None = None
+    """Hugging Face model directory with its tokenizer. Without it a scratch model is made."""
+
+    scratch: ScratchModel = ScratchModel()
+    """Sizes of the scratch model."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters and activations of the learner; the optimizer's main weights are float32."""
+
+    freeze: tuple[str, ...] = ()
+    """Regular expressions, searched in Hugging Face names: these weights stay as they are."""
+
+    train_only: tuple[str, ...] = ()
+    """Regular expressions, searched in Hugging Face names: all other weights stay as they are."""

@@ -1,0 +1,71 @@
+"""Settings of the optimizer. Loads without torch."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from bus.config import Config
+from learner.config.schedule import ConstantSchedule, ScheduleConfig
+
+
+class OptimizerConfig(Config):
+    """AdamW with warm-up, then a schedule."""
+
+    lr: float = Field(1e-6, gt=0)
+    """Learning rate after warm-up, the highest."""
+
+    schedule: ScheduleConfig = ConstantSchedule()
+    """What the learning rate does after warm-up; counts updates, not skipped steps."""
+
+    warmup_steps: int = Field(0, ge=0)
+    """Updates over which the learning rate rises linearly; update u of w runs at lr * u / w."""
+
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the mean of the gradient."""
+
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the mean of the squared gradient."""
+
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay; biases and norm weights are exempt."""
+
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the two moments between updates; bfloat16 takes half the memory, the update itself is float32."""
+
+    offload: float = Field(0.0, ge=0, le=1)
+    """Part of the main weights and moments that lies in the host's memory and is updated there, by
+    `learner.threads` threads."""
+
+    clip_grad: float = Field(1.0, gt=0)
+    """Upper bound on the global gradient norm; `inf` turns clipping off."""
+
+    max_skipped_in_a_row: int = Field(10, ge=1)
+    """Updates whose loss or gradient is not finite are skipped; so many one after another end the run."""
+
+    @model_validator(mode="after")
+    def _moments_can_move(self) -> Self:
+        if self.state_dtype == "bfloat16" and self.beta2 > 0.99:
+            raise ValueError(
+                f"state_dtype=bfloat16 needs beta2 <= 0.99 (it is {self.beta2}): bfloat16 has 8 bits, so "
+                "rounding swallows the small changes of a slower mean"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _offloaded_moments_are_float32(self) -> Self:
+        if self.offload and self.state_dtype != "float32":
+            raise ValueError(
+                f"offload={self.offload} needs state_dtype=float32: it is {self.state_dtype}, which saves "
+                "memory of the device"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_falls(self) -> Self:
+        lowest = 0.0 if isinstance(self.schedule, ConstantSchedule) else self.schedule.min_lr
+        if lowest > self.lr:
+            raise ValueError(f"schedule.min_lr={lowest} is above lr={self.lr}: the schedule goes down")
+        return self

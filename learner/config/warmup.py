@@ -1,0 +1,37 @@
+"""Settings of supervised fine-tuning before reinforcement learning. Loads without torch."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from bus.config import Config
+from learner.config.optimizer import OptimizerConfig
+
+
+class WarmupOptimizerConfig(OptimizerConfig):
+    """AdamW of the supervised stage."""
+
+    lr: float = Field(2e-3, gt=0)
+    """Learning rate after its own warm-up."""
+
+    warmup_steps: int = Field(20, ge=0)
+    """Updates over which the learning rate rises linearly."""
+
+
+class WarmupConfig(Config):
+    """Supervised fine-tuning before reinforcement learning, on demonstrations."""
+
+    demonstrations: Path | None = None
+    """JSONL of {"prompt": ..., "response": ...}. Without it the task's generator writes one."""
+
+    steps: int = Field(0, ge=0)
+    """Optimizer steps; 0 leaves the stage out."""
+
+    batch_size: int = Field(64, gt=0)
+    """Demonstrations in a step."""
+
+    threads: int = Field(1, ge=1)
+    """CPU threads of this stage, in which the actors are idle."""
+
+    optimizer: WarmupOptimizerConfig = WarmupOptimizerConfig()
+    """Its own optimizer; the next stage starts with a fresh one."""

@@ -1,0 +1,91 @@
+"""From the groups that replay gave to a step to the samples that it trains on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bus.messages import Trajectory
+from learner.algorithms.advantages.grpo import grpo_advantages
+from learner.config.algorithm import AdvantageConfig
+from learner.data.packing import Sample
+
+DIGESTS = 1 << 128
+"""How many digests there are."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one rank trains on in a step, and what is worth knowing about it: sums, so that ranks add up."""
+
+    samples: list[Sample]
+    trajectories: int
+    tokens: int
+    """Prompt and response."""
+    reward_sum: float
+    staleness_max: int
+    """Versions that the oldest trained token lags behind the learner; a token from a later version of a
+    learner that died counts as 0."""
+    staleness_sum: int
+    """Over trajectories."""
+    response_tokens: int
+    digest: int
+    """Sum of the samples' digests modulo `DIGESTS`: however they are packed and divided, it is the same."""
+
+    @property
+    def reward_mean(self) -> float:
+        """Of a trajectory."""
+        return self.reward_sum / self.trajectories
+
+    @property
+    def staleness_mean(self) -> float:
+        """Of a trajectory, in versions."""
+        return self.staleness_sum / self.trajectories
+
+    @property
+    def response_tokens_mean(self) -> float:
+        """Of a trajectory."""
+        return self.response_tokens / self.trajectories
+
+    def xxh3(self) -> str:
+        """`digest` in hexadecimal: equal for batches whose samples are equal bit for bit, in any order."""
+        return f"{self.digest:032x}"
+
+
+def make_step_batch(
+    groups: Sequence[Sequence[Trajectory]], *,
+    policy_version: int, advantage: AdvantageConfig, weights: Sequence[float] = (),
+) -> StepBatch:  # fmt: skip
+    """Advantages within each group, times the group's importance weight (1 by default)."""
+    samples: list[Sample] = []
+    for group, weight in zip(groups, weights or [1.0] * len(groups), strict=True):
+        advantages = grpo_advantages(
+            np.array([trajectory.reward for trajectory in group]),
+            normalize_std=advantage.normalize_std,
+            std_floor=advantage.std_floor,
+        )
+        samples += [_sample(t, weight * float(a)) for t, a in zip(group, advantages, strict=True)]
+    trajectories = [trajectory for group in groups for trajectory in group]
+    staleness = [max(0, policy_version - trajectory.oldest_version) for trajectory in trajectories]
+    return StepBatch(
+        samples=samples,
+        trajectories=len(trajectories),
+        tokens=sum(len(t.token_ids) for t in trajectories),
+        reward_sum=sum(t.reward for t in trajectories),
+        staleness_max=max(staleness, default=0),
+        staleness_sum=sum(staleness),
+        response_tokens=sum(int(t.loss_mask.sum()) for t in trajectories),
+        digest=sum(sample.xxh3() for sample in samples) % DIGESTS,
+    )
+
+
+def _sample(trajectory: Trajectory, advantage: float) -> Sample:
+    return Sample(
+        token_ids=trajectory.token_ids,
+        loss_mask=trajectory.loss_mask,
+        behaviour_logprobs=trajectory.behaviour_logprobs,
+        policy_versions=trajectory.policy_versions,
+        advantage=advantage,
+        part=trajectory.lease_id + trajectory.sample,
+        name=trajectory.trajectory_id,
+    )

@@ -1,0 +1,86 @@
+"""Batches of demonstrations for the supervised stage before reinforcement learning."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from bus.codec import Json
+from bus.errors import ConfigError
+from bus.messages import Prompt
+from learner.config.learner import BatchConfig
+from learner.config.warmup import WarmupConfig
+from learner.data.packing import MicroBatch, Sample, pack
+
+
+class Demonstrations:
+    """Prompt and response pairs in an order that depends only on the seed, so that a position resumes it."""
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[Prompt, str]],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        context: int,
+        seed: int,
+    ) -> None:
+        self._rows = rows
+        self._tokenizer = tokenizer
+        self._context = context
+        self._seed = seed
+        self._order: tuple[int, NDArray[np.int64]] | None = None
+        """The epoch last asked for, and its order."""
+
+    def step(
+        self, step: int, warmup: WarmupConfig, batch: BatchConfig, *, share: int = 0, shares: int = 1
+    ) -> list[MicroBatch]:
+        """Micro-batches of the `step`-th step, from 0, or of one of equal `shares` of it."""
+        start = step * warmup.batch_size
+        rows = [self._rows[self._index(start + n)] for n in range(share, warmup.batch_size, shares)]
+        if not rows:
+            return []
+        prompts = [
+            self._tokenizer.apply_chat_template(_chat(prompt), tokenize=False, add_generation_prompt=True)
+            for prompt, _ in rows
+        ]
+        prompt_ids = self._tokenizer(prompts, add_special_tokens=False)["input_ids"]
+        response_ids = self._tokenizer([response for _, response in rows], add_special_tokens=False)[
+            "input_ids"
+        ]
+        return pack(
+            [
+                self._sample(p, [*r, self._tokenizer.eos_token_id])
+                for p, r in zip(prompt_ids, response_ids, strict=True)
+            ],
+            batch.tokens_per_micro_batch,
+        )
+
+    def _index(self, position: int) -> int:
+        epoch, offset = divmod(position, len(self._rows))
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
+        return int(self._order[1][offset])
+
+    def _sample(self, prompt: list[int], response: list[int]) -> Sample:
+        length = len(prompt) + len(response)
+        if length > self._context:
+            text = self._tokenizer.decode(prompt)
+            raise ConfigError(
+                f"a demonstration has {length} tokens, the model's context is {self._context}: "
+                f"{text!r}; shorten it"
+            )
+        mask = np.zeros(length, dtype=bool)
+        mask[len(prompt) :] = True
+        return Sample(
+            token_ids=np.array([*prompt, *response], dtype=np.int32),
+            loss_mask=mask,
+            behaviour_logprobs=np.zeros(length, dtype=np.float32),
+            policy_versions=np.where(mask, 0, -1).astype(np.int32),
+            advantage=1.0,
+        )
+
+
+def _chat(prompt: Prompt) -> list[Json]:
+    content = prompt.content
+    return [{"role": "user", "content": content}] if isinstance(content, str) else content

@@ -1,0 +1,75 @@
+"""A rank's share of a micro-batch, where ranks share the tokens of each sequence."""
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from learner.backends.megatron.model.context_attention import chunks_of_rank
+from learner.data.packing import MicroBatch
+
+
+def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1) -> MicroBatch:
+    """Cut every sequence zig-zag (learner/backends/megatron/model/context_attention.py).
+
+    Padding that is never trained on comes first.
+
+    Args:
+        batch: the whole micro-batch, equal on all ranks.
+        ranks: context-parallel ranks.
+        rank: which of them this is.
+        multiple: what the tokens of each rank must be a multiple of (tensor parallel ranks that share them).
+
+    Returns this rank's tokens; `lengths` and `cu_seqlens` are those of the padded sequences as a whole.
+    """
+    lengths = _padded_lengths(batch.lengths, ranks, multiple)
+    if ranks == 1 and lengths == batch.lengths:
+        return batch
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    position_ids = torch.cat([_positions(length, ranks, rank) for length in lengths])
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths) // ranks)
+    real = position_ids < torch.tensor(batch.lengths)[sequence]
+    source = torch.where(real, batch.cu_seqlens[sequence] + position_ids, 0)
+
+    def share(values: Tensor) -> Tensor:
+        return torch.where(real, values[source], torch.zeros((), dtype=values.dtype))
+
+    loss_mask = share(batch.loss_mask)
+    return replace(
+        batch,
+        tokens=share(batch.tokens),
+        position_ids=position_ids,
+        cu_seqlens=starts.to(torch.int32),
+        sequence_of_token=sequence,
+        labels=share(batch.labels),
+        loss_mask=loss_mask,
+        behaviour_logprobs=share(batch.behaviour_logprobs),
+        policy_versions=share(batch.policy_versions),
+        advantages=share(batch.advantages),
+        proximal_logprobs=share(batch.proximal_logprobs),
+        reference_logprobs=share(batch.reference_logprobs),
+        teacher_logprobs=share(batch.teacher_logprobs),
+        trained=loss_mask.nonzero()[:, 0],
+        lengths=lengths,
+    )
+
+
+def _padded_lengths(lengths: tuple[int, ...], ranks: int, multiple: int) -> tuple[int, ...]:
+    """Make each length divide into the chunks of all ranks, and their sum into equal shares of `multiple`."""
+    chunks = 1 if ranks == 1 else 2 * ranks
+    padded = [_round_up(length, chunks) for length in lengths]
+    total = sum(padded)
+    padded[-1] += _round_up(total, math.lcm(chunks, ranks * multiple)) - total
+    return tuple(padded)
+
+
+def _positions(length: int, ranks: int, rank: int) -> Tensor:
+    if ranks == 1:
+        return torch.arange(length)
+    chunks = torch.arange(length).chunk(2 * ranks)
+    return torch.cat([chunks[i] for i in chunks_of_rank(ranks, rank)])
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,195 @@
+"""Trains again from the log: the groups that the lineage names, read from the replay shards on disk."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import structlog
+
+from bus.codec import Json
+from bus.errors import ConfigError, StorageError
+from bus.messages import Trajectory
+from bus.topology import shard_of
+from learner import lineage
+from learner.algorithms.rl_step import train_on
+from learner.backends.megatron.checkpoint.checkpoint import read_extra
+from learner.backends.megatron.trainer import Trainer
+from learner.config.learner import LearnerConfig
+from learner.history.restore import trainer_at
+from learner.lineage import TrainedStep
+from learner.progress import Progress
+from learner.scoring.frozen_policies import hold_frozen_policies
+from learner.service import Initial
+from learner.settings import LearnerSettings
+from storage.disk import checkpoints
+from storage.store.replay import ReplayStore
+
+log = structlog.get_logger()
+Reward = Callable[[Trajectory], float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplayedStep:
+    """A step trained again, beside what the lineage says of it: None where an older build wrote nothing."""
+
+    step: int
+    batch_equal: bool | None
+    """Whether the trainer got the same batch, bit for bit."""
+    loss: float
+    recorded_loss: float | None
+    grad_norm: float
+    recorded_grad_norm: float | None
+    entropy: float | None
+    """Nats, mean over the trained tokens."""
+    skipped: bool
+    reward_mean: float
+
+    @property
+    def loss_diff(self) -> float:
+        """Between this time and then; 0 when nothing was recorded."""
+        return _difference(self.loss, self.recorded_loss)
+
+    @property
+    def grad_norm_diff(self) -> float:
+        """Between this time and then; 0 when nothing was recorded."""
+        return _difference(self.grad_norm, self.recorded_grad_norm)
+
+    @property
+    def differs(self) -> bool:
+        """In the batch, or in any bit of loss or gradient norm."""
+        return self.batch_equal is False or self.loss_diff > 0 or self.grad_norm_diff > 0
+
+
+def replay_steps(
+    settings: LearnerSettings, initial: Initial, stores: Sequence[ReplayStore], *, from_step: int,
+    to_step: int, changed: LearnerConfig | None = None, reward: Reward | None = None,
+) -> Iterator[ReplayedStep]:  # fmt: skip
+    """Train steps `from_step` + 1 to `to_step` of a run again, one at each turn of the iterator.
+
+    It starts from the newest checkpoint up to `from_step`, and silently trains what is between; from step 0
+    it starts from the initial model and repeats the warm-up. `learner.parallel.init_world` comes first.
+
+    Args:
+        settings: as the run was trained.
+        initial: what it began from, by `learner.service.prepare`.
+        stores: its replay shards, by number, opened for reading; their writer may be at work.
+        from_step: the steps after it are compared; 0 is the beginning.
+        to_step: the last.
+        changed: settings for the steps that are compared, instead of the run's: what if?
+        reward: of a trajectory there, instead of the recorded one.
+
+    Raises `ConfigError` when there is no checkpoint to start from or the lineage lacks a step, `StorageError`
+    for groups that are no longer there and for a checkpoint that is damaged or of another history.
+    """
+    trainer, progress = _begin(settings, initial, from_step)
+    lines = _lines(settings, progress.step, to_step)
+    lineage.refuse_other_groups(settings.lineage, {int(s): g for s, g in progress.groups.items()})
+    for line in lines:
+        groups = _groups(stores, line)
+        if line.step <= from_step:
+            _train(trainer, settings, settings.learner, line, groups)
+            continue
+        if changed is not None and line.step == from_step + 1:
+            hold_frozen_policies(trainer, settings, changed, stage="rl", step=from_step)
+        if reward is not None:
+            groups = [[replace(t, reward=reward(t)) for t in group] for group in groups]
+        yield _train(trainer, settings, changed or settings.learner, line, groups)
+
+
+def last_step(settings: LearnerSettings) -> int:
+    """The newest step of the lineage. Raises `ConfigError` when there is none."""
+    steps = lineage.steps(settings.lineage)
+    if not steps:
+        raise ConfigError(f"{settings.lineage} holds no step: nothing was trained yet, or not on this host")
+    return max(steps)
+
+
+def summary(steps: Sequence[ReplayedStep]) -> dict[str, Json]:
+    """All steps together, then each."""
+    compared = [step.batch_equal for step in steps if step.batch_equal is not None]
+    return {
+        "batches": len(compared),
+        "batches_equal": sum(compared),
+        "loss_max_abs_diff": max((step.loss_diff for step in steps), default=0.0),
+        "grad_norm_max_abs_diff": max((step.grad_norm_diff for step in steps), default=0.0),
+        "first_step_that_differs": next((step.step for step in steps if step.differs), None),
+        "steps": [asdict(step) for step in steps],
+    }
+
+
+def _begin(settings: LearnerSettings, initial: Initial, step: int) -> tuple[Trainer, Progress]:
+    """The newest state up to `step` that there is; of step 0 always the initial model."""
+    root = settings.checkpoints
+    while step > 0:
+        found = checkpoints.steps(root)
+        if not found or found[0] > step:
+            raise ConfigError(
+                f"no checkpoint up to step {step} in {root}, which holds those of steps {found}: start from "
+                "one of them or from step 0; learner.checkpoint.keep is how many a run keeps"
+            )
+        directory = checkpoints.directory(root, max(s for s in found if s <= step))
+        try:
+            progress = Progress.from_json(read_extra(directory))
+            trainer = trainer_at(settings, initial, progress, directory)
+        except StorageError:
+            if directory.exists():
+                raise  # else the run, which goes on, has pruned it meanwhile
+        else:
+            log.info("replay_starts", checkpoint=str(directory), step=progress.step)
+            return trainer, progress
+    log.info("replay_starts", model=str(settings.model_directory), warmup_steps=settings.warmup.steps)
+    progress = Progress()
+    return trainer_at(settings, initial, progress, None), progress
+
+
+def _lines(settings: LearnerSettings, after: int, to_step: int) -> list[TrainedStep]:
+    steps = lineage.steps(settings.lineage)
+    for step in range(after + 1, to_step + 1):
+        if step not in steps:
+            there = f"steps {min(steps)} to {max(steps)}" if steps else "no step"
+            raise ConfigError(f"{settings.lineage} lacks step {step}: it holds {there}")
+    return [steps[step] for step in range(after + 1, to_step + 1)]
+
+
+def _groups(stores: Sequence[ReplayStore], line: TrainedStep) -> list[list[Trajectory]]:
+    try:
+        return [stores[shard_of(lease, len(stores))].read([lease]) for lease in line.leases]
+    except StorageError as error:
+        raise StorageError(
+            f"step {line.step} cannot be trained again: {error}. While the run's storage is stopped, `launch "
+            "restore` brings back what was archived"
+        ) from error
+
+
+def _train(
+    trainer: Trainer, settings: LearnerSettings, learner: LearnerConfig, line: TrainedStep,
+    groups: list[list[Trajectory]],
+) -> ReplayedStep:  # fmt: skip
+    trainer.optimizer_config = learner.optimizer  # read at each step; the optimizer's state stays
+    batch, result = train_on(
+        trainer,
+        groups,
+        line.weights or [1.0] * len(groups),
+        learner,
+        step=line.step,
+        policy_version=line.policy_version - 1,
+        temperature=settings.temperature,
+    )
+    return ReplayedStep(
+        step=line.step,
+        batch_equal=None if line.batch_xxh3 is None else batch.xxh3() == line.batch_xxh3,
+        loss=result.loss,
+        recorded_loss=line.loss,
+        grad_norm=result.grad_norm,
+        recorded_grad_norm=line.grad_norm,
+        entropy=result.diagnostics.get("entropy_nats"),
+        skipped=result.skipped,
+        reward_mean=batch.reward_mean,
+    )
+
+
+def _difference(now: float, then: float | None) -> float:
+    if then is None or now == then or (math.isnan(now) and math.isnan(then)):
+        return 0.0
+    difference = abs(now - then)
+    return math.inf if math.isnan(difference) else difference

@@ -1,0 +1,330 @@
+"""`launch learner --shadow`: trains on the learner's steps with an objective of its own, and disturbs nobody.
+
+A shadow asks which groups each step was given and reads them; it leases, commits, publishes and resumes
+nothing. It takes a step once the learner has published the version that the step made. Its history is the
+learner's: when a learner resumes from a checkpoint, and the steps after it get other groups, the shadow goes
+back as well.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from bus.codec import Json
+from bus.connection import Bus
+from bus.errors import BusError
+from bus.messages import Metrics, Trajectory
+from bus.requests import Given
+from bus.roles import guarded, hold_role
+from bus.status import report_status
+from bus.waiting import ended_before, set_within
+from learner import lineage
+from learner.algorithms.rl_step import lineage_line, train_on
+from learner.backends.megatron.checkpoint.checkpoint import latest_checkpoint, read_extra, save_checkpoint
+from learner.backends.megatron.checkpoint.writer import CopyRoom
+from learner.backends.megatron.process_groups import close_world, init_world
+from learner.backends.megatron.trainer import Trainer
+from learner.history.restore import trainer_at
+from learner.metrics import batch_values, step_values
+from learner.progress import Progress, values_to_save
+from learner.service import Initial, prepare
+from learner.settings import LearnerSettings
+from storage.client.reader import RETIRED, ReplayReader
+from storage.disk import checkpoints
+from storage.disk.atomic_files import remove, write_json
+
+log = structlog.get_logger()
+T = TypeVar("T")
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class ShadowSettings:
+    """What a shadow needs to know."""
+
+    name: str
+    learner: LearnerSettings
+    """Its own objective and its own files."""
+    metrics: Path
+    """Where its numbers are written as JSON lines."""
+    from_checkpoint: Path | None = None
+    """A learner's checkpoint to begin from, instead of the initial model."""
+
+
+@dataclass
+class ShadowProgress(Progress):
+    """How far a shadow has come, in the learner's steps and versions."""
+
+    steps_retired: int = 0
+    """Steps passed over because their groups had been retired."""
+    rollbacks: int = 0
+    """How often a learner's resume took back steps that this one had trained on."""
+
+
+async def run_shadow(
+    bus: Bus, settings: ShadowSettings, demonstrations: Path | None, stop: asyncio.Event
+) -> ShadowProgress:
+    """Follow the run's learner to its end or until `stop`; returns how far it came.
+
+    Holds a role of its own meanwhile, and raises `FencedError` if another shadow of that name takes it over.
+    """
+    incarnation = secrets.token_hex(4)
+    async with hold_role(bus, f"learner-shadow-{settings.name}", incarnation) as renewing:
+        init_world()
+        shadow = Shadow(bus, settings, demonstrations, incarnation, stop)
+        await guarded(shadow.run(), renewing)
+        close_world()
+        return shadow.progress
+
+
+class Shadow:
+    """One process of a shadow learner."""
+
+    def __init__(
+        self, bus: Bus, settings: ShadowSettings, demonstrations: Path | None, incarnation: str,
+        stop: asyncio.Event,
+    ) -> None:  # fmt: skip
+        self.progress = ShadowProgress()
+        self._bus = bus
+        self._settings = settings
+        self._demonstrations = demonstrations
+        self._incarnation = incarnation
+        self._stop = stop
+        self._source = f"learner-shadow-{settings.name}"
+        self._reader = ReplayReader(bus, incarnation, read=settings.learner.learner.read)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
+        self._initial: Initial | None = None
+        self._trainer: Trainer | None = None
+        self._copies = CopyRoom()
+        self._followed: str | None = None
+        """The learner's incarnation whose steps ours are known to agree with."""
+        self._doing = "starting"
+        self._lag_steps = 0
+
+    async def run(self) -> None:
+        """Train until the learner is done, or until `stop`; either way the state is saved."""
+        finished = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(
+                report_status(self._bus, source=self._source, role="shadow", look=self._look, stop=finished)
+            )
+            try:
+                if await self._learner_is_there():
+                    self._doing = "preparing the model, and warming it up"
+                    await self._in_thread(self._begin)
+                    await self._follow()
+                    self._doing = "saving a checkpoint"
+                    await self._in_thread(self._save)
+            finally:
+                finished.set()
+                self._reader.close()
+        self._thread.shutdown()
+
+    async def _follow(self) -> None:
+        learner = self._settings.learner.learner
+        while self.progress.stage == "rl" and self.progress.step < learner.steps:
+            given = await self._next_step()
+            if given is None:
+                return
+            groups = await self._fetch(given)
+            if groups is not None:
+                await self._train_on(given, groups)
+                if self.progress.step % learner.checkpoint.save_every == 0:
+                    self._doing = "saving a checkpoint"
+                    await self._in_thread(self._save)
+
+    # --- what the learner does ---
+
+    async def _learner_is_there(self) -> bool:
+        """Wait for its first version: then the model's files are whole, should they be the same."""
+        while (given := await self._asked(1)) is not None:
+            if given.stage:
+                return True
+            await self._pause("waiting for the learner's first policy version")
+        return False
+
+    async def _next_step(self) -> Given | None:
+        """The step after ours once the learner has trained it; None when it trains no more, or on `stop`."""
+        while (given := await self._asked(self.progress.step + 1)) is not None:
+            step, over = self.progress.step, given.stage == "done"
+            if given.incarnation != self._followed and (over or given.trained_through >= step):
+                other = await self._first_other_step(given.trained_through)
+                if other is not None:
+                    await self._in_thread(partial(self._roll_back, other))
+                    continue
+                self._followed = given.incarnation
+            self._lag_steps = max(0, given.trained_through - step)
+            if given.groups and given.trained_through > step:
+                return given
+            if over:
+                return None
+            await self._pause(f"waiting for the learner to train step {step + 1}")
+        return None
+
+    async def _first_other_step(self, trained_through: int) -> int | None:
+        """The first of our steps that the learner now has otherwise, or no longer; None when all agree."""
+        ours = await asyncio.to_thread(lineage.steps, self._settings.learner.lineage)
+        for step, line in ours.items():
+            if step <= self.progress.step:
+                now = await self._asked(step)
+                if now is None:
+                    return None
+                if step > trained_through or tuple(group.lease_id for group in now.groups) != line.leases:
+                    return step
+        return None
+
+    async def _asked(self, step: int) -> Given | None:
+        """What storage says of a step; None if `stop` came first."""
+        asking = asyncio.create_task(self._reader.given(step))
+        if self._stop.is_set() or not await ended_before(self._stop, asking):
+            asking.cancel()
+            return None
+        return asking.result()
+
+    async def _fetch(self, given: Given) -> list[list[Trajectory]] | None:
+        """The groups of a step; None when they were retired, which is counted, or on `stop`."""
+        self._doing = f"reading step {given.step}"
+        fetching = asyncio.create_task(self._reader.fetch(given.groups, on_wait=self._on_wait))
+        try:
+            if await ended_before(self._stop, fetching):
+                return fetching.result()
+            fetching.cancel()
+        except BusError as error:
+            if RETIRED not in str(error):
+                raise
+            self._pass_over(given, str(error))
+        return None
+
+    def _pass_over(self, given: Given, reason: str) -> None:
+        self.progress.step = given.step
+        self.progress.steps_retired += 1
+        log.warning("step_passed_over", step=given.step, so_far=self.progress.steps_retired, reason=reason)
+
+    # --- training ---
+
+    async def _train_on(self, given: Given, groups: list[list[Trajectory]]) -> None:
+        started = time.monotonic()
+        progress, settings, trainer = self.progress, self._settings.learner, self._trainer
+        if trainer is None:
+            raise RuntimeError("nothing to train")
+        self._doing = f"training step {given.step}"
+        version, weights = given.trains_from + given.step - 1, [group.weight for group in given.groups]
+        batch, result = await self._in_thread(
+            lambda: train_on(
+                trainer,
+                groups,
+                weights,
+                settings.learner,
+                step=given.step,
+                policy_version=version,
+                temperature=settings.temperature,
+            )
+        )
+        line = lineage_line(given.step, version + 1, self._incarnation, given.groups, batch, result)
+        lineage.record(settings.lineage, line)
+        progress.step = given.step
+        progress.policy_version, progress.trains_from = version + 1, given.trains_from
+        progress.groups[str(given.step)] = list(line.leases)
+        progress.trajectories_trained += batch.trajectories
+        progress.tokens_trained += batch.tokens
+        progress.steps_skipped += result.skipped
+        progress.rl_s += time.monotonic() - started
+        await self._report({
+            **batch_values(batch), **step_values(result), "time/step_s": time.monotonic() - started,
+        })  # fmt: skip
+
+    def _begin(self) -> None:
+        """Load the newest state of our own, else that of `from_checkpoint`, else the initial model."""
+        settings = self._settings.learner
+        self._initial = self._initial or prepare(settings, self._demonstrations)
+        own = latest_checkpoint(settings.checkpoints)
+        start = own or self._settings.from_checkpoint
+        if own is not None:
+            self.progress = ShadowProgress.from_json(read_extra(own))
+        else:
+            self.progress = _beginning_at(start)
+        self._trainer = None  # the one before, if there is one, goes first
+        self._trainer = trainer_at(settings, self._initial, self.progress, start, stopped=self._stop.is_set)
+        log.info("shadow_begins", checkpoint=str(start), step=self.progress.step)
+
+    def _roll_back(self, step: int) -> None:
+        """Forget `step` and those after it."""
+        log.warning("shadow_rolls_back", before_step=step, was_at=self.progress.step)
+        rollbacks, root = self.progress.rollbacks + 1, self._settings.learner.checkpoints
+        for saved in checkpoints.steps(root):
+            if saved >= step:
+                remove(checkpoints.directory(root, saved))
+        self._begin()
+        self.progress.rollbacks = rollbacks
+
+    def _save(self) -> None:
+        if self._trainer is not None:
+            settings, step = self._settings.learner, self.progress.step
+            values, keep = values_to_save(settings, self.progress), settings.learner.checkpoint.keep
+            root, room = settings.checkpoints, self._copies
+            save_checkpoint(self._trainer, root, step, values, keep=keep, room=room)
+            write_json(settings.progress, values)
+
+    # --- what others see ---
+
+    async def _report(self, values: dict[str, Json]) -> None:
+        """To the screens, and to a file of our own, which stays whatever becomes of the bus."""
+        progress = self.progress
+        values = {
+            "train/stage": "shadow",
+            "train/policy_version": progress.policy_version,
+            **{k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()},
+            "shadow/lag_steps": self._lag_steps,
+            "shadow/steps_retired": progress.steps_retired,
+            "shadow/rollbacks": progress.rollbacks,
+        }
+        metrics = Metrics(source=self._source, step=progress.step, time_s=time.time(), values=values)
+        head = {"time_s": metrics.time_s, "source": self._source, "step": metrics.step, "kind": "metrics"}
+        lineage.append_line(self._settings.metrics, head | values)
+        await self._bus.notify(self._bus.subject("events", "metrics"), metrics)
+
+    def _on_wait(self, reason: str) -> None:
+        self._doing = reason
+
+    def _look(self) -> tuple[str, dict[str, Json]]:
+        progress = self.progress
+        return self._doing, {
+            "stage": progress.stage,
+            "step": progress.step,
+            "policy_version": progress.policy_version,
+            "trajectories_trained": progress.trajectories_trained,
+            "lag_steps": self._lag_steps,
+            "steps_retired": progress.steps_retired,
+            "rollbacks": progress.rollbacks,
+        }
+
+    async def _pause(self, doing: str) -> None:
+        self._doing = doing
+        await set_within(self._stop, POLL_S)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Torch work runs on one thread of its own, so that the bus stays responsive."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _beginning_at(checkpoint: Path | None) -> ShadowProgress:
+    """Where a learner's checkpoint stands, with nothing counted yet; the very beginning without one."""
+    if checkpoint is None:
+        return ShadowProgress()
+    found = Progress.from_json(read_extra(checkpoint))
+    return ShadowProgress(
+        stage="warmup" if found.stage == "warmup" else "rl",
+        warmup_step=found.warmup_step,
+        step=found.step,
+        policy_version=found.policy_version,
+        trains_from=found.trains_from,
+    )

@@ -1,0 +1,220 @@
+"""Hugging Face model directories."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from bus.errors import ConfigError
+from learner.backends.megatron.conversion.base import State
+from learner.backends.megatron.conversion.families import family_of
+from learner.backends.megatron.conversion.lazy import LazyWeights, Spec, spec_of, tensor_bytes
+from learner.backends.megatron.conversion.torch_dist import MegatronWeights, is_checkpoint
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+"""Weights in one file at most, unless one tensor is larger."""
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Those that weights have, by their name in safetensors files."""
+
+
+class HFWeights(LazyWeights):
+    """The safetensors files of a directory, one or an index of several."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the headers. Raises `ConfigError` when files are missing or torn."""
+        self._file_of: dict[str, Path] = {}
+        for file in _weight_files(directory):
+            with _opened(file) as opened:
+                self._file_of |= dict.fromkeys(opened.keys(), file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with _opened(self._file_of[name]) as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
+        """Return the elements from `start` to `stop` along a dimension; the others stay on disk."""
+        with _opened(self._file_of[name]) as opened:
+            part: Tensor = opened.get_slice(name)[(*[slice(None)] * dimension, slice(start, stop))]
+            return part
+
+    def spec(self, name: str) -> Spec:
+        """Return shape and dtype; raises `ConfigError` for a dtype that weights do not have."""
+        with _opened(self._file_of[name]) as opened:
+            found = opened.get_slice(name)
+            shape, dtype = tuple(found.get_shape()), found.get_dtype()
+        if dtype not in DTYPES:
+            raise ConfigError(f"{self._file_of[name]}: {name} is {dtype}, not one of {', '.join(DTYPES)}")
+        return Spec(shape, DTYPES[dtype])
+
+
+def load_hf_directory(path: Path) -> tuple[PretrainedConfig, State]:
+    """Read `config.json`, and open the weights: one safetensors file, an index of several, or a checkpoint.
+
+    Weights are read when they are looked up. Raises `ConfigError` when something is missing or unreadable.
+    """
+    hf_config = load_hf_config(path)
+    if not is_checkpoint(path):
+        return hf_config, HFWeights(path)
+    family = family_of(hf_config)
+    shape = family.shape(hf_config)
+    return hf_config, MegatronWeights(path, list(family.rules(shape)), shape)
+
+
+def load_hf_config(path: Path) -> PretrainedConfig:
+    """Read `config.json`. Raises `ConfigError` when it is missing or unreadable."""
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{path} is not a model directory: it has no config.json")
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot read {path / 'config.json'}: {_first_line(error)}") from error
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Tell whether the directory has a tokenizer of its own."""
+    return any((path / name).is_file() for name in TOKENIZER_FILES if name.startswith("tokenizer"))
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """Read the tokenizer. Raises `ConfigError` when it is not there: transformers would make one up."""
+    if not has_tokenizer(path):
+        raise ConfigError(f"{path} has no tokenizer: it needs tokenizer.json or tokenizer.model")
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"cannot read the tokenizer in {path}: {_first_line(error)}") from error
+
+
+def refuse_other_vocabulary(
+    hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path
+) -> None:
+    """Raise `ConfigError` when the tokenizer of `directory` has tokens that the model does not embed."""
+    if len(tokenizer) > hf_config.vocab_size:
+        raise ConfigError(
+            f"{directory}: the tokenizer has {len(tokenizer)} tokens, the model embeds "
+            f"{hf_config.vocab_size}: they do not belong together"
+        )
+
+
+def save_hf_directory(
+    path: Path,
+    hf_config: PretrainedConfig,
+    state: State,
+    tokenizer_dir: Path | None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a directory that `AutoModelForCausalLM.from_pretrained` and inference engines load.
+
+    Holds one tensor of `state` at a time; files have at most `shard_bytes`, or one tensor.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    hf_config.save_pretrained(path)
+    specs = {name: spec_of(state, name) for name in state}
+    shards = _split(specs, shard_bytes)
+    for file, names in shards.items():
+        _write_safetensors(path / file, {name: specs[name] for name in names}, state)
+    if len(shards) > 1:
+        total = sum(spec.size_bytes for spec in specs.values())
+        file_of = {name: file for file, names in shards.items() for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        (path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    if tokenizer_dir is not None:
+        copy_tokenizer(tokenizer_dir, path)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy what belongs to the tokenizer, as far as it is there."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _split(specs: Mapping[str, Spec], shard_bytes: int) -> dict[str, list[str]]:
+    """Fill one file after another; return their names with the tensors in them."""
+    shards: list[list[str]] = []
+    filled = 0
+    for name, spec in specs.items():
+        if not shards or filled + spec.size_bytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += spec.size_bytes
+    if len(shards) <= 1:
+        return {SINGLE_FILE: [name for names in shards for name in names]}
+    return {f"model-{n:05}-of-{len(shards):05}.safetensors": names for n, names in enumerate(shards, 1)}
+
+
+def _write_safetensors(file: Path, specs: Mapping[str, Spec], state: State) -> None:
+    """Write tensor by tensor, which the safetensors library cannot: it wants all of them at once."""
+    named = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, spec in specs.items():
+        start, end = end, end + spec.size_bytes
+        header[name] = {"dtype": named[spec.dtype], "shape": spec.shape, "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with file.open("wb") as opened:
+        opened.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name in specs:
+            opened.write(tensor_bytes(state[name]))
+
+
+def _weight_files(path: Path) -> Sequence[Path]:
+    if (path / SINGLE_FILE).is_file():
+        return [path / SINGLE_FILE]
+    if (path / INDEX_FILE).is_file():
+        try:
+            index = json.loads((path / INDEX_FILE).read_text())
+            return [path / name for name in sorted(set(index["weight_map"].values()))]
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"cannot read {path / INDEX_FILE}: {error!r}") from error
+    raise ConfigError(
+        f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}: convert the weights to safetensors"
+    )
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+
+
+def _first_line(error: Exception) -> str:
+    """What transformers says, without its advice to update itself."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

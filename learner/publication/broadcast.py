@@ -1,0 +1,320 @@
+"""Weights for engines in the learner's cluster: sent to each in a group of its own, beside training.
+
+What is sent is a copy of the version announced last, taken when an engine asks. Each group has a process
+(`learner/publication/broadcast_process.py`): a group that hangs or fails ends with it, and touches nothing
+else."""
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import structlog
+import torch
+
+from bus.broadcast_messages import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
+from bus.codec import Message
+from bus.connection import Bus
+from bus.errors import BusError
+from bus.requests import Done
+from learner.publication.snapshot import Bucket, Memory, Snapshot
+from storage.weights.blob_http import own_address
+from storage.weights.tensors import Weights
+
+log = structlog.get_logger()
+AS_SGLANG = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""As SGLang sets NCCL for its servers: ranks that share memory in different ways fail in CUDA."""
+Line = dict[str, Any]
+Announced = Callable[[], Weights | None]
+START_S = 120.0
+"""Until a process of ours has loaded torch; and until it has mapped and locked what it is to send."""
+IDLE_S = 900.0
+"""After so long without a broadcast a group is given up."""
+SPARES = 2
+"""Copies that are in use at a time, of a version and, where engines are slow, of the one before."""
+COPIES = 3
+"""Attempts at a copy of weights that are replaced meanwhile."""
+
+
+class Broadcaster:
+    """Answers engines that ask for the announced weights, and sends these; waits for no engine otherwise."""
+
+    def __init__(
+        self, bus: Bus, announced: Announced, *,
+        incarnation: str, timeout_s: float, threads: int = 1, device_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        """`announced` returns the newest weights: their tensors stay as they are until it returns others.
+
+        `threads` copy these; each group may have `device_bytes` of them on our GPU before it sends them."""
+        self._bus = bus
+        self._announced = announced
+        self._incarnation = incarnation
+        self._timeout_s = timeout_s
+        self._threads = threads
+        self._device_bytes = device_bytes
+        self._groups: dict[str, _Group] = {}
+        self._living: set[asyncio.Task[None]] = set()
+        """Of the groups, and of those that are being ended."""
+        self._newest: Snapshot | None = None
+        self._spares: list[Memory] = []
+        """Of snapshots that nobody needs any more, the newest last; senders have them mapped and locked."""
+        self._copying = asyncio.Lock()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Begin to answer."""
+        serve, subject = self._bus.serve, self._bus.subject
+        await serve(subject("broadcast", "wanted"), BroadcastWanted, self._offer)
+        await serve(subject("broadcast", "begin"), BroadcastBegin, self._begin)
+        await serve(subject("broadcast", "end"), BroadcastEnd, self._end)
+        await self._bus.listen(subject("broadcast", "left"), GroupLeft, self._on_left)
+
+    async def close(self) -> None:
+        """End all groups."""
+        self._closed = True
+        for group in list(self._groups.values()):
+            group.living.cancel()
+        if self._living:
+            await asyncio.wait(self._living)  # they kill what they wait for
+
+    async def _offer(self, wanted: BroadcastWanted) -> list[Message]:
+        """Make a copy and a group, unless they are there, and it ready to send at once.
+
+        Raises `BusError` where that cannot be."""
+        if wanted.incarnation != self._incarnation or self._closed:
+            raise BusError(f"the weights of learner {wanted.incarnation} are not to be had from this one")
+        snapshot = await self._snapshot(wanted.policy_version)
+        if group := self._groups.get(wanted.group):
+            await self._make_ready(group, snapshot)
+        else:
+            group = await self._new_group(wanted, snapshot)
+        group.snapshot = snapshot
+        return [*(group.offered(buckets) for buckets in snapshot.taken_together()), Done()]
+
+    async def _begin(self, begin: BroadcastBegin) -> list[Message]:
+        group = self._groups.get(begin.group)
+        if group is None or group.snapshot is None or group.snapshot.policy_version != begin.policy_version:
+            raise BusError(f"version {begin.policy_version} is not offered to group {begin.group}")
+        group.due, group.snapshot = group.snapshot, None
+        group.ended.clear()
+        group.begun.set()
+        return [Done()]
+
+    async def _end(self, end: BroadcastEnd) -> list[Message]:
+        """Raises `BusError` when the group was given up before it was sent."""
+        if group := self._groups.get(end.group):
+            await group.ended.wait()  # at the latest when the group is given up
+        if group is None or group.sent != end.policy_version:
+            raise BusError(f"group {end.group} was given up before version {end.policy_version} was sent")
+        return [Done()]
+
+    def _on_left(self, left: GroupLeft) -> None:
+        if group := self._groups.get(left.group):
+            group.living.cancel()
+
+    async def _snapshot(self, at_least: int) -> "Snapshot":
+        """The newest weights, which are not older than the announcement that made somebody ask for them."""
+        async with self._copying:
+            for _ in range(COPIES):
+                weights = self._announced()
+                if weights is None or weights.policy_version < at_least:
+                    raise BusError(f"version {at_least} is not announced by this learner")
+                if self._newest and self._newest.policy_version == weights.policy_version:
+                    return self._newest
+                self._newest = None  # before there are two more
+                snapshot = await asyncio.to_thread(self._copied, weights)
+                if self._announced() is weights:  # else they may have been written into
+                    self._newest = snapshot
+                    return snapshot
+                del snapshot  # its memory serves the next
+        raise BusError(f"{COPIES} versions were announced while they were copied, the last at {at_least}")
+
+    def _copied(self, weights: Weights) -> Snapshot:
+        """A copy, in memory that is there already if there is any: new memory takes seconds to lock."""
+        memory = self._spares.pop() if self._spares else None
+        with ThreadPoolExecutor(self._threads, "copy") as threads:
+            snapshot = Snapshot(weights, memory, threads)
+        weakref.finalize(snapshot, self._unused, snapshot.memory).atexit = False
+        return snapshot
+
+    def _unused(self, memory: Memory) -> None:
+        """Nobody holds the snapshot in it any more, so no process reads it."""
+        if self._groups:
+            self._spares = [*self._spares, memory][-SPARES:]
+
+    async def _make_ready(self, group: "_Group", snapshot: Snapshot) -> None:
+        """Raises `BusError`, and gives the group up, when its process cannot send it."""
+        try:
+            await group.process.prepares(snapshot)
+        except BusError:  # what the process says next would be taken for another answer
+            if group.name in self._groups:
+                group.living.cancel()
+            raise
+
+    async def _new_group(self, wanted: BroadcastWanted, snapshot: Snapshot) -> "_Group":
+        """A group whose ranks may come. Raises `BusError` when its process does not start."""
+        on_gpu = wanted.device == "cuda" and torch.cuda.is_available()
+        name = f"sluice-{self._incarnation}-{secrets.token_hex(6)}"  # a name is never used twice
+        order = {
+            "group": name,
+            "world_size": 1 + wanted.ranks,
+            "backend": "nccl" if on_gpu else "gloo",
+            "device": f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu",
+            "device_bytes": self._device_bytes,
+            "timeout_s": self._timeout_s,
+        }
+        process = await _SenderProcess.start(order)
+        try:
+            port = int((await process.says("port", START_S))["port"])
+            await process.prepares(snapshot)  # before anybody waits for it
+        except BaseException:
+            await process.end()
+            self._forget_what_no_group_needs()
+            raise
+        if self._closed:
+            await process.end()
+            raise BusError("the learner ends")
+        group = _Group(name, own_address(self._bus, ""), port, "nccl" if on_gpu else "gloo", process)
+        self._groups[name] = group
+        group.living = asyncio.create_task(self._live(group), name=f"broadcasts of {name}")
+        self._living.add(group.living)
+        group.living.add_done_callback(self._living.discard)
+        await asyncio.sleep(0)  # one that is cancelled before it begins would not end its process
+        return group
+
+    async def _live(self, group: "_Group") -> None:
+        """Send when it is asked for, until something goes wrong or nobody asks any more."""
+        process = group.process
+        try:
+            await process.says("joined", self._timeout_s)
+            while await process.lives_until(group.begun, IDLE_S):
+                group.begun.clear()
+                due, group.due = group.due, None
+                assert due is not None, "set before"
+                await process.says("sent", self._timeout_s, told={"send": due.where()})
+                group.sent = due.policy_version
+                group.ended.set()
+                log.debug("weights_broadcast", group=group.name, policy_version=due.policy_version)
+                del due  # its memory serves another
+        except BusError as error:  # the engine hears of it by its own side of the group
+            log.warning("group_given_up", group=group.name, reason=str(error))
+        finally:
+            del self._groups[group.name]
+            group.ended.set()
+            await process.end()
+            self._forget_what_no_group_needs()
+
+    def _forget_what_no_group_needs(self) -> None:
+        if not self._groups:
+            self._newest = None
+            self._spares.clear()
+
+
+@dataclass(eq=False)
+class _Group:
+    name: str
+    host: str
+    port: int
+    backend: Literal["gloo", "nccl"]
+    process: "_SenderProcess"
+    snapshot: Snapshot | None = None
+    """Offered, and not asked for yet."""
+    due: Snapshot | None = None
+    """Being sent."""
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when what was begun last is sent, or never will be."""
+    sent: int = -1
+    """Version that was sent last."""
+    living: "asyncio.Task[None]" = field(init=False)
+
+    def offered(self, buckets: Sequence[Bucket]) -> OfferedBucket:
+        assert self.snapshot is not None, "set before"
+        return OfferedBucket(
+            group=self.name,
+            host=self.host,
+            port=self.port,
+            backend=self.backend,
+            policy_version=self.snapshot.policy_version,
+            names=tuple(name for bucket in buckets for name in bucket.names),
+            dtypes=tuple(dtype for bucket in buckets for dtype in bucket.dtypes),
+            shapes=tuple(shape for bucket in buckets for shape in bucket.shapes),
+        )
+
+
+class _SenderProcess:
+    """Rank 0 of a group; ends with this process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._talking = asyncio.Lock()
+        """Held from what it is told until it has answered."""
+
+    @classmethod
+    async def start(cls, order: Line) -> "_SenderProcess":
+        return cls(
+            await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "learner.publication.broadcast_process",
+                json.dumps(order),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env={**AS_SGLANG, **os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C is the learner's to handle
+            )
+        )
+
+    async def _tell(self, line: Line) -> None:
+        assert self._process.stdin is not None, "it is a pipe"
+        self._process.stdin.write(json.dumps(line).encode() + b"\n")
+        with suppress(ConnectionError):  # its end is heard next
+            await self._process.stdin.drain()
+
+    async def says(self, what: str, timeout_s: float, *, told: Line | None = None) -> Line:
+        """Its next line, which must have the key `what`. Raises `BusError` when it has not, or is late."""
+        assert self._process.stdout is not None, "it is a pipe"
+        try:
+            async with self._talking, asyncio.timeout(timeout_s):
+                if told is not None:
+                    await self._tell(told)
+                data = await self._process.stdout.readline()
+        except TimeoutError:
+            raise BusError(f"waited {timeout_s:g} s for {what!r} of the process that broadcasts") from None
+        line: Line = json.loads(data) if data else {"error": "it was killed"}
+        if what not in line:
+            raise BusError(f"the process that broadcasts ended before {what!r}: {line.get('error', line)}")
+        return line
+
+    async def prepares(self, snapshot: Snapshot) -> None:
+        """Have it ready to send this. Raises `BusError` when it cannot."""
+        said = await self.says("prepared", START_S, told={"prepare": snapshot.where()})
+        if slower := said["slower"]:
+            log.warning("weights_are_sent_slowly", reason=slower)
+
+    async def lives_until(self, event: asyncio.Event, timeout_s: float) -> bool:
+        """Wait for `event`; False when that takes longer. Raises `BusError` when the process ends before."""
+        ended, setting = asyncio.create_task(self._process.wait()), asyncio.create_task(event.wait())
+        try:
+            await asyncio.wait({ended, setting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            setting.cancel()
+        if self._process.returncode is not None:
+            raise BusError(f"the process that broadcasts ended with status {self._process.returncode}")
+        return event.is_set()
+
+    async def end(self) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)  # `kill` could take its status from asyncio
+        async with self._talking:  # whoever waits for an answer learns that none comes
+            await self._process.communicate()  # waits for its end, and closes the pipes

@@ -1,0 +1,128 @@
+"""The weights' way from the device to the host: the only part of a publication that training waits for."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from learner.backends.megatron.process_groups import device
+from learner.backends.megatron.trainer import Exported, Trainer
+from learner.publication.transfer import host_memory
+from storage.weights.tensors import TORCH_DTYPES, WORD, HostTensor
+
+NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
+"""Of safetensors."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SHORT_BYTES = 512 << 20
+"""Copied where it is asked for, on a CPU: to wake the thread, and be woken, takes a tenth as long or more."""
+
+
+class Copied:
+    """Weights on their way to the host."""
+
+    def __init__(self, tensors: Mapping[str, HostTensor], done: torch.cuda.Event | None) -> None:
+        self.done = done
+        """When the device has copied them; `None` when they are here."""
+        self._tensors = tensors
+
+    async def arrived(self) -> Mapping[str, HostTensor]:
+        """The weights by Hugging Face name, when all are here."""
+        if self.done is not None:
+            await asyncio.to_thread(self.done.synchronize)
+        return self._tensors
+
+
+class HostCopy:
+    """Two sets of host buffers that take turns, each in one piece, page-locked where there is a GPU.
+
+    What `take` returned last stays as it is while the next `take` fills the other set. On a GPU the copies
+    run beside the training that follows: `Copied.done` says when the weights may change again.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.seconds = 0.0
+        """That the latest `take` took."""
+        self._dtype = dtype
+        self._sets: list[_Buffers | None] = [None, None]
+        self._turn = 0
+        self._beside: torch.cuda.Stream | None = None
+
+    @torch.no_grad()
+    def take(self, weights: Exported) -> Copied:
+        """Copy the weights as the dtype to publish: one call for all that this rank has whole."""
+        began = time.perf_counter()
+        self._turn = 1 - self._turn
+        buffers = self._sets[self._turn]
+        if buffers is None or buffers.shapes != weights.shapes:
+            buffers = self._sets[self._turn] = _Buffers(weights.shapes, self._dtype)
+        on_gpu = device().type == "cuda"
+        with self._beside_training() if on_gpu else nullcontext():
+            buffers.fill(weights)
+            done = _recorded() if on_gpu else None
+        self.seconds = time.perf_counter() - began
+        return Copied(buffers.words, done)
+
+    def _beside_training(self) -> torch.cuda.StreamContext:
+        self._beside = self._beside or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._beside.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._beside)
+
+
+async def copy_weights(host: HostCopy, trainer: Trainer, thread: Executor) -> Copied:
+    """Begin to copy the trainer's weights, on rank 0, while no other work of torch is under way.
+
+    Returns when training may go on, on `thread`, where torch works."""
+    if trainer.alone_on_cpu and trainer.size_bytes <= SHORT_BYTES:
+        return _copy(host, trainer)
+    return await asyncio.get_running_loop().run_in_executor(thread, _copy, host, trainer)
+
+
+def _copy(host: HostCopy, trainer: Trainer) -> Copied:
+    copied = host.take(trainer.exported())
+    if copied.done is not None:
+        trainer.keep_until(copied.done)
+    return copied
+
+
+class _Buffers:
+    """Memory for all weights, in one piece, and the tensors in it."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        self.shapes = shapes
+        wanted = ((shape, dtype) for shape in shapes.values())
+        memory = host_memory(wanted, page_locked=device().type == "cuda")
+        self.tensors = dict(zip(shapes, memory, strict=True))
+        self.words = host_tensors(self.tensors)
+        self._weights: Exported | None = None
+        self._sources: list[Tensor] = []
+        self._places: list[Tensor] = []
+
+    def fill(self, weights: Exported) -> None:
+        """Copy the weights in; where each goes is found out once."""
+        if weights is not self._weights:
+            self._weights, self._sources = weights, list(weights.here.values())
+            self._places = [self.tensors[name].view(view.shape) for name, view in weights.here.items()]
+        if self._sources:
+            torch._foreach_copy_(self._places, self._sources, non_blocking=True)
+        for name, tensor in weights.rest():
+            self.tensors[name].copy_(tensor, non_blocking=True)
+
+
+def host_tensors(state: Mapping[str, Tensor]) -> dict[str, HostTensor]:
+    """The same memory as words; tensors must be contiguous and on the host."""
+    found = {}
+    for name, tensor in state.items():
+        size = tensor.element_size()
+        words = tensor.detach().reshape(-1).view(INTEGERS[size]).numpy().view(WORD[size])
+        found[name] = HostTensor(NAMES[tensor.dtype], tuple(tensor.shape), words)
+    return found
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

@@ -1,0 +1,138 @@
+"""A copy of one version's weights in memory that other processes of this host can map."""
+
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.publication.transfer import page_bytes
+from storage.weights.tensors import TORCH_DTYPES, Weights, in_order
+
+Bytes = NDArray[np.uint8]
+BUCKET_BYTES = 256 << 20
+"""Of tensors that are sent together: the learner's device has room for two such at a time."""
+PIECE_BYTES = 32 << 20
+"""Copied by one thread at a time."""
+ALIGNED = 64
+_numbers = count()
+
+
+@dataclass
+class Bucket:
+    """Tensors that are sent together; they lie together."""
+
+    begin: int
+    end: int
+    """Offsets of its bytes, multiples of `ALIGNED`."""
+    names: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its tensors, with what lies between them."""
+        return self.end - self.begin
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], size_bytes: int) -> None:
+        """Take in a tensor behind the others."""
+        self.names.append(name)
+        self.dtypes.append(dtype)
+        self.shapes.append(shape)
+        self.offsets.append(self.end)
+        self.end += size_bytes
+
+
+class Memory:
+    """Memory of the host that others can map, and lock. It goes with this process, whatever ends that."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.number = next(_numbers)
+        """Says which it is among all of this process."""
+        self.size_bytes = size_bytes
+        self._file = os.memfd_create("sluice-broadcast")
+        weakref.finalize(self, os.close, self._file)
+        os.ftruncate(self._file, size_bytes)
+        self.bytes: Bytes = np.frombuffer(mmap.mmap(self._file, size_bytes), np.uint8)
+
+    @property
+    def path(self) -> str:
+        """Under which a process of this host opens it."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+
+class Snapshot:
+    """The tensors as they were when they were copied; `buckets` in the order in which they are sent."""
+
+    def __init__(
+        self, weights: Weights, memory: Memory | None = None, threads: Executor | None = None
+    ) -> None:
+        """Copy them, into `memory` if it is as large as they are."""
+        self.policy_version = weights.policy_version
+        self.buckets = laid_out(weights)
+        size_bytes = page_bytes(self.buckets[-1].end if self.buckets else 0)
+        self.memory = memory if memory and memory.size_bytes == size_bytes else Memory(size_bytes)
+        for _ in in_order(threads, self._put, self._pieces(weights)):
+            pass
+
+    def taken_together(self) -> Iterator[list[Bucket]]:
+        """Those that an engine takes at once: no more than the largest, for which it needs room anyway.
+
+        Each request is some 4 ms in which it stands still."""
+        largest = max((bucket.size_bytes for bucket in self.buckets), default=0)
+        together: list[Bucket] = []
+        for bucket in self.buckets:
+            if together and bucket.end - together[0].begin > largest:
+                yield together
+                together = []
+            together.append(bucket)
+        if together:
+            yield together
+
+    def where(self) -> dict[str, Any]:
+        """Tell `broadcast_process.py` where the tensors are and how much room those under way take.
+
+        It makes more for a larger bucket, and less where there is less to send."""
+        return {
+            "policy_version": self.policy_version,
+            "memory": self.memory.number,
+            "file": self.memory.path,
+            "room_bytes": 2 * BUCKET_BYTES,
+            "buckets": [
+                {
+                    "span": [bucket.begin, bucket.end],
+                    "tensors": list(zip(bucket.dtypes, bucket.shapes, bucket.offsets, strict=True)),
+                }
+                for bucket in self.buckets
+            ],
+        }
+
+    def _pieces(self, weights: Weights) -> Iterator[tuple[int, Bytes]]:
+        offsets = (offset for bucket in self.buckets for offset in bucket.offsets)
+        for tensor, offset in zip(weights.tensors.values(), offsets, strict=True):
+            raw = tensor.words.view(np.uint8)
+            for start in range(0, len(raw), PIECE_BYTES):
+                yield offset + start, raw[start : start + PIECE_BYTES]
+
+    def _put(self, piece: tuple[int, Bytes]) -> None:
+        offset, raw = piece
+        self.memory.bytes[offset : offset + len(raw)] = raw
+
+
+def laid_out(weights: Weights) -> list[Bucket]:
+    """Tensors together as far as they are small, in order; a larger one is alone."""
+    buckets: list[Bucket] = []
+    for name, tensor in weights.tensors.items():
+        size_bytes = -(-tensor.words.nbytes // ALIGNED) * ALIGNED
+        if not buckets or buckets[-1].size_bytes + size_bytes > BUCKET_BYTES:
+            end = buckets[-1].end if buckets else 0
+            buckets.append(Bucket(end, end))
+        buckets[-1].add(name, TORCH_DTYPES[tensor.dtype], tensor.shape, size_bytes)
+    return buckets

@@ -1,0 +1,84 @@
+"""Where the frozen policies of a run come from. They are the same after a resume.
+
+What was read from a directory is read from it again; what was the run's own policy once lies in its
+checkpoints.
+"""
+
+from pathlib import Path
+
+from bus.errors import ConfigError
+from learner.algorithms.objective import Objective
+from learner.backends.megatron.checkpoint.manifest import differences
+from learner.backends.megatron.frozen import FrozenPolicies
+from learner.backends.megatron.trainer import Trainer
+from learner.config.frozen_policies import ReferenceConfig
+from learner.config.learner import LearnerConfig
+from learner.model_directory import has_tokenizer, load_hf_directory, load_tokenizer
+from learner.progress import Stage
+from learner.settings import LearnerSettings
+
+
+def hold_frozen_policies(
+    trainer: Trainer, settings: LearnerSettings, learner: LearnerConfig, *, stage: Stage, step: int
+) -> None:
+    """Hold what `learner` wants and no checkpoint has brought, and nothing else. Every rank calls this.
+
+    To call before the first step and again when reinforcement learning begins: a reference without a
+    directory is the policy of that moment. `stage` and `step` say where the trainer's weights stand.
+
+    Raises `ConfigError` when a directory does not fit the policy, and when the policy that reinforcement
+    learning began with is no longer there.
+    """
+    wanted, frozen = Objective.of(learner).frozen, trainer.frozen
+    frozen.keep_only(set(wanted))
+    teacher, reference = learner.teacher, learner.reference
+    if "teacher" in wanted and teacher.path is not None and frozen.sources.get("teacher") != teacher.path:
+        _load(trainer, settings, "teacher", teacher.path)
+    source = reference.path or (None if settings.warmup.steps else settings.model_directory)
+    if "reference" not in wanted or _is_held(frozen, reference, source):
+        return
+    if source is not None:
+        _load(trainer, settings, "reference", source)
+    elif stage == "rl" and step == 0:
+        frozen.hold("reference")
+    elif stage != "warmup":
+        raise ConfigError(
+            f"learner.reference.kl_coef={reference.kl_coef} needs a reference, but step {step} was trained "
+            "without one, or with a directory's, and the policy after the warm-up is gone: give a Hugging "
+            "Face directory with --learner.reference.path"
+        )
+
+
+def refresh_reference(trainer: Trainer, learner: LearnerConfig, step: int) -> None:
+    """Make the policy after `step` the reference, if it is time to. Every rank calls this after each step."""
+    every = learner.reference.refresh_every
+    if every is not None and step % every == 0:
+        trainer.frozen.hold("reference")
+
+
+def _is_held(frozen: FrozenPolicies, reference: ReferenceConfig, source: Path | None) -> bool:
+    """Whether there is a reference, and not another one than the configuration names.
+
+    Without a `reference.path` that may be the run's own policy once, or what was read from `source`.
+    """
+    if "reference" in frozen.own:
+        return reference.path is None or reference.refresh_every is not None
+    return "reference" in frozen and frozen.sources["reference"] == source
+
+
+def _load(trainer: Trainer, settings: LearnerSettings, tag: str, directory: Path) -> None:
+    hf_config, state = load_hf_directory(directory)
+    if different := differences(hf_config, trainer.hf_config):
+        raise ConfigError(
+            f"the {tag} in {directory} takes the policy's place in the model, so all of it must be the same, "
+            f"but {', '.join(different)}: choose a model like the policy"
+        )
+    if directory != settings.model_directory and has_tokenizer(directory):
+        ours, theirs = (load_tokenizer(path).get_vocab() for path in (settings.model_directory, directory))
+        if other := {token for token, number in ours.items() if theirs.get(token) != number}:
+            raise ConfigError(
+                f"the {tag} in {directory} has another vocabulary than the policy in "
+                f"{settings.model_directory}: {len(other)} tokens have other ids, as {min(other)!r}; choose "
+                "a model with the policy's tokenizer"
+            )
+    trainer.frozen.load(tag, hf_config, state, directory)

@@ -1,0 +1,58 @@
+"""Which process of the learner's world this is, and whether its hosts see the same files."""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bus.errors import ConfigError
+from learner.backends.megatron.process_groups import device
+from storage.disk.atomic_files import make_directory
+
+SEEN_WITHIN_S = 10.0
+"""Network file systems show a new file to other hosts after some seconds."""
+
+
+def world_rank() -> int:
+    """This process's number in the world, from 0; known before the world is."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """How many processes there are."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def refuse_unshared(directory: Path) -> None:
+    """Raise `ConfigError` on every rank when one does not see what rank 0 writes in `directory`.
+
+    Each rank writes its part of a checkpoint. Every rank calls this.
+    """
+    if dist.get_world_size() == 1:
+        return
+    number = torch.randint(1 << 62, (1,), device=device())
+    dist.broadcast(number, 0)
+    mark = directory / f".seen-{int(number):x}"
+    if dist.get_rank() == 0:
+        make_directory(directory)
+        mark.touch()
+    seen = torch.tensor(int(_appears(mark)), device=device())
+    dist.all_reduce(seen)
+    if dist.get_rank() == 0:
+        mark.unlink()
+    if int(seen) < dist.get_world_size():
+        raise ConfigError(
+            f"{dist.get_world_size() - int(seen)} ranks do not see rank 0's files in {directory}: the hosts "
+            "of a learner share the run's directory; name one on a shared file system with --directory"
+        )
+
+
+def _appears(mark: Path) -> bool:
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not mark.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,50 @@
+"""Where trajectories lie on a disk, by which a reader on the same host maps them itself."""
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bus.errors import StorageError
+from bus.requests import Located
+from storage.store.replay import ReplayStore
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_identity() -> str:
+    """This machine since it was started last; "" where the system has no word for it: that shares no files.
+
+    Containers on one machine have different names."""
+    try:
+        return f"{BOOT_ID.read_text().strip()} {platform.node()}"
+    except OSError:
+        return ""
+
+
+def directory_identity(directory: Path) -> tuple[int, int]:
+    """Device and inode: on one host the same for the same directory only, whatever is mounted where.
+
+    Raises `StorageError` when there is none."""
+    try:
+        found = directory.stat()
+    except OSError as error:
+        raise StorageError(f"{directory} cannot be read here: {error}") from error
+    return found.st_dev, found.st_ino
+
+
+def locate(store: ReplayStore, lease_ids: Sequence[int]) -> Located:
+    """The addresses of these complete groups, in the order of `ReplayStore.read`. Raises as that does."""
+    found = store.locate(lease_ids)
+    numbers = {piece: n for n, piece in enumerate(dict.fromkeys(piece for piece, _ in found))}
+    device, inode = directory_identity(store.directory)
+    return Located(
+        host=host_identity(),
+        directory=str(store.directory.absolute()),
+        device=device,
+        inode=inode,
+        pieces=tuple(piece.name for piece in numbers),
+        piece_of=np.array([numbers[piece] for piece, _ in found], np.int32),
+        rows=np.array([row for _, row in found], np.int32),
+    )

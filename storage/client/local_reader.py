@@ -1,0 +1,112 @@
+"""Reads trajectories from the segments of a shard on the same host, by mapping them: nothing travels."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from bus.connection import Bus
+from bus.errors import BusError, StorageError
+from bus.messages import Trajectory
+from bus.requests import Located, LocateRequest
+from storage.client.addresses import directory_identity, host_identity
+from storage.store.mapped import MappedSegments
+from storage.store.pieces import Piece
+from storage.store.segments import Segment, check_segment
+
+log = structlog.get_logger()
+ANSWER_TIMEOUT_S = 10.0
+ATTEMPTS = 2
+"""The second after the segments were merged or retired between answer and reading."""
+MAPPED_SEGMENTS = 32
+
+_Version = tuple[str, int, int]
+"""A segment's path, inode and time of change: another one may have got its name."""
+
+
+class LocalReader:
+    """Asks each shard where its trajectories lie, and reads them there if that is on this host.
+
+    What it returns are copies, so that no mapping outlives `close`, however long a batch is kept."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._host = host_identity()
+        self._mapped: MappedSegments[_Version] = MappedSegments(MAPPED_SEGMENTS)
+        self._mutex = threading.Lock()  # guards the mapped segments
+        self._complaints: dict[int, str] = {}
+
+    async def read(self, shard: int, lease_ids: Sequence[int]) -> list[Trajectory] | None:
+        """The trajectories of these complete groups, each group in the order of its samples.
+
+        None when the bus has to bring them: the shard is elsewhere, or its files cannot be used here."""
+        for attempt in range(ATTEMPTS):
+            try:
+                where = await self._locate(shard, lease_ids)
+                if not self._host or where.host != self._host:
+                    return None
+                found = await asyncio.to_thread(self._read_mapped, where, set(lease_ids))
+            except BusError as error:  # whoever asks the shard for the trajectories will hear why
+                log.debug("shard_does_not_locate", shard=shard, reason=str(error))
+                return None
+            except StorageError as error:
+                if attempt + 1 == ATTEMPTS:
+                    self._complain(shard, str(error))
+            else:
+                self._complaints.pop(shard, None)
+                return found
+        return None
+
+    def close(self) -> None:
+        """Unmap everything."""
+        with self._mutex:
+            self._mapped.close()
+
+    async def _locate(self, shard: int, lease_ids: Sequence[int]) -> Located:
+        return await self._bus.request(
+            self._bus.subject("rpc", "locate", shard),
+            LocateRequest(lease_ids=tuple(lease_ids), host=self._host),
+            Located,
+            timeout_s=ANSWER_TIMEOUT_S,
+        )
+
+    def _complain(self, shard: int, reason: str) -> None:
+        """Once, not at every step."""
+        if self._complaints.get(shard) != reason:
+            self._complaints[shard] = reason
+            log.warning("replay_not_mapped", shard=shard, reason=reason)
+
+    def _read_mapped(self, where: Located, leases: set[int]) -> list[Trajectory]:
+        """Raises `StorageError` when the files are not what the shard says, or cannot be read."""
+        directory = Path(where.directory)
+        if directory_identity(directory) != (where.device, where.inode):
+            raise StorageError(f"{directory} is not the directory here that it is for its shard")
+        found: dict[int, Trajectory] = {}
+        rows = where.rows.tolist()
+        with self._mutex:
+            for number, name in enumerate(where.pieces):  # one after the other, or one would push another out
+                segment = self._segment(directory, name)
+                for at in np.flatnonzero(where.piece_of == number).tolist():
+                    found[at] = segment.trajectory(rows[at], copied=True)
+        if {t.lease_id for t in found.values()} != leases:
+            raise StorageError(f"{directory} holds other groups than its shard says")
+        return [found[at] for at in range(len(rows))]
+
+    def _segment(self, directory: Path, name: str) -> Segment:
+        path = directory / name
+        if Piece.parse(path).retired:
+            raise StorageError(f"{path} is no segment")
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error}") from error
+        version = str(path), found.st_ino, found.st_mtime_ns
+
+        def checked() -> Segment:
+            check_segment(path)
+            return Segment(path)
+
+        return self._mapped.get(version, checked)

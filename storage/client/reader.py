@@ -1,0 +1,168 @@
+"""The learner's side of storage: lease the groups of a step, fetch their trajectories, commit, resume.
+
+Trajectories are read from the files of a shard on the same host, and come over the bus from any other.
+"""
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
+
+import structlog
+
+from bus.codec import Message
+from bus.connection import Bus
+from bus.errors import BusError, FencedError
+from bus.messages import Trajectory, TrajectoryBatch
+from bus.requests import (
+    BatchLease,
+    BatchRequest,
+    Done,
+    Given,
+    GivenRequest,
+    GroupRef,
+    LearnerResumed,
+    ReadRequest,
+    StepCommitted,
+    Waiting,
+)
+from storage.client.local_reader import LocalReader
+
+log = structlog.get_logger()
+R = TypeVar("R", bound=Message)
+ANSWER_TIMEOUT_S = 10.0
+RETRY_S = 0.5
+SILENCE_LIMIT_S = 120.0
+"""Storage may restart; it is given so long to come back."""
+RETIRED = "was retired"
+"""What a shard says of a group that it has archived or removed: asking again is useless."""
+
+
+def _unheard(reason: str) -> None:
+    """For those who need not know what a fetch waits for."""
+
+
+class ReplayReader:
+    """What one learner incarnation reads of its run's replay."""
+
+    def __init__(self, bus: Bus, incarnation: str, *, read: Literal["auto", "bus"] = "auto") -> None:
+        self.read: Counter[str] = Counter()
+        """Trajectories that were `mapped` and that came over the `bus`, and `..._bytes` of their arrays."""
+        self._bus = bus
+        self._incarnation = incarnation
+        self._local = LocalReader(bus) if read == "auto" else None
+
+    def close(self) -> None:
+        """Let go of files; it can be used on."""
+        if self._local is not None:
+            self._local.close()
+
+    async def lease(self, step: int, policy_version: int, *, on_wait: Callable[[str], None]) -> BatchLease:
+        """Which groups `step` trains on, the same whenever it is asked for; nothing of them is fetched.
+
+        Raises `BusError` when storage gives neither a batch nor a reason for `SILENCE_LIMIT_S`, `FencedError`
+        when another learner took over.
+        """
+        request = BatchRequest(step=step, policy_version=policy_version, incarnation=self._incarnation)
+        subject = self._bus.subject("rpc", "batch")
+        heard = time.monotonic()
+        while True:
+            try:
+                answer: Message = await self._bus.request(
+                    subject, request, BatchLease, Waiting, timeout_s=ANSWER_TIMEOUT_S
+                )
+                if isinstance(answer, BatchLease):
+                    return answer
+                if isinstance(answer, Waiting):
+                    on_wait(answer.reason)
+                heard = time.monotonic()
+            except BusError as error:
+                _raise_if_final(error, heard)
+                on_wait(f"storage does not answer: {error}")
+                await asyncio.sleep(RETRY_S)
+
+    async def fetch(
+        self, refs: Sequence[GroupRef], *, on_wait: Callable[[str], None] = _unheard
+    ) -> list[list[Trajectory]]:
+        """The siblings of each group, in the order of `refs`: a part of a lease, or all of it.
+
+        Every rank of a learner may fetch its own. Raises `BusError` when a shard does not give them for
+        `SILENCE_LIMIT_S`, and at once for a group that is `RETIRED`.
+        """
+        by_shard: defaultdict[int, list[int]] = defaultdict(list)
+        for ref in refs:
+            by_shard[ref.shard].append(ref.lease_id)
+        answers = await asyncio.gather(
+            *(self._read(shard, leases, on_wait) for shard, leases in by_shard.items())
+        )
+        siblings: defaultdict[int, list[Trajectory]] = defaultdict(list)
+        for trajectory in (t for answer in answers for t in answer):
+            siblings[trajectory.lease_id].append(trajectory)
+        return [siblings[ref.lease_id] for ref in refs]
+
+    async def committed(self, step: int) -> None:
+        """Tell storage that a durable checkpoint holds every step up to `step`."""
+        await self._ask("committed", StepCommitted(step=step, incarnation=self._incarnation), Done)
+
+    async def resumed(self, step: int) -> None:
+        """Tell storage that training goes on from `step`: what was leased for later steps is free again."""
+        await self._ask("resumed", LearnerResumed(step=step, incarnation=self._incarnation), Done)
+
+    async def given(self, step: int) -> Given:
+        """Which groups `step` was given, to this learner or to another; changes nothing."""
+        return await self._ask("given", GivenRequest(step=step), Given)
+
+    async def _ask(self, what: str, message: Message, expected: type[R]) -> R:
+        """Storage may be starting or restarting: ask until `SILENCE_LIMIT_S` has passed."""
+        subject = self._bus.subject("rpc", what)
+        began = time.monotonic()
+        while True:
+            try:
+                return await self._bus.request(subject, message, expected, timeout_s=ANSWER_TIMEOUT_S)
+            except BusError as error:
+                _raise_if_final(error, began)
+                await asyncio.sleep(RETRY_S)
+
+    async def _read(
+        self, shard: int, lease_ids: list[int], on_wait: Callable[[str], None]
+    ) -> list[Trajectory]:
+        """What a shard holds of these groups. It may be restarting."""
+        began = time.monotonic()
+        while True:
+            try:
+                found = await self._local.read(shard, lease_ids) if self._local is not None else None
+                way = "bus" if found is None else "mapped"
+                if found is None:
+                    found = await self._receive(shard, lease_ids)
+            except BusError as error:
+                _raise_if_final(error, began)
+                on_wait(f"shard {shard} does not answer: {error}")
+                await asyncio.sleep(RETRY_S)
+            else:
+                self.read[way] += len(found)
+                self.read[f"{way}_bytes"] += sum(map(_size_bytes, found))
+                return found
+
+    async def _receive(self, shard: int, lease_ids: list[int]) -> list[Trajectory]:
+        batches = await self._bus.request_many(
+            self._bus.subject("rpc", "read", shard),
+            ReadRequest(lease_ids=tuple(lease_ids)),
+            TrajectoryBatch,
+            timeout_s=ANSWER_TIMEOUT_S,
+        )
+        return [trajectory for batch in batches for trajectory in batch.trajectories]
+
+
+def _size_bytes(trajectory: Trajectory) -> int:
+    t = trajectory
+    arrays = (t.token_ids, t.loss_mask, t.behaviour_logprobs, t.policy_versions)
+    return sum(array.nbytes for array in arrays)
+
+
+def _raise_if_final(error: BusError, heard: float) -> None:
+    """Raise when asking again is useless, or nothing useful came since `heard` for too long."""
+    if "was replaced by" in str(error):
+        raise FencedError(str(error)) from error
+    if RETIRED in str(error) or time.monotonic() - heard > SILENCE_LIMIT_S:
+        raise error

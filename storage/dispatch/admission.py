@@ -1,0 +1,257 @@
+"""Every decision about leases, on the ledger: what to issue, what a step gets, whom to believe.
+
+There is no bus here and no clock, so that any order of events can be tested. Changes reach the disk with
+`Ledger.flush`, which the dispatcher calls before anybody else hears of them.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from bus.errors import BusError
+from bus.messages import GroupRejected, PolicyManifest
+from bus.requests import LeaseState, StoredGroups
+from storage.config import AdmissionConfig
+from storage.dispatch.ledger import Ledger, Use
+from storage.dispatch.sampling import Choice, Question, choose, expired, lacking, room
+from storage.shard.ingest_checks import NEWEST_VERSION
+
+
+def older_of_the_same(manifest: PolicyManifest, than: PolicyManifest) -> bool:
+    """Whether one learner published `manifest` before `than`."""
+    same = manifest.incarnation == than.incarnation
+    return same and manifest.policy_version < than.policy_version
+
+
+class Admission:
+    """Decides what is rolled out and what is trained on."""
+
+    def __init__(
+        self, ledger: Ledger, config: AdmissionConfig, *,
+        seed: int, is_quarantined: Callable[[int], bool] = lambda lease_id: False,
+    ) -> None:  # fmt: skip
+        self.policy: PolicyManifest | None = None
+        self.opened = False
+        """Whether leases may be issued: the prompts are known to fit the model."""
+        self._ledger = ledger
+        self._config = config
+        self._seed = seed
+        self._is_quarantined = is_quarantined
+        """Whether the prompt of a lease is one that must not be rolled out again."""
+        self.to_close: set[int] = set()
+        """Groups that keep a step for too long: their shards are to close them short."""
+        self._waiting: tuple[int, float] | None = None
+        """The step that waits, and since when nothing happened that could end that."""
+
+    # --- what to issue ---
+
+    def room(self) -> int:
+        """Leases that may be issued now.
+
+        AReaL's capacity rule, with what was trained read from the ledger instead of computed from the
+        version, so that it stays right when batch size or bound change on a resume.
+        """
+        policy, config = self.policy, self._config
+        if policy is None or policy.stage != "rl" or not self.opened:
+            return 0
+        step, each = policy.policy_version - policy.trains_from, config.sampler.min_samples_per_insert
+        oldest = policy.policy_version - config.max_staleness
+        within = room(
+            owed=self._ledger.owed(step, each, oldest_version=oldest),
+            groups=config.groups_per_step,
+            max_staleness=config.max_staleness,
+            samples_each=each,
+        )
+        if next(reversed(self._ledger.steps), 0) > step:
+            return within
+        return max(within, self._lacking() - len(self._ledger.rolling_out))  # or the step would wait for ever
+
+    def issue(self) -> list[int]:
+        """Open leases for all the room there is; the ids of those to roll out.
+
+        A lease whose turn falls to a quarantined prompt is refunded at once, so that the others' prompts stay
+        those that their numbers say.
+        """
+        issued: list[int] = []
+        while (count := self.room()) and self.policy is not None:
+            leases = self._ledger.issue(count, self.policy.policy_version)
+            skipped = {lease_id for lease_id in leases if self._is_quarantined(lease_id)}
+            for lease_id in skipped:
+                self._ledger.reject(lease_id, "skipped")
+            issued += [lease_id for lease_id in leases if lease_id not in skipped]
+            if not skipped:
+                break
+        return issued
+
+    def state(self, lease_id: int) -> LeaseState:
+        """What an actor that holds the lease should know; it may hear it once the ledger is flushed."""
+        lease = self._ledger.rolling_out.get(lease_id)
+        if lease is not None:
+            return LeaseState(state="open", policy_version=lease.policy_version)
+        state: Literal["settled", "quarantined"] = "settled"
+        if self._ledger.was_issued(lease_id) and self._is_quarantined(lease_id):
+            state = "quarantined"
+        return LeaseState(state=state, policy_version=0)
+
+    # --- what happened elsewhere ---
+
+    def on_policy(self, manifest: PolicyManifest) -> bool:
+        """The learner published a version; False when that is old news."""
+        if manifest.policy_version > int(self._ledger.facts.get(NEWEST_VERSION, "-1")):
+            self._ledger.set_fact(NEWEST_VERSION, str(manifest.policy_version))
+        if self.policy == manifest:
+            return False
+        if self.policy is not None and older_of_the_same(manifest, self.policy):
+            return False  # a late poll must not take back a notice
+        if self.is_fenced(manifest.incarnation):
+            return False  # nor what the learner before this one left behind
+        self.policy = manifest
+        return True
+
+    def seen(self, shard: int) -> int:
+        """How many groups of that shard the ledger knows to be complete."""
+        return int(self._ledger.facts.get(f"shard_{shard}", "0"))
+
+    def on_stored(self, news: StoredGroups) -> bool:
+        """Groups are complete in a shard; False when all of that was known."""
+        through = news.after + len(news.lease_ids)
+        if through <= self.seen(news.shard):
+            return False
+        spreads: Sequence[float] = news.spreads or [0.0] * len(news.lease_ids)
+        tokens: Sequence[int] = news.tokens or [0] * len(news.lease_ids)
+        for lease_id, spread, count in zip(news.lease_ids, spreads, tokens, strict=True):
+            self._ledger.store(lease_id, spread, count)
+        self._ledger.set_fact(f"shard_{news.shard}", str(through))
+        self._waiting = None
+        return True
+
+    def on_rejected(self, rejections: Iterable[GroupRejected]) -> None:
+        """Groups were filtered out or failed: their leases are refunded."""
+        for rejection in rejections:
+            if rejection.lease_id in self._ledger.rolling_out:  # else a redelivered lease had two outcomes
+                self._ledger.reject(rejection.lease_id, rejection.reason)
+
+    def on_closed(self, complete: Iterable[int], few: Iterable[int]) -> None:
+        """Shards have closed groups, of which their lists tell, or have too little of them: refunded."""
+        self.to_close.difference_update(complete)
+        for lease_id in few:
+            self.to_close.discard(lease_id)
+            if lease_id in self._ledger.rolling_out:
+                self._ledger.reject(lease_id, "incomplete")
+
+    # --- what a step gets ---
+
+    def batch(self, step: int, train_version: int, *, now_s: float) -> list[Use] | str:
+        """The groups of a step, the same whenever it is asked for, or what it waits for."""
+        ledger = self._ledger
+        if step in ledger.steps:
+            return ledger.steps[step]
+        self._drop_expired(train_version)
+        while True:
+            choice = self._choose(step, train_version)
+            if choice.leases:
+                ledger.lease(step, choice.leases, choice.weights)
+                self._waiting = None
+                return ledger.steps[step]
+            self._let_older_weights_sample(choice.blockers, train_version)
+            if not self._lose_patience(step, choice, now_s):
+                return choice.waiting_for
+
+    def _choose(self, step: int, train_version: int) -> Choice:
+        config, ledger = self._config, self._ledger
+        if lack := self._lacking():
+            out = sorted(ledger.rolling_out.values())
+            return Choice(
+                waiting_for=f"{lack} more groups stored, by sampler.max_samples_per_insert; {len(out)} are "
+                "rolling out",
+                blockers=tuple(c.lease_id for c in out[:lack]),
+            )
+        question = Question(
+            groups=config.groups_per_step,
+            train_version=train_version,
+            max_staleness=config.max_staleness,
+            step=step,
+            seed=self._seed,
+        )
+        again = ledger.used(train_version - config.max_staleness) if config.sampler.max_reuse > 1 else ()
+        return choose(config.sampler, ledger.stored.values(), again, ledger.rolling_out.values(), question)
+
+    def _lacking(self) -> int:
+        """Groups yet to be stored before the next step keeps to the largest sample-to-insert ratio."""
+        at_most = self._config.sampler.max_samples_per_insert
+        if at_most is None:
+            return 0
+        ledger, groups = self._ledger, self._config.groups_per_step
+        return lacking(samples=ledger.samples, inserted=ledger.inserted(), groups=groups, at_most=at_most)
+
+    def _drop_expired(self, train_version: int) -> None:
+        staleness, ledger = self._config.max_staleness, self._ledger
+        for lease_id in expired(ledger.stored.values(), train_version=train_version, max_staleness=staleness):
+            ledger.reject(lease_id, "stale")
+        if self._config.incomplete != "wait":  # too late also to be closed short
+            out = ledger.rolling_out.values()
+            for lease_id in expired(out, train_version=train_version, max_staleness=staleness):
+                ledger.reject(lease_id, "incomplete")
+
+    def _let_older_weights_sample(self, lease_ids: Iterable[int], train_version: int) -> None:
+        """No step can wait for groups that may be sampled only by the weights which come after it.
+
+        A learner that died leaves such leases, when its successor resumes from further back and the groups
+        taken back do not last for the steps up to that version.
+        """
+        out = self._ledger.rolling_out
+        ahead = [n for n in lease_ids if n in out and out[n].policy_version > train_version]
+        if ahead:
+            self._ledger.lower(ahead, train_version)
+
+    def _lose_patience(self, step: int, choice: Choice, now_s: float) -> bool:
+        """Give up what the step waits for, once it did so for too long; whether it can be asked again now."""
+        if self._config.incomplete == "wait" or not choice.blockers:
+            return False
+        if self._waiting is None or self._waiting[0] != step:
+            self._waiting = (step, now_s)
+        if now_s - self._waiting[1] < self._config.patience_s:
+            return False
+        if self._config.incomplete == "close_short":
+            self.to_close.update(choice.blockers)
+            return False
+        for lease_id in choice.blockers:
+            self._ledger.reject(lease_id, "incomplete")
+        self._waiting = None
+        return True
+
+    # --- learners come and go ---
+
+    def commit(self, step: int, incarnation: str) -> None:
+        """A durable checkpoint holds every step up to `step`."""
+        self.refuse_fenced(incarnation)
+        self._ledger.commit(step)
+        self._ledger.set_fact("committed", str(step))
+
+    def resume(self, step: int, incarnation: str) -> int:
+        """A learner goes on from `step`, and all before it are fenced; how many uses that rolled back."""
+        if self.policy is not None and self.policy.incarnation != incarnation:
+            self.policy = None  # the learner goes on from another, which it publishes next
+        self._ledger.set_fact("incarnation", incarnation)
+        self._ledger.set_fact("committed", str(step))
+        self._waiting = None
+        return self._ledger.roll_back(step)
+
+    def unsettled(self) -> list[int]:
+        """Leases whose trajectories a step may still be given, or a resumed learner trains on again."""
+        ledger, policy = self._ledger, self.policy
+        committed = int(ledger.facts.get("committed", "-1"))
+        needed = {use.lease_id for step, uses in ledger.steps.items() if step > committed for use in uses}
+        if self._config.sampler.max_reuse > 1:
+            resumed = 0 if policy is None else policy.trains_from + max(0, committed)
+            oldest = max(0, resumed - self._config.max_staleness)
+            needed.update(group.lease_id for group, _ in ledger.used(oldest))
+        return [*ledger.rolling_out, *ledger.stored, *needed]
+
+    def refuse_fenced(self, incarnation: str) -> None:
+        """Raise `BusError` when another learner took over from this one."""
+        if self.is_fenced(incarnation):
+            raise BusError(f"learner {incarnation} was replaced by {self._ledger.facts['incarnation']}")
+
+    def is_fenced(self, incarnation: str) -> bool:
+        """Whether another learner took over from this one."""
+        return self._ledger.facts.get("incarnation", incarnation) != incarnation

@@ -1,0 +1,358 @@
+"""Issues prompt leases within the staleness bound and gives complete groups to optimizer steps."""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+
+import structlog
+
+from bus.codec import Message, encode
+from bus.connection import Bus
+from bus.consume import Inbox, consume_batches
+from bus.errors import BusError, ConfigError, StorageError
+from bus.messages import GroupRejected, Lease, PolicyManifest, RoleHolder
+from bus.publish import Publisher
+from bus.requests import (
+    BatchLease,
+    BatchRequest,
+    Done,
+    Given,
+    GivenRequest,
+    GroupRef,
+    IssuedRequest,
+    LearnerResumed,
+    LeaseRequest,
+    StepCommitted,
+    StoredGroups,
+    StoredRequest,
+    Unsettled,
+    UnsettledRequest,
+    Waiting,
+)
+from bus.topology import by_shard, shard_of
+from bus.waiting import set_within
+from storage.config import AdmissionConfig, PrioritySampler
+from storage.dispatch.admission import Admission
+from storage.dispatch.lease_recovery import LostLeases
+from storage.dispatch.lease_status import LeaseDesk
+from storage.dispatch.ledger import Ledger, Use
+from storage.dispatch.sampling import Candidate
+from storage.dispatch.short_groups import close_short
+from storage.prompts.data_sets import DataSets
+from storage.shard.ingest_checks import LedgerFacts
+
+log = structlog.get_logger()
+POLL_S = 1.0
+LONG_POLL_S = 2.0
+"""A batch request that cannot be served yet is held for so long before it is answered with the reason."""
+
+
+class Dispatcher:
+    """The one process of a run that decides what is rolled out and what is trained on.
+
+    `Admission` decides; this carries it out on the bus, and makes each decision durable before it is heard.
+    """
+
+    def __init__(
+        self, bus: Bus, ledger: Ledger, data: DataSets, admission: AdmissionConfig, *, shards: int, seed: int
+    ) -> None:
+        self.ledger = ledger
+        self.facts = LedgerFacts(ledger, self.look_at_policy)
+        self._data = data
+        self._admission = Admission(ledger, admission, seed=seed, is_quarantined=data.is_quarantined)
+        self._desk = LeaseDesk(
+            ledger, self._admission, data, max_deliver=admission.max_deliver, on_refund=self._wake
+        )
+        self._samples = admission.samples_per_prompt
+        self._wants_spreads = isinstance(admission.sampler, PrioritySampler)
+        self._bus = bus
+        self._publisher = Publisher(bus, part_bytes=None)  # parts would scatter over the actors
+        self._shards = shards
+        self._lost = LostLeases(bus, shards)
+        self._heard: set[int] = set()
+        """Shards all of whose groups the ledger has seen."""
+        self.silent_shards: set[int] = set()
+        """Shards that did not answer when they were asked last."""
+        self._changed = asyncio.Event()
+        self._news = asyncio.Event()
+        """Set, and replaced, whenever a batch that could not be formed may have become possible."""
+        self._ended = False
+        """Whoever still waits for a batch is to ask the next dispatcher."""
+
+    @property
+    def policy(self) -> PolicyManifest | None:
+        """The learner's newest version."""
+        return self._admission.policy
+
+    def admit(self) -> None:
+        """From now on leases may be issued: the prompts are known to fit the model."""
+        self._admission.opened = True
+        self._changed.set()
+
+    def room(self) -> int:
+        """Leases that may be issued now."""
+        return self._admission.room()
+
+    @property
+    def awaited_shards(self) -> list[int]:
+        """Those yet to say what they hold, since this process started: no lease is issued before."""
+        return [shard for shard in range(self._shards) if shard not in self._heard]
+
+    async def run(self, stop: asyncio.Event, *, reissue: bool) -> None:
+        """Serve until `stop`. `reissue` publishes again what is rolling out, for a bus that lost it."""
+        await self._republish(everything=reissue)
+        serving = [
+            await self._bus.serve(self._bus.subject("rpc", "batch"), BatchRequest, self._on_batch),
+            await self._bus.serve(self._bus.subject("rpc", "given"), GivenRequest, self._on_given),
+            await self._bus.serve(self._bus.subject("rpc", "committed"), StepCommitted, self._on_committed),
+            await self._bus.serve(self._bus.subject("rpc", "resumed"), LearnerResumed, self._on_resumed),
+            await self._bus.serve(self._bus.subject("rpc", "issued"), IssuedRequest, self._on_issued),
+            await self._bus.serve(
+                self._bus.subject("rpc", "unsettled"), UnsettledRequest, self._on_unsettled
+            ),
+            await self._bus.serve(self._bus.subject("rpc", "lease"), LeaseRequest, self._desk.answer),
+            await self._bus.listen(self._bus.subject("notice", "policy"), PolicyManifest, self._on_policy),
+            await self._bus.listen(self._bus.subject("notice", "stored"), StoredGroups, self._on_notice),
+        ]
+        rejected = Inbox(self._bus, "EVENTS", "dispatcher")
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._admit(stop), name="admit leases")
+            tasks.create_task(self._poll(stop), name="poll policy and shards")
+            tasks.create_task(
+                consume_batches(rejected, self._bus, GroupRejected, self._on_rejected, stop=stop, limit=64),
+                name="refund rejected groups",
+            )
+        for subscription in serving:
+            await subscription.unsubscribe()
+        self._ended = True
+        self._wake()  # a request without an answer would wait for one for long
+        await asyncio.to_thread(self.ledger.flush)
+
+    # --- admission ---
+
+    async def _admit(self, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            self._changed.clear()
+            self._data.refuse_exhausted()
+            if not self.awaited_shards and (leases := self._admission.issue()):
+                await asyncio.to_thread(self.ledger.flush)
+                await self._publish_leases(leases)
+            await set_within(self._changed, POLL_S)
+
+    async def _publish_leases(self, lease_ids: Sequence[int], *, again: bool = False) -> None:
+        """Publish those that still roll out, and remember durably that they are published."""
+        if not lease_ids:
+            return
+        rolling_out = self.ledger.rolling_out
+        async with asyncio.TaskGroup() as tasks:
+            for lease in [rolling_out[lease_id] for lease_id in lease_ids if lease_id in rolling_out]:
+                tasks.create_task(self._publish_lease(lease, again=again))
+        self.ledger.set_fact("published_through", str(max(self._published_through(), *lease_ids)))
+        await asyncio.to_thread(self.ledger.flush)  # the bus recognises what it has for two minutes only
+
+    def _published_through(self) -> int:
+        return int(self.ledger.facts.get("published_through", "-1"))
+
+    async def _publish_lease(self, issued: Candidate, attempt: str = "", *, again: bool = False) -> None:
+        lease = Lease(
+            lease_id=issued.lease_id,
+            prompt=self._data.prompt(issued.lease_id),
+            samples=self._samples,
+            policy_version=issued.policy_version,
+            republished=again,
+            run=self.facts.run,
+        )
+        subject = self._bus.subject("tasks", "rollout", issued.lease_id)
+        message_id = f"lease-{issued.lease_id}{attempt}"
+        await self._publisher.publish(subject, encode(lease), message_id=message_id)
+
+    async def _republish(self, *, everything: bool) -> None:
+        """Publish what a crash left issued but unpublished, or all that is out if the bus lost it."""
+        through = -1 if everything else self._published_through()
+        again = [lease_id for lease_id in self.ledger.rolling_out if lease_id > through]
+        if again:
+            log.info("leases_published_again", count=len(again))
+        await self._publish_leases(again, again=True)
+
+    # --- what happened elsewhere ---
+
+    async def _poll(self, stop: asyncio.Event) -> None:
+        """Notices can be lost; the keys and the shards' own lists cannot. A full disk is noticed here."""
+        while not stop.is_set():
+            await self.look_at_policy()
+            through = self._published_through()
+            gone = await self._lost.look([n for n in self.ledger.rolling_out if n <= through])
+            if all(await asyncio.gather(*map(self._catch_up, range(self._shards)))):
+                await self._publish_lost(gone)
+            await asyncio.to_thread(self.ledger.flush)
+            await set_within(stop, POLL_S / 4 if self.awaited_shards else POLL_S)
+
+    async def look_at_policy(self) -> None:
+        """Hear of the newest published version, should its notice have been lost."""
+        before = self.policy
+        try:
+            found = await self._bus.get("policy", PolicyManifest)
+        except BusError as error:  # the bus is away: what is known stays true meanwhile
+            log.warning("policy_not_read", reason=str(error))
+            return
+        if found is not None and self.policy is before:  # else a notice overtook the answer
+            self._on_policy(found[0])
+
+    async def _publish_lost(self, lease_ids: Sequence[int]) -> None:
+        """Publish anew what a crash of the bus, or a message that nobody understood, has swallowed."""
+        rolling_out = self.ledger.rolling_out
+        left = [lease_id for lease_id in lease_ids if lease_id in rolling_out]
+        lost = [rolling_out[n] for n in await self._lost.not_whole(left) if n in rolling_out]
+        if not lost:
+            return
+        log.warning("leases_lost", count=len(lost), first=lost[0].lease_id)
+        attempt = secrets.token_hex(4)  # the bus may remember that it once had them
+        async with asyncio.TaskGroup() as tasks:
+            for lease in lost:
+                tasks.create_task(self._publish_lease(lease, f"-{attempt}", again=True))
+
+    async def _catch_up(self, shard: int) -> bool:
+        """Hear of the groups that were completed since; whether the shard answered."""
+        request = StoredRequest(after=self._admission.seen(shard), spreads=self._wants_spreads)
+        try:
+            news = await self._bus.request(
+                self._bus.subject("rpc", "stored", shard), request, StoredGroups, timeout_s=POLL_S
+            )
+        except BusError as error:
+            log.debug("shard_does_not_answer", shard=shard, reason=str(error))
+            self.silent_shards.add(shard)
+            return False
+        self.silent_shards.discard(shard)
+        if news.total < request.after:
+            raise StorageError(
+                f"shard {shard} holds {news.total} complete groups, but the ledger has seen {request.after}: "
+                "restore the replay directory"
+            )
+        self._refuse_other_run(news)
+        self._on_stored(news)
+        if shard not in self._heard and news.after + len(news.lease_ids) == news.total:
+            self._heard.add(shard)
+            self._changed.set()
+        return True
+
+    def _refuse_other_run(self, news: StoredGroups) -> None:
+        """Groups of a lease that is yet to be issued would stand in the way of its own."""
+        youngest = max(news.lease_ids, default=-1)
+        if youngest >= self.ledger.next_id:
+            raise ConfigError(
+                f"shard {news.shard} holds the group of lease {youngest}, but the ledger has issued only "
+                f"{self.ledger.next_id}: restore the ledger, or move both away to start a new run"
+            )
+
+    def _on_policy(self, manifest: PolicyManifest) -> None:
+        if self._admission.on_policy(manifest):
+            self._changed.set()
+
+    def _on_notice(self, news: StoredGroups) -> None:
+        known = news.shard in self._heard and news.after == self._admission.seen(news.shard)
+        if known and not self._wants_spreads:
+            self._on_stored(news)  # else one was missed, or lacks what the poll asks for: that brings all
+
+    def _on_stored(self, news: StoredGroups) -> None:
+        if self._admission.on_stored(news):
+            self._wake()
+
+    async def _on_rejected(self, rejections: list[GroupRejected]) -> None:
+        self._admission.on_rejected(rejections)
+        await asyncio.to_thread(self.ledger.flush)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # --- the learner's requests ---
+
+    async def _on_batch(self, request: BatchRequest) -> list[Message]:
+        deadline = asyncio.get_running_loop().time() + LONG_POLL_S
+        while not self._ended:
+            self._admission.refuse_fenced(request.incarnation)  # each time: another may have come meanwhile
+            news = self._news
+            answer = await self._choose(request)
+            left = deadline - asyncio.get_running_loop().time()
+            if isinstance(answer, BatchLease) or left <= 0:
+                return [answer]
+            await set_within(news, left)
+        return [Waiting(reason="storage has ended")]
+
+    async def _choose(self, request: BatchRequest) -> BatchLease | Waiting:
+        now_s = asyncio.get_running_loop().time()
+        rejected = self.ledger.account().rejected
+        groups = self._admission.batch(request.step, request.policy_version, now_s=now_s)
+        if self._admission.to_close:
+            await self._close_short(sorted(self._admission.to_close))
+        if self.ledger.account().rejected > rejected:
+            self._changed.set()
+        if isinstance(groups, str):
+            return Waiting(reason=groups)
+        await asyncio.to_thread(self.ledger.flush)  # also if another request chose them a moment ago
+        return BatchLease(step=request.step, groups=self._refs(groups))
+
+    def _refs(self, groups: Sequence[Use]) -> tuple[GroupRef, ...]:
+        return tuple(
+            GroupRef(
+                lease_id=use.lease_id,
+                shard=shard_of(use.lease_id, self._shards),
+                weight=use.weight,
+                tokens=use.group.tokens,
+            )
+            for use in groups
+        )
+
+    async def _on_given(self, request: GivenRequest) -> list[Message]:
+        policy = self.policy
+        answer = Given(
+            step=request.step,
+            groups=self._refs(self.ledger.steps.get(request.step, ())),
+            incarnation=self.ledger.facts.get("incarnation", ""),
+            trained_through=-1 if policy is None else policy.policy_version - policy.trains_from,
+            trains_from=0 if policy is None else policy.trains_from,
+            stage="" if policy is None else policy.stage,
+        )
+        await asyncio.to_thread(self.ledger.flush)  # a crash must not undo what somebody has heard
+        return [answer]
+
+    async def _close_short(self, lease_ids: list[int]) -> None:
+        complete, few = await close_short(self._bus, lease_ids, self._shards)
+        self._admission.on_closed(complete, few)
+        for shard in by_shard(complete, self._shards):
+            await self._catch_up(shard)
+
+    async def _on_committed(self, request: StepCommitted) -> list[Message]:
+        self._admission.commit(request.step, request.incarnation)
+        await asyncio.to_thread(self.ledger.flush)
+        return [Done()]
+
+    async def _on_resumed(self, request: LearnerResumed) -> list[Message]:
+        await self._refuse_usurper(request.incarnation)
+        await self.look_at_policy()  # the last version of the learner before: tokens of it are still to come
+        groups = self._admission.resume(request.step, request.incarnation)
+        await asyncio.to_thread(self.ledger.flush)
+        log.info("learner_resumed", step=request.step, groups_rolled_back=groups)
+        self._wake()
+        return [Done()]
+
+    async def _on_issued(self, request: IssuedRequest) -> list[Message]:
+        """A shard elsewhere stores no group of a lease that was never issued, and has a quarantine too."""
+        await self.look_at_policy()
+        known = self.facts.issued(request.shard, self._shards, self._admission.seen(request.shard))
+        await asyncio.to_thread(self.ledger.flush)  # or a crash could issue the same numbers again
+        return [known]
+
+    async def _on_unsettled(self, request: UnsettledRequest) -> list[Message]:
+        """What a shard must keep: a step may still be given it, or a resumed learner trains on it again."""
+        needed = self._admission.unsettled()
+        await asyncio.to_thread(self.ledger.flush)  # what is not among them stays so across a crash
+        return [Unsettled(lease_ids=tuple(needed))]
+
+    async def _refuse_usurper(self, incarnation: str) -> None:
+        """A learner that was suspended while another took its role over must not take the run back."""
+        found = await self._bus.get("role.learner", RoleHolder)
+        if found is not None and found[0].incarnation != incarnation:
+            raise BusError(f"learner {incarnation} was replaced by {found[0].incarnation}")

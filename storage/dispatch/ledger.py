@@ -1,0 +1,346 @@
+"""The durable account of every lease: issued, rejected, stored, given to steps, committed.
+
+Changes take effect in memory at once and on disk with `flush`, in one transaction. Whoever makes a change
+visible to another process (a lease published, a batch handed out) flushes first.
+"""
+
+import sqlite3
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Literal, Self, get_args
+
+from bus.errors import StorageError
+from storage.dispatch.ledger_schema import prepare
+from storage.dispatch.sampling import Candidate
+
+State = Literal["issued", "stored", "leased", "committed", "rejected"]
+_Change = tuple[str, tuple[tuple[object, ...], ...]]
+"""A statement and the rows of values to run it with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A group as one step trains on it."""
+
+    group: Candidate
+    weight: float = 1.0
+    """Its importance weight there."""
+
+    @property
+    def lease_id(self) -> int:
+        """The lease it came from."""
+        return self.group.lease_id
+
+
+@dataclass(frozen=True)
+class Account:
+    """Every group of the run is in exactly one of these."""
+
+    issued: int
+    """All leases ever given out."""
+    rolling_out: int
+    rejected: int
+    stored: int
+    """Complete, never given to a step yet."""
+    trained: int
+    """Given to at least one step, whether its checkpoint is durable yet or not."""
+
+    def balanced(self) -> bool:
+        """True when no group is lost or counted twice."""
+        return self.issued == self.rolling_out + self.rejected + self.stored + self.trained
+
+
+class Ledger:
+    """Leases by state. Not shared between processes: the dispatcher owns it."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._sql = connection
+        self._on_disk = threading.Lock()
+        self._pending: list[_Change] = []
+        self._changing = threading.Lock()  # guards `_pending`, and is never held while the disk works
+        self.rolling_out: dict[int, Candidate] = {}
+        self.stored: dict[int, Candidate] = {}
+        self.steps: dict[int, list[Use]] = {}
+        """Groups given to each step."""
+        self.reasons: Counter[str] = Counter()
+        """Why groups were rejected, and how many."""
+        self.next_id: int = 0
+        self.samples = 0
+        """Groups given to steps, each as often as it was given."""
+        self._given: dict[int, dict[int, tuple[Candidate, list[int]]]] = {}
+        """By policy version and lease: the groups given to steps, and to which."""
+        self._youngest = -1
+        self._trained = 0
+        self._load()
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open or create the ledger at `path`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        connection: sqlite3.Connection | None = None
+        try:
+            connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            prepare(connection)
+            return cls(connection)
+        except (sqlite3.Error, StorageError) as error:
+            if connection is not None:
+                connection.close()
+            raise StorageError(
+                f"{path} is not a ledger that can be used ({error}): restore it, or move it and the replay "
+                "directory away to start a new run"
+            ) from error
+
+    def close(self) -> None:
+        """Flush and close."""
+        with closing(self._sql):
+            self.flush()
+
+    # --- changes ---
+
+    def issue(self, count: int, policy_version: int) -> list[int]:
+        """Open `count` leases at `policy_version`; returns their ids, which continue the run's sequence."""
+        leases = [Candidate(policy_version, self.next_id + n) for n in range(count)]
+        self.next_id += count
+        self.rolling_out.update((lease.lease_id, lease) for lease in leases)
+        self._change(
+            (
+                "INSERT INTO leases (lease_id, policy_version, state) VALUES (?, ?, 'issued')",
+                tuple((lease.lease_id, lease.policy_version) for lease in leases),
+            )
+        )
+        return [lease.lease_id for lease in leases]
+
+    def lower(self, lease_ids: Sequence[int], policy_version: int) -> None:
+        """Let weights as old as `policy_version` sample these leases, which are rolling out.
+
+        From then on their staleness counts from there. `flush` comes before any actor hears of it.
+        """
+        for lease_id in lease_ids:
+            self.rolling_out[lease_id] = Candidate(policy_version, lease_id)
+        self._change(
+            (
+                "UPDATE leases SET policy_version = ? WHERE lease_id = ?",
+                tuple((policy_version, lease_id) for lease_id in lease_ids),
+            )
+        )
+
+    def store(self, lease_id: int, spread: float = 0.0, tokens: int = 0) -> bool:
+        """The group is complete in a shard; False when that was known or it is settled otherwise.
+
+        `spread` is the mean |reward - mean reward| of its siblings, where a strategy asks for it;
+        `tokens` are theirs together.
+        """
+        lease = self.rolling_out.pop(lease_id, None)
+        if lease is None:
+            return False
+        self.stored[lease_id] = Candidate(lease.policy_version, lease_id, spread, tokens)
+        self._change(
+            (
+                "UPDATE leases SET state = 'stored', spread = ?, tokens = ? WHERE lease_id = ?",
+                ((spread, tokens, lease_id),),
+            )
+        )
+        return True
+
+    def reject(self, lease_id: int, reason: str) -> bool:
+        """The group will not be trained on, which refunds its lease; False when it is settled otherwise."""
+        if self.rolling_out.pop(lease_id, None) is None and self.stored.pop(lease_id, None) is None:
+            return False
+        self.reasons[reason] += 1
+        self._change(
+            (
+                "UPDATE leases SET state = 'rejected', reason = ? WHERE lease_id = ?",
+                ((reason, lease_id),),
+            )
+        )
+        return True
+
+    def lease(self, step: int, lease_ids: Sequence[int], weights: Sequence[float] = ()) -> None:
+        """Give complete groups to a step: stored ones, or some that other steps trained on already."""
+        weights = weights or [1.0] * len(lease_ids)
+        uses = [Use(self._complete(lease_id), w) for lease_id, w in zip(lease_ids, weights, strict=True)]
+        for use in uses:
+            self.stored.pop(use.lease_id, None)
+            self._use(step, use)
+        self._change(
+            (
+                "INSERT INTO uses (lease_id, step, place, weight) VALUES (?, ?, ?, ?)",
+                tuple((use.lease_id, step, place, use.weight) for place, use in enumerate(uses)),
+            ),
+            (
+                "UPDATE leases SET state = 'leased' WHERE lease_id = ?",
+                tuple((use.lease_id,) for use in uses),
+            ),
+        )
+
+    def commit(self, step: int) -> None:
+        """A durable checkpoint holds every step up to `step`."""
+        self._change(
+            (
+                "UPDATE leases SET state = 'committed' WHERE state = 'leased' AND EXISTS "
+                "(SELECT 1 FROM uses WHERE uses.lease_id = leases.lease_id AND step <= ?)",
+                ((step,),),
+            )
+        )
+
+    def roll_back(self, step: int) -> int:
+        """Take back the groups of every step after `step`, committed or not; returns how many uses."""
+        undone = [(s, use) for s in [s for s in self.steps if s > step] for use in self.steps.pop(s)]
+        for after, use in undone:
+            self._take_back(after, use)
+        self._change(
+            (
+                "UPDATE leases SET state = 'stored' WHERE lease_id IN (SELECT lease_id FROM uses WHERE "
+                "step > ?) AND NOT EXISTS (SELECT 1 FROM uses WHERE uses.lease_id = leases.lease_id "
+                "AND step <= ?)",
+                ((step, step),),
+            ),
+            ("DELETE FROM uses WHERE step > ?", ((step,),)),
+        )
+        return len(undone)
+
+    def set_fact(self, name: str, value: str) -> None:
+        """Remember a named value."""
+        self.facts[name] = value
+        self._change(
+            (
+                "INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+                ((name, value),),
+            )
+        )
+
+    def flush(self) -> None:
+        """Make every change so far durable. Called in a worker thread.
+
+        Raises `StorageError` when the disk refuses; the changes are kept for the next attempt.
+        """
+        with self._on_disk:
+            with self._changing:
+                pending, self._pending = self._pending, []
+            try:
+                self._execute(pending)
+            except sqlite3.Error as error:
+                with self._changing:
+                    self._pending[:0] = pending
+                raise StorageError(f"the ledger cannot be written: {error}") from error
+
+    # --- questions ---
+
+    def account(self) -> Account:
+        """Where every group is."""
+        return Account(
+            issued=self.next_id,
+            rolling_out=len(self.rolling_out),
+            rejected=sum(self.reasons.values()),
+            stored=len(self.stored),
+            trained=self._trained,
+        )
+
+    def inserted(self) -> int:
+        """Groups that ever became complete while somebody wanted them."""
+        return len(self.stored) + self._trained + self.reasons["stale"]
+
+    def owed(self, step: int, samples_each: float, *, oldest_version: int) -> float:
+        """Samples that the steps after `step` still owe to the groups issued: what admission bounds.
+
+        A group is owed `samples_each`, and nothing any more once it is older than `oldest_version`; but one
+        that a later step has is counted whatever its age. With 1 this is how many groups are issued that no
+        step up to `step` trains on.
+        """
+        untouched = len(self.rolling_out) + len(self.stored)
+        later = takewhile(lambda s: s > step, reversed(self.steps))  # steps are leased in order
+        groups = {use.group for s in later for use in self.steps[s]}
+        if samples_each > 1:  # else one step is enough
+            groups.update(group for group, _ in self.used(oldest_version))
+        paid = (sum(s <= step for s in self._given[g.policy_version][g.lease_id][1]) for g in groups)
+        return samples_each * untouched + sum(max(0.0, samples_each - n) for n in paid)
+
+    def used(self, oldest_version: int) -> Iterator[tuple[Candidate, int]]:
+        """Groups issued at `oldest_version` or later that steps were given, and how often."""
+        for version in range(oldest_version, self._youngest + 1):
+            for group, steps in self._given.get(version, {}).values():
+                yield group, len(steps)
+
+    def was_issued(self, lease_id: int) -> bool:
+        """Whether this run ever gave that lease out."""
+        return 0 <= lease_id < self.next_id
+
+    def _complete(self, lease_id: int) -> Candidate:
+        if lease_id in self.stored:
+            return self.stored[lease_id]
+        versions = range(self._youngest, -1, -1)  # it is likely to be young
+        return next(self._given[v][lease_id][0] for v in versions if lease_id in self._given.get(v, ()))
+
+    def _use(self, step: int, use: Use) -> None:
+        version = use.group.policy_version
+        self._youngest = max(self._youngest, version)
+        _, steps = self._given.setdefault(version, {}).setdefault(use.lease_id, (use.group, []))
+        self._trained += not steps
+        steps.append(step)
+        self.steps.setdefault(step, []).append(use)
+        self.samples += 1
+
+    def _take_back(self, step: int, use: Use) -> None:
+        groups = self._given[use.group.policy_version]
+        _, steps = groups[use.lease_id]
+        steps.remove(step)
+        self.samples -= 1
+        if not steps:
+            del groups[use.lease_id]
+            self._trained -= 1
+            self.stored[use.lease_id] = use.group
+
+    def _change(self, *changes: _Change) -> None:
+        """Changes that reach the disk together or not at all."""
+        with self._changing:
+            self._pending += changes
+
+    def _execute(self, changes: list[_Change]) -> None:
+        if not changes:
+            return
+        self._sql.execute("BEGIN")
+        try:
+            for statement, rows in changes:
+                self._sql.executemany(statement, rows)
+            self._sql.execute("COMMIT")
+        except sqlite3.Error:
+            if self._sql.in_transaction:  # some errors, such as a full disk, have ended it already
+                self._sql.execute("ROLLBACK")
+            raise
+
+    def _load(self) -> None:
+        self.facts: dict[str, str] = dict(self._sql.execute("SELECT name, value FROM facts"))
+        [(self.next_id,)] = self._sql.execute("SELECT COALESCE(MAX(lease_id) + 1, 0) FROM leases")
+        given: dict[int, Candidate] = {}
+        rows = self._sql.execute("SELECT lease_id, policy_version, state, reason, spread, tokens FROM leases")
+        for lease_id, policy_version, state, reason, spread, tokens in rows:
+            lease = Candidate(policy_version, lease_id, spread, tokens)
+            if state in ("leased", "committed"):
+                given[lease_id] = lease
+            else:
+                self._place(lease, state, reason)
+        for step, lease_id, weight in self._sql.execute(
+            "SELECT step, lease_id, weight FROM uses ORDER BY step, place"
+        ):
+            if lease_id not in given:
+                raise StorageError(f"lease {lease_id} is not open to step {step}, which has it")
+            self._use(step, Use(given[lease_id], weight))
+        if self._trained != len(given):
+            raise StorageError(f"{len(given)} leases are in steps, which name {self._trained}")
+        if not self.account().balanced():
+            raise StorageError(f"it lacks some of its {self.next_id} leases")
+
+    def _place(self, lease: Candidate, state: str, reason: str | None) -> None:
+        if state not in get_args(State):
+            raise StorageError(f"lease {lease.lease_id} is {state!r}")
+        if state == "issued":
+            self.rolling_out[lease.lease_id] = lease
+        elif state == "stored":
+            self.stored[lease.lease_id] = lease
+        else:
+            self.reasons[reason or ""] += 1

@@ -1,0 +1,46 @@
+"""Takes another data set while the run goes on, after the same checks as at its start."""
+
+import asyncio
+
+from bus.blobs import get_blob
+from bus.codec import Message, decode
+from bus.connection import Bus
+from bus.errors import ConfigError
+from bus.messages import PolicyManifest, PromptSet
+from bus.requests import DataAccepted, NewData
+from storage.dispatch.ledger import Ledger
+from storage.prompts.data_sets import DataSets
+from storage.prompts.length_check import check_lengths
+
+
+class DataDesk:
+    """Answers `launch data`."""
+
+    def __init__(self, bus: Bus, ledger: Ledger, data: DataSets, *, max_new_tokens: int) -> None:
+        self._bus = bus
+        self._ledger = ledger
+        self._data = data
+        self._max_new_tokens = max_new_tokens
+        self._one_at_a_time = asyncio.Lock()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop`."""
+        serving = await self._bus.serve(self._bus.subject("rpc", "data"), NewData, self._answer)
+        await stop.wait()
+        await serving.unsubscribe()
+
+    async def _answer(self, request: NewData) -> list[Message]:
+        """The data set has taken over, durably, or the reason why it cannot is the answer."""
+        found = await self._bus.get("policy", PolicyManifest)
+        if found is None:
+            raise ConfigError(
+                "the learner has not published its model yet, which prompts are checked against"
+            )
+        prompts = decode(await get_blob(self._bus, request.prompts), PromptSet).prompts
+        if not prompts:
+            raise ConfigError(f"{request.source}: holds no prompts")
+        async with self._one_at_a_time:
+            await check_lengths(self._bus, found[0].model, prompts, max_new_tokens=self._max_new_tokens)
+            latest = await self._data.add(prompts, keep_old=request.keep_old, source=request.source)
+            await asyncio.to_thread(self._ledger.flush)
+        return [DataAccepted(first_lease=latest.first_lease, prompts=latest.count)]

@@ -1,0 +1,152 @@
+"""What a shard must not store although it can be read: forged, of another run, or not of this vocabulary."""
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from bus.errors import SchemaError
+from bus.messages import Trajectory, group_name, trajectory_name
+from bus.requests import Issued
+from bus.topology import shard_of
+from storage.dispatch.ledger import Ledger
+
+RUN_ID, VOCABULARY, NEWEST_VERSION = "run_id", "vocabulary", "newest_version"
+"""Facts of the ledger: this run's identity, its model's token ids, the newest version it ever published."""
+
+
+class RunFacts(Protocol):
+    """What is known of a run so far; whoever is away from its ledger knows what was heard last."""
+
+    @property
+    def run(self) -> str:
+        """This run's identity among those of its name; empty if not known yet."""
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Token ids of its model."""
+
+    @property
+    def newest_version(self) -> int | None:
+        """The newest version it ever published."""
+
+    def issue_version(self, lease_id: int) -> int | None:
+        """The learner's version when the lease was issued, if it is still rolling out and that is known."""
+
+    async def look(self) -> None:
+        """Hear what is new: actors may have heard of it first."""
+
+
+@dataclass(frozen=True)
+class LedgerFacts:
+    """Those of the ledger, in the process that has it."""
+
+    ledger: Ledger
+    look_at_policy: Callable[[], Awaitable[None]]
+    """Reads the newest published version."""
+
+    @property
+    def run(self) -> str:
+        """As `RunFacts`."""
+        return self.ledger.facts.get(RUN_ID, "")
+
+    @property
+    def vocabulary(self) -> int | None:
+        """As `RunFacts`."""
+        return self._number(VOCABULARY)
+
+    @property
+    def newest_version(self) -> int | None:
+        """As `RunFacts`."""
+        return self._number(NEWEST_VERSION)
+
+    def issue_version(self, lease_id: int) -> int | None:
+        """None for a settled lease too: of such a one nothing is stored any more."""
+        lease = self.ledger.rolling_out.get(lease_id)
+        return None if lease is None else lease.policy_version
+
+    async def look(self) -> None:
+        """Look at the policy; the rest is new already."""
+        await self.look_at_policy()
+
+    def issued(self, shard: int, shards: int, seen: int) -> Issued:
+        """For a shard elsewhere, of so many, of which the ledger has seen so many complete groups."""
+        leases = [c for c in self.ledger.rolling_out.values() if shard_of(c.lease_id, shards) == shard]
+        return Issued(
+            next_id=self.ledger.next_id,
+            seen=seen,
+            run=self.run,
+            vocabulary=self.vocabulary,
+            newest_version=self.newest_version,
+            rolling_out=tuple(lease.lease_id for lease in leases),
+            versions=tuple(lease.policy_version for lease in leases),
+        )
+
+    def _number(self, fact: str) -> int | None:
+        found = self.ledger.facts.get(fact)
+        return None if found is None else int(found)
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """What is known of a run, held against what actors send. Every refusal is a `SchemaError`.
+
+    A fact that is not known yet refuses nothing, and none does before it was looked up once more."""
+
+    facts: RunFacts
+
+    async def check_identity(self, trajectories: Iterable[Trajectory]) -> None:
+        """Refuse what is not what it says it is: whose lease it really was, nobody can tell."""
+        for t in trajectories:
+            names = t.trajectory_id, t.group_id
+            if names != (trajectory_name(t.lease_id, t.sample), group_name(t.lease_id)):
+                raise _refusal(t, "identity", f"the names {names} are not those of lease {t.lease_id}")
+            await self._check(t, self._other_run)
+
+    async def check_content(self, trajectories: Iterable[Trajectory]) -> None:
+        """Refuse tokens that the model does not have, and versions that cannot have sampled them."""
+        for t in trajectories:
+            await self._check(t, self._foreign_token)
+            await self._check(t, self._too_old)
+            await self._check(t, self._never_published)
+
+    async def _check(self, t: Trajectory, fault: Callable[[Trajectory], SchemaError | None]) -> None:
+        if fault(t) is None:
+            return
+        await self.facts.look()
+        if (error := fault(t)) is not None:
+            raise error
+
+    def _other_run(self, t: Trajectory) -> SchemaError | None:
+        run = self.facts.run
+        if not t.run or not run or t.run == run:
+            return None
+        return _refusal(t, "identity", f"it is of run {t.run}; this one, of the same name, is {run}")
+
+    def _foreign_token(self, t: Trajectory) -> SchemaError | None:
+        vocabulary, largest = self.facts.vocabulary, int(t.token_ids.max())
+        if vocabulary is None or largest < vocabulary:
+            return None
+        return _refusal(
+            t, "vocabulary", f"token id {largest}, of a vocabulary of {vocabulary}: another tokenizer?"
+        )
+
+    def _too_old(self, t: Trajectory) -> SchemaError | None:
+        issued = self.facts.issue_version(t.lease_id)
+        if issued is None or t.oldest_version >= issued:
+            return None
+        return _refusal(
+            t, "version", f"a token of version {t.oldest_version}, of a lease issued at version {issued}: "
+            "it would exceed the staleness bound"
+        )  # fmt: skip
+
+    def _never_published(self, t: Trajectory) -> SchemaError | None:
+        published, newest = self.facts.newest_version, int(t.policy_versions[t.loss_mask].max())
+        if published is None or newest <= published:
+            return None
+        return _refusal(
+            t, "version", f"a token of version {newest}, of which {published} is the newest published"
+        )
+
+
+def _refusal(trajectory: Trajectory, kind: str, why: str) -> SchemaError:
+    return SchemaError(f"{trajectory.trajectory_id}: {why}", kind=kind, actor=trajectory.actor)

@@ -1,0 +1,202 @@
+"""One replay shard on the bus: takes trajectories off the stream, stores them, answers reads."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import structlog
+
+from bus.codec import Message, encode
+from bus.connection import Bus
+from bus.consume import Inbox, consume_batches
+from bus.errors import BusError, SchemaError, StorageError
+from bus.messages import GroupRejected, RewardGiven, Trajectory, TrajectoryBatch
+from bus.publish import Publisher, together
+from bus.requests import (
+    Done,
+    Located,
+    LocateRequest,
+    ReadRequest,
+    StoredGroups,
+    StoredRequest,
+    WholeGroups,
+    WholeRequest,
+)
+from bus.topology import shard_of
+from storage.client.addresses import host_identity, locate
+from storage.dispatch.short_groups import serve_closing
+from storage.shard.group_status import serve_siblings
+from storage.shard.ingest_checks import Quarantine
+from storage.store.replay import ReplayStore
+
+log = structlog.get_logger()
+BATCH = 64
+"""Messages a segment, at most."""
+ANSWER_BYTES = 1 << 20
+"""Trajectories of a read are packed into answers of about this size."""
+ANSWER_LEASES = 65536
+REWARDS = 1024
+"""Late rewards that become durable together."""
+ANSWER_SPREADS = 1024
+"""Groups in an answer that tells their spreads, for which each is read from the disk."""
+
+
+class Shard:
+    """The single writer of one store, between the bus and the disk."""
+
+    def __init__(
+        self, bus: Bus, store: ReplayStore, number: int, *,
+        shards: int, was_issued: Callable[[int], bool], linger_s: float,
+        hear_of: Callable[[int], Awaitable[None]] | None = None, quarantine: Quarantine | None = None,
+    ) -> None:  # fmt: skip
+        """`hear_of` is called with a lease before `was_issued` is, where that must be asked for elsewhere."""
+        self.store = store
+        self._bus = bus
+        self._publisher = Publisher(bus)
+        self._number = number
+        self._shards = shards
+        self._was_issued = was_issued
+        self._hear_of = hear_of
+        self._linger_s = linger_s
+        self._quarantine = quarantine
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Store what arrives and answer reads until `stop`."""
+        serving = [
+            await self._bus.serve(self._bus.subject("rpc", "read", self._number), ReadRequest, self._on_read),
+            await self._bus.serve(
+                self._bus.subject("rpc", "locate", self._number), LocateRequest, self._on_locate
+            ),
+            await self._bus.serve(
+                self._bus.subject("rpc", "stored", self._number), StoredRequest, self._on_stored
+            ),
+            await serve_siblings(self._bus, self.store, self._number),
+            await serve_closing(self._bus, self.store, self._number),
+            await self._bus.serve(
+                self._bus.subject("rpc", "whole", self._number), WholeRequest, self._on_whole
+            ),
+        ]
+        inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}")
+        rewards = Inbox(self._bus, "EVENTS", f"rewards-{self._number}")
+        await together(
+            (
+                consume_batches(
+                    inbox, self._bus, TrajectoryBatch, self._append, stop=stop, limit=BATCH,
+                    linger_s=self._linger_s,
+                ),
+                consume_batches(rewards, self._bus, RewardGiven, self._give, stop=stop, limit=REWARDS),
+            )
+        )  # fmt: skip
+        for subscription in serving:
+            await subscription.unsubscribe()
+
+    async def _append(self, batches: list[TrajectoryBatch]) -> None:
+        """The segment is durable when this returns; only then are the messages acked."""
+        before = len(self.store.completed)
+        trajectories = [trajectory for batch in batches for trajectory in batch.trajectories]
+        if self._hear_of is not None and trajectories:
+            await self._hear_of(max(trajectory.lease_id for trajectory in trajectories))
+        if self._quarantine is not None:
+            await self._quarantine.check_identity(trajectories)  # no refund: it may not be the sender's lease
+        try:
+            for trajectory in trajectories:
+                self._refuse_stranger(trajectory, actor=trajectory.actor)
+            if self._quarantine is not None:
+                await self._quarantine.check_content(trajectories)
+            completed = await asyncio.to_thread(self.store.append, trajectories)
+        except SchemaError as error:
+            if len(batches) == 1:  # the one that will be set aside
+                await self._refund(trajectories, str(error))
+            raise
+        if completed:
+            await self._bus.notify(self._bus.subject("notice", "stored"), self._news(before))
+
+    async def _give(self, rewards: list[RewardGiven]) -> None:
+        """The rewards are durable when this returns; only then are the messages acked."""
+        before = len(self.store.completed)
+        for given in rewards:
+            self._refuse_stranger(given, kind="reward")
+        if await asyncio.to_thread(self.store.give, rewards):
+            await self._bus.notify(self._bus.subject("notice", "stored"), self._news(before))
+
+    def _refuse_stranger(self, one: Trajectory | RewardGiven, *, kind: str = "", actor: str = "") -> None:
+        """What is stored stays: a lease that is issued later would find its samples taken.
+
+        Raises `SchemaError` for what is of another shard or of no lease of this run."""
+        name, lease_id = one.trajectory_id, one.lease_id
+        home = shard_of(lease_id, self._shards)
+        if home != self._number:
+            reason = f"{name}: lease {lease_id} belongs to shard {home}, not {self._number}"
+            raise SchemaError(reason, kind=kind or "misdirected", actor=actor)
+        if not self._was_issued(lease_id):
+            reason = f"{name}: lease {lease_id} was never issued in this run"
+            raise SchemaError(reason, kind=kind or "not_issued", actor=actor)
+
+    async def _refund(self, trajectories: Sequence[Trajectory], detail: str) -> None:
+        """Nobody will send these groups again: without a refund the learner would wait for them for ever."""
+        for lease_id in sorted({t.lease_id for t in trajectories}):
+            event = GroupRejected(lease_id=lease_id, reason="set_aside", detail=detail)
+            subject = self._bus.subject("events", "rejected")
+            await self._publisher.publish(subject, encode(event), message_id=f"rejected-{lease_id}")
+
+    async def _on_stored(self, request: StoredRequest) -> list[Message]:
+        news = self._news(request.after)
+        if not request.spreads:
+            return [news]
+        leases = news.lease_ids[:ANSWER_SPREADS]
+        spreads = await asyncio.to_thread(lambda: tuple(map(self._spread, leases)))
+        return [replace(news, lease_ids=leases, spreads=spreads, tokens=news.tokens[:ANSWER_SPREADS])]
+
+    def _spread(self, lease_id: int) -> float:
+        """Mean |reward - mean reward| of the group; 0 when it cannot be read, as after its removal."""
+        try:
+            rewards = np.array([trajectory.reward for trajectory in self.store.read([lease_id])])
+        except StorageError as error:
+            log.warning("spread_not_known", lease_id=lease_id, reason=str(error))
+            return 0.0
+        return float(np.abs(rewards - rewards.mean()).mean())
+
+    async def _on_whole(self, request: WholeRequest) -> list[Message]:
+        return [WholeGroups(lease_ids=tuple(self.store.whole(request.lease_ids)))]
+
+    async def _on_read(self, request: ReadRequest) -> list[Message]:
+        try:
+            found = await asyncio.to_thread(self.store.read, request.lease_ids)
+        except StorageError as error:
+            raise BusError(str(error)) from error
+        return [*_packed(found), Done()]
+
+    async def _on_locate(self, request: LocateRequest) -> list[Message]:
+        host = host_identity()
+        if request.host != host:
+            return [Located(host=host)]
+        try:
+            return [await asyncio.to_thread(locate, self.store, request.lease_ids)]
+        except StorageError as error:
+            raise BusError(str(error)) from error
+
+    def _news(self, after: int) -> StoredGroups:
+        completed = self.store.completed
+        leases = tuple(completed[after : after + ANSWER_LEASES])
+        return StoredGroups(
+            shard=self._number,
+            after=after,
+            lease_ids=leases,
+            total=len(completed),
+            tokens=tuple(map(self.store.tokens_of, leases)),
+        )
+
+
+def _packed(trajectories: Sequence[Trajectory]) -> Iterator[TrajectoryBatch]:
+    """Batches of about `ANSWER_BYTES`, so that no answer exceeds what the bus carries."""
+    batch: list[Trajectory] = []
+    size = 0
+    for trajectory in trajectories:
+        batch.append(trajectory)
+        size += 16 * len(trajectory.token_ids) + len(trajectory.routed_experts) + 512
+        if size >= ANSWER_BYTES:
+            yield TrajectoryBatch(trajectories=tuple(batch))
+            batch, size = [], 0
+    if batch:
+        yield TrajectoryBatch(trajectories=tuple(batch))

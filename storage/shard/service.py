@@ -1,0 +1,136 @@
+"""`launch shards`: some replay shards of a run in a process of their own, on any host that has the bus.
+
+`launch storage` runs those that it keeps itself by the same means.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+
+import structlog
+
+from bus.codec import Json
+from bus.connection import Bus
+from bus.errors import ConfigError
+from bus.process_tuning import paced
+from bus.roles import guarded, hold_role
+from bus.status import report_status
+from storage.config import ReplayConfig
+from storage.disk.run_directory import RunDirectory
+from storage.shard.ingest_checks import Quarantine
+from storage.shard.remote_ledger import IssuedLeases
+from storage.shard.server import Shard
+from storage.store.replay import ReplayStore
+from storage.store.retention import Retention, keep_house
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class ShardsSettings:
+    """What a process that keeps some of a run's shards needs to know."""
+
+    numbers: tuple[int, ...]
+    replay: ReplayConfig
+    run: RunDirectory
+
+
+@dataclass(frozen=True)
+class HeldShard:
+    """A shard whose only writer this process is."""
+
+    number: int
+    store: ReplayStore
+    renewing: asyncio.Task[None]
+    """Ends with `FencedError` when another process takes the shard over."""
+
+
+@asynccontextmanager
+async def hold_shards(bus: Bus, run: RunDirectory, numbers: Sequence[int]) -> AsyncIterator[list[HeldShard]]:
+    """Be the only writer of these shards while inside, by their roles in the run and by their files' locks.
+
+    Raises `ConfigError`, perhaps in a group, naming the process that has one already, and `StorageError` for
+    a store that cannot be opened."""
+    incarnation = secrets.token_hex(4)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(paced())
+
+        async def hold(number: int) -> HeldShard:
+            role = hold_role(bus, f"shard-{number}", incarnation)
+            renewing = await stack.enter_async_context(role)
+            store = await asyncio.to_thread(ReplayStore.open, run.replay(number))
+            return HeldShard(number, stack.enter_context(closing(store)), renewing)
+
+        async with asyncio.TaskGroup() as tasks:  # a dead holder's silence is awaited for all at once
+            holding = [tasks.create_task(hold(number), name=f"hold shard {number}") for number in numbers]
+        yield [task.result() for task in holding]
+
+
+async def run_shard(
+    bus: Bus, held: HeldShard, shard: Shard, retention: Retention, stop: asyncio.Event
+) -> None:
+    """Store, answer and keep house until `stop`; raises `FencedError` once another process has the shard."""
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(shard.run(stop), name=f"shard {held.number}")
+            house = keep_house(bus, held.store, retention, stop)
+            tasks.create_task(house, name=f"keep {held.store.directory.name}")
+
+    await guarded(work(), held.renewing)
+
+
+async def run_shards(bus: Bus, settings: ShardsSettings, stop: asyncio.Event) -> None:
+    """Keep these shards until `stop`. The run's `launch storage` dispatches, and has made the streams."""
+    _refuse_missing(settings)
+    retention = Retention.of_shard(settings.replay, settings.run.name)
+    await retention.check()
+    async with hold_shards(bus, settings.run, settings.numbers) as held, asyncio.TaskGroup() as reporting:
+        finished = asyncio.Event()
+        source = f"shards-{'-'.join(map(str, settings.numbers))}"
+        reporting.create_task(
+            report_status(bus, source=source, role="shards", look=lambda: _look(held), stop=finished)
+        )
+        try:
+            async with asyncio.TaskGroup() as parts:
+                for one in held:
+                    shard = await _remote(bus, one, settings.replay, stop)
+                    parts.create_task(run_shard(bus, one, shard, retention, stop))
+                log.info("shards_ready", shards=list(settings.numbers), run=settings.run.name)
+        finally:
+            finished.set()
+
+
+async def _remote(bus: Bus, held: HeldShard, replay: ReplayConfig, stop: asyncio.Event) -> Shard:
+    """A shard that asks the dispatcher what only the ledger knows."""
+    issued = IssuedLeases(bus, held.number, stop)
+    await issued.refuse_other_run(held.store)
+    return Shard(
+        bus,
+        held.store,
+        held.number,
+        shards=replay.shards,
+        was_issued=issued.was_issued,
+        linger_s=replay.linger_s,
+        hear_of=issued.hear_of,
+        quarantine=Quarantine(issued),
+    )
+
+
+def _refuse_missing(settings: ShardsSettings) -> None:
+    if (last := max(settings.numbers)) >= settings.replay.shards:
+        raise ConfigError(
+            f"run {settings.run.name!r} has no shard {last}: replay.shards is {settings.replay.shards}, so "
+            f"there are 0 to {settings.replay.shards - 1}"
+        )
+
+
+def _look(held: Sequence[HeldShard]) -> tuple[str, dict[str, Json]]:
+    stored = {str(one.number): one.store.trajectories for one in held}
+    return f"keeping shards {', '.join(stored)}", {
+        "trajectories_stored": sum(stored.values()),
+        "stored_bytes": sum(one.store.size_bytes for one in held),
+        "trajectories_by_shard": dict(stored),
+    }

@@ -1,0 +1,127 @@
+"""Segments outside the store: one zstd-compressed tar file each, in a directory or behind any fsspec URL."""
+
+import secrets
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fsspec
+import structlog
+import zstandard
+from fsspec.implementations.local import LocalFileSystem
+
+from bus.errors import ConfigError, StorageError
+from storage.disk.atomic_files import fsync_path, lock_directory, publish
+from storage.store.pieces import Piece, find_pieces
+
+log = structlog.get_logger()
+LEVEL = 3
+SUFFIX = ".tar.zst"
+BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci"))
+"""File systems without folders: to make one there would make a bucket, of a name that is only mistyped."""
+
+
+def check_archive(archive: str) -> None:
+    """Write a file there and remove it: what is wrong is to be known before the first segment must go.
+
+    Raises `ConfigError` for a driver, credentials or a bucket that are missing, and for a directory that
+    refuses. One that does not answer is warned of only: it may be back by then, and is tried again."""
+    try:
+        with _translating(archive):
+            files, root = fsspec.core.url_to_fs(archive)
+            _make_folder(files, root)
+            probe = f"{root}/.probe-{secrets.token_hex(4)}"
+            files.pipe_file(probe, b"")
+            files.rm_file(probe)
+    except StorageError as error:
+        if _may_pass(error.__cause__):
+            log.warning("archive_does_not_answer", archive=archive, reason=str(error))
+            return
+        raise ConfigError(
+            f"replay.archive: {error}; name a directory, or the URL of a bucket that is there (s3://bucket/"
+            "replay needs s3fs, the extra `s3`, and credentials in the AWS environment)"
+        ) from error
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether trying again may help. Known by name: each driver has errors of its own, of no common base."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    return any(word in name for name in names for word in ("Connect", "Timeout"))
+
+
+def archive_segment(segment: Path, archive: str) -> None:
+    """Put a segment into the archive as `<name of its store>/<name>.tar.zst`, replacing what is there.
+
+    `archive` is a directory or a URL such as s3://bucket/run; the credentials are those of fsspec's driver
+    (s3fs: the AWS environment). On return the file is there whole; raises `StorageError` otherwise."""
+    name = f"{segment.parent.name}/{segment.name}{SUFFIX}"
+    with _translating(f"{archive}/{name}"):
+        files, root = fsspec.core.url_to_fs(archive)
+        final, unfinished = f"{root}/{name}", f"{root}/{name}.part"
+        _make_folder(files, f"{root}/{segment.parent.name}")
+        with (
+            files.open(unfinished, "wb") as file,
+            zstandard.ZstdCompressor(LEVEL, write_checksum=True).stream_writer(file, closefd=False) as packed,
+            tarfile.open(fileobj=packed, mode="w|") as tar,
+        ):
+            tar.add(segment, arcname=segment.name)
+        _put_in_place(files, unfinished, final)
+
+
+def _make_folder(files: fsspec.AbstractFileSystem, folder: str) -> None:
+    protocols = {files.protocol} if isinstance(files.protocol, str) else {*files.protocol}
+    if not protocols & BUCKETS:
+        files.makedirs(folder, exist_ok=True)
+
+
+def _put_in_place(files: fsspec.AbstractFileSystem, unfinished: str, final: str) -> None:
+    if not isinstance(files, LocalFileSystem):
+        files.mv(unfinished, final)
+        return
+    fsync_path(unfinished)
+    Path(unfinished).replace(final)
+    for folder in (Path(final).parent, Path(final).parents[1]):
+        fsync_path(folder)
+
+
+def restore(directory: Path, archive: str) -> list[str]:
+    """Bring every retired segment of the store in `directory` back, bit for bit; their names.
+
+    To call while no writer has it open. Raises `StorageError` naming what the archive does not hold whole."""
+    with lock_directory(directory):
+        pieces, _ = find_pieces(directory)
+        retired = [piece for piece in pieces if piece.retired]
+        return [_restore(directory, piece, archive) for piece in retired]
+
+
+def _restore(directory: Path, retired: Piece, archive: str) -> str:
+    segment = directory / Piece(retired.first, retired.last).name
+    name = f"{directory.name}/{segment.name}{SUFFIX}"
+    with (
+        _translating(f"{archive}/{name}"),
+        tempfile.TemporaryDirectory(dir=directory, prefix=".tmp-") as made,
+    ):
+        files, root = fsspec.core.url_to_fs(archive)
+        with (
+            files.open(f"{root}/{name}", "rb") as file,
+            zstandard.ZstdDecompressor().stream_reader(file, closefd=False) as unpacked,
+            tarfile.open(fileobj=unpacked, mode="r|") as tar,
+        ):
+            tar.extractall(made, filter="data")
+        if segment.exists():  # a crash came between the two lines below
+            shutil.rmtree(segment)
+        publish(Path(made) / segment.name, segment)
+        (directory / retired.name).unlink()
+        fsync_path(directory)
+    return segment.name
+
+
+@contextmanager
+def _translating(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # each of fsspec's drivers has errors of its own
+        raise StorageError(f"{what} cannot be written or read: {error or type(error).__name__}") from error

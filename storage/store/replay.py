@@ -1,0 +1,394 @@
+"""One shard's trajectories on disk: immutable segments, an index of groups in memory, reads by mapping."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from io import BufferedRandom
+from itertools import count
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from bus.errors import SchemaError, StorageError
+from bus.messages import RewardGiven, Trajectory
+from storage.disk.atomic_files import lock_directory, make_directory, remove, remove_leftovers
+from storage.store.archive import archive_segment
+from storage.store.closed_groups import load_marks, save_marks
+from storage.store.index import Columns, RowIndex, load_columns, save_columns
+from storage.store.late_rewards import LateRewards
+from storage.store.layout import Layout
+from storage.store.pieces import Piece, choose_merge, choose_retirement, find_pieces, merged
+from storage.store.segments import (
+    Summary,
+    check_segment,
+    merge_segments,
+    read_columns,
+    write_segment,
+)
+
+log = structlog.get_logger()
+INDEX_FILE = ".index"
+READER_ATTEMPTS = 5
+UNINDEXED_SEGMENTS = 256
+"""The index file is written anew when it lacks so many, and a quarter of the rows."""
+
+
+class ReplayStore:
+    """Trajectories of one shard: appended by one writer, read from any thread.
+
+    A trajectory is known by its lease and sample, which its `trajectory_id` names: storing it again does
+    nothing. A group is complete when all `group_size` samples are stored, and every reward that was due.
+
+    `append`, `give` and the housekeeping (`compact`, `retire`) may run at the same time, each in a thread."""
+
+    def __init__(self, directory: Path, *, writable: bool = True) -> None:
+        self.directory = directory
+        self.rewards: Counter[str] = Counter()
+        """What became of the rewards that `give` was given, since this was opened."""
+        self._layout = Layout(directory)
+        self._indexed = 0, 0
+        """Segments and rows in the index file."""
+        self._index = RowIndex()
+        self.late_siblings = 0
+        """Trajectories not stored, since their groups had been closed without them; from the opening on."""
+        self._completed: list[int] = []
+        self._late = LateRewards(directory, writable=writable)
+        self._writing = threading.Lock()  # held while groups become complete: their order is durable
+        self._mutex = threading.Lock()  # guards everything above
+        self._housekeeping = threading.Lock()
+        self._lock: BufferedRandom | None = lock_directory(directory) if writable else None
+
+    @classmethod
+    def open(cls, directory: Path, *, writable: bool = True) -> Self:
+        """Read the index of `directory`, made if missing; a writer also clears what a crash left over.
+
+        Raises `StorageError` naming a torn or foreign segment, or when another writer has it open."""
+        if writable:
+            make_directory(directory)
+        store = cls(directory, writable=writable)
+        try:
+            store._scan()
+        except BaseException:
+            store._release()
+            raise
+        return store
+
+    # --- questions ---
+
+    @property
+    def completed(self) -> list[int]:
+        """Leases in the order in which their groups became complete; it only grows. Do not modify."""
+        return self._completed
+
+    @property
+    def trajectories(self) -> int:
+        """Stored ever, retired ones included."""
+        return len(self._index)
+
+    @property
+    def closed_short(self) -> int:
+        """Groups that were closed though siblings were missing."""
+        return len(self._index.closed)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all segments."""
+        with self._mutex:
+            return sum(piece.size_bytes for piece in self._layout.pieces)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What the directory holds, in order."""
+        with self._mutex:
+            return tuple(self._layout.pieces)
+
+    def tokens_of(self, lease_id: int) -> int:
+        """Of all trajectories of a complete group together."""
+        return self._index.tokens(lease_id)  # without the mutex, as its rows change no more
+
+    def leases_of(self, piece: Piece) -> NDArray[np.int64]:
+        """Of the trajectories that a piece holds or held, each once."""
+        return np.unique(self._columns_of(piece).leases)
+
+    def overdue(
+        self, *, retain_bytes: int | None, oldest_s: float, settled: Callable[[Piece], bool]
+    ) -> list[Piece]:
+        """Pieces to retire by `choose_retirement`."""
+        return choose_retirement(self.pieces, retain_bytes=retain_bytes, oldest_s=oldest_s, settled=settled)
+
+    # --- trajectories ---
+
+    def append(self, trajectories: Sequence[Trajectory]) -> list[int]:
+        """Store those not stored yet as one new segment; the leases whose groups this completed, in order.
+
+        On return they are on the disk. Otherwise nothing is stored: the disk refuses (`StorageError`), or
+        siblings disagree on their group's size, where a retry cannot help (`SchemaError`)."""
+        self._refuse_reader()
+        with self._writing:
+            return self._append(trajectories)
+
+    def close_short(self, lease_ids: Sequence[int], *, fewest: int) -> list[int]:
+        """Count these groups as complete, durably, where so many siblings are stored; those complete now.
+
+        What comes of them later is dropped. Raises `StorageError` when the disk refuses."""
+        self._refuse_reader()
+        with self._writing:
+            settled = [lease_id for lease_id in lease_ids if not self._late.is_missing(lease_id)]
+            marks = self._index.closable(settled, fewest)
+            if marks:
+                save_marks(self.directory, {**self._index.closed, **marks})
+                with self._mutex:
+                    self._index.close(marks)
+                self._late.keep({}, self._places([*marks]))
+                self._completed += marks
+                log.info("groups_closed_short", store=str(self.directory), lease_ids=list(marks))
+            return [lease_id for lease_id in settled if self._index.is_whole(lease_id)]
+
+    def _append(self, trajectories: Sequence[Trajectory]) -> list[int]:
+        fresh = self._index.fresh(trajectories)
+        self.late_siblings += sum(map(self._index.is_late, trajectories))
+        if not fresh:
+            return []
+        self._late.expect(fresh)
+        number = len(self._layout.ends)
+        written = write_segment(self._path(Piece(number, number)), fresh)
+        piece = Piece(number, number, size_bytes=written.size_bytes, written_s=written.written_s)
+        with self._mutex:
+            before = len(self._index.completed)
+            for t in fresh:
+                self._index.add(t.lease_id, t.sample, t.group_size, len(t.token_ids))
+            self._layout.add(piece, len(self._index))
+        whole = self._index.completed[before:]
+        completed = [lease_id for lease_id in whole if not self._late.is_missing(lease_id)]
+        self._late.keep({}, self._places(completed))
+        self._completed += completed
+        segments, rows = self._indexed
+        if len(self._layout.ends) - segments >= UNINDEXED_SEGMENTS and len(self._index) - rows >= rows // 4:
+            self._save_index()
+        return completed
+
+    def give(self, rewards: Sequence[RewardGiven]) -> list[int]:
+        """Keep rewards that come apart from their trajectories; the leases whose groups this completed.
+
+        On return they are on the disk. The first reward of a trajectory is the one that counts. Otherwise
+        nothing is kept: the disk refuses (`StorageError`), or one of them is for a trajectory that its group
+        cannot have or that has its reward, where a retry cannot help (`SchemaError`)."""
+        with self._writing:
+            self._refuse_reader()
+            for given in rewards:
+                self._refuse_not_due(given)
+            fresh, counts = self._late.first_of(rewards)
+            completed = [n for n in self._late.settled_by(fresh) if self._index.is_whole(n)]
+            self._late.keep(fresh, self._places(completed))
+            self._completed += completed
+            self.rewards += counts
+            return completed
+
+    def _refuse_not_due(self, given: RewardGiven) -> None:
+        lease_id, sample = given.lease_id, given.sample
+        size = self._index.group_size(lease_id)
+        if size is not None and sample >= size:
+            raise SchemaError(f"{given.trajectory_id}: its group has {size} samples", kind="reward")
+        if self._index.holds(lease_id, sample) and not self._late.is_due(lease_id, sample):
+            raise SchemaError(f"{given.trajectory_id}: it was stored with its reward", kind="reward")
+
+    def whole(self, lease_ids: Iterable[int]) -> list[int]:
+        """Those of these groups whose every trajectory is stored, though rewards may be due."""
+        with self._mutex:
+            return [lease_id for lease_id in lease_ids if self._index.is_whole(lease_id)]
+
+    def read(self, lease_ids: Iterable[int]) -> list[Trajectory]:
+        """The trajectories of these complete groups, each group in the order of its samples.
+
+        Their arrays are views of mapped files, which stay mapped, one descriptor a segment, while a view
+        is held. Raises `StorageError` for a group that is unknown, incomplete or retired, or whose bytes
+        changed."""
+        leases = list(lease_ids)
+        found = self._read(lambda: [row for lease in leases for row in self._index.complete(lease)])
+        if due := [trajectory for trajectory in found if trajectory.reward_due]:
+            raise StorageError(
+                f"group of lease {due[0].lease_id} cannot be read: the reward of "
+                f"{due[0].trajectory_id} is due"
+            )
+        return found
+
+    def locate(self, lease_ids: Iterable[int]) -> list[tuple[Piece, int]]:
+        """Of each trajectory of these complete groups, as `read` has them, its piece and its row there.
+
+        Raises `StorageError` for a group that is unknown, incomplete or retired, or had rewards due."""
+        leases = list(lease_ids)
+        if late := [lease_id for lease_id in leases if self._late.is_late(lease_id)]:
+            raise StorageError(
+                f"group of lease {late[0]} has rewards that lie apart from it: read it instead"
+            )
+        with self._mutex:
+            return [self._layout.place_of(row) for lease in leases for row in self._index.complete(lease)]
+
+    def rows_of(self, lease_id: int) -> list[int]:
+        """Where a complete group is, by sample. Raises `StorageError` for any other."""
+        with self._mutex:
+            return self._index.complete(lease_id)
+
+    def trajectories_of(self, lease_id: int) -> list[Trajectory]:
+        """What is stored of a group, complete or not, in the order of its samples, some with a reward due."""
+        return self._read(lambda: self._index.stored(lease_id))
+
+    # --- housekeeping ---
+
+    def compact(self) -> bool:
+        """Merge one run of small neighbouring segments, if any is due; whether one was.
+
+        Raises `StorageError` when the disk refuses; then all is as it was."""
+        with self._housekeeping:
+            self._refuse_reader()
+            run = choose_merge(self.pieces)
+            if not run:
+                return False
+            written = merge_segments(self._path(merged(run)), [self._path(piece) for piece in run])
+            with self._mutex:
+                self._layout.switch(run, merged(run, written.size_bytes))
+            for piece in run:
+                remove(self._path(piece))
+        log.info("segments_merged", store=str(self.directory), segments=len(run), bytes=written.size_bytes)
+        return True
+
+    def retire(self, piece: Piece, archive: str | None) -> None:
+        """Put the segment of `piece` into the archive, if there is one, and remove it here.
+
+        Its groups stay known, and are not stored again; `storage.archive.restore` brings them back.
+        Raises `StorageError` when the archive or the disk refuses; then the segment is still here."""
+        with self._housekeeping:
+            self._refuse_reader()
+            if archive is not None:
+                archive_segment(self._path(piece), archive)
+            columns = self._columns_of(piece)
+            retired = replace(piece, retired=True, size_bytes=0)
+            save_columns(self._path(retired), columns, [len(columns)])
+            with self._mutex:
+                self._layout.switch([piece], retired)
+            remove(self._path(piece))
+        log.info("segment_retired", segment=str(self._path(piece)), bytes=piece.size_bytes, archive=archive)
+
+    def close(self) -> None:
+        """Unmap every file and let another writer in. Trajectories already read stay valid."""
+        with self._housekeeping:  # waits for what another thread is in the middle of
+            if self._lock is not None and self._indexed != (len(self._layout.ends), len(self._index)):
+                self._save_index()
+            self._release()
+
+    # --- inside ---
+
+    def _places(self, completed: Sequence[int]) -> dict[int, int]:
+        """Where in the list of complete groups these are to be, as far as that must be remembered."""
+        places = zip(completed, count(len(self._completed)), strict=False)
+        return {lease_id: place for lease_id, place in places if self._late.is_late(lease_id)}
+
+    def _refuse_reader(self) -> None:
+        if self._lock is None:
+            raise StorageError(f"{self.directory} was opened for reading")
+
+    def _path(self, piece: Piece) -> Path:
+        return self._layout.path(piece)
+
+    def _columns_of(self, piece: Piece) -> Columns:
+        with self._mutex:
+            return self._index.columns(self._layout.rows_of(piece))
+
+    def _read(self, find: Callable[[], list[int]]) -> list[Trajectory]:
+        with self._mutex:
+            try:
+                return [self._at(row) for row in find()]
+            except StorageError:
+                if self._lock is not None:
+                    raise
+        self._scan()  # the writer has stored, merged or retired since this reader looked
+        with self._mutex:
+            return [self._at(row) for row in find()]
+
+    def _at(self, row: int) -> Trajectory:
+        return self._late.joined(self._layout.trajectory(row))
+
+    def _release(self) -> None:
+        with self._mutex:
+            self._layout.close()
+        self._late.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    # --- the directory ---
+
+    def _scan(self) -> None:
+        if self._lock is not None:
+            remove_leftovers(self.directory)
+            pieces, replaced = find_pieces(self.directory)
+            for piece in replaced:
+                remove(self._path(piece))
+            self._load(pieces)
+            unplaced = self._late.unplaced(self._index.completed)
+            self._late.keep({}, self._places(unplaced))
+            self._completed += unplaced
+            return
+        for attempt in range(READER_ATTEMPTS):
+            try:
+                self._load(find_pieces(self.directory)[0])
+            except StorageError:  # a writer merged or retired what was here a moment ago
+                if attempt == READER_ATTEMPTS - 1:
+                    raise
+            else:
+                return
+
+    def _load(self, pieces: list[Piece]) -> None:
+        """Index these pieces: by the index file as far as it goes, from there on by the segments."""
+        self._late.open()
+        path = self.directory / INDEX_FILE
+        known, ends = Columns.none(), np.empty(0, np.int64)
+        if path.exists():
+            try:
+                known, ends = load_columns(path)
+            except StorageError as error:  # it says nothing that the segments do not say
+                log.warning("replay_index_not_used", reason=str(error))
+        sizes = [None if p.retired else check_segment(self._path(p)) for p in pieces]
+        covered = _agreeing(pieces, sizes, ends)
+        indexed = int(ends[pieces[covered - 1].last]) if covered else 0
+        parts = [known[:indexed], *(self._columns_on_disk(piece) for piece in pieces[covered:])]
+        rows = [*np.diff([0, *(ends[p.last] for p in pieces[:covered])]).tolist(), *map(len, parts[1:])]
+        sized = [
+            replace(p, size_bytes=size.size_bytes, written_s=size.written_s) if size else p
+            for p, size in zip(pieces, sizes, strict=True)
+        ]
+        with self._mutex:
+            self._layout.close()
+            self._layout = Layout(self.directory, sized, rows)
+            self._index = RowIndex(Columns.join(parts), load_marks(self.directory))
+            self._completed = self._late.order(self._index.completed)
+            self._indexed = (pieces[covered - 1].last + 1 if covered else 0), indexed
+
+    def _columns_on_disk(self, piece: Piece) -> Columns:
+        path = self._path(piece)
+        return load_columns(path)[0] if piece.retired else read_columns(path)
+
+    def _save_index(self) -> None:
+        try:
+            save_columns(self.directory / INDEX_FILE, self._index.columns(), self._layout.ends)
+        except StorageError as error:  # the next start reads the segments instead
+            log.warning("replay_index_not_written", reason=str(error))
+        else:
+            self._indexed = len(self._layout.ends), len(self._index)
+
+
+def _agreeing(pieces: Sequence[Piece], found: Sequence[Summary | None], ends: NDArray[np.int64]) -> int:
+    """How many of the first pieces an index with these `ends` covers; none if it is not of these segments."""
+    begin = 0
+    for n, (piece, summary) in enumerate(zip(pieces, found, strict=True)):
+        if piece.last >= len(ends):
+            return n
+        end = int(ends[piece.last])
+        if summary is not None and summary.trajectories != end - begin:
+            return 0
+        begin = end
+    return len(pieces)

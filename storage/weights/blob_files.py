@@ -1,0 +1,142 @@
+"""Blobs as files: in a directory that others mount, or that a server shows."""
+
+import asyncio
+import errno
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from bus.blobs import checked
+from bus.errors import BusError, ConfigError
+from bus.messages import BlobRef
+from storage.disk.atomic_files import Content, Data, remove_leftovers, size_of, temporary_sibling, write_parts
+from storage.weights.tensors import spare_threads
+
+SUFFIX = ".blob"
+READ_BYTES = 32 << 20
+"""Of a file, for one thread."""
+SETTING = "learner.publication.transport."
+
+
+class FileBlobs:
+    """A directory of this run's own. Readers find it under `origin`, a URL."""
+
+    def __init__(self, directory: Path, origin: str = "", *, setting: str = SETTING + "directory") -> None:
+        self.directory = directory
+        self._setting = setting
+        self.origin = origin or directory.absolute().as_uri()
+
+    async def start(self) -> None:
+        """Make the directory, and remove what an earlier learner left in it.
+
+        Raises `ConfigError` when it cannot be written."""
+        await asyncio.to_thread(self._start)
+
+    async def put(self, content: Content, *tokens: object) -> BlobRef:
+        """Write a file and give it its name when it is whole."""
+        return await asyncio.to_thread(self._put, content, tokens)
+
+    async def holds(self, refs: Iterable[BlobRef]) -> bool:
+        """Whether all are there in their full size."""
+        return await asyncio.to_thread(lambda: all(self._has(ref) for ref in refs))
+
+    async def delete(self, ref: BlobRef) -> None:
+        """Remove the file. Who reads it now can read to the end."""
+        await asyncio.to_thread((self.directory / file_name(ref)).unlink, missing_ok=True)
+
+    async def close(self) -> None:
+        """Nothing is open; the files stay for those who still read."""
+
+    def keep(self, ref: BlobRef, data: Data) -> None:
+        """Write what was fetched from elsewhere under its own name."""
+        self._write(file_name(ref), [data])
+
+    def _start(self) -> None:
+        probe = self.directory / (SUFFIX + ".probe")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"")
+            probe.unlink()
+            remove_leftovers(self.directory)
+            for old in self.directory.glob("*" + SUFFIX):
+                old.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"weights cannot lie in {self.directory} ({error.strerror}): make it writable, or set "
+                f"{self._setting} to another"
+            ) from error
+
+    def _put(self, content: Content, tokens: tuple[object, ...]) -> BlobRef:
+        whole = xxhash.xxh3_128()
+        for part in content:
+            whole.update(part)
+        digest, size = whole.hexdigest(), size_of(content)
+        subject = ".".join([*map(str, tokens), digest[:12]])
+        ref = BlobRef(subject=subject, chunks=1, size_bytes=size, digest=digest, origin=self.origin)
+        self._write(file_name(ref), content)
+        return ref
+
+    def _write(self, name: str, content: Content) -> None:
+        """Not made durable: what a power cut takes is published again."""
+        path = self.directory / name
+        temporary = temporary_sibling(path)
+        try:
+            with temporary.open("wb", buffering=0) as file:
+                write_parts(file.fileno(), content)
+            temporary.replace(path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise BusError(f"cannot write {path}: {error.strerror}") from error
+
+    def _has(self, ref: BlobRef) -> bool:
+        path = self.directory / file_name(ref)
+        return path.is_file() and path.stat().st_size == ref.size_bytes
+
+
+def file_name(ref: BlobRef) -> str:
+    """Name of the file that holds `ref`. Raises `BusError` for one that leads elsewhere."""
+    if "/" in ref.subject or ref.subject.startswith("."):
+        raise BusError(f"{ref.subject!r} is no name of a blob")
+    return ref.subject + SUFFIX
+
+
+def new_memory(size_bytes: int) -> memoryview:
+    """To read into. A bytearray's would be cleared first, which for all weights takes seconds."""
+    return np.empty(size_bytes, np.uint8).data
+
+
+def read_file(directory: Path, ref: BlobRef) -> memoryview:
+    """The bytes behind `ref`. Raises `BusError` when they are gone or are not what was stored."""
+    path = directory / file_name(ref)
+    try:
+        if path.stat().st_size != ref.size_bytes:  # before all of it is read
+            raise BusError(f"{path} has {path.stat().st_size} bytes, not {ref.size_bytes}")
+        with path.open("rb", buffering=0) as file:
+            data = _read_parts(file.fileno(), ref.size_bytes)
+        return checked(ref, data)
+    except OSError as error:
+        raise BusError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _read_parts(descriptor: int, size_bytes: int) -> memoryview:
+    """The first `size_bytes` of a file, by as many threads as may work beside what this process is for.
+
+    Raises `OSError`, also where the file has fewer."""
+    data = new_memory(size_bytes)
+
+    def read(start: int) -> None:
+        part = data[start : start + READ_BYTES]
+        while part:
+            count = os.preadv(descriptor, [part], start)
+            if not count:
+                size = os.fstat(descriptor).st_size
+                raise OSError(errno.ENODATA, f"it has {size} bytes, not {size_bytes}")
+            part, start = part[count:], start + count
+
+    with ThreadPoolExecutor(spare_threads(), "read") as threads:
+        list(threads.map(read, range(0, size_bytes, READ_BYTES)))
+    return data

@@ -1,0 +1,162 @@
+"""Where actors get published weights from: what the reference says, by way of a relay where there is one."""
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+import structlog
+
+from bus.blobs import get_blob
+from bus.codec import Message
+from bus.connection import Bus
+from bus.errors import BusError, DamagedError
+from bus.messages import BlobRef
+from bus.requests import BlobAsked, BlobOffer
+from storage.disk.atomic_files import Data
+from storage.weights.blob_files import FileBlobs, read_file
+from storage.weights.blob_http import BlobServer, download
+from storage.weights.transport_config import RelayConfig
+
+log = structlog.get_logger()
+UNREACHABLE_S = 60.0
+"""How long a relay is not asked that did not serve what it offered."""
+CANCEL_S = 5.0
+"""A fetch that does not end in this time is left behind."""
+
+
+class BlobSource(Protocol):
+    """Anything that blobs come from."""
+
+    async def get(self, ref: BlobRef) -> Data:
+        """The bytes behind `ref`, verified. Raises `BusError` when they cannot be had."""
+
+
+class Blobs:
+    """Fetches by the transport that the reference names; over HTTP from a relay first, if there is one."""
+
+    def __init__(self, bus: Bus, config: RelayConfig | None = None) -> None:
+        self._bus = bus
+        self._config = config or RelayConfig()
+        self._dropped: dict[str, float] = {}
+        """Relays that are not asked, and until when by the monotonic clock."""
+
+    async def get(self, ref: BlobRef) -> Data:
+        """The bytes behind `ref`. Raises `BusError` when they are gone or damaged."""
+        match urlsplit(ref.origin).scheme:
+            case "":
+                return await get_blob(self._bus, ref)
+            case "file":
+                return await asyncio.to_thread(read_file, Path(unquote(urlsplit(ref.origin).path)), ref)
+            case "http" | "https":
+                relayed = await self._relayed(ref) if self._config.via else None
+                return await download(ref.origin, ref) if relayed is None else relayed
+            case other:
+                raise BusError(f"{ref.subject} lies at {ref.origin}: this build knows no transport {other!r}")
+
+    async def _relayed(self, ref: BlobRef) -> Data | None:
+        """From a relay; `None` when none has it or what it has is not right: then the origin has to serve."""
+        subject = self._bus.subject("relay", self._config.via)
+        try:
+            offer = await self._bus.request(
+                subject, BlobAsked(blob=ref), BlobOffer, timeout_s=self._config.timeout_s
+            )
+        except BusError as error:
+            log.warning("relay_failed", site=self._config.via, reason=str(error))
+            return None
+        if time.monotonic() < self._dropped.get(offer.url, 0.0):
+            return None
+        try:
+            return await download(offer.url, ref)
+        except BusError as error:
+            for_s = math.inf if isinstance(error, DamagedError) else UNREACHABLE_S
+            log.warning("relay_dropped", url=offer.url, for_s=for_s, reason=str(error))
+            self._dropped[offer.url] = time.monotonic() + for_s
+            return None
+
+
+class Relay:
+    """Gets each blob once, keeps it as a file, and serves it to whoever comes by way of its site."""
+
+    def __init__(self, bus: Bus, source: BlobSource, config: RelayConfig, directory: Path) -> None:
+        self.url = ""
+        self._bus = bus
+        self._source = source
+        self._config = config
+        self._files = FileBlobs(directory)
+        self._server = BlobServer(directory, config, setting="actors.weights.port")
+        self._kept: OrderedDict[BlobRef, None] = OrderedDict()
+        self._fetching: dict[BlobRef, asyncio.Task[Data]] = {}
+
+    async def start(self) -> None:
+        """Begin to serve. Raises `ConfigError` for an address that cannot be had."""
+        await self._files.start()
+        self.url = await self._server.start(self._bus)
+        await self._bus.serve(self._bus.subject("relay", self._config.site), BlobAsked, self._offer)
+
+    async def close(self) -> None:
+        """Serve no longer, and fetch nothing more."""
+        fetching = list(self._fetching.values())
+        for task in fetching:
+            task.cancel()
+        if fetching:
+            await asyncio.wait(fetching, timeout=CANCEL_S)
+        await self._server.close()
+
+    async def get(self, ref: BlobRef) -> Data:
+        """The bytes behind `ref`, fetched once however many ask for them at a time."""
+        if not ref.origin.startswith("http"):  # the bus and shared directories need no relay
+            return await self._source.get(ref)
+        if ref in self._kept:
+            try:
+                return await asyncio.to_thread(read_file, self._files.directory, ref)
+            except BusError as error:
+                log.warning("relayed_file_is_damaged", reason=str(error))
+                self._kept.pop(ref, None)  # another that asked may have found it, too
+        if ref not in self._fetching:
+            task = self._fetching[ref] = asyncio.create_task(self._fetch(ref), name=f"relay {ref.subject}")
+            task.add_done_callback(lambda _: self._fetching.pop(ref, None))
+        fetching = self._fetching[ref]
+        try:
+            return await asyncio.shield(fetching)
+        except asyncio.CancelledError:
+            if fetching.cancelled():
+                raise BusError(f"{ref.subject}: the relay of {self._config.site} was closed") from None
+            raise
+
+    async def _fetch(self, ref: BlobRef) -> Data:
+        data = await self._source.get(ref)
+        await asyncio.to_thread(self._files.keep, ref, data)
+        self._kept[ref] = None
+        while len(self._kept) > self._config.keep:
+            oldest, _ = self._kept.popitem(last=False)
+            await self._files.delete(oldest)
+        return data
+
+    async def _offer(self, asked: BlobAsked) -> list[Message]:
+        if asked.blob not in self._kept:
+            await self.get(asked.blob)
+        return [BlobOffer(url=self.url)]
+
+
+@asynccontextmanager
+async def blob_source(bus: Bus, config: RelayConfig) -> AsyncIterator[BlobSource]:
+    """What an actor process gets weights from; inside, it relays them if it has a site."""
+    blobs = Blobs(bus, config)
+    if not config.site:
+        yield blobs
+        return
+    with TemporaryDirectory(prefix="sluice-relay-") as directory:
+        relay = Relay(bus, blobs, config, Path(directory))
+        await relay.start()
+        log.info("relay_ready", site=config.site, url=relay.url)
+        try:
+            yield relay
+        finally:
+            await relay.close()

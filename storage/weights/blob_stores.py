@@ -1,0 +1,117 @@
+"""Where published weights lie while actors fetch them: one protocol, one class for each kind of place."""
+
+import asyncio
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import nats.errors
+from nats.js.errors import NotFoundError
+
+from bus.blobs import delete_blob, put_blob
+from bus.connection import RETRY_S, Bus
+from bus.errors import BusError, ConfigError
+from bus.messages import BlobRef
+from bus.publish import Publisher
+from storage.disk.atomic_files import Content, size_of
+from storage.weights.blob_files import FileBlobs
+from storage.weights.blob_http import HttpBlobs
+from storage.weights.transport_config import FilesTransport, HttpTransport, TransportConfig
+
+SHARE = 4
+"""Part of the stream that one blob may take: several anchors are on it at a time, and everything else."""
+PATIENCE_S = 60.0
+
+
+class BlobStore(Protocol):
+    """The publishing side of a transport. A blob never changes; readers check its digest."""
+
+    async def start(self) -> None:
+        """Make ready, and forget what an earlier learner left.
+
+        Raises `ConfigError` when it cannot work here."""
+
+    async def put(self, content: Content, *tokens: object) -> BlobRef:
+        """Store `content` under a name made of `tokens`; it can be fetched when this returns."""
+
+    async def holds(self, refs: Iterable[BlobRef]) -> bool:
+        """Whether all of them are still there."""
+
+    async def delete(self, ref: BlobRef) -> None:
+        """Free its space; deleting twice is no error."""
+
+    async def close(self) -> None:
+        """Serve no longer."""
+
+
+class BusBlobs:
+    """Numbered chunks on the run's WEIGHTS stream."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._publisher = Publisher(bus)
+        self._stream = bus.topology.stream("WEIGHTS")
+
+    async def start(self) -> None:
+        """Take the weights of the learner before this one off the bus."""
+        try:
+            await self._bus.js.purge_stream(self._stream, subject=self._bus.subject("weights", "policy", ">"))
+        except nats.errors.Error as error:
+            raise BusError(f"cannot free {self._stream} of the last learner's weights: {error}") from error
+
+    async def put(self, content: Content, *tokens: object) -> BlobRef:
+        """Store it in chunks. Raises `ConfigError` when the stream is too small for such blobs."""
+        await self._refuse_too_large(size_of(content))
+        data = await asyncio.to_thread(b"".join, content)
+        return await put_blob(self._bus, self._publisher, data, "policy", *tokens)
+
+    async def holds(self, refs: Iterable[BlobRef]) -> bool:
+        """Whether every chunk is on the stream."""
+        return await on_bus(self._bus, refs)
+
+    async def delete(self, ref: BlobRef) -> None:
+        """Purge its chunks."""
+        await delete_blob(self._bus, ref)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    async def _refuse_too_large(self, size: int) -> None:
+        if size < 64 << 20:
+            return
+        limit = (await self._bus.js.stream_info(self._stream)).config.max_bytes or 0
+        if 0 < limit < SHARE * size:
+            raise ConfigError(
+                f"{size} bytes of weights are too much for the {limit} bytes of {self._stream}, which keeps "
+                "several versions: set learner.publication.transport.type to http or files"
+            )
+
+
+def blob_store(bus: Bus, config: TransportConfig, directory: Path) -> BlobStore:
+    """Where a learner publishes as configured; `directory` is the run's own for files that it serves."""
+    if isinstance(config, FilesTransport):
+        return FileBlobs(config.directory / bus.topology.run)
+    if isinstance(config, HttpTransport):
+        return HttpBlobs(bus, config.serve_from or directory, config)
+    return BusBlobs(bus)
+
+
+async def on_bus(bus: Bus, refs: Iterable[BlobRef]) -> bool:
+    """Whether every chunk of `refs` is on the run's stream, by one look at its subjects.
+
+    A server that is starting is waited for. Raises `BusError` after `PATIENCE_S`."""
+    stream = bus.topology.stream("WEIGHTS")
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            found = await bus.js.stream_info(stream, subjects_filter=bus.subject("weights", ">"))
+        except NotFoundError:  # its disk was wiped, and storage has not made it again
+            return False
+        except nats.errors.Error as error:
+            if time.monotonic() > deadline:
+                raise BusError(f"cannot look at {stream} for {PATIENCE_S:g} s: {error}") from error
+            await asyncio.sleep(RETRY_S)
+        else:
+            there = found.state.subjects or {}
+            return all(f"{ref.subject}.{n}" in there for ref in refs for n in range(ref.chunks))

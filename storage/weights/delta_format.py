@@ -1,0 +1,182 @@
+"""A delta of weights as bytes.
+
+It is `MAGIC`, the length of its header, the header, and one zstd frame for each part of a tensor that
+changed: the gaps between the positions of changed words, then how far each word moved, as whole numbers
+modulo the word: a small update moves most of them to a neighbour, which takes a quarter of the space of new
+values. Both lie in planes, lowest bytes first: the high bytes are nearly all 0, and zstd finds that. The
+header names the digest of what it applies to and of every result, so that nothing drifts.
+"""
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from bus.codec import Message, decode, encode
+from bus.errors import SchemaError, StorageError
+from storage.disk.atomic_files import Data
+from storage.weights.tensors import ITEM_BYTES, WORD, Words, part_count, place_of
+
+MAGIC = b"SLUICED2"
+LEVEL = 1
+GAP_BYTES = (1, 2, 4)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartChange(Message, tag="part_change"):
+    """One part of a tensor that is not what it was."""
+
+    number: int
+    changed: int
+    """Words that follow."""
+    gap_bytes: int
+    """Of each gap between their positions; 0 when all words follow as they are, whatever the base."""
+    body_bytes: int
+    """Of its zstd frame."""
+
+    def describes(self, words: int) -> bool:
+        """Whether it can be of a part of so many words."""
+        whole = self.gap_bytes == 0 and self.changed == words
+        sparse = self.gap_bytes in GAP_BYTES and 0 < self.changed <= words
+        return (whole or sparse) and self.body_bytes >= 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorChange(Message, tag="tensor_change"):
+    """One tensor that is not what it was."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[PartChange, ...]
+    """Those that changed, ascending."""
+    digest: bytes
+    """Of the tensor that results, see `storage.weights.whole_digest`."""
+
+    def check(self) -> None:
+        """Refuse what cannot describe a tensor."""
+        if self.dtype not in ITEM_BYTES or min(self.shape, default=0) < 0:
+            raise SchemaError(f"{self.name}: {self.dtype} {list(self.shape)} is no tensor")
+        words, itemsize = prod(self.shape), ITEM_BYTES[self.dtype]
+        numbers = [change.number for change in self.parts]
+        in_range = numbers and min(numbers) >= 0 and max(numbers) < part_count(words, itemsize)
+        if not in_range or numbers != sorted(set(numbers)):
+            raise SchemaError(f"{self.name}: {self.dtype} {list(self.shape)} has no parts {numbers}")
+        for change in self.parts:
+            place = place_of(change.number, words, itemsize)
+            if not change.describes(place.stop - place.start):
+                raise SchemaError(
+                    f"{self.name}: {change.changed} changed words with gaps of {change.gap_bytes} bytes "
+                    f"are no change of part {change.number} of {self.dtype} {list(self.shape)}"
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaHeader(Message, tag="weight_delta"):
+    """What a delta applies to, and what comes of it."""
+
+    base_version: int
+    policy_version: int
+    base_digest: bytes
+    digest: bytes
+    """`Weights.digest` of the result."""
+    removed: tuple[str, ...]
+    """Tensors that are no more."""
+    changes: tuple[TensorChange, ...]
+
+
+def write_delta(header: DeltaHeader, bodies: Iterable[bytes]) -> bytes:
+    """The whole delta; `bodies` are of all parts that the header names, in its order."""
+    said = encode(header)
+    return b"".join([MAGIC, struct.pack("<I", len(said)), said, *bodies])
+
+
+def read_delta(data: Data) -> tuple[DeltaHeader, Iterator[memoryview]]:
+    """The header, and the bodies of all parts that it names. Raises `StorageError` when it is malformed."""
+    start = len(MAGIC) + 4
+    if len(data) < start or data[: len(MAGIC)] != MAGIC:
+        raise StorageError(f"these {len(data)} bytes are no delta of weights")
+    [length] = struct.unpack_from("<I", data, len(MAGIC))
+    if start + length > len(data):
+        raise StorageError(f"a delta of {len(data)} bytes cannot have a header of {length}")
+    try:
+        header = decode(bytes(data[start : start + length]), DeltaHeader)
+    except SchemaError as error:
+        raise StorageError(f"the header of a delta is malformed: {error}") from error
+    sizes = [change.body_bytes for tensor in header.changes for change in tensor.parts]
+    if start + length + sum(sizes) != len(data):
+        raise StorageError(f"a delta of {len(data)} bytes has not the bodies that its header names")
+    if len({tensor.name for tensor in header.changes}) != len(header.changes):
+        raise StorageError("a delta changes one tensor twice")
+    bounds = accumulate(sizes, initial=start + length)
+    return header, (memoryview(data)[begin:end] for begin, end in pairwise(bounds))
+
+
+def pack_whole(words: Words) -> bytes:
+    """The body of a part all of whose words follow."""
+    return _compressed(_planes(words))
+
+
+def pack_moves(gaps: Words, moves: Words) -> bytes:
+    """The body of a part of which words moved so far, modulo the word, with so many others between them."""
+    return _compressed(np.concatenate([_planes(gaps), _planes(_zigzag(moves))]))
+
+
+def unpack_whole(change: PartChange, body: memoryview, word: type[np.unsignedinteger]) -> Words:
+    """The words of such a part. Raises `StorageError` for a body that is damaged, or of another size."""
+    return _from_planes(_content(change, body, word().itemsize), change.changed, word)
+
+
+def unpack_moves(change: PartChange, body: memoryview, word: type[np.unsignedinteger]) -> tuple[Words, Words]:
+    """The gaps and moves of such a part. Raises `StorageError` as `unpack_whole` does."""
+    content = _content(change, body, word().itemsize)
+    moves = _from_planes(content[change.changed * change.gap_bytes :], change.changed, word)
+    return _from_planes(content, change.changed, WORD[change.gap_bytes]), _unzigzag(moves)
+
+
+def _zigzag(moves: Words) -> Words:
+    """0, -1, 1, -2, 2, ..., modulo the word, as 0, 1, 2, 3, 4, ..."""
+    sign = moves >> (8 * moves.itemsize - 1)
+    coded: Words = (moves << 1) ^ np.negative(sign)
+    return coded
+
+
+def _unzigzag(coded: Words) -> Words:
+    moves: Words = (coded >> 1) ^ np.negative(coded & 1)
+    return moves
+
+
+def _planes(words: Words) -> NDArray[np.uint8]:
+    """The lowest byte of each word, then the next byte of each, and so on."""
+    order = f"<u{words.itemsize}"
+    return words.astype(order, copy=False).view(np.uint8).reshape(-1, words.itemsize).T.ravel()
+
+
+def _from_planes(planes: NDArray[np.uint8], count: int, word: type[np.unsignedinteger]) -> Words:
+    """`count` words from their planes, which `planes` begins with."""
+    words = planes[:count].astype(word)
+    for byte in range(1, words.itemsize):
+        words |= planes[byte * count : (byte + 1) * count].astype(word) << word(8 * byte)
+    return words
+
+
+def _compressed(planes: NDArray[np.uint8]) -> bytes:
+    return zstandard.ZstdCompressor(level=LEVEL).compress(planes.data)
+
+
+def _content(change: PartChange, body: memoryview, itemsize: int) -> NDArray[np.uint8]:
+    """A body's content, whose size is known beforehand: a frame that claims another is not opened."""
+    expected = change.changed * (change.gap_bytes + itemsize)
+    try:
+        size = zstandard.frame_content_size(body)
+        if size != expected:
+            raise StorageError(f"part {change.number}: a body of {size} bytes, not {expected}")
+        content = zstandard.ZstdDecompressor().decompress(body, max_output_size=max(size, 1))
+    except zstandard.ZstdError as error:
+        raise StorageError(f"part {change.number}: the body of its change is damaged: {error}") from error
+    return np.frombuffer(content, np.uint8)

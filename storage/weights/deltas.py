@@ -1,0 +1,309 @@
+"""What changed between two versions of the weights, exact to the bit; `delta_format.py` has it as bytes.
+
+All work is done in parts of tensors, on threads: numpy, zstd and xxhash let go of the interpreter, but each
+call has to get it back, so that many small ones would wait for each other."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.errors import StorageError
+from storage.disk.atomic_files import Data
+from storage.weights.delta_format import (
+    GAP_BYTES,
+    DeltaHeader,
+    PartChange,
+    TensorChange,
+    pack_moves,
+    pack_whole,
+    read_delta,
+    unpack_moves,
+    unpack_whole,
+    write_delta,
+)
+from storage.weights.tensors import (
+    ITEM_BYTES,
+    WORD,
+    HostTensor,
+    NewWords,
+    Weights,
+    Words,
+    in_order,
+    part_count,
+    part_digest,
+    part_words,
+    place_of,
+    whole_digest,
+)
+
+Positions = NDArray[np.int64]
+MAY_ADD_BYTES = 16 << 20
+"""What a delta may add to weights that are smaller than this."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delta:
+    """An encoded delta and what it leads to."""
+
+    data: bytes
+    weights: Weights
+    sent_words: int
+    """Those whose bits differ, and all of a part that travels whole."""
+
+
+def encode_delta(
+    base: Weights, policy_version: int, tensors: Mapping[str, HostTensor], threads: Executor | None = None
+) -> Delta:
+    """What makes `tensors` out of `base`. What did not change takes no space at all."""
+    items = [(name, tensor, n) for name, tensor in tensors.items() for n in range(tensor.parts)]
+    encoded = in_order(threads, partial(_encoded, base), items)
+    digests: dict[str, bytes] = {}
+    changes: list[TensorChange] = []
+    bodies: list[bytes] = []
+    for name, tensor in tensors.items():
+        parts = list(islice(encoded, tensor.parts))
+        digests[name] = whole_digest([part.digest for part in parts])
+        changed = tuple(part.change for part in parts if part.change is not None)
+        if changed:
+            bodies += [part.body for part in parts if part.change is not None]
+            changes.append(
+                TensorChange(
+                    name=name, dtype=tensor.dtype, shape=tensor.shape, parts=changed, digest=digests[name]
+                )
+            )
+    weights = Weights(policy_version, tensors, digests)
+    header = DeltaHeader(
+        base_version=base.policy_version,
+        policy_version=policy_version,
+        base_digest=base.digest(),
+        digest=weights.digest(),
+        removed=tuple(sorted(base.tensors.keys() - tensors.keys())),
+        changes=tuple(changes),
+    )
+    sent_words = sum(part.changed for change in changes for part in change.parts)
+    return Delta(write_delta(header, bodies), weights, sent_words)
+
+
+class Moved(NamedTuple):
+    """What a delta said of one part of a tensor."""
+
+    start: int
+    """Where the part begins, in words."""
+    gaps: Words
+    """How many words lie between each that moved and the one before it, or the beginning."""
+    words: Words
+    """Those that moved, as they are now."""
+
+    @property
+    def positions(self) -> Positions:
+        """Where these are in the tensor."""
+        return self.start + _positions(self.gaps)
+
+    @property
+    def last(self) -> int:
+        """Where the last of them is in the tensor, if there is one."""
+        return self.start + int(self.gaps.sum(dtype=np.int64)) + len(self.gaps) - 1
+
+
+Note = Callable[[Words, Words, Sequence[Moved]], None]
+"""Is told of a tensor the words before and after, and all that moved, in order."""
+
+
+def apply_delta(
+    base: Weights, data: Data, threads: Executor | None = None, *,
+    note: Note | None = None, like: NewWords = np.empty_like,
+) -> Weights:  # fmt: skip
+    """What `data` makes of `base`, which stays as it is; tensors that did not change are shared.
+
+    `note` is told of every tensor of which some words moved, on any of the threads; `like` makes room for
+    tensors that were there before.
+    Takes no more memory than the tensors that changed, and refuses to make `base` more than twice as large.
+    Raises `StorageError` when the delta is malformed or for another base, or a result has another digest.
+    """
+    header, bodies = read_delta(data)
+    if header.base_version != base.policy_version or header.base_digest != base.digest():
+        raise StorageError(
+            f"a delta from version {header.base_version} ({header.base_digest.hex()}) does not apply to "
+            f"version {base.policy_version} ({base.digest().hex()})"
+        )
+    _refuse_growth(base, header)
+    begun = [_begun(base, change, bodies, like) for change in header.changes]
+    parts = in_order(threads, _applied, [(tensor, n) for tensor in begun for n in range(tensor.new.parts)])
+    applied = [(tensor, list(islice(parts, tensor.new.parts))) for tensor in begun]
+    changed = list(in_order(threads, partial(_finished, note), applied))
+    names = [change.name for change in header.changes]
+    gone = set(header.removed)
+    tensors = {name: tensor for name, tensor in base.tensors.items() if name not in gone}
+    tensors |= dict(zip(names, changed, strict=True))
+    digests = {name: base.digests[name] for name in tensors if name in base.digests}
+    digests |= {change.name: change.digest for change in header.changes}
+    result = Weights(header.policy_version, tensors, digests)
+    if result.digest() != header.digest:
+        raise StorageError(
+            f"version {header.policy_version} should have the digest {header.digest.hex()} and has "
+            f"{result.digest().hex()}: fetch the anchor instead"
+        )
+    return result
+
+
+def changed_positions(old: Words, new: Words, *, at_most: int) -> Positions | None:
+    """Where two arrays of equally many words differ, ascending; `None` if at more than `at_most`."""
+    found, count = [], 0
+    for n in range(part_count(len(new), new.itemsize)):
+        place = place_of(n, len(new), new.itemsize)
+        found.append(np.flatnonzero(old[place] != new[place]) + place.start)
+        count += len(found[-1])
+        if count > at_most:
+            return None
+    return np.concatenate(found)
+
+
+# --- encoding ---
+
+
+class _Encoded(NamedTuple):
+    """One part of a tensor."""
+
+    digest: bytes
+    change: PartChange | None
+    """`None` when it did not change."""
+    body: bytes
+
+
+def _encoded(base: Weights, item: tuple[str, HostTensor, int]) -> _Encoded:
+    name, tensor, number = item
+    before, new = base.tensors.get(name), tensor.part(number)
+    digest = part_digest(new)
+    sparse = _sparse(before.part(number), new) if before is not None and before.same_kind(tensor) else None
+    if sparse is None:
+        changed, gap_bytes, body = len(new), 0, pack_whole(new)
+    else:
+        gaps, moves = sparse
+        if not len(gaps):
+            return _Encoded(digest, None, b"")
+        changed, gap_bytes, body = len(gaps), gaps.itemsize, pack_moves(gaps, moves)
+    change = PartChange(number=number, changed=changed, gap_bytes=gap_bytes, body_bytes=len(body))
+    return _Encoded(digest, change, body)
+
+
+def _sparse(old: Words, new: Words) -> tuple[Words, Words] | None:
+    """The gaps between changed words, and how far each moved; `None` where all words take less space."""
+    positions = np.flatnonzero(old != new)
+    if len(positions) > new.nbytes // (GAP_BYTES[0] + new.itemsize):
+        return None
+    gaps = np.diff(positions, prepend=-1) - 1
+    largest = int(gaps.max(initial=0))
+    width = next(width for width in GAP_BYTES if largest < 1 << 8 * width)  # 4 bytes are enough for a part
+    if len(positions) * (width + new.itemsize) >= new.nbytes > 0:
+        return None
+    return gaps.astype(WORD[width]), new[positions] - old[positions]
+
+
+# --- applying ---
+
+
+def _refuse_growth(base: Weights, header: DeltaHeader) -> None:
+    added = sum(
+        prod(change.shape) * ITEM_BYTES[change.dtype]
+        for change in header.changes
+        if not _fits(base.tensors.get(change.name), change)
+    )
+    if added > max(base.size_bytes, MAY_ADD_BYTES):
+        raise StorageError(f"a delta would add {added} bytes to weights of {base.size_bytes}")
+
+
+def _fits(old: HostTensor | None, change: TensorChange) -> bool:
+    return old is not None and (old.dtype, old.shape) == (change.dtype, change.shape)
+
+
+class _Begun(NamedTuple):
+    """A tensor in the making."""
+
+    name: str
+    old: HostTensor
+    """What it was; where there was none, the room for what it will be."""
+    new: HostTensor
+    """The room for what it will be."""
+    changes: Mapping[int, tuple[PartChange, memoryview]]
+    """By number of the part, with their bodies."""
+    digest: bytes
+    """What it has to have."""
+
+
+def _begun(base: Weights, change: TensorChange, bodies: Iterator[memoryview], like: NewWords) -> _Begun:
+    changes = {part.number: (part, body) for part, body in zip(change.parts, bodies, strict=False)}
+    old = base.tensors.get(change.name)
+    if old is not None and _fits(old, change):
+        new = HostTensor(change.dtype, change.shape, like(old.words))
+    else:
+        words, word = prod(change.shape), WORD[ITEM_BYTES[change.dtype]]
+        all_parts = len(changes) == part_count(words, ITEM_BYTES[change.dtype])
+        if not all_parts or any(part.gap_bytes for part in change.parts):
+            raise StorageError(
+                f"{change.name}: the base has no {change.dtype} {list(change.shape)} to change"
+            )
+        old = new = HostTensor(change.dtype, change.shape, np.empty(words, word))
+    return _Begun(change.name, old, new, changes, change.digest)
+
+
+class _Applied(NamedTuple):
+    """One part of a tensor that is made."""
+
+    digest: bytes
+    moved: Moved | None
+    """`None` where it came whole."""
+
+
+def _applied(item: tuple[_Begun, int]) -> _Applied:
+    tensor, number = item
+    old, new = tensor.old.part(number), tensor.new.part(number)
+    try:
+        moved = _written(tensor.changes.get(number), number, old, new)
+    except StorageError as error:
+        raise StorageError(f"{tensor.name}: {error}") from error
+    return _Applied(part_digest(new), moved)
+
+
+def _written(
+    found: tuple[PartChange, memoryview] | None, number: int, old: Words, new: Words
+) -> Moved | None:
+    """Write a part into `new`, and return what moved; `None` where it came whole."""
+    start = number * part_words(new.itemsize)
+    if found is None:
+        new[:] = old
+        return Moved(start, np.zeros(0, np.uint8), new[:0])
+    change, body = found
+    if change.gap_bytes == 0:
+        new[:] = unpack_whole(change, body, new.dtype.type)
+        return None
+    gaps, moves = unpack_moves(change, body, new.dtype.type)
+    positions = _positions(gaps)
+    if positions[-1] >= len(old):
+        raise StorageError(f"part {number}: position {positions[-1]} of {len(old)} words")
+    words = old[positions] + moves
+    new[:] = old
+    new[positions] = words
+    return Moved(start, gaps, words)
+
+
+def _positions(gaps: Words) -> Positions:
+    """Where words are of which so many others are before each."""
+    return np.cumsum(gaps, dtype=np.int64) + np.arange(len(gaps))
+
+
+def _finished(note: Note | None, item: tuple[_Begun, Sequence[_Applied]]) -> HostTensor:
+    """A tensor all of whose parts are there. Raises `StorageError` when it is not the right one."""
+    tensor, parts = item
+    if whole_digest([part.digest for part in parts]) != tensor.digest:
+        raise StorageError(f"{tensor.name} has not the digest {tensor.digest.hex()}: the delta is damaged")
+    moved = [part.moved for part in parts if part.moved is not None]
+    if note is not None and len(moved) == len(parts):
+        note(tensor.old.words, tensor.new.words, moved)
+    return tensor.new

@@ -1,0 +1,230 @@
+"""A version's weights on the host: tensors as words compared bit for bit, their digests, and snapshots.
+
+A snapshot is a safetensors file. `storage/weights/deltas.py` holds what changed between two versions.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from math import prod
+from typing import TypeVar
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from bus.errors import StorageError
+from storage.disk.atomic_files import Content, Data
+
+T = TypeVar("T")
+U = TypeVar("U")
+Words = NDArray[np.unsignedinteger]
+NewWords = Callable[[Words], Words]
+"""Makes an array of the same size and dtype, with anything in it."""
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Element sizes by the names of safetensors."""
+TORCH_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+"""What torch, which is not imported here, calls its dtypes among them."""
+WORD: dict[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+PART_BYTES = 32 << 20
+"""Of a tensor, for one thread. A learner and its actors have the same: digests are of parts."""
+MAX_HEADER_BYTES = 100_000_000
+"""As safetensors has it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostTensor:
+    """A tensor's elements as unsigned words, so that NaN equals itself and -0.0 is not 0.0."""
+
+    dtype: str
+    """By the name of safetensors, a key of `ITEM_BYTES`."""
+    shape: tuple[int, ...]
+    words: Words
+    """[elements], contiguous, of the element's size; whoever shares it does not write into it."""
+
+    @property
+    def parts(self) -> int:
+        """How many it has for threads to work on."""
+        return part_count(len(self.words), self.words.itemsize)
+
+    def part(self, number: int) -> Words:
+        """One of them, in the same memory."""
+        return self.words[place_of(number, len(self.words), self.words.itemsize)]
+
+    def same_kind(self, other: "HostTensor") -> bool:
+        """Whether both have the same dtype and shape."""
+        return self.dtype == other.dtype and self.shape == other.shape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """One version's tensors by Hugging Face name, each with its digest: see `whole_digest`."""
+
+    policy_version: int
+    tensors: Mapping[str, HostTensor]
+    digests: Mapping[str, bytes]
+
+    @classmethod
+    def of(
+        cls, policy_version: int, tensors: Mapping[str, HostTensor], threads: Executor | None = None
+    ) -> "Weights":
+        """Take the digest of every tensor."""
+        parts = [tensor.part(number) for tensor in tensors.values() for number in range(tensor.parts)]
+        found = in_order(threads, part_digest, parts)
+        digests = {name: whole_digest(list(islice(found, tensor.parts))) for name, tensor in tensors.items()}
+        return cls(policy_version, tensors, digests)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all elements."""
+        return sum(tensor.words.nbytes for tensor in self.tensors.values())
+
+    @property
+    def words(self) -> int:
+        """Elements of all tensors."""
+        return sum(len(tensor.words) for tensor in self.tensors.values())
+
+    def digest(self) -> bytes:
+        """xxh3-128 of the version and all names, dtypes, shapes and digests: equal for equal weights only."""
+        whole = xxhash.xxh3_128(str(self.policy_version).encode())
+        for name in sorted(self.tensors):
+            tensor = self.tensors[name]
+            whole.update(json.dumps([name, tensor.dtype, tensor.shape]).encode() + self.digests[name])
+        return whole.digest()
+
+    def changed_since(self, digests: Mapping[str, bytes]) -> dict[str, HostTensor]:
+        """The tensors whose digest is another one in `digests`, or is not there."""
+        return {
+            name: tensor for name, tensor in self.tensors.items() if digests.get(name) != self.digests[name]
+        }
+
+    def sharing(self, other: "Weights") -> "Weights":
+        """The same weights; those tensors that `other` has too are its."""
+        tensors = dict(self.tensors)
+        for name in tensors.keys() & other.tensors.keys():
+            same = self.digests[name] == other.digests[name]
+            if same and tensors[name].same_kind(other.tensors[name]):
+                tensors[name] = other.tensors[name]
+        return Weights(self.policy_version, tensors, self.digests)
+
+
+def part_words(itemsize: int) -> int:
+    """Elements of each part of a tensor but the last."""
+    return PART_BYTES // itemsize
+
+
+def part_count(words: int, itemsize: int) -> int:
+    """How many parts so many elements have: one at least."""
+    return max(1, -(-words // part_words(itemsize)))
+
+
+def place_of(number: int, words: int, itemsize: int) -> slice:
+    """Where a part lies among so many elements."""
+    start = number * part_words(itemsize)
+    return slice(start, min(start + part_words(itemsize), words))
+
+
+def part_digest(words: Words) -> bytes:
+    """xxh3-128 of the elements' bytes."""
+    return xxhash.xxh3_128_digest(words.data)
+
+
+def whole_digest(parts: Sequence[bytes]) -> bytes:
+    """A tensor's digest, of those of its parts: of several together xxh3-128."""
+    return parts[0] if len(parts) == 1 else xxhash.xxh3_128_digest(b"".join(parts))
+
+
+def in_order(threads: Executor | None, work: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
+    """`map`, on `threads` if there are any: numpy, zstd and xxhash let go of the interpreter."""
+    return map(work, items) if threads is None else threads.map(work, items)
+
+
+def spare_threads() -> int:
+    """How many threads may work on weights beside what this process is for: half of its cores, at most 32."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(32, max(1, cores // 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor's bytes lie in a file."""
+
+    start: int
+    end: int
+
+
+def laid_out(
+    kinds: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, Place]]:
+    """How a safetensors file begins that holds tensors of these dtypes and shapes, and where each belongs.
+
+    The widest lie first, so that each lies at a multiple of its element's size."""
+    order = sorted(kinds, key=lambda name: (-ITEM_BYTES[kinds[name][0]], name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end, offsets = 0, {}
+    for name in order:
+        dtype, shape = kinds[name]
+        offsets[name] = begin, end = end, end + ITEM_BYTES[dtype] * prod(shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    places = {name: Place(start + begin, start + end) for name, (begin, end) in offsets.items()}
+    return struct.pack("<Q", len(text)) + text, places
+
+
+def snapshot_content(weights: Weights) -> Content:
+    """All tensors as a safetensors file, in their own memory."""
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
+    beginning, places = laid_out(kinds, {"policy_version": str(weights.policy_version)})
+    return [beginning, *(weights.tensors[name].words.data for name in places)]
+
+
+def read_snapshot(
+    data: Data, policy_version: int, threads: Executor | None = None, *,
+    like: NewWords = np.empty_like,
+) -> Weights:  # fmt: skip
+    """The tensors of a safetensors file, copied into room that `like` makes.
+
+    Raises `StorageError` when it is malformed."""
+    try:
+        [length] = struct.unpack_from("<Q", data)
+        if length > min(MAX_HEADER_BYTES, len(data)):
+            raise StorageError(f"a snapshot of {len(data)} bytes cannot have a header of {length}")
+        header = json.loads(bytes(data[8 : 8 + length]))
+        header.pop("__metadata__", None)
+        copies = in_order(threads, partial(_tensor, data, 8 + length, like), header.values())
+        tensors = dict(zip(header, copies, strict=True))
+    except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StorageError(f"these {len(data)} bytes are no safetensors file: {error!r}") from error
+    return Weights.of(policy_version, tensors, threads)
+
+
+def _tensor(data: Data, start: int, like: NewWords, entry: Mapping[str, object]) -> HostTensor:
+    dtype, shape, offsets = str(entry["dtype"]), entry["shape"], entry["data_offsets"]
+    sizes, (begin, end) = whole_numbers(shape), whole_numbers(offsets)
+    if end - begin != prod(sizes) * ITEM_BYTES[dtype] or start + end > len(data):
+        raise ValueError(f"{dtype} {list(sizes)} at {begin} to {end} of {len(data) - start} bytes")
+    words = np.frombuffer(data, WORD[ITEM_BYTES[dtype]], prod(sizes), start + begin)
+    copy = like(words)
+    copy[:] = words
+    return HostTensor(dtype, sizes, copy)
+
+
+def whole_numbers(value: object) -> tuple[int, ...]:
+    """`value` as sizes. Raises `ValueError` when it is no list of integers from 0 on."""
+    if not isinstance(value, list | tuple) or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError(f"{value!r} are no sizes")
+    return tuple(value)
