@@ -225,7 +225,7 @@ MERGING = """
 import sys
 sys.path[:0] = [{root!r}, {here!r}]
 from pathlib import Path
-from storage import pieces
+from storage.store import pieces
 from storage.store.replay import ReplayStore
 from test_replay import group
 pieces.MERGE_SEGMENTS = 3
