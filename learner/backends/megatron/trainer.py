@@ -348,7 +348,7 @@ def _forward_step(
     batch = next(batches)
     tokens = TrainedTokens.of(batch)
 
-    def token_loss(logprobs: Tensor, rows: slice) -> Tensor:
+    def token_loss(logprobs: Tensor, _entropy: Tensor, rows: slice) -> Tensor:
         return compute_loss(objective, logprobs, tokens[rows])[0]
 
     return model(batch, temperature, token_loss), partial(_loss_step, objective, policy_version, tokens)

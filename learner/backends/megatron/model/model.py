@@ -27,9 +27,8 @@ from learner.backends.megatron.model.attention import (
     pack_layout,
     rotary_frequencies,
 )
-from learner.backends.megatron.model.logprobs import label_logprobs
 from learner.backends.megatron.model.norm import RMSNorm
-from learner.backends.megatron.model.output_layer import TokenLoss, head_loss
+from learner.backends.megatron.model.output_layer import TokenLoss, label_logprobs, output_layer_loss
 from learner.backends.megatron.process_groups import device
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch
@@ -85,13 +84,14 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         )
         chunk_size = max(LEAST_ROWS, LOGITS_BYTES // (4 * self.output_layer.output_size_per_partition))
         group = self.pg_collection.tp
+        temperatures = torch.full((len(rows),), temperature, device=rows.device)
         if token_loss is not None:
-            return head_loss(
+            return output_layer_loss(
                 rows,
                 weight,
                 labels - first_label,
                 token_loss,
-                temperature=temperature,
+                temperatures=temperatures,
                 group=group,
                 chunk_size=chunk_size,
             )
@@ -99,7 +99,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             rows,
             lambda some: F.linear(some, weight),
             labels - first_label,
-            temperature=temperature,
+            temperatures=temperatures,
             group=group,
             chunk_size=chunk_size,
         )

@@ -1,0 +1,122 @@
+"""The fused loss and the log-probabilities against plain torch on whole logits."""
+
+import pytest
+import torch
+
+from learner.backends.megatron.model.output_layer import label_logprobs, output_layer_loss
+
+ROWS, HIDDEN, VOCAB = 37, 16, 50
+TEMPERATURES = torch.linspace(0.5, 1.5, ROWS)
+ENTROPY_COEF = 0.3
+
+
+def made(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(ROWS, HIDDEN, generator=generator).requires_grad_()
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator).requires_grad_()
+    labels = torch.randint(VOCAB, (ROWS,), generator=generator)
+    advantages = torch.randn(ROWS, generator=generator)
+
+    def token_loss(logprobs, entropy, rows):
+        ratio = torch.exp(logprobs + 4.0).clamp(max=2.0).detach()
+        return -(ratio * advantages[rows] * logprobs).sum()
+
+    return hidden, weight, labels, token_loss
+
+
+def with_entropy_bonus(token_loss):
+    return lambda logprobs, entropy, rows: (
+        token_loss(logprobs, entropy, rows) - ENTROPY_COEF * entropy.square().sum()
+    )
+
+
+def in_plain_torch(hidden, weight, labels):
+    """Log-probabilities of the labels and entropies, each at its own temperature."""
+    distribution = torch.log_softmax(hidden @ weight.t() / TEMPERATURES[:, None], dim=-1)
+    return distribution.gather(-1, labels[:, None])[:, 0], -(distribution.exp() * distribution).sum(-1)
+
+
+@pytest.mark.parametrize("bonus", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 10, 1000])
+def test_fused_loss_and_gradients_are_those_of_plain_torch(chunk_size, bonus):
+    hidden, weight, labels, token_loss = made()
+    loss_of = with_entropy_bonus(token_loss) if bonus else token_loss
+    loss, logprobs, entropy = output_layer_loss(
+        hidden, weight, labels, loss_of, temperatures=TEMPERATURES, chunk_size=chunk_size
+    )
+    found = torch.autograd.grad(3 * loss, (hidden, weight))
+    expected = in_plain_torch(hidden, weight, labels)
+    expected_loss = loss_of(*expected, slice(None))
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5)
+    for ours, theirs in zip(found, torch.autograd.grad(3 * expected_loss, (hidden, weight)), strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-5, rtol=1e-5)
+    assert torch.allclose(logprobs, expected[0], atol=1e-5)
+    assert torch.allclose(entropy, expected[1], atol=1e-5)
+    assert not logprobs.requires_grad
+    assert not entropy.requires_grad
+
+
+def test_no_tokens_give_no_loss_and_zero_gradients():
+    hidden, weight, labels, token_loss = made()
+    loss, logprobs, _ = output_layer_loss(
+        hidden[:0], weight, labels[:0], token_loss, temperatures=TEMPERATURES[:0], chunk_size=10
+    )
+    [gradient] = torch.autograd.grad(loss, weight)
+    assert (loss.item(), len(logprobs), gradient.abs().max().item()) == (0.0, 0, 0.0)
+
+
+def test_a_frozen_output_layer_gets_no_gradient():
+    hidden, weight, labels, token_loss = made()
+    loss, _, _ = output_layer_loss(
+        hidden, weight.detach(), labels, token_loss, temperatures=TEMPERATURES, chunk_size=10
+    )
+    [gradient] = torch.autograd.grad(loss, hidden)
+    assert gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize("used", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("chunk_size", [1, 10, 1000])
+def test_logprobs_and_entropy_carry_the_gradient_of_plain_torch_whatever_the_chunks(chunk_size, used):
+    hidden, weight, labels, _ = made()
+    found = label_logprobs(
+        hidden, lambda rows: rows @ weight.t(), labels, temperatures=TEMPERATURES, chunk_size=chunk_size
+    )
+    expected = in_plain_torch(hidden, weight, labels)
+    upstream = [torch.randn(ROWS) if each else None for each in used]
+
+    def gradients(values):
+        total = sum(
+            (value * slope).sum() for value, slope in zip(values, upstream, strict=True) if slope is not None
+        )
+        return torch.autograd.grad(total, (hidden, weight))
+
+    for ours, theirs in zip((*found, *gradients(found)), (*expected, *gradients(expected)), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_huge_logits_do_not_overflow():
+    logits = torch.tensor([[1e4, 0.0], [-1e4, 1e4]], requires_grad=True)
+    logprobs, entropy = label_logprobs(
+        logits, lambda rows: rows, torch.tensor([0, 0]), temperatures=torch.ones(2), chunk_size=2
+    )
+    assert logprobs.tolist() == [0.0, -2e4]
+    assert entropy.tolist() == [0.0, 0.0]
+    [gradient] = torch.autograd.grad(logprobs.sum() + entropy.sum(), logits)
+    assert gradient.tolist() == [[0.0, 0.0], [1.0, -1.0]]
+
+
+def test_no_labels_give_no_logprobs():
+    logprobs, entropy = label_logprobs(
+        torch.zeros(0, 3), lambda rows: rows, torch.zeros(0, dtype=torch.int64),
+        temperatures=torch.ones(0), chunk_size=8,
+    )  # fmt: skip
+    assert logprobs.shape == entropy.shape == (0,)
+
+
+def test_logits_in_bfloat16_are_normalized_in_float32():
+    torch.manual_seed(0)
+    logits = torch.randn(4, 1000).bfloat16()
+    labels = torch.randint(0, 1000, (4,))
+    logprobs, _ = label_logprobs(logits, lambda rows: rows, labels, temperatures=torch.ones(4), chunk_size=8)
+    expected = torch.log_softmax(logits.float(), -1).gather(-1, labels[:, None])[:, 0]
+    assert torch.allclose(logprobs, expected, atol=1e-5)
