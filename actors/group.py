@@ -1,11 +1,14 @@
 """The siblings of one lease while an actor gathers them: stored by another, finished here, sent or not."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain, count
 
 from actors.environments.base import AgentTrajectory, Episode
-from bus.messages import Lease, Trajectory, TrajectoryBatch
+from bus.messages import Lease, trajectory_name
 from bus.requests import Siblings
+from bus.trajectory import Parent, Trajectory, TrajectoryBatch
 
 NOTHING = Siblings(group_size=0)
 
@@ -49,7 +52,7 @@ class Group:
         """Of all trajectories there are: first those stored."""
         here = {n for sample in self.episodes for n in self._places(sample)} if self.each else set()
         before = [r for n, r in zip(self.stored.samples, self.stored.rewards, strict=True) if n not in here]
-        return [*before, *(part.reward for _, part in self._parts(sorted(self.episodes)))]
+        return [*before, *(part.reward for _, _, part in self._parts(sorted(self.episodes)))]
 
     @property
     def rewards_due(self) -> bool:
@@ -98,38 +101,57 @@ class Group:
     def _batch(self, samples: list[int]) -> TrajectoryBatch:
         parts = self._parts(samples)
         size = len(parts) if self.each is None else self.each * self.samples
-        return TrajectoryBatch(trajectories=tuple(self._trajectory(n, size, part) for n, part in parts))
+        places = {(rollout, part.strand): place for place, rollout, part in parts}
+        return TrajectoryBatch(
+            trajectories=tuple(
+                self._trajectory(place, size, rollout, part, self._parent(part, rollout, places))
+                for place, rollout, part in parts
+            )
+        )
 
-    def _parts(self, samples: list[int]) -> list[tuple[int, AgentTrajectory]]:
-        """Trajectories and their places in the group."""
-        if self.each is None:
-            return list(enumerate(part for sample in samples for part in self.episodes[sample].trajectories))
-        return [
-            place
-            for sample in samples
-            for place in zip(self._places(sample), self.episodes[sample].trajectories, strict=True)
-        ]
+    def _parts(self, samples: list[int]) -> list[tuple[int, int, AgentTrajectory]]:
+        """Trajectories with their places in the group and their rollouts."""
+        parts = [(sample, part) for sample in samples for part in self.episodes[sample].trajectories]
+        places = chain.from_iterable(map(self._places, samples)) if self.each else count()
+        return [(place, sample, part) for place, (sample, part) in zip(places, parts, strict=False)]
 
     def _places(self, sample: int) -> range:
         each = self.each or 1
         return range(sample * each, (sample + 1) * each)
 
-    def _trajectory(self, place: int, size: int, part: AgentTrajectory) -> Trajectory:
+    def _parent(
+        self, part: AgentTrajectory, rollout: int, places: Mapping[tuple[int, int], int]
+    ) -> Parent | None:
+        """What it was forked from, unless the environment left that out of the episode."""
+        if part.fork is None or (rollout, part.fork.strand) not in places:
+            return None
+        place = places[rollout, part.fork.strand]
+        return Parent(trajectory_name(self.lease.lease_id, place), part.fork.token)
+
+    def _trajectory(
+        self, place: int, size: int, rollout: int, part: AgentTrajectory, parent: Parent | None
+    ) -> Trajectory:
         routed = part.routed_experts
         layers, per_token = (0, 0) if routed is None else routed.shape[1:]
         return Trajectory(
-            trajectory_id=f"{self.lease.group_id}.{place}",
+            trajectory_id=trajectory_name(self.lease.lease_id, place),
             group_id=self.lease.group_id,
             lease_id=self.lease.lease_id,
             sample=place,
             group_size=size,
+            rollout=rollout,
             token_ids=part.token_ids,
             loss_mask=part.loss_mask,
             behaviour_logprobs=part.behaviour_logprobs,
             policy_versions=part.policy_versions,
+            turns=part.turns,
             reward=part.reward,
+            end=part.end,
             agent=part.agent,
-            finish_reason=part.finish_reason,
+            policy=part.policy,
+            parent=parent,
+            trainable=part.trainable,
+            reward_components=dict(part.reward_components),
             actor=self.actor,
             metadata=dict(part.metadata),
             reward_due=part.reward_due,

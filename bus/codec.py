@@ -193,6 +193,8 @@ def _converters(hint: Any) -> tuple[Convert | None, Convert]:
         return _union_converters(get_args(hint))
     if isinstance(hint, type) and issubclass(hint, Message):
         return _body, lambda value: _from_body(hint, value)
+    if isinstance(hint, type) and issubclass(hint, tuple):
+        return None, _record_converter(hint)
     if hint is float:
         return None, _number
     if hint is int:
@@ -226,6 +228,29 @@ def _tuple_converters(item: Any) -> tuple[Convert, Convert]:
         list if pack_item is None else lambda values: [pack_item(v) for v in values],
         lambda value: tuple(unpack_item(v) for v in to_list(value)),
     )
+
+
+def _record_converter(kind: Any) -> Convert:
+    """How a `NamedTuple` is unpacked: it travels as a list, without the names of its fields.
+
+    Fields are only ever added at the end, with a default: a shorter list is older, a longer one newer."""
+    hints = get_type_hints(kind, include_extras=True)
+    unpacks = [(name, _converters(hints[name])[1]) for name in kind._fields]
+    required = len(unpacks) - len(kind._field_defaults)
+    to_list = _exactly(list)
+
+    def unpack(value: Any) -> Any:
+        items = to_list(value)
+        if len(items) < required:
+            raise SchemaError(
+                f"a {kind.__name__.lower()} of {len(items)} fields, of which {required} are required"
+            )
+        try:
+            return kind(*[convert(item) for (_, convert), item in zip(unpacks, items, strict=False)])
+        except SchemaError as error:
+            raise SchemaError(f"{kind.__name__.lower()} {reprlib.repr(items)}: {error}") from error
+
+    return unpack
 
 
 def _union_converters(options: tuple[Any, ...]) -> tuple[Convert | None, Convert]:

@@ -1,23 +1,15 @@
 """What streams and keys hold and what everybody is told: frozen dataclasses that `codec.py` packs and checks.
 
-What processes ask each other is in `requests.py`.
+A trajectory is in `trajectory.py`; what processes ask each other is in `requests.py`.
 """
 
 import re
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import isfinite
-from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from bus.codec import BoolArray, Float32Array, Int32Array, Json, Message
+from bus.codec import Json, Message
 from bus.errors import SchemaError
-
-FinishReason = Literal["stop", "length", "abort"]
-LARGEST_REWARD = float(np.finfo(np.float32).max)
-"""Either way: the learner computes in float32."""
+from bus.trajectory import LARGEST_REWARD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,88 +61,6 @@ def parse_trajectory_name(name: str) -> tuple[int, int]:
             f"{name[:100]!r} names no trajectory: it is written like g00000012.3", kind="reward"
         )
     return lease_id, sample
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trajectory(Message, tag="trajectory"):
-    """One agent's part of an episode as a flat sequence of L tokens, prompt included."""
-
-    trajectory_id: str
-    """Same bytes for the same lease and sample whoever rolls it out: a redelivery stores nothing new."""
-    group_id: str
-    lease_id: int
-    sample: int
-    """Position among its siblings, 0 <= sample < group_size."""
-    group_size: int
-    """Trajectories the group has when complete."""
-    token_ids: Int32Array
-    loss_mask: BoolArray
-    """[L], True on sampled tokens."""
-    behaviour_logprobs: Float32Array
-    """[L] nats, at the sampling temperature, under the weights that sampled the token; 0 outside the mask."""
-    policy_versions: Int32Array
-    """[L], the weights behind each token: a swap in mid-rollout shows here; -1 outside the mask."""
-    reward: float
-    agent: str = "solver"
-    finish_reason: FinishReason = "stop"
-    actor: str = ""
-    metadata: dict[str, Json] = field(default_factory=dict)
-    reward_due: bool = False
-    """Its reward comes later, as a `RewardGiven`; `reward` says nothing. Nobody trains on it before."""
-    run: str = ""
-    """Of its lease."""
-    routed_experts: bytes = b""
-    """`experts` as bytes; empty where they were not recorded."""
-    moe_layers: int = 0
-    experts_per_token: int = 0
-
-    def check(self) -> None:
-        """Refuse what would poison training: unequal lengths, non-finite numbers, nothing to train on."""
-        ids, logprobs, mask = self.token_ids, self.behaviour_logprobs, self.loss_mask
-        lengths = [len(ids), len(mask), len(logprobs), len(self.policy_versions)]
-        if lengths.count(lengths[0]) != len(lengths):
-            raise SchemaError(f"{self.trajectory_id}: arrays of {lengths} tokens")
-        if not np.count_nonzero(mask):
-            raise SchemaError(f"{self.trajectory_id}: no sampled token among {lengths[0]}")
-        # argmin and argmax take a third of the time of min and max; to both, NaN is the extreme
-        if not (isfinite(logprobs[logprobs.argmin()]) and isfinite(logprobs[logprobs.argmax()])):
-            raise SchemaError(f"{self.trajectory_id}: a behaviour log-prob is not finite")
-        if not abs(self.reward) <= LARGEST_REWARD:  # also refuses NaN
-            raise SchemaError(f"{self.trajectory_id}: reward is {self.reward}")
-        versions = self.policy_versions[mask]
-        if ids[ids.argmin()] < 0 or versions[versions.argmin()] < 0:
-            raise SchemaError(f"{self.trajectory_id}: a token id or a sampled token's version is negative")
-        if not 0 <= self.sample < self.group_size:
-            raise SchemaError(f"{self.trajectory_id}: sample {self.sample} of a group of {self.group_size}")
-        layers, per_token = self.moe_layers, self.experts_per_token
-        if min(layers, per_token) < 0 or len(self.routed_experts) != (len(ids) - 1) * layers * per_token:
-            raise SchemaError(
-                f"{self.trajectory_id}: {len(self.routed_experts)} routed experts for {len(ids)} tokens, "
-                f"{layers} layers and {per_token} experts a token"
-            )
-
-    @property
-    def experts(self) -> NDArray[np.uint8] | None:
-        """[L - 1, moe_layers, experts_per_token]: where each token went as its keys and values were computed.
-
-        The last token has no row: no pass has read it. None where it was not recorded."""
-        if not self.routed_experts:
-            return None
-        return np.frombuffer(self.routed_experts, np.uint8).reshape(
-            -1, self.moe_layers, self.experts_per_token
-        )
-
-    @property
-    def oldest_version(self) -> int:
-        """Version of the oldest trained token, which defines the trajectory's staleness."""
-        return int(self.policy_versions[self.loss_mask].min())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrajectoryBatch(Message, tag="trajectories"):
-    """Trajectories that travel together: siblings of a group, or the answer to a read."""
-
-    trajectories: tuple[Trajectory, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

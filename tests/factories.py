@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from bus.messages import Lease, Prompt, Trajectory, group_name
+from bus.messages import Lease, Prompt, group_name
+from bus.trajectory import Trajectory, Turn
 
 
 def make_trajectory(
@@ -23,11 +24,14 @@ def make_trajectory(
         lease_id=lease_id,
         sample=sample,
         group_size=group_size,
+        rollout=sample,
         token_ids=seed.integers(0, 1000, tokens, dtype=np.int32),
         loss_mask=mask,
         behaviour_logprobs=np.where(mask, -seed.random(tokens), 0).astype(np.float32),
         policy_versions=np.where(mask, policy_version, -1).astype(np.int32),
+        turns=(Turn(tokens // 2, tokens, "stop"),),
         reward=reward,
+        end="completed",
         actor="test",
         metadata={"turns": 1},
     )

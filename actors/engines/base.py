@@ -2,19 +2,18 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 import numpy as np
 
 from actors.config import SamplingConfig
 from bus.errors import EngineError
+from bus.trajectory import FinishReason
 
 if TYPE_CHECKING:
     import torch
 
     from actors.engines.announced_version import Published
-
-FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.engines.base import FinishReason, Generation, GenerationRequest
+from actors.engines.base import Generation, GenerationRequest
 from actors.engines.waiting import unless
 from bus.errors import EngineError
+from bus.trajectory import FinishReason
 
 if TYPE_CHECKING:
     import torch

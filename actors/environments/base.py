@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from actors.engines.base import FinishReason
 from bus.codec import Json
 from bus.errors import SchemaError
+from bus.trajectory import DEFAULT_POLICY, YOUNGEST, End, Turn
 
 if TYPE_CHECKING:
     from actors.policy.policy import Policy
 
+DEFAULT_AGENT = "solver"
 JSON: TypeAlias = bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"] | None
 ChatMessage: TypeAlias = Mapping[str, JSON]
 """One message of a chat as templates take it: at least `role` and `content`."""
@@ -42,13 +43,13 @@ class Task:
         return messages
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """The tokens [start, stop) that one completion added to a trajectory."""
+class Fork(NamedTuple):
+    """Where a trajectory of an episode was forked from another."""
 
-    start: int
-    stop: int
-    finish_reason: FinishReason
+    strand: int
+    """Number of the other one."""
+    token: int
+    """Number of tokens that both begin with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,17 +59,27 @@ class AgentTrajectory:
     token_ids: np.ndarray
     """int32 [L]"""
     loss_mask: np.ndarray
-    """bool [L], True on sampled tokens."""
+    """bool [L], True on sampled tokens that may be trained."""
     behaviour_logprobs: np.ndarray
-    """float32 [L], nats, under the weights that sampled the token; 0 outside `loss_mask`."""
+    """float32 [L], nats, under the weights that sampled the token; 0 where none was sampled."""
     policy_versions: np.ndarray
-    """int32 [L], the weights behind each token; -1 outside `loss_mask`."""
-    agent: str = "solver"
-    reward: float
-    finish_reason: FinishReason
-    """Of the last turn."""
-    turns: tuple[Turn, ...] = ()
+    """int32 [L], the weights behind each token; -1 where none was sampled."""
+    turns: tuple[Turn, ...]
     """Its completions, in order."""
+    reward: float
+    """Reward of the outcome."""
+    end: End
+    strand: int = 0
+    """Number of this trajectory among those that were recorded in its episode."""
+    agent: str = DEFAULT_AGENT
+    policy: str = DEFAULT_POLICY
+    """Name of the policy that is trained on it."""
+    fork: Fork | None = None
+    """What it was forked from; None where it began by itself."""
+    trainable: bool = True
+    """False where it is only recorded: a frozen opponent, a judge, or nothing but greedy turns."""
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+    """Parts of the reward by name."""
     reward_due: bool = False
     """Its reward comes later; `reward` says nothing."""
     metadata: Mapping[str, Json] = field(default_factory=dict)
@@ -78,8 +89,8 @@ class AgentTrajectory:
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights that sampled it; where nothing was sampled, younger than any."""
-        return int(self.policy_versions[self.loss_mask].min(initial=np.iinfo(np.int32).max))
+        """Version of the oldest token of the mask; where the mask is empty, younger than any."""
+        return int(self.policy_versions[self.loss_mask].min(initial=YOUNGEST))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
@@ -11,9 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
-from actors.engines.base import Engine, FinishReason, Generation, GenerationRequest, Sampling
-from actors.environments.base import AgentTrajectory, ChatMessage, Turn
+from actors.engines.base import Engine, GenerationRequest, Sampling
+from actors.environments.base import DEFAULT_AGENT, AgentTrajectory, ChatMessage
+from actors.policy.strand import Call, Strand, forked_from
 from actors.policy.version_masking import without_older_versions
+from bus.trajectory import End, FinishReason
 
 PROMPTS_REMEMBERED = 512
 
@@ -68,66 +70,19 @@ class Completion:
     token_ids: np.ndarray
     """int32 [N], as sampled."""
     finish_reason: FinishReason
-
-
-@dataclass(slots=True)
-class _Strand:
-    """A growing trajectory: a context and what was sampled in it."""
-
-    agent: str
-    rendered: str | None
-    """The chat so far as text, if it came from one."""
-    tokens: list[int] = field(default_factory=list)
-    sampled: list[tuple[int, Generation]] = field(default_factory=list)
-    """Completions and where they start."""
-
-    @property
-    def routed(self) -> list[np.ndarray]:
-        """The experts of its tokens, from the first on, in pieces."""
-        pieces = (generation.routed_experts for _, generation in self.sampled)
-        return [piece for piece in pieces if piece is not None]
-
-    def extend(self, prompt: Sequence[int], generation: Generation) -> None:
-        """Append what `prompt` adds to the tokens so far, and a completion."""
-        self.tokens.extend(prompt[len(self.tokens) :])
-        self.sampled.append((len(self.tokens), generation))
-        self.tokens.extend(generation.token_ids.tolist())
-
-    def trajectory(self, reward: float) -> AgentTrajectory:
-        """Return the recording as arrays."""
-        length = len(self.tokens)
-        mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
-        versions = np.full(length, -1, np.int32)
-        turns = []
-        for start, generation in self.sampled:
-            span = slice(start, start + len(generation.token_ids))
-            mask[span], logprobs[span] = True, generation.logprobs
-            versions[span] = generation.policy_versions
-            turns.append(Turn(span.start, span.stop, generation.finish_reason))
-        return AgentTrajectory(
-            token_ids=np.array(self.tokens, np.int32),
-            loss_mask=mask,
-            behaviour_logprobs=logprobs,
-            policy_versions=versions,
-            agent=self.agent,
-            reward=reward,
-            finish_reason=turns[-1].finish_reason,
-            turns=tuple(turns),
-            routed_experts=self._experts(),
-        )
-
-    def _experts(self) -> np.ndarray | None:
-        """Of all tokens but the last, or None: an engine that ended could not tell its latest."""
-        pieces = self.routed
-        complete = sum(map(len, pieces)) == len(self.tokens) - 1
-        return np.concatenate(pieces) if pieces and complete else None
+    number: int
+    """Counts the completions of the rollout from 0."""
 
 
 class Policy:
     """Access to an engine for the agents of one rollout, which it records; `fresh` gives the next one.
 
-    A call whose context continues an earlier one of the same agent grows that trajectory; any other
-    context (a rewritten history, a second agent) starts a new one. Sampled tokens are never re-tokenised.
+    A call whose context continues an earlier one of the same agent grows that trajectory; any other context
+    starts a new one: of a second agent, of a rewritten history, or forked from an earlier one whose prompt it
+    shares. Sampled tokens are never re-tokenised. Each call may have an `agent`, a `sampling` of its own
+    (`dataclasses.replace(policy.sampling, temperature=0.5)`) and say that it is not `trainable`, as that of a
+    frozen opponent or a judge. Greedy turns (temperature 0) are recorded, but not trained: log-probs of a
+    choice are not those of a distribution that was sampled.
     With `mask_older_versions`, tokens that lag the trajectory's newest version by more are not trained on.
     With `routed_experts` the engine is asked where it sent the tokens, once for each token."""
 
@@ -143,60 +98,90 @@ class Policy:
         self._calls = count()
         self._rollout_id = "rollout"
         self._completions = count()
-        self._strands: list[_Strand] = []
+        self._strands: list[Strand] = []
+        self._turn_rewards: dict[int, float] = {}
+        """By the number of the completion."""
 
     def fresh(self, rollout_id: str) -> "Policy":
         """Return a policy with nothing recorded, which shares the engine and the remembered prompts."""
         policy = copy(self)
         policy._rollout_id, policy._completions, policy._strands = rollout_id, count(), []
+        policy._turn_rewards = {}
         return policy
 
-    async def chat(self, messages: Sequence[ChatMessage] | str, agent: str = "solver") -> Completion:
+    async def chat(
+        self, messages: Sequence[ChatMessage] | str, agent: str = DEFAULT_AGENT, *,
+        sampling: Sampling | None = None, trainable: bool = True,
+    ) -> Completion:  # fmt: skip
         """Answer a chat; a string is one user message. Raises EngineError."""
         if isinstance(messages, str):
             messages = ({"role": "user", "content": messages},)
+        call = Call(next(self._completions), agent, sampling or self.sampling, trainable)
         text, token_ids = self._format.encode_chat(messages)
         for strand in self._of(agent):
             if strand.rendered and text.startswith(strand.rendered):
                 added = self._format.encode(text[len(strand.rendered) :])
-                return await self._complete([*strand.tokens, *added], agent, text)
-        return await self._complete(token_ids, agent, text)
+                return await self._complete([*strand.tokens, *added], call, text)
+        return await self._complete(token_ids, call, text)
 
-    async def generate(self, token_ids: Sequence[int], agent: str = "solver") -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], agent: str = DEFAULT_AGENT, *,
+        sampling: Sampling | None = None, trainable: bool = True,
+    ) -> Completion:  # fmt: skip
         """Continue tokens. Raises EngineError."""
-        return await self._complete(token_ids, agent, None)
+        call = Call(next(self._completions), agent, sampling or self.sampling, trainable)
+        return await self._complete(token_ids, call, None)
 
-    def trajectories(self, reward: float | Mapping[str, float]) -> tuple[AgentTrajectory, ...]:
-        """Return all that was recorded, in order of first use; `reward` is for all agents or by agent."""
+    def reward_turn(self, completion: Completion, reward: float) -> None:
+        """Note the reward of this turn alone, beside that of the outcome."""
+        self._turn_rewards[completion.number] = reward
+
+    def trajectories(
+        self, reward: float | Mapping[str, float], *,
+        end: End | None = None, reward_components: Mapping[str, float] | None = None,
+    ) -> tuple[AgentTrajectory, ...]:  # fmt: skip
+        """Return all that was recorded, in order of first use.
+
+        Args:
+            reward: of the outcome, for all agents or by agent.
+            end: why the episode has no more turns; by default each trajectory's last turn says it.
+            reward_components: parts of the reward by name, for the record.
+        """
         recorded = [
-            strand.trajectory(reward[strand.agent] if isinstance(reward, Mapping) else reward)
+            strand.trajectory(
+                reward[strand.agent] if isinstance(reward, Mapping) else reward,
+                turn_rewards=self._turn_rewards,
+                reward_components=reward_components or {},
+                end=end,
+            )
             for strand in self._strands
         ]
         if self._max_lag is None:
             return tuple(recorded)
         return tuple(without_older_versions(trajectory, self._max_lag) for trajectory in recorded)
 
-    async def _complete(self, token_ids: Sequence[int], agent: str, rendered: str | None) -> Completion:
+    async def _complete(self, token_ids: Sequence[int], call: Call, rendered: str | None) -> Completion:
         request_id = f"{next(self._calls)}-{self._rollout_id}"  # none is another's prefix, as SGLang needs
-        experts_from = self._experts_from(agent, token_ids)
-        request = GenerationRequest(request_id, token_ids, self._seeded(), experts_from)
+        experts_from = self._experts_from(call.agent, token_ids)
+        request = GenerationRequest(request_id, token_ids, self._seeded(call), experts_from)
         generation = await self._engine.generate(request)
-        strand = self._continued(agent, token_ids)
+        strand = self._continued(call.agent, token_ids)
         if strand is None:
-            self._strands.append(strand := _Strand(agent, None))
-        strand.extend(token_ids, generation)
+            fork = forked_from(token_ids, self._of(call.agent))
+            self._strands.append(strand := Strand(len(self._strands), call.agent, fork))
+        strand.extend(token_ids, generation, call)
         if rendered is not None:
             strand.rendered = rendered + self._format.decode(
                 generation.token_ids.tolist(), skip_special_tokens=False
             )
         text = self._format.decode(generation.token_ids.tolist())
-        return Completion(text, generation.token_ids, generation.finish_reason)
+        return Completion(text, generation.token_ids, generation.finish_reason, call.number)
 
-    def _seeded(self) -> Sampling:
-        """The sampling of the next completion, whose seed is other than its siblings' and always the same."""
-        name = f"{self._rollout_id}/{next(self._completions)}"
+    def _seeded(self, call: Call) -> Sampling:
+        """The sampling of a call, whose seed is other than its siblings' and always the same."""
+        name = f"{self._rollout_id}/{call.number}"
         digest = blake2b(name.encode(), digest_size=8).digest()
-        return replace(self.sampling, seed=int.from_bytes(digest, "big") >> 1)
+        return replace(call.sampling, seed=int.from_bytes(digest, "big") >> 1)
 
     def _experts_from(self, agent: str, token_ids: Sequence[int]) -> int | None:
         """First of the tokens whose experts are not recorded yet; None when none are."""
@@ -205,12 +190,12 @@ class Policy:
         strand = self._continued(agent, token_ids)
         return 0 if strand is None else sum(map(len, strand.routed))
 
-    def _continued(self, agent: str, token_ids: Sequence[int]) -> _Strand | None:
+    def _continued(self, agent: str, token_ids: Sequence[int]) -> Strand | None:
         """Return the newest strand that `token_ids` continues."""
         for strand in self._of(agent):
             if list(token_ids[: len(strand.tokens)]) == strand.tokens:
                 return strand
         return None
 
-    def _of(self, agent: str) -> list[_Strand]:
+    def _of(self, agent: str) -> list[Strand]:
         return [strand for strand in reversed(self._strands) if strand.agent == agent]

@@ -14,7 +14,7 @@ def without_older_versions(trajectory: AgentTrajectory, max_lag: int) -> AgentTr
     They stay as context, and the metadata says how many there are and which versions sampled them. With 0
     only tokens of the newest version are trained on (slime's `mask-offpolicy-in-partial-rollout`)."""
     sampled = trajectory.loss_mask
-    newest = int(trajectory.policy_versions.max(initial=-1))
+    newest = int(trajectory.policy_versions[sampled].max(initial=-1))
     older = sampled & (trajectory.policy_versions < newest - max_lag)
     if not older.any():
         return trajectory

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from actors.engines.base import FinishReason
 from actors.environments.base import JSON, ChatMessage
 from bus.errors import SluiceError
+from bus.trajectory import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

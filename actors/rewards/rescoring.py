@@ -11,7 +11,8 @@ from actors.policy.policy import ChatFormat
 from actors.rewards.base import LATER, Answer, RewardError
 from actors.rewards.scoring import Scorer
 from bus.errors import ConfigError
-from bus.messages import Prompt, Trajectory
+from bus.messages import Prompt
+from bus.trajectory import Trajectory
 from storage.client.score_tables import Score
 
 

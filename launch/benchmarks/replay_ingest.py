@@ -22,11 +22,11 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.errors import BusError
-from bus.messages import TrajectoryBatch
 from bus.process_tuning import paced
 from bus.publish import Publisher
 from bus.server import NatsServer
 from bus.topology import ensure
+from bus.trajectory import TrajectoryBatch
 from launch.benchmarks.replay_workload import GROUP, TOKENS, Figures, Material, Size
 from storage.shard.server import BATCH, Shard
 from storage.store.replay import ReplayStore

@@ -26,12 +26,13 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.consume import Inbox, consume
 from bus.errors import BusError
-from bus.messages import BlobRef, Lease, PolicyManifest, Prompt, TrajectoryBatch
+from bus.messages import BlobRef, Lease, PolicyManifest, Prompt
 from bus.process_tuning import paced
 from bus.publish import Publisher
 from bus.requests import BatchLease, BatchRequest, Done, StepCommitted, Waiting
 from bus.server import NatsServer
 from bus.topology import ensure, shard_of
+from bus.trajectory import TrajectoryBatch
 from launch.benchmarks.replay_workload import SHORT, Figures, Material, Size
 from storage.config import AdmissionConfig
 from storage.dispatch.dispatcher import Dispatcher

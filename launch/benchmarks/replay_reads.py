@@ -26,10 +26,11 @@ from bus.codec import Json
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError
-from bus.messages import Trajectory, group_name
+from bus.messages import group_name
 from bus.requests import GroupRef, Located, LocateRequest
 from bus.server import NatsServer
 from bus.topology import ensure, shard_of
+from bus.trajectory import Trajectory, Turn
 from storage.client.reader import ReplayReader
 from storage.shard.server import Shard
 from storage.store.replay import ReplayStore
@@ -147,6 +148,9 @@ def _group(lease_id: int, tokens: int) -> list[Trajectory]:
             lease_id=lease_id,
             sample=sample,
             group_size=SAMPLES,
+            rollout=sample,
+            turns=(Turn(0, tokens, "stop"),),
+            end="completed",
             token_ids=rng.integers(0, 150_000, tokens, dtype=np.int32),
             loss_mask=np.ones(tokens, np.bool_),
             behaviour_logprobs=-rng.random(tokens, dtype=np.float32),

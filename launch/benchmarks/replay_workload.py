@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.codec import Json
-from bus.messages import Trajectory, group_name
+from bus.messages import group_name
+from bus.trajectory import Trajectory, Turn
 from storage.store.segments import TOKEN_ARRAYS
 
 GROUP = 8
@@ -64,7 +65,10 @@ class Material:
             lease_id=lease_id,
             sample=sample,
             group_size=group,
+            rollout=sample,
+            turns=(Turn(0, part.stop - part.start, "stop"),),
             reward=1.0,
+            end="completed",
             actor="bench",
             metadata={"turns": 1},
             **{name: self.arrays[name][part] for name in TOKEN_ARRAYS},  # type: ignore[arg-type]

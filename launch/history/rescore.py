@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from actors.config import SingleTurnConfig
 from bus.codec import Json
 from bus.errors import ConfigError
-from bus.messages import Trajectory
 from bus.topology import shard_of
+from bus.trajectory import Trajectory
 from launch.config import RunConfig, config_file, resolve
 from storage.client.score_tables import Comparison, compare, save_scores, scores_path
 from storage.disk.run_directory import RunDirectory

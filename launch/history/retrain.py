@@ -12,7 +12,7 @@ import structlog
 
 from bus.codec import Json
 from bus.errors import ConfigError
-from bus.messages import Trajectory
+from bus.trajectory import Trajectory
 from launch.config import RunConfig, config_file, resolve
 from launch.process.services import learner_settings
 from storage.client.score_tables import load_scores, scores_path

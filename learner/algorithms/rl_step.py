@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import isfinite
 
-from bus.messages import Trajectory
 from bus.requests import GroupRef
+from bus.trajectory import Trajectory
 from learner.algorithms.objective import Objective
 from learner.backends.megatron.trainer import StepResult, Trainer
 from learner.config.learner import LearnerConfig

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bus.messages import Trajectory
+from bus.trajectory import Trajectory
 from learner.algorithms.advantages.grpo import grpo_advantages
 from learner.config.algorithm import AdvantageConfig
 from learner.data.packing import Sample

@@ -8,8 +8,8 @@ import structlog
 
 from bus.codec import Json
 from bus.errors import ConfigError, StorageError
-from bus.messages import Trajectory
 from bus.topology import shard_of
+from bus.trajectory import Trajectory
 from learner import lineage
 from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.checkpoint.checkpoint import read_extra

@@ -22,10 +22,11 @@ import structlog
 from bus.codec import Json
 from bus.connection import Bus
 from bus.errors import BusError
-from bus.messages import Metrics, Trajectory
+from bus.messages import Metrics
 from bus.requests import Given
 from bus.roles import guarded, hold_role
 from bus.status import report_status
+from bus.trajectory import Trajectory
 from bus.waiting import ended_before, set_within
 from learner import lineage
 from learner.algorithms.rl_step import lineage_line, train_on

@@ -11,8 +11,8 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from bus.errors import WorldError
-from bus.messages import Trajectory
 from bus.requests import GroupRef
+from bus.trajectory import Trajectory
 from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.checkpoint.checkpoint import PendingCheckpoint, start_checkpoint
 from learner.backends.megatron.checkpoint.writer import CopyRoom

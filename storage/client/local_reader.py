@@ -10,8 +10,8 @@ import structlog
 
 from bus.connection import Bus
 from bus.errors import BusError, StorageError
-from bus.messages import Trajectory
 from bus.requests import Located, LocateRequest
+from bus.trajectory import Trajectory
 from storage.client.addresses import directory_identity, host_identity
 from storage.store.mapped import MappedSegments
 from storage.store.pieces import Piece

@@ -14,7 +14,6 @@ import structlog
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError, FencedError
-from bus.messages import Trajectory, TrajectoryBatch
 from bus.requests import (
     BatchLease,
     BatchRequest,
@@ -27,6 +26,7 @@ from bus.requests import (
     StepCommitted,
     Waiting,
 )
+from bus.trajectory import Trajectory, TrajectoryBatch
 from storage.client.local_reader import LocalReader
 
 log = structlog.get_logger()

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bus.errors import SchemaError
-from bus.messages import Trajectory, group_name, trajectory_name
+from bus.messages import group_name, trajectory_name
 from bus.requests import Issued
 from bus.topology import shard_of
+from bus.trajectory import Trajectory
 from storage.dispatch.ledger import Ledger
 
 RUN_ID, VOCABULARY, NEWEST_VERSION = "run_id", "vocabulary", "newest_version"
@@ -123,7 +124,7 @@ class Quarantine:
         return _refusal(t, "identity", f"it is of run {t.run}; this one, of the same name, is {run}")
 
     def _foreign_token(self, t: Trajectory) -> SchemaError | None:
-        vocabulary, largest = self.facts.vocabulary, int(t.token_ids.max())
+        vocabulary, largest = self.facts.vocabulary, int(t.token_ids.max(initial=-1))
         if vocabulary is None or largest < vocabulary:
             return None
         return _refusal(
@@ -140,7 +141,7 @@ class Quarantine:
         )  # fmt: skip
 
     def _never_published(self, t: Trajectory) -> SchemaError | None:
-        published, newest = self.facts.newest_version, int(t.policy_versions[t.loss_mask].max())
+        published, newest = self.facts.newest_version, t.newest_version
         if published is None or newest <= published:
             return None
         return _refusal(

@@ -11,7 +11,7 @@ from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
 from bus.errors import BusError, SchemaError, StorageError
-from bus.messages import GroupRejected, RewardGiven, Trajectory, TrajectoryBatch
+from bus.messages import GroupRejected, RewardGiven
 from bus.publish import Publisher, together
 from bus.requests import (
     Done,
@@ -24,6 +24,7 @@ from bus.requests import (
     WholeRequest,
 )
 from bus.topology import shard_of
+from bus.trajectory import Trajectory, TrajectoryBatch
 from storage.client.addresses import host_identity, locate
 from storage.dispatch.short_groups import serve_closing
 from storage.shard.group_status import serve_siblings
@@ -195,6 +196,7 @@ def _packed(trajectories: Sequence[Trajectory]) -> Iterator[TrajectoryBatch]:
     for trajectory in trajectories:
         batch.append(trajectory)
         size += 16 * len(trajectory.token_ids) + len(trajectory.routed_experts) + 512
+        size += 64 * len(trajectory.turns)
         if size >= ANSWER_BYTES:
             yield TrajectoryBatch(trajectories=tuple(batch))
             batch, size = [], 0

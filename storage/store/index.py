@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.errors import SchemaError, StorageError
-from bus.messages import Trajectory
+from bus.trajectory import Trajectory
 from storage.disk.atomic_files import write_file
 from storage.store.closed_groups import Marks, in_order
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import structlog
 
 from bus.errors import StorageError
-from bus.messages import RewardGiven, Trajectory
+from bus.messages import RewardGiven
+from bus.trajectory import Trajectory
 from storage.disk.atomic_files import fsync_path
 
 log = structlog.get_logger()

@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from bus.errors import StorageError
-from bus.messages import Trajectory
+from bus.trajectory import Trajectory
 from storage.store.mapped import MappedSegments
 from storage.store.pieces import Piece
 from storage.store.segments import Segment

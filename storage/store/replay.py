@@ -14,7 +14,8 @@ import structlog
 from numpy.typing import NDArray
 
 from bus.errors import SchemaError, StorageError
-from bus.messages import RewardGiven, Trajectory
+from bus.messages import RewardGiven
+from bus.trajectory import Trajectory
 from storage.disk.atomic_files import lock_directory, make_directory, remove, remove_leftovers
 from storage.store.archive import archive_segment
 from storage.store.closed_groups import load_marks, save_marks

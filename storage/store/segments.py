@@ -24,13 +24,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from bus.errors import StorageError
-from bus.messages import Trajectory
+from bus.trajectory import Parent, Trajectory, Turn
 from storage.disk.atomic_files import Content, publish_files
 from storage.store.index import Columns
 from storage.store.zipped import map_entries, zipped
 
-FORMAT = 3
-"""2 was the same group as a directory of files."""
+FORMAT = 4
+"""Format 3 lacked a trajectory's episode, turns and end; 2 was the same group as a directory of files."""
 FILE = "group.zip"
 TOKEN_ARRAYS = {
     "token_ids": "int32",
@@ -54,6 +54,7 @@ _REMEDY = "restore it or move the store away"
 _SETTERS: list[Callable[[Trajectory, object], None]] = [
     getattr(Trajectory, name).__set__ for name in (*RECORD_FIELDS, *TOKEN_ARRAYS)
 ]
+_TURNS, _PARENT = RECORD_FIELDS.index("turns"), RECORD_FIELDS.index("parent")
 _UINT64 = (1 << 64) - 1
 Arrays = dict[str, list[NDArray[Any]]]
 """By name, in pieces that follow one another."""
@@ -213,7 +214,8 @@ def _summary(path: Path, entries: Mapping[str, memoryview]) -> Summary:
         raise StorageError(f"{path} is not a replay segment, by its zarr.json; {_REMEDY}") from error
     if found != FORMAT:
         raise StorageError(
-            f"{path} has format {found!r}, this build reads {FORMAT}: use the build that wrote it"
+            f"{path} has format {found!r}, this build reads {FORMAT}: go on with the build that wrote it, or "
+            "begin a new run (--run with another name, or move the run's directory away)"
         )
     try:
         _check_fields(path, attributes["record_fields"])
@@ -282,6 +284,9 @@ class Segment:
                 f"{self._path} is corrupt: trajectory {row} does not match its checksum; {_REMEDY}"
             )
         values = msgpack.unpackb(record)
+        values[_TURNS] = tuple([Turn(*turn) for turn in values[_TURNS]])
+        if values[_PARENT] is not None:
+            values[_PARENT] = Parent(*values[_PARENT])
         if len(values) < len(RECORD_FIELDS):  # the younger fields have defaults
             tokens: dict[str, Any] = dict(zip(TOKEN_ARRAYS, arrays, strict=True))
             return Trajectory(**dict(zip(RECORD_FIELDS, values, strict=False)), **tokens)

@@ -44,7 +44,7 @@ class Recording:
         finally:
             self.busy -= 1
         [trajectory] = trajectories = policy.trajectories(1.0)
-        self.versions += trajectory.policy_versions[trajectory.loss_mask].tolist()
+        self.versions += trajectory.policy_versions[trajectory.policy_versions >= 0].tolist()
         return Episode(trajectories=trajectories)
 
 

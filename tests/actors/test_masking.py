@@ -9,6 +9,7 @@ from actors.environments.base import AgentTrajectory, Episode
 from actors.group import Group
 from actors.policy.policy import Policy
 from actors.policy.version_masking import without_older_versions
+from bus.trajectory import Turn
 from tests.factories import make_lease
 
 VERSIONS = [-1, 3, 3, 4, -1, 5, 6]
@@ -21,8 +22,9 @@ def trajectory() -> AgentTrajectory:
         loss_mask=versions >= 0,
         behaviour_logprobs=np.where(versions >= 0, np.float32(-0.5), np.float32(0)),
         policy_versions=versions,
+        turns=(Turn(1, 4, "stop"), Turn(5, 7, "stop")),
         reward=1.0,
-        finish_reason="stop",
+        end="completed",
     )
 
 

@@ -1,12 +1,16 @@
 """What a policy records is what the engine returned, token by token."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from actors.config import SamplingConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
+from actors.environments.base import Fork
 from actors.policy.policy import Policy
+from bus.trajectory import Turn
 
 END = 1
 
@@ -33,7 +37,8 @@ async def test_a_chat_is_recorded_as_rendered_and_sampled(scripted, tokenizer):
     assert trajectory.behaviour_logprobs[:7].tolist() == [0] * 7
     np.testing.assert_allclose(trajectory.behaviour_logprobs[7:], [-0.1, -0.11, -0.12], rtol=1e-5)
     assert trajectory.policy_versions.tolist() == [-1] * 7 + [2] * 3
-    assert (trajectory.agent, trajectory.reward, trajectory.finish_reason) == ("solver", 1.0, "stop")
+    assert (trajectory.agent, trajectory.reward, trajectory.end) == ("solver", 1.0, "completed")
+    assert trajectory.turns == (Turn(7, 10, "stop"),)
     assert list(engine.requests[0].token_ids) == trajectory.token_ids[:7].tolist()
     types = (
         trajectory.token_ids.dtype,
@@ -104,7 +109,7 @@ async def test_a_rewritten_history_starts_a_new_trajectory(scripted):
     policy, _ = scripted("abc<|end|>", "xyz<|end|>")
     await policy.chat("one")
     await policy.chat([{"role": "user", "content": "in short"}])
-    assert len(policy.trajectories(0.0)) == 2
+    assert [t.fork for t in policy.trajectories(0.0)] == [None, None]
 
 
 async def test_agents_have_trajectories_and_rewards_of_their_own(scripted):
@@ -114,6 +119,62 @@ async def test_agents_have_trajectories_and_rewards_of_their_own(scripted):
     solver, critic = policy.trajectories({"solver": 1.0, "critic": 0.25})
     assert (solver.agent, solver.reward) == ("solver", 1.0)
     assert (critic.agent, critic.reward) == ("critic", 0.25)
+
+
+async def test_a_context_that_departs_from_an_earlier_one_is_forked_from_it(scripted):
+    policy, _ = scripted("abc<|end|>", "xyz<|end|>", "x<|end|>", "y<|end|>", "z<|end|>")
+    one = {"role": "user", "content": "one"}
+    await policy.chat([one])
+    await policy.chat([one])  # the same prompt again
+    answered = [one, {"role": "assistant", "content": "abc"}, {"role": "user", "content": "two"}]
+    await policy.chat(answered)
+    await policy.chat([*answered[:2], {"role": "user", "content": "other"}])  # back to after the first answer
+    await policy.chat([one], agent="critic")
+    first, again, back, critic = policy.trajectories(0.0)
+    assert [first.fork, again.fork, back.fork, critic.fork] == [None, Fork(0, 5), Fork(0, 10), None]
+    assert first.token_ids[:10].tolist() == back.token_ids[:10].tolist()
+    assert first.token_ids[10] != back.token_ids[10]
+
+
+async def test_each_turn_is_recorded_with_the_sampling_that_it_was_asked_for(scripted):
+    policy, engine = scripted("ab<|end|>", "cdefg", "hi<|end|>", max_new_tokens=4)
+    first = await policy.generate([10])
+    context = [10, *first.token_ids.tolist()]
+    warm = replace(policy.sampling, temperature=0.5, top_p=0.9, top_k=7)
+    second = await policy.generate(context, sampling=warm)
+    await policy.generate([*context, *second.token_ids.tolist(), 11])
+    policy.reward_turn(second, -0.25)
+    [trajectory] = policy.trajectories(1.0, end="turn_limit", reward_components={"format": 0.5})
+    assert trajectory.turns == (
+        Turn(1, 4, "stop"),
+        Turn(4, 8, "length", temperature=0.5, top_p=0.9, top_k=7, reward=-0.25),
+        Turn(9, 12, "stop"),
+    )
+    assert [request.sampling.temperature for request in engine.requests] == [1.0, 0.5, 1.0]
+    assert (trajectory.end, trajectory.reward_components) == ("turn_limit", {"format": 0.5})
+
+
+async def test_greedy_turns_and_frozen_agents_are_recorded_but_not_trained(scripted):
+    policy, _ = scripted("ab<|end|>", "cd<|end|>", "ef<|end|>")
+    first = await policy.generate([10])
+    greedy = replace(policy.sampling, temperature=0.0)
+    await policy.generate([10, *first.token_ids.tolist()], sampling=greedy)
+    await policy.generate([20], agent="judge", trainable=False)
+    solver, judge = policy.trajectories(1.0)
+    assert solver.loss_mask.tolist() == [False, True, True, True, False, False, False]
+    assert solver.policy_versions.tolist() == [-1, 2, 2, 2, 2, 2, 2]
+    assert (solver.behaviour_logprobs[1:] < 0).all()
+    assert [turn.temperature for turn in solver.turns] == [1.0, 0.0]
+    assert (solver.trainable, judge.trainable) == (True, False)
+    assert not judge.loss_mask.any()
+    assert judge.policy_versions.tolist() == [-1, 2, 2, 2]
+
+
+async def test_the_last_turn_says_how_a_trajectory_ended(scripted):
+    policy, _ = scripted("abcdef", "ab<|end|>", max_new_tokens=3)
+    await policy.generate([10])
+    await policy.generate([20])
+    assert [trajectory.end for trajectory in policy.trajectories(0.0)] == ["length", "completed"]
 
 
 async def test_tokens_can_be_continued_as_they_are(scripted, tokenizer):

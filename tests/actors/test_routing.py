@@ -18,7 +18,7 @@ from actors.group import Group
 from actors.policy.policy import Policy
 from bus.codec import decode, encode
 from bus.errors import ConfigError, EngineError
-from bus.messages import TrajectoryBatch
+from bus.trajectory import TrajectoryBatch
 from tests.actors.paced_engine import PacedEngine, Run, experts_of
 from tests.actors.tiny import request
 from tests.actors.virtual_time import run_virtually

@@ -18,8 +18,9 @@ from actors.worker import Worker
 from bus.codec import encode
 from bus.consume import Inbox, understood
 from bus.errors import EngineLostError
-from bus.messages import GroupRejected, TrajectoryBatch
+from bus.messages import GroupRejected
 from bus.publish import Publisher
+from bus.trajectory import TrajectoryBatch
 from learner.scratch_model import character_tokenizer
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]

@@ -5,6 +5,8 @@ import importlib
 import pkgutil
 import random
 import time
+from itertools import pairwise
+from typing import get_args
 
 import msgpack
 import numpy as np
@@ -34,8 +36,6 @@ from bus.messages import (
     RoleHolder,
     RunRecord,
     Status,
-    Trajectory,
-    TrajectoryBatch,
 )
 from bus.requests import (
     BatchLease,
@@ -71,6 +71,7 @@ from bus.requests import (
     WholeGroups,
     WholeRequest,
 )
+from bus.trajectory import End, FinishReason, Parent, Trajectory, TrajectoryBatch, Turn
 from tests.factories import make_lease, make_trajectory
 
 MODULES = [importlib.import_module(f"bus.{module.name}") for module in pkgutil.iter_modules(bus.__path__)]
@@ -270,6 +271,23 @@ float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 @st.composite
+def turns(draw: st.DrawFn, length: int) -> tuple[Turn, ...]:
+    """Turns that follow one another over all of the tokens."""
+    ends = sorted([*draw(st.lists(st.integers(0, length), max_size=3)), length])
+    return tuple(
+        Turn(
+            *span,
+            finish_reason=draw(st.sampled_from(get_args(FinishReason))),
+            temperature=draw(st.floats(0.01, 10)),
+            top_p=draw(st.floats(0.01, 1)),
+            top_k=draw(st.integers(0, 100)),
+            reward=draw(st.none() | float32s),
+        )
+        for span in pairwise([0, *ends])
+    )
+
+
+@st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
     length = draw(st.integers(1, 40))
     mask = draw(st.lists(st.booleans(), min_size=length, max_size=length).filter(any))
@@ -281,17 +299,23 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     size = draw(st.integers(1, 64))
     return Trajectory(
         trajectory_id=draw(st.text()),
-        group_id=draw(st.text()),
+        group_id="g",
         lease_id=draw(st.integers(0, 2**63 - 1)),
         sample=draw(st.integers(0, size - 1)),
         group_size=size,
+        rollout=draw(st.integers(0, 2**63 - 1)),
         token_ids=array(st.integers(0, 2**31 - 1), "int32"),
         loss_mask=np.array(mask),
         behaviour_logprobs=array(float32s, "float32"),
         policy_versions=np.where(mask, versions, -1).astype("int32"),
+        turns=draw(turns(length)),
         reward=draw(float32s),
+        end=draw(st.sampled_from(get_args(End))),
         agent=draw(st.text()),
-        finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
+        policy=draw(st.text()),
+        parent=draw(st.none() | st.builds(Parent, st.just("g.parent"), st.integers(0, length))),
+        trainable=draw(st.booleans()),
+        reward_components=draw(st.dictionaries(st.text(), float32s, max_size=3)),
         metadata=draw(st.dictionaries(st.text(), json_values, max_size=3)),
         reward_due=draw(st.booleans()),
         run=draw(st.text()),
@@ -347,12 +371,27 @@ def test_other_schema_version_is_refused(version: object, reason: str):
         decode(msgpack.packb(["done", version, {}]), Done)
 
 
+TRAJECTORY_DEFAULTS = {
+    "agent": "solver",
+    "policy": "default",
+    "parent": None,
+    "trainable": True,
+    "reward_components": {},
+    "actor": "",
+    "metadata": {},
+    "reward_due": False,
+    "run": "",
+    "routed_experts": b"",
+    "moe_layers": 0,
+    "experts_per_token": 0,
+}
+
+
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Trajectory)])
 def test_missing_field_is_refused_unless_it_has_a_default(field: str):
     data = wire(make_trajectory(), **{field: ...})
-    given = ("agent", "finish_reason", "actor", "metadata", "reward_due", "run")
-    if field in (*given, "routed_experts", "moe_layers", "experts_per_token"):
-        assert decode(data, Trajectory).agent == "solver"
+    if field in TRAJECTORY_DEFAULTS:
+        assert getattr(decode(data, Trajectory), field) == TRAJECTORY_DEFAULTS[field]
     else:
         with pytest.raises(SchemaError, match=f"trajectory.{field}: missing"):
             decode(data, Trajectory)
@@ -389,13 +428,37 @@ NAN4 = np.full(8, np.nan, "<f4").tobytes()
         ({"loss_mask": b"\0\0\0\0\1\1\1\2"}, "trajectory.loss_mask: a boolean array holds other bytes"),
         ({"loss_mask": b"\1\1\2\1\1\1\1\1"}, "holds other bytes"),
         ({"loss_mask": b"\1" * 7}, r"arrays of \[8, 7, 8, 8\]"),
-        ({"loss_mask": b"\0" * 8}, "no sampled token among 8"),
+        ({"loss_mask": b"\0" * 8}, "no token to train on among 8"),
         ({"behaviour_logprobs": NAN4}, "log-prob is not finite"),
         ({"behaviour_logprobs": np.full(8, -np.inf, "<f4").tobytes()}, "log-prob is not finite"),
         ({"sample": 2}, "sample 2 of a group of 2"),
         ({"sample": -1}, "sample -1"),
-        ({"finish_reason": "tired"}, "trajectory.finish_reason: expected one of 'stop'"),
-        ({"finish_reason": []}, "expected one of"),
+        ({"end": "tired"}, "trajectory.end: expected one of 'completed'"),
+        ({"end": []}, "expected one of"),
+        ({"rollout": -1}, "rollout -1 of its prompt"),
+        ({"turns": [[4, 8]]}, "trajectory.turns: a turn of 2 fields, of which 3 are required"),
+        ({"turns": [[4, 8, "tired"]]}, "trajectory.turns: turn .*: expected one of 'stop'"),
+        ({"turns": {}}, "trajectory.turns: expected list, found dict"),
+        ({"turns": []}, "outside its turns"),
+        ({"turns": [[5, 8, "stop"]]}, "outside its turns"),
+        ({"turns": [[4, 9, "stop"]]}, r"a turn of the tokens \[4, 9\) after 0 of 8"),
+        ({"turns": [[-1, 8, "stop"]]}, r"a turn of the tokens \[-1, 8\)"),
+        ({"turns": [[0, 5, "stop"], [4, 8, "stop"]]}, r"\[4, 8\) after 5"),
+        ({"turns": [[6, 4, "stop"]]}, r"a turn of the tokens \[6, 4\)"),
+        ({"turns": [[4, 8, "stop", -0.5]]}, "a turn at temperature -0.5"),
+        ({"turns": [[4, 8, "stop", float("inf")]]}, "a turn at temperature inf"),
+        ({"turns": [[4, 8, "stop", float("nan")]]}, "a turn at temperature nan"),
+        ({"turns": [[4, 8, "stop", 0.0]]}, "tokens of a greedy turn"),
+        ({"turns": [[4, 8, "stop", 1.0, 0.0]]}, "top_p 0.0"),
+        ({"turns": [[4, 8, "stop", 1.0, 1.0, -1]]}, "top_k -1"),
+        ({"turns": [[4, 8, "stop", 1.0, 1.0, 0, float("nan")]]}, "the reward of a turn is nan"),
+        ({"parent": ["g00000000.1"]}, "trajectory.parent: a parent of 1 fields"),
+        ({"parent": ["g00000001.1", 2]}, "cannot have been forked from"),
+        ({"parent": ["g00000000.0", 2]}, "cannot have been forked from"),
+        ({"parent": ["g00000000.1", 9]}, "cannot have been forked from"),
+        ({"trainable": 1}, "trajectory.trainable: expected bool, found int"),
+        ({"reward_components": {"format": "1"}}, "reward component 'format' is '1'"),
+        ({"reward_components": {"format": float("nan")}}, "reward component 'format' is nan"),
         ({"metadata": []}, "trajectory.metadata: expected dict, found list"),
         ({"metadata": {"a": b"bytes"}}, "expected JSON, found bytes"),
         ({"metadata": {b"a": 1}}, "a key is not a string"),
@@ -408,10 +471,25 @@ def test_bad_field_of_a_trajectory_is_refused_by_name(changes: dict[str, object]
         decode(wire(make_trajectory(), **changes), Trajectory)
 
 
-def test_empty_trajectory_is_refused():
+def test_only_what_is_not_trained_may_be_empty():
     arrays = ("token_ids", "loss_mask", "behaviour_logprobs", "policy_versions")
-    with pytest.raises(SchemaError, match="no sampled token among 0"):
-        decode(wire(make_trajectory(), **dict.fromkeys(arrays, b"")), Trajectory)
+    empty = {**dict.fromkeys(arrays, b""), "turns": []}
+    with pytest.raises(SchemaError, match="no token to train on among 0"):
+        decode(wire(make_trajectory(), **empty), Trajectory)
+    failed = decode(wire(make_trajectory(), **empty, end="tool_error"), Trajectory)
+    assert (failed.is_trained, failed.finish_reason, failed.newest_version) == (False, "abort", -1)
+    assert failed.oldest_version > 10**9  # nothing in it is stale
+
+
+def test_a_greedy_turn_is_recorded_outside_the_mask():
+    recorded = wire(make_trajectory(), turns=[[4, 8, "stop", 0.0]], loss_mask=b"\0" * 8, trainable=False)
+    [turn] = decode(recorded, Trajectory).turns
+    assert (turn.is_greedy, turn.temperature, turn.reward) == (True, 0.0, None)
+
+
+def test_turns_of_a_newer_build_keep_what_this_one_knows():
+    newer = wire(make_trajectory(), turns=[[4, 8, "stop", 1.0, 1.0, 0, None, "new"]])
+    assert decode(newer, Trajectory).turns == (Turn(4, 8, "stop"),)
 
 
 def test_bad_message_within_a_message_is_refused_by_its_path():

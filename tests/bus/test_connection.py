@@ -15,9 +15,10 @@ from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import PART, Bus
 from bus.errors import BusError, ConfigError, SchemaError, StorageError
-from bus.messages import RunRecord, Trajectory, TrajectoryBatch
+from bus.messages import RunRecord
 from bus.requests import Done, GroupRef, Refused, StoredRequest, Waiting
 from bus.server import NatsServer, free_port
+from bus.trajectory import Trajectory, TrajectoryBatch
 from tests.conftest import Connect
 from tests.factories import make_trajectory
 

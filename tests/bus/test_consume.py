@@ -12,10 +12,11 @@ from bus.codec import Message, decode, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume, consume_batches
 from bus.errors import BusError
-from bus.messages import DeadLetter, Lease, Trajectory
+from bus.messages import DeadLetter, Lease
 from bus.publish import Publisher
 from bus.requests import Done
 from bus.server import MAX_PAYLOAD, NatsServer
+from bus.trajectory import Trajectory
 from tests.conftest import Connect
 from tests.factories import make_lease, make_trajectory
 

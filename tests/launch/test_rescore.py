@@ -11,7 +11,7 @@ import pytest
 
 from actors.policy.policy import ChatFormat
 from bus.errors import ConfigError, StorageError
-from bus.messages import Trajectory
+from bus.trajectory import Trajectory
 from launch.cli.main import main
 from launch.config import resolve
 from launch.history.rescore import Interval, Rescoring, parse_leases, run_rescore

@@ -14,9 +14,10 @@ import pytest
 from bus import consume
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.messages import Lease, Trajectory
+from bus.messages import Lease
 from bus.server import NatsServer
 from bus.topology import ensure
+from bus.trajectory import Trajectory
 from learner import lineage, service
 from learner.config.learner import BatchConfig, CheckpointConfig, LearnerConfig
 from learner.config.model import ModelConfig, ScratchModel

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bus.messages import Trajectory
+from bus.trajectory import Trajectory
 from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.checkpoint.checkpoint import (
     latest_checkpoint,

@@ -20,11 +20,10 @@ from bus.messages import (
     Lease,
     PolicyManifest,
     Prompt,
-    Trajectory,
-    TrajectoryBatch,
 )
 from bus.requests import BatchLease, BatchRequest, Done, LearnerResumed, StepCommitted, Waiting
 from bus.topology import shard_of
+from bus.trajectory import Trajectory, TrajectoryBatch
 from storage.client.reader import ReplayReader
 from storage.config import AdmissionConfig
 from storage.dispatch.dispatcher import Dispatcher

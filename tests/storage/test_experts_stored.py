@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from bus.codec import encode
-from bus.messages import Trajectory, TrajectoryBatch
 from bus.publish import Publisher
 from bus.requests import GroupRef
 from bus.server import MAX_PAYLOAD
+from bus.trajectory import Trajectory, TrajectoryBatch
 from storage.client.reader import ReplayReader
 from storage.store.replay import ReplayStore
 from storage.store.segments import Segment, merge_segments, write_segment

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bus.errors import SchemaError, StorageError
-from bus.messages import RewardGiven, Trajectory, trajectory_name
+from bus.messages import RewardGiven, trajectory_name
+from bus.trajectory import Trajectory
 from storage.store.archive import restore
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory

@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 from bus import connection
 from bus.codec import decode, encode
 from bus.errors import BusError
-from bus.messages import Trajectory
 from bus.requests import GroupRef, Located, LocateRequest
+from bus.trajectory import Trajectory
 from storage.client import addresses, local_reader
 from storage.client import reader as reader_module
 from storage.client.local_reader import LocalReader
@@ -172,7 +172,7 @@ async def test_files_that_cannot_be_read_here_come_over_the_bus(bus, store):
         b"",
         b"odd",
         b"".join(zipped({"zarr.json": [b"{}"]})),
-        b"".join(zipped({"zarr.json": [b'{"attributes": {"sluice_replay": 3}}']})),
+        b"".join(zipped({"zarr.json": [b'{"attributes": {"sluice_replay": 4}}']})),
     ],
     ids=["empty", "no zip", "no attributes", "no fields"],
 )

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from bus.codec import decode
-from bus.messages import GroupRejected, Trajectory
+from bus.messages import GroupRejected
+from bus.trajectory import Trajectory
 from storage.config import AdmissionConfig
 from storage.dispatch.admission import Admission
 from storage.dispatch.ledger import Ledger

@@ -18,7 +18,8 @@ from zarr.storage import ZipStore
 
 from bus.codec import encode
 from bus.errors import SchemaError, StorageError
-from bus.messages import Trajectory, group_name
+from bus.messages import group_name
+from bus.trajectory import Parent, Trajectory, Turn
 from storage.store import layout, pieces, replay, zipped
 from storage.store.replay import ReplayStore
 from storage.store.segments import FILE, RECORD_FIELDS, ROW_COLUMNS, TOKEN_ARRAYS, Segment
@@ -41,16 +42,26 @@ def trajectory(lease_id: int, sample: int, group_size: int = 2, length: int | No
         lease_id=lease_id,
         sample=sample,
         group_size=group_size,
+        rollout=sample // 2,
         token_ids=rng.integers(0, 2**31 - 1, length, dtype=np.int32),
         loss_mask=mask,
         behaviour_logprobs=-rng.random(length, dtype=np.float32),
         policy_versions=np.where(mask, rng.integers(0, 9, length), -1).astype(np.int32),
+        turns=turns_of(length, lease_id),
         reward=float(rng.random()) / 3,
+        end="length" if sample % 3 else "completed",
         agent="critic" if sample % 2 else "solver",
-        finish_reason="length" if sample % 3 else "stop",
+        parent=Parent(f"{group_name(lease_id)}.0", length // 2) if sample else None,
+        reward_components={"format": 0.25} if lease_id % 2 else {},
         actor="actor-é",
         metadata={"turns": [1, None, "x"], "nested": {"a": 0.1}} if lease_id % 2 else {},
     )
+
+
+def turns_of(length: int, lease_id: int) -> tuple[Turn, ...]:
+    """Two turns over all tokens, which are drawn at different temperatures."""
+    last = Turn(length // 2, length, "length", temperature=0.7, top_p=0.9, top_k=5, reward=0.5)
+    return Turn(0, length // 2, "stop", reward=None if lease_id % 2 else -1.0), last
 
 
 def group(lease_id: int, group_size: int = 2) -> list[Trajectory]:
@@ -267,8 +278,10 @@ def test_a_segment_of_another_format_names_both_formats(tmp_path):
     store.append(group(0))
     store.close()
     file = segments_of(tmp_path)[0] / FILE
-    file.write_bytes(file.read_bytes().replace(b'"sluice_replay": 3', b'"sluice_replay": 9'))
-    with pytest.raises(StorageError, match="has format 9, this build reads 3"):
+    file.write_bytes(file.read_bytes().replace(b'"sluice_replay": 4', b'"sluice_replay": 3'))
+    with pytest.raises(
+        StorageError, match="format 3, this build reads 4: go on with the build that wrote it, or begin"
+    ):
         ReplayStore.open(tmp_path)
 
 
@@ -279,7 +292,9 @@ def test_a_segment_of_the_format_without_a_zip_file_names_both_formats(tmp_path)
     [segment] = segments_of(tmp_path)
     (segment / FILE).unlink()
     (segment / "zarr.json").write_text('{"attributes": {"sluice_replay": 2}, "node_type": "group"}')
-    with pytest.raises(StorageError, match="has format 2, this build reads 3: use the build that wrote it"):
+    with pytest.raises(
+        StorageError, match="format 2, this build reads 4: go on with the build that wrote it"
+    ):
         ReplayStore.open(tmp_path)
 
 

@@ -10,8 +10,9 @@ import pytest
 from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import ConfigError, SchemaError
-from bus.messages import RewardGiven, RunRecord, Trajectory, trajectory_name
+from bus.messages import RewardGiven, RunRecord, trajectory_name
 from bus.server import NatsServer
+from bus.trajectory import Trajectory
 from storage.client.rewards import RewardSender, Tally, give_lines, give_reward
 from storage.config import AdmissionConfig, PrioritySampler
 from storage.store.replay import ReplayStore

@@ -8,9 +8,10 @@ import pytest
 
 from bus.codec import decode, encode
 from bus.errors import BusError, StorageError
-from bus.messages import GroupRejected, Trajectory, TrajectoryBatch
+from bus.messages import GroupRejected
 from bus.requests import ReadRequest, StoredGroups, StoredRequest
 from bus.server import MAX_PAYLOAD
+from bus.trajectory import Trajectory, TrajectoryBatch
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 from tests.storage.serving import (

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from bus.errors import BusError, ConfigError, FencedError
-from bus.messages import RoleHolder, Status, Trajectory
+from bus.messages import RoleHolder, Status
 from bus.requests import Located, LocateRequest
+from bus.trajectory import Trajectory
 from storage.client.reader import ReplayReader
 from storage.config import ReplayConfig, shard_numbers
 from storage.disk.run_directory import RunDirectory

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from actors.engines.base import FinishReason, Generation, GenerationRequest
+from actors.engines.base import Generation, GenerationRequest
 from actors.engines.embedded.sampling import Controls
+from bus.trajectory import FinishReason
 
 SMALLEST_LENGTH = 32
 ROW = np.dtype(

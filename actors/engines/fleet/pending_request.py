@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.engines.base import NOTHING, FinishReason, Generation, GenerationRequest
+from actors.engines.base import NOTHING, Generation, GenerationRequest
+from bus.trajectory import FinishReason
 
 if TYPE_CHECKING:
     from actors.engines.fleet.member import Member

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from actors.engines.base import FinishReason, Generation, GenerationRequest
+from actors.engines.base import Generation, GenerationRequest
 from actors.engines.sglang.expert_routing import Routing
 from bus.errors import EngineError, RequestRefusedError
+from bus.trajectory import FinishReason
 
 BAD_REQUEST = 400
 REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}

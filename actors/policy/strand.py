@@ -1,0 +1,121 @@
+"""One trajectory while it grows: a context and what was sampled in it, token by token as the engine said."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import numpy as np
+
+from actors.engines.base import Generation, Sampling
+from actors.environments.base import AgentTrajectory, Fork
+from bus.trajectory import End, FinishReason, Turn
+
+ENDS: dict[FinishReason, End] = {"stop": "completed", "length": "length", "abort": "cancelled"}
+"""How a trajectory ended, by its last turn, where the environment does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What was asked of the policy for one completion, besides its context."""
+
+    number: int
+    """Counts the completions of the rollout from 0."""
+    agent: str
+    sampling: Sampling
+    trainable: bool
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its tokens enter the loss."""
+        return self.trainable and self.sampling.temperature > 0
+
+
+@dataclass(slots=True)
+class Strand:
+    """A growing trajectory of one agent."""
+
+    number: int
+    """Counts the strands of the rollout from 0."""
+    agent: str
+    fork: Fork | None
+    """The earlier strand that its context departs from, if any."""
+    rendered: str | None = None
+    """The chat so far as text, if it came from one."""
+    tokens: list[int] = field(default_factory=list)
+    sampled: list[tuple[int, Call, Generation]] = field(default_factory=list)
+    """Completions, where they start and how they were asked for."""
+
+    @property
+    def routed(self) -> list[np.ndarray]:
+        """The experts of its tokens, from the first on, in pieces."""
+        pieces = (generation.routed_experts for _, _, generation in self.sampled)
+        return [piece for piece in pieces if piece is not None]
+
+    def extend(self, prompt: Sequence[int], generation: Generation, call: Call) -> None:
+        """Append what `prompt` adds to the tokens so far, and a completion."""
+        self.tokens.extend(prompt[len(self.tokens) :])
+        self.sampled.append((len(self.tokens), call, generation))
+        self.tokens.extend(generation.token_ids.tolist())
+
+    def trajectory(
+        self, reward: float, *,
+        turn_rewards: Mapping[int, float], reward_components: Mapping[str, float], end: End | None,
+    ) -> AgentTrajectory:  # fmt: skip
+        """Return the recording as arrays; `turn_rewards` are by the number of the call."""
+        length = len(self.tokens)
+        mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
+        versions = np.full(length, -1, np.int32)
+        turns = []
+        for start, call, generation in self.sampled:
+            span = slice(start, start + len(generation.token_ids))
+            mask[span], logprobs[span] = call.is_trained, generation.logprobs
+            versions[span] = generation.policy_versions
+            turns.append(_turn(span, call, generation, turn_rewards.get(call.number)))
+        return AgentTrajectory(
+            token_ids=np.array(self.tokens, np.int32),
+            loss_mask=mask,
+            behaviour_logprobs=logprobs,
+            policy_versions=versions,
+            turns=tuple(turns),
+            reward=reward,
+            reward_components=reward_components,
+            end=end or ENDS[turns[-1].finish_reason],
+            strand=self.number,
+            agent=self.agent,
+            fork=self.fork,
+            trainable=bool(mask.any()),
+            routed_experts=self._experts(),
+        )
+
+    def _experts(self) -> np.ndarray | None:
+        """Of all tokens but the last, or None: an engine that ended could not tell its latest."""
+        pieces = self.routed
+        complete = sum(map(len, pieces)) == len(self.tokens) - 1
+        return np.concatenate(pieces) if pieces and complete else None
+
+
+def _turn(span: slice, call: Call, generation: Generation, reward: float | None) -> Turn:
+    return Turn(
+        start=span.start,
+        stop=span.stop,
+        finish_reason=generation.finish_reason,
+        temperature=call.sampling.temperature,
+        top_p=call.sampling.top_p,
+        top_k=call.sampling.top_k,
+        reward=reward,
+    )
+
+
+def forked_from(token_ids: Sequence[int], strands: Sequence[Strand]) -> Fork | None:
+    """Where a context departs from one of `strands`: from the one that it shares most tokens with.
+
+    A strand counts whose first prompt is shared at least; None where none is."""
+    forks = [Fork(strand.number, _shared(token_ids, strand.tokens)) for strand in strands]
+    begun = {strand.number: strand.sampled[0][0] for strand in strands}
+    shared = [fork for fork in forks if fork.token >= begun[fork.strand]]
+    return max(shared, key=lambda fork: fork.token, default=None)
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of tokens that both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

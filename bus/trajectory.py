@@ -1,0 +1,232 @@
+"""What an agent did in an episode, token by token: actors send it, shards store it, learners train on it."""
+
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.codec import BoolArray, Float32Array, Int32Array, Json, Message
+from bus.errors import SchemaError
+
+FinishReason = Literal["stop", "length", "abort"]
+End = Literal[
+    "completed",
+    "length",
+    "turn_limit",
+    "timeout",
+    "environment_error",
+    "tool_error",
+    "reward_error",
+    "engine_error",
+    "cancelled",
+]
+"""Why a trajectory has no more turns."""
+TRUSTED_ENDS: frozenset[End] = frozenset({"completed", "length", "turn_limit"})
+"""Ends that the policy itself brought about, so that the reward says something about it. The others are
+failures of what surrounds it; trained as zero rewards they would bias the policy."""
+DEFAULT_POLICY = "default"
+"""Name of the trained policy of a run that trains one."""
+YOUNGEST = int(np.iinfo(np.int32).max)
+"""Larger than any policy version."""
+LARGEST_REWARD = float(np.finfo(np.float32).max)
+"""Largest absolute value of a reward: the learner computes in float32."""
+
+
+class Turn(NamedTuple):
+    """One completion in a trajectory: the tokens [start, stop) that the policy sampled, and how."""
+
+    start: int
+    stop: int
+    finish_reason: FinishReason
+    temperature: float = 1.0
+    """Divisor of the logits. 0 is greedy: the likeliest token was taken, and log-probs are those at 1."""
+    top_p: float = 1.0
+    """Mass of the likeliest tokens that were drawn from; 1 is all. Log-probs are of all in any case."""
+    top_k: int = 0
+    """How many of the likeliest tokens were drawn from; 0 is all of them."""
+    reward: float | None = None
+    """Reward of this turn alone, where the environment gives one."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the tokens were chosen, not drawn: their log-probs are not those of the sampling policy."""
+        return self.temperature == 0
+
+
+class Parent(NamedTuple):
+    """Where a trajectory was forked from another of its episode."""
+
+    trajectory_id: str
+    token: int
+    """Number of tokens that both begin with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory(Message, tag="trajectory", version=2):
+    """One agent's part of an episode as a flat sequence of L tokens, prompt included.
+
+    An episode that failed before a token was sampled has a trajectory of no tokens, whose `end` says why."""
+
+    trajectory_id: str
+    """Same bytes for the same lease and sample whoever rolls it out: a redelivery stores nothing new."""
+    group_id: str
+    lease_id: int
+    sample: int
+    """Position among its siblings, 0 <= sample < group_size."""
+    group_size: int
+    """Trajectories the group has when complete."""
+    rollout: int
+    """Which rollout of the prompt it belongs to, from 0: trajectories of one episode share it."""
+    token_ids: Int32Array
+    loss_mask: BoolArray
+    """[L], True on sampled tokens that may be trained, which those of greedy turns may not."""
+    behaviour_logprobs: Float32Array
+    """[L] nats, at the turn's temperature, under the weights that sampled the token; 0 where none did."""
+    policy_versions: Int32Array
+    """[L], the weights behind each token: a swap in mid-rollout shows here; -1 where none sampled it."""
+    turns: tuple[Turn, ...]
+    """Its completions in order; they do not overlap, and every token of the mask lies in one of them."""
+    reward: float
+    """Reward of the outcome."""
+    end: End
+    agent: str = "solver"
+    """Whose part it is, by the environment's name for it."""
+    policy: str = DEFAULT_POLICY
+    """Name of the policy that is trained on it."""
+    parent: Parent | None = None
+    """What it was forked from; None where it began by itself."""
+    trainable: bool = True
+    """False for a frozen opponent or a judge: it is recorded, but enters neither baselines nor losses."""
+    reward_components: dict[str, float] = field(default_factory=dict)
+    """Parts of the outcome's reward by name, for the record."""
+    actor: str = ""
+    metadata: dict[str, Json] = field(default_factory=dict)
+    reward_due: bool = False
+    """Its reward comes later, as a `RewardGiven`; `reward` says nothing. Nobody trains on it before."""
+    run: str = ""
+    """Identity of the run of its lease."""
+    routed_experts: bytes = b""
+    """`experts` as bytes; empty where they were not recorded."""
+    moe_layers: int = 0
+    experts_per_token: int = 0
+
+    def check(self) -> None:
+        """Refuse what would poison training: unequal lengths, non-finite numbers, nothing to train on."""
+        ids, logprobs, mask = self.token_ids, self.behaviour_logprobs, self.loss_mask
+        lengths = [len(ids), len(mask), len(logprobs), len(self.policy_versions)]
+        if lengths.count(lengths[0]) != len(lengths):
+            raise SchemaError(f"{self.trajectory_id}: arrays of {lengths} tokens")
+        masked = np.count_nonzero(mask)
+        if not masked and self.is_trained:
+            raise SchemaError(f"{self.trajectory_id}: no token to train on among {lengths[0]}")
+        # argmin and argmax take a third of the time of min and max; to both, NaN is the extreme
+        if len(ids) and not (isfinite(logprobs[logprobs.argmin()]) and isfinite(logprobs[logprobs.argmax()])):
+            raise SchemaError(f"{self.trajectory_id}: a behaviour log-prob is not finite")
+        versions = self.policy_versions[mask]
+        if (len(ids) and ids[ids.argmin()] < 0) or (masked and versions[versions.argmin()] < 0):
+            raise SchemaError(f"{self.trajectory_id}: a token id or a sampled token's version is negative")
+        if self._masked_in_turns() != masked:
+            raise SchemaError(f"{self.trajectory_id}: a token of the mask lies outside its turns")
+        self._check_place()
+        self._check_rewards()
+        layers, per_token = self.moe_layers, self.experts_per_token
+        rows = max(0, len(ids) - 1)
+        if min(layers, per_token) < 0 or len(self.routed_experts) != rows * layers * per_token:
+            raise SchemaError(
+                f"{self.trajectory_id}: {len(self.routed_experts)} routed experts for {len(ids)} tokens, "
+                f"{layers} layers and {per_token} experts a token"
+            )
+
+    def _masked_in_turns(self) -> int:
+        """Number of tokens that the mask has within the turns, each of which is checked."""
+        end = masked = 0
+        for turn in self.turns:
+            if not end <= turn.start <= turn.stop <= len(self.loss_mask):
+                raise SchemaError(
+                    f"{self.trajectory_id}: a turn of the tokens [{turn.start}, {turn.stop}) after {end} of "
+                    f"{len(self.loss_mask)}"
+                )
+            if not 0 <= turn.temperature < inf or not 0 < turn.top_p <= 1 or turn.top_k < 0:
+                raise SchemaError(
+                    f"{self.trajectory_id}: a turn at temperature {turn.temperature}, top_p {turn.top_p} and "
+                    f"top_k {turn.top_k}"
+                )
+            within = int(np.count_nonzero(self.loss_mask[turn.start : turn.stop]))
+            if within and turn.is_greedy:
+                raise SchemaError(
+                    f"{self.trajectory_id}: the mask holds tokens of a greedy turn, whose log-probs are not "
+                    "those that they were drawn with"
+                )
+            end = turn.stop
+            masked += within
+        return masked
+
+    def _check_place(self) -> None:
+        """Refuse a position outside the group, and a parent outside the episode's group or own tokens."""
+        if not 0 <= self.sample < self.group_size:
+            raise SchemaError(f"{self.trajectory_id}: sample {self.sample} of a group of {self.group_size}")
+        if self.rollout < 0:
+            raise SchemaError(f"{self.trajectory_id}: rollout {self.rollout} of its prompt")
+        if self.parent is not None and not (
+            0 <= self.parent.token <= len(self.token_ids)
+            and self.parent.trajectory_id.startswith(f"{self.group_id}.")
+            and self.parent.trajectory_id != self.trajectory_id
+        ):
+            raise SchemaError(f"{self.trajectory_id}: it cannot have been forked from {self.parent}")
+
+    def _check_rewards(self) -> None:
+        if not abs(self.reward) <= LARGEST_REWARD:  # also refuses NaN
+            raise SchemaError(f"{self.trajectory_id}: reward is {self.reward}")
+        for turn in self.turns:
+            if turn.reward is not None and not abs(turn.reward) <= LARGEST_REWARD:
+                raise SchemaError(f"{self.trajectory_id}: the reward of a turn is {turn.reward}")
+        for name, value in self.reward_components.items():
+            if type(value) not in (int, float) or not abs(value) <= LARGEST_REWARD:
+                raise SchemaError(f"{self.trajectory_id}: reward component {name!r} is {value!r}")
+
+    @property
+    def episode_id(self) -> str:
+        """Name of its episode: the group, and which rollout of the prompt it is."""
+        return f"{self.group_id}/{self.rollout}"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it enters baselines and losses: a trained policy's, with a reward to be trusted."""
+        return self.trainable and self.end in TRUSTED_ENDS
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Finish reason of the last turn; "abort" where there was none."""
+        return self.turns[-1].finish_reason if self.turns else "abort"
+
+    @property
+    def experts(self) -> NDArray[np.uint8] | None:
+        """[L - 1, moe_layers, experts_per_token]: where each token went as its keys and values were computed.
+
+        The last token has no row: no pass has read it. None where it was not recorded."""
+        if not self.routed_experts:
+            return None
+        return np.frombuffer(self.routed_experts, np.uint8).reshape(
+            -1, self.moe_layers, self.experts_per_token
+        )
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest token of the mask, which defines the trajectory's staleness.
+
+        Where the mask is empty it is younger than any: nothing of the trajectory can be stale."""
+        return int(self.policy_versions[self.loss_mask].min(initial=YOUNGEST))
+
+    @property
+    def newest_version(self) -> int:
+        """Version of the newest token of the mask; -1 where the mask is empty."""
+        return int(self.policy_versions[self.loss_mask].max(initial=-1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrajectoryBatch(Message, tag="trajectories", version=2):
+    """Trajectories that travel together: siblings of a group, or the answer to a read."""
+
+    trajectories: tuple[Trajectory, ...]
