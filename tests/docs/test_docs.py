@@ -1,0 +1,261 @@
+"""What the documentation names exists: files, headings, commands, flags, settings, modules."""
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from tomllib import loads
+
+import pytest
+from cyclopts import App
+from pydantic import BaseModel
+
+from launch.cli import main as cli
+from launch.config import RunConfig, validate
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+}
+ROOMS = ("bus", "storage", "actors", "learner", "launch", "tests", "docs")
+LONGEST_LINE = 110
+LONGEST_ROW = 160
+"""Markdown has no line breaks inside a table's row."""
+
+OTHER_PROGRAMS = {
+    "--custom-weight-loader",
+    "--enable-return-routed-experts",
+    "--incremental-streaming-output",
+    "--model-path",
+    "--stream-interval",
+}
+"""Flags of SGLang's server."""
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
+PATH = re.compile(rf"(?<![\w./:-])(?:{'|'.join(ROOMS)})/[\w./-]*\w/?")
+SETTING = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+")
+
+
+def blocks(text: str, *languages: str) -> list[str]:
+    """The fenced blocks in one of `languages`."""
+    return [block for language, block in FENCE.findall(text) if language in languages]
+
+
+def code(text: str) -> Iterator[str]:
+    """All that is set as code: fenced blocks, then spans within lines."""
+    yield from (block for _, block in FENCE.findall(text))
+    yield from SPAN.findall(FENCE.sub("", text))
+
+
+@pytest.fixture(params=PAGES, scope="module")
+def page(request: pytest.FixtureRequest) -> Path:
+    return PAGES[request.param]
+
+
+@pytest.fixture
+def text(page: Path) -> str:
+    return page.read_text()
+
+
+def test_lines_are_short(text: str):
+    limits = ((line, LONGEST_ROW if line.startswith("|") else LONGEST_LINE) for line in text.splitlines())
+    assert [line for line, limit in limits if len(line) > limit] == []
+
+
+def test_files_exist(text: str):
+    assert [path for path in sorted(set(PATH.findall(text))) if not (ROOT / path).exists()] == []
+
+
+def test_links_lead_somewhere(page: Path, text: str):
+    for target in LINK.findall(text):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (page.parent / file) if file else page
+        assert linked.exists(), target
+        assert not anchor or anchor in headings(linked), target
+
+
+@cache
+def headings(page: Path) -> set[str]:
+    """Anchors of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+def test_every_page_is_linked_from_the_readme():
+    linked = {target.partition("#")[0] for target in LINK.findall(PAGES["README.md"].read_text())}
+    assert set(PAGES) - linked - {"README.md"} == set()
+
+
+def test_the_architecture_names_every_room():
+    packages = ("bus", "storage", "actors", "learner", "launch")
+    rooms = {
+        room.parent.relative_to(ROOT).as_posix()
+        for name in packages
+        for room in (ROOT / name).rglob("__init__.py")
+    }
+    named = re.findall(r"^\| `([\w/]+)/` \|", PAGES["docs/architecture.md"].read_text(), re.MULTILINE)
+    assert set(named) == rooms - {
+        "actors/engines/sglang/cpu/sgl_kernel"
+    }  # a stand-in for SGLang's own package
+
+
+# --- the command line ---
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Each `launch ...` of console blocks and spans, as words, without what follows a pipe or a comment."""
+    shells = "\n".join(blocks(text, "console", "sh", "bash")).replace("\\\n", " ").splitlines()
+    for line in (*shells, *SPAN.findall(FENCE.sub("", text))):
+        for part in re.split(r"[|;]", line.split("  #")[0]):
+            words = part.replace("'", "").replace('"', "").split()
+            if "launch" in words[:3] and words[words.index("launch") - 1 : words.index("launch")] != ["cd"]:
+                yield words[words.index("launch") + 1 :]
+
+
+@cache
+def flags_of(*path: str) -> frozenset[str]:
+    """The flags of one command."""
+    app: App = cli.app
+    for name in path:
+        app = app[name]
+    return frozenset(name for argument in app.assemble_argument_collection() for name in argument.names)
+
+
+def all_commands(app: App, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name in app:
+        if not name.startswith("-"):
+            below = list(all_commands(app[name], (*above, name)))
+            yield from below or [(*above, name)]
+
+
+COMMANDS = {path: flags_of(*path) for path in all_commands(cli.app)}
+
+
+def known(flag: str, flags: Iterable[str]) -> bool:
+    """Whether a command has `flag`, or an ancestor of it that is a table with free keys."""
+    return any(flag == name or (flag.startswith(f"{name}.") and is_free(name)) for name in flags)
+
+
+def is_free(flag: str) -> bool:
+    """Whether a setting is a table with keys of the user's choice."""
+    return flag.rpartition(".")[2] in {"server", "environment", "prefill", "decode"}
+
+
+def test_commands_have_their_flags(text: str):
+    for words in commands(text):
+        if not words or not words[0].isalpha():
+            continue
+        path = tuple(words[: 2 if words[0] in {"bench", "convert", "engines"} else 1])
+        if len(path) == 1 and path[0] in {"bench", "convert", "engines"}:
+            continue
+        assert path in COMMANDS, f"launch {' '.join(words)}"
+        flags = set(FLAG.findall(" ".join(words))) - {"--help"}
+        wrong = [flag for flag in flags if not known(flag, COMMANDS[path])]
+        assert wrong == [], f"launch {' '.join(words)}"
+
+
+def test_flags_exist(text: str):
+    every = frozenset.union(*COMMANDS.values())
+    others = "\n".join(
+        part for part in code(text) if not re.search(r"srun|torchrun|pytest|sglang.launch", part)
+    )
+    assert [
+        flag for flag in set(FLAG.findall(others)) - OTHER_PROGRAMS - {"--help"} if not known(flag, every)
+    ] == []
+
+
+def test_make_targets_and_modules_exist(text: str):
+    makefile = (ROOT / "Makefile").read_text()
+    for part in code(text):
+        for target in re.findall(r"\bmake ([a-z][a-z-]*)", part):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+        for module in re.findall(r"\bpython -m ([\w.]+)", part):
+            assert module.startswith("sglang") or find_spec(module), module
+
+
+# --- settings ---
+
+
+def fields(section: object) -> dict[str, object]:
+    """The settings of a table; of a union, those of all its members."""
+    parts = [section, *getattr(section, "__args__", ())]
+    models = [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
+    nested = [name for part in parts[1:] for name in fields(part).items()]
+    return dict(nested) | {
+        name: field.annotation for model in models for name, field in model.model_fields.items()
+    }
+
+
+def exists(setting: str) -> bool:
+    """Whether a dotted name leads through the schema; tables with free keys take any."""
+    section: object = RunConfig
+    for name in setting.split("."):
+        if getattr(section, "__origin__", None) is dict:
+            return True
+        below = fields(section)
+        if name not in below:
+            return False
+        section = below[name]
+    return True
+
+
+def test_settings_exist(text: str):
+    first = set(RunConfig.model_fields)
+    named = {
+        match.group()
+        for span in SPAN.findall(FENCE.sub("", text))
+        if (match := SETTING.match(span)) and match.group().split(".")[0] in first
+    }
+    files = {name for name in named if name.endswith((".py", ".json", ".jsonl", ".md", ".toml"))}
+    modules = {name for name in named if find_spec_or_none(name)}
+    assert [name for name in sorted(named - files - modules) if not exists(name)] == []
+
+
+def find_spec_or_none(name: str) -> object:
+    """The module of that name, or the one that a dotted attribute of it is in."""
+    try:
+        return find_spec(name) or find_spec(name.rpartition(".")[0])
+    except ModuleNotFoundError:
+        return None
+
+
+def test_toml_is_accepted(text: str):
+    for block in blocks(text, "toml"):
+        validate(loads(block))
+
+
+# --- Python ---
+
+
+def test_python_compiles_and_imports_what_is_there(text: str):
+    for block in blocks(text, "python"):
+        tree = compile(block, "docs", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ROOMS:
+                there = defined_in(str(node.module))
+                assert [alias.name for alias in node.names if alias.name not in there] == [], node.module
+
+
+@cache
+def defined_in(module: str) -> frozenset[str]:
+    """Names at the top level of one of our modules, which is not imported: torch would take seconds."""
+    spec = find_spec(module)
+    assert spec is not None, module
+    assert spec.origin is not None, module
+    tree = ast.parse(Path(spec.origin).read_text())
+    return frozenset(
+        name
+        for node in tree.body
+        for name in (
+            [node.name]
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            else [target.id for target in ast.walk(node) if isinstance(target, ast.Name)]
+        )
+    )
