@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -104,6 +105,17 @@ def test_the_architecture_names_every_room():
     assert set(named) == rooms - {
         "actors/engines/sglang/cpu/sgl_kernel"
     }  # a stand-in for SGLang's own package
+
+
+@pytest.mark.parametrize(
+    "source", sorted((ROOT / "docs" / "pictures").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_pictures_are_drawn_from_sources_that_name_files_there_are(source: Path):
+    draw = runpy.run_path(str(source.parent / "draw.py"))
+    assert source.with_suffix(".svg").read_text() == draw["drawn"](source), "python docs/pictures/draw.py"
+    assert source.with_suffix(".svg").name in PAGES["docs/architecture.md"].read_text()
+    steps = loads(source.read_text())["step"]
+    assert [step["file"] for step in steps if not (ROOT / step["file"]).is_file()] == []
 
 
 # --- the command line ---
