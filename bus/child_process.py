@@ -9,6 +9,15 @@ from collections.abc import Callable
 PR_SET_PDEATHSIG = 1
 
 
+def module_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command that runs one of Sluice's modules in a process of its own.
+
+    `python -m` alone searches the working directory first, where a user's own `storage.py` would be taken for
+    ours; `-P` leaves that directory out.
+    """
+    return sys.executable, "-P", "-m", module, *arguments
+
+
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], None] | None:
     """For `preexec_fn`: the kernel sends the child a signal when its parent is gone, however that died."""
     if not sys.platform.startswith("linux"):

@@ -11,6 +11,7 @@ from bus.errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+OWN_PACKAGES = ("actors", "bus", "launch", "learner", "storage")
 
 
 def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) -> Callable[P, R]:
@@ -27,7 +28,8 @@ def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) 
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a user's module may raise anything
-        raise ConfigError(f"{kind} {name!r}: importing {module_name!r} failed: {error!r}") from error
+        hint = _same_name_hint(module_name)
+        raise ConfigError(f"{kind} {name!r}: importing {module_name!r} failed: {error!r}{hint}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         state = "is not callable" if hasattr(module, attribute) else "does not exist"
@@ -35,8 +37,18 @@ def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) 
             attribute, [key for key in vars(module) if not key.startswith("_")], 1
         )
         hint = f": did you mean {close[0]!r}?" if close and close[0] != attribute else ""
+        hint = _same_name_hint(module_name) or hint
         raise ConfigError(f"{kind} {name!r}: {attribute!r} in {module_name!r} {state}{hint}")
     return cast(Callable[P, R], function)
+
+
+def _same_name_hint(module_name: str) -> str:
+    """Return what to do where the working directory has a file or package of the same name as one of ours."""
+    top = module_name.partition(".")[0]
+    own = [path for path in (Path(f"{top}.py"), Path(top)) if path.exists()]
+    if top not in OWN_PACKAGES or not own or own[0].resolve() == (Path(__file__).parents[1] / top):
+        return ""
+    return f": {top!r} is a package of Sluice, so {str(own[0])!r} here is not imported: rename it"
 
 
 def _unknown(kind: str, name: str, builtins: Mapping[str, object]) -> str:

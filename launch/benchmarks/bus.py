@@ -19,6 +19,7 @@ from pathlib import Path
 import uvloop
 from nats.js.api import StreamConfig
 
+from bus.child_process import module_command
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError
@@ -86,7 +87,7 @@ def _measures(url: str, c_client: Path | None, size: int) -> Mapping[str, Callab
     return measures if c_client is None else measures | {"c": publish_with_c}
 
 
-OURSELVES = (sys.executable, "-m", "launch.benchmarks.bus")
+OURSELVES = module_command("launch.benchmarks.bus")
 
 
 async def _speed(*command: str) -> float:

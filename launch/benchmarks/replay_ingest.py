@@ -17,6 +17,7 @@ from pathlib import Path
 import structlog
 import uvloop
 
+from bus.child_process import module_command
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
@@ -154,7 +155,7 @@ def _messages(count: int) -> list[bytes]:
 async def _publisher(url: str, count: int) -> AsyncIterator[Step]:
     """What has another process publish all messages once more, and returns when it has."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__, url, str(count), stdin=PIPE, stdout=PIPE
+        *module_command(__name__, url, str(count)), stdin=PIPE, stdout=PIPE
     )
     assert process.stdin is not None
     assert process.stdout is not None

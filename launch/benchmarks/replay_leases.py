@@ -21,6 +21,7 @@ import psutil
 import structlog
 import uvloop
 
+from bus.child_process import module_command
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import Bus
@@ -152,7 +153,7 @@ def _count(directory: Path) -> tuple[int, int]:
 async def _part(name: str, url: str, directory: Path) -> AsyncIterator[tuple[int, int]]:
     """One of them at work, until the end: its process id, and its memory before it connected."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__, name, url, str(directory), stdin=PIPE, stdout=PIPE
+        *module_command(__name__, name, url, str(directory)), stdin=PIPE, stdout=PIPE
     )
     assert process.stdin is not None
     assert process.stdout is not None

@@ -21,7 +21,7 @@ import numpy as np
 import uvloop
 
 from bus import connection
-from bus.child_process import die_with_parent
+from bus.child_process import die_with_parent, module_command
 from bus.codec import Json
 from bus.config import BusConfig
 from bus.connection import Bus
@@ -59,16 +59,10 @@ async def _fetch(directory: Path) -> dict[str, Json]:
             run = f"bench-{name}"
             async with Bus.connect(BusConfig(url=server.url), run, name="bench") as bus:
                 await ensure(bus.js, bus.topology, SHARDS)
-                command = (
-                    sys.executable,
-                    "-m",
-                    "launch.benchmarks.replay_reads",
-                    server.url,
-                    run,
-                    str(directory / name),
-                )
+                arguments = server.url, run, str(directory / name), str(tokens)
                 shards = await asyncio.create_subprocess_exec(
-                    *command, str(tokens), preexec_fn=die_with_parent()
+                    *module_command("launch.benchmarks.replay_reads", *arguments),
+                    preexec_fn=die_with_parent(),
                 )
                 try:
                     await _answering(bus)

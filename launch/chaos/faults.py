@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 import socket
-import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -16,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from bus.child_process import die_with_parent
+from bus.child_process import die_with_parent, module_command
 from bus.errors import SluiceError
 from bus.topology import ACK_WAIT_S
 from storage.disk.run_directory import RunDirectory
@@ -57,8 +56,7 @@ class Victim:
         """Start the run, or start it again."""
         with self.log.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "launch", "local", "--directory", str(self.run.path.parent),
-                *self.settings,
+                *module_command("launch", "local", "--directory", str(self.run.path.parent)), *self.settings,
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                 preexec_fn=die_with_parent(),
             )  # fmt: skip

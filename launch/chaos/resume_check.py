@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-import sys
 
+from bus.child_process import module_command
 from bus.codec import Json
 from bus.errors import SluiceError
 from learner import lineage
@@ -20,8 +20,8 @@ async def retrain(run: RunDirectory, *, timeout_s: float) -> dict[str, Json]:
     when that is not enough, or when a step cannot be trained again.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "launch", "replay", "--json",
-        "--run", run.name, "--directory", str(run.path.parent),
+        *module_command("launch", "replay", "--json", "--run", run.name),
+        *("--directory", str(run.path.parent)),
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:

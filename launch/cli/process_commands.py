@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from bus.child_process import module_command
 from bus.errors import ConfigError
 from launch.cli.app import (
     SHORT,
@@ -204,7 +205,7 @@ def learner(
     if several is not None:
         from launch.process.torchrun import run_world
 
-        raise SystemExit(run_world(several, where.run, ("-m", "launch", *sys.argv[1:])))
+        raise SystemExit(run_world(several, where.run, module_command("launch", *sys.argv[1:])[1:]))
 
 
 @app.command(usage=USAGE.format("actors"))

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from rich.console import Console
 
 from actors.environments.build import build_environment
 from actors.rewards.group_filters import load_filter
+from bus.child_process import module_command
 from bus.codec import Json
 from bus.connection import RETRY_S, Bus
 from bus.errors import ConfigError
@@ -160,7 +160,7 @@ def _with_variables(config: RunConfig, part: Part) -> Part:
 
 
 def _command(*arguments: str) -> tuple[str, ...]:
-    return sys.executable, "-m", "launch", *arguments
+    return module_command("launch", *arguments)
 
 
 async def _listens(port: int) -> bool:

@@ -61,11 +61,11 @@ class Agent(LocalElasticAgent):
 
 
 def run_world(world: WorldConfig, run: str, command: Sequence[str]) -> int:
-    """Run `command` as every rank of this host until the world has ended; returns the exit status.
+    """Run Python with the arguments `command` as every rank of this host until the world has ended.
 
-    SIGTERM and SIGINT are passed on, and the ranks have `DRAIN_S` to end. Raises `ConfigError` for settings
-    that do not say where the world is, `WorldError` when ranks died more often than `world.restarts`, or the
-    other hosts did not come.
+    Returns the exit status. SIGTERM and SIGINT are passed on, and the ranks have `DRAIN_S` to end. Raises
+    `ConfigError` for settings that do not say where the world is, `WorldError` when ranks died more often
+    than `world.restarts`, or the other hosts did not come.
     """
     os.environ[SUPERVISOR] = str(os.getpid())
     os.environ[NODE_RANK] = str(world.node_rank or 0)

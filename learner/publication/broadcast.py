@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import signal
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ import structlog
 import torch
 
 from bus.broadcast_messages import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
+from bus.child_process import module_command
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError
@@ -262,10 +262,7 @@ class _SenderProcess:
     async def start(cls, order: Line) -> "_SenderProcess":
         return cls(
             await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "learner.publication.broadcast_process",
-                json.dumps(order),
+                *module_command("learner.publication.broadcast_process", json.dumps(order)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env={**AS_SGLANG, **os.environ, "OMP_NUM_THREADS": "1"},

@@ -21,11 +21,19 @@ async def digits(answer: Answer) -> float:
 '''
 
 
+def write_files_named_like_our_packages(directory: Path) -> None:
+    """A run beside them must not import them."""
+    for name in ("actors.py", "bus.py", "storage.py", "learner/__init__.py", "launch/cli.py"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("raise RuntimeError('a file of the user was imported for ours')\n")
+
+
 def test_own_prompts_reward_and_model_train(tmp_path: Path):
     chat = [{"role": "system", "content": "digits"}, {"role": "user", "content": "one to nine"}]
     row = {"question": chat, "answer": 7, "extra": {"source": "mine"}}
     (tmp_path / "mine.jsonl").write_text((json.dumps(row) + "\n") * 3)
     (tmp_path / "my_rewards.py").write_text(REWARD)
+    write_files_named_like_our_packages(tmp_path)
     sizes = ScratchModel(hidden_size=32, layers=1, heads=2, kv_heads=1, intermediate_size=32, context=64)
     build_model_directory(tmp_path / "model", sizes, seed=0)
     launcher = Command(

@@ -1,0 +1,33 @@
+"""Sluice's own packages are found before a user's files of the same names."""
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+ROOT = str(Path(__file__).parents[2])
+"""The directory that holds Sluice's packages."""
+PACKAGES = ("actors", "bus", "launch", "learner", "storage")
+
+
+class _OwnPackagesFinder(MetaPathFinder):
+    """Finds Sluice's packages in `ROOT`, whatever directory `sys.path` names first."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [ROOT], target) if name in PACKAGES else None
+
+
+def search_own_packages_first() -> None:
+    """Have this process find Sluice's packages first and the files of the working directory last.
+
+    `python -m` searches the working directory before all else and PYTHONPATH may name it too, so that a
+    user's own `storage.py` beside the prompts would take the place of ours.
+    """
+    sys.meta_path.insert(0, _OwnPackagesFinder())
+    here = str(Path.cwd())
+    if sys.path[0] in ("", here):
+        sys.path.append(sys.path.pop(0))
