@@ -51,7 +51,7 @@ class LearnerProcess(ProcessConfig):
     """Reinforcement learning."""
 
 
-class ReplayProcess(Config):
+class RetrainProcess(Config):
     """What may be other when steps are trained again than when they were trained."""
 
     run: str = "default"

@@ -14,13 +14,13 @@ START_S = 120.0
 
 
 async def retrain(run: RunDirectory, *, timeout_s: float) -> dict[str, Json]:
-    """Replay a run that has ended from step 0, and compare with what its learners noted step by step.
+    """Train a run that has ended again from step 0, and compare with what its learners noted step by step.
 
-    `launch replay` does it, a process of its own. `timeout_s` is for the training alone. Raises `SluiceError`
-    when that is not enough, or when a step cannot be trained again.
+    `launch retrain` does it in a process of its own. `timeout_s` is for the training alone. Raises
+    `SluiceError` when that is not enough, or when a step cannot be trained again.
     """
     process = await asyncio.create_subprocess_exec(
-        *module_command("launch", "replay", "--json", "--run", run.name),
+        *module_command("launch", "retrain", "--json", "--run", run.name),
         *("--directory", str(run.path.parent)),
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
@@ -38,7 +38,7 @@ async def retrain(run: RunDirectory, *, timeout_s: float) -> dict[str, Json]:
     report = json.loads(said)  # also with status 1, of batches that differ
     return {
         "resumes": lineage.resumes(run.path / "lineage.jsonl"),
-        "replayed_batches": report["batches"],
-        "replayed_batches_equal": report["batches_equal"],
+        "retrained_batches": report["batches"],
+        "retrained_batches_equal": report["batches_equal"],
         "loss_max_abs_diff": report["loss_max_abs_diff"],
     }

@@ -13,7 +13,7 @@ from launch.config import (
     ActorsProcess,
     LearnerProcess,
     ProcessConfig,
-    ReplayProcess,
+    RetrainProcess,
     RunConfig,
     config_file,
     flags,
@@ -50,7 +50,7 @@ Settings = Annotated[RunConfig, *AS_WRITTEN]
 ShardsSettings = Annotated[ProcessConfig, *AS_WRITTEN]
 LearnerSettings = Annotated[LearnerProcess, *AS_WRITTEN]
 ActorsSettings = Annotated[ActorsProcess, *AS_WRITTEN]
-ReplaySettings = Annotated[ReplayProcess, *AS_WRITTEN]
+RetrainSettings = Annotated[RetrainProcess, *AS_WRITTEN]
 
 PresetName = Annotated[str | None, Parameter(name="--preset", group=SHORT)]
 ConfigFile = Annotated[Path | None, Parameter(name="--config", group=SHORT)]

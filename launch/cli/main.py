@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from cyclopts import CycloptsError
-from cyclopts.exceptions import UnknownOptionError, UnusedCliTokensError
+from cyclopts.exceptions import UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 
 from bus.errors import ConfigError, SluiceError
 from launch.cli import bench_commands, engine_commands, process_commands, tool_commands
@@ -41,6 +41,8 @@ def _complaint(error: CycloptsError) -> str:
         runs = {*RunConfig.model_fields, "preset", "config", "prompts", "reward"} - {*own.model_fields}
         if section in runs:
             return f"{option} is the run's, not this process's: give it to the `launch storage` of the run"
+    if isinstance(error, UnknownCommandError) and (error.unused_tokens or [""])[0] == "replay":
+        return "there is no command 'replay': `launch retrain` trains the steps of a run again"
     if isinstance(error, UnusedCliTokensError):
         return f"unexpected argument {(error.unused_tokens or [''])[0]!r}: settings are given as --name VALUE"
     said = str(error)

@@ -9,10 +9,10 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from bus.errors import ConfigError, SluiceError
-from launch.cli.app import USAGE, BusUrl, ConfigFile, ReplaySettings, app, joining, short_forms
+from launch.cli.app import USAGE, BusUrl, ConfigFile, RetrainSettings, app, joining, short_forms
 from launch.cli.convert_commands import convert
 from launch.config import (
-    ReplayProcess,
+    RetrainProcess,
     resolve,
     validate,
 )
@@ -21,15 +21,15 @@ from launch.process.runtime import configure_logging, fail, run
 app.command(convert)
 
 
-@app.command(usage=USAGE.format("replay"))
-def replay(
+@app.command(usage=USAGE.format("retrain"))
+def retrain(
     *,
     from_step: int = 0,
     to_step: int | None = None,
     config: ConfigFile = None,
     scores: str | None = None,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
-    settings: ReplaySettings = ReplayProcess(),
+    settings: RetrainSettings = RetrainProcess(),
 ) -> None:
     """Train steps of a run again from its directory: are the batches the same, and the losses?
 
@@ -48,18 +48,18 @@ def replay(
     as_json
         Print the report as one JSON object on one line.
     """
-    from launch.history.retrain import recorded_config, replay_status
-    from launch.history.retrain import replay as replay_run
+    from launch.history.retrain import recorded_config, retrain_status
+    from launch.history.retrain import retrain as retrain_run
     from storage.disk.run_directory import RunDirectory
 
     configure_logging("warning" if as_json else "info")
     where, changed = joining({}, settings)
     run_directory = RunDirectory(where.directory, where.run)
     recorded = recorded_config(run_directory, config)
-    work = partial(replay_run, run_directory, recorded, changed, (from_step, to_step), scores=scores)
+    work = partial(retrain_run, run_directory, recorded, changed, (from_step, to_step), scores=scores)
     report = run(work)
     print(json.dumps(report, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
-    raise SystemExit(replay_status(report))
+    raise SystemExit(retrain_status(report))
 
 
 @app.command(usage=USAGE.format("restore"))

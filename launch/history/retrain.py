@@ -1,4 +1,4 @@
-"""`launch replay` and `launch restore`: looking back at a run from its directory alone, without a bus."""
+"""`launch retrain` and `launch restore`: looking back at a run from its directory alone, without a bus."""
 
 import asyncio
 import time
@@ -36,18 +36,18 @@ def recorded_config(run: RunDirectory, config: Path | None = None) -> RunConfig:
     return resolve(config_file(found[0]), {"run": run.name})
 
 
-async def replay(
+async def retrain(
     run: RunDirectory, config: RunConfig, overrides: Mapping[str, Any], steps: tuple[int, int | None],
     stop: asyncio.Event, *, scores: str | None = None,
 ) -> dict[str, Json]:  # fmt: skip
     """Train the steps after the first of `steps` up to the last (None: the newest) again, and compare.
 
     `overrides` change the objective of these steps, and `scores`, a table of `launch rescore`, their rewards.
-    On `stop` the report is of the steps done. Raises what `learner.timetravel.replay_steps` does.
+    On `stop` the report is of the steps done. Raises what `learner.history.retrain.retrain_steps` does.
     """
     changed = resolve(config.model_dump(), overrides)
     reward = None if scores is None else scored_by(run, scores)
-    report = await asyncio.to_thread(_replay, run, config, changed, steps, stop, reward)
+    report = await asyncio.to_thread(_retrain, run, config, changed, steps, stop, reward)
     changes = report["changed"]
     if scores is not None and isinstance(changes, dict):
         changes["scores"] = scores
@@ -69,7 +69,7 @@ def scored_by(run: RunDirectory, name: str) -> Callable[[Trajectory], float]:
     return reward
 
 
-def _replay(
+def _retrain(
     run: RunDirectory, config: RunConfig, changed: RunConfig, steps: tuple[int, int | None],
     stop: asyncio.Event, reward: Callable[[Trajectory], float] | None,
 ) -> dict[str, Json]:  # fmt: skip
@@ -77,7 +77,7 @@ def _replay(
 
     adapt_megatron_to_cpu()
     from learner.backends.megatron.process_groups import close_world, init_world
-    from learner.history.retrain import last_step, replay_steps, summary
+    from learner.history.retrain import last_step, retrain_steps, summary
     from learner.service import prepare
 
     began = time.monotonic()
@@ -94,7 +94,7 @@ def _replay(
     try:
         with ExitStack() as stack:
             stores = [stack.enter_context(closing(_shard(run, n))) for n in range(config.replay.shards)]
-            for step in replay_steps(
+            for step in retrain_steps(
                 settings,
                 initial,
                 stores,
@@ -104,7 +104,7 @@ def _replay(
                 reward=reward,
             ):
                 done.append(step)
-                log.info("step_replayed", step=step.step, loss=step.loss, recorded=step.recorded_loss)
+                log.info("step_retrained", step=step.step, loss=step.loss, recorded=step.recorded_loss)
                 if stop.is_set():
                     break
     finally:
@@ -121,7 +121,7 @@ def _replay(
     }
 
 
-def replay_status(report: Mapping[str, Json]) -> int:
+def retrain_status(report: Mapping[str, Json]) -> int:
     """0 unless a batch was another than then, although nothing was changed."""
     return 0 if report["changed"] or report["batches"] == report["batches_equal"] else 1
 

@@ -66,7 +66,7 @@ def exit_status(result: dict[str, Json]) -> int:
 
 def _continuous(result: dict[str, Json]) -> bool:
     """Whether one process, trained on the same groups from step 0, saw the same batches and losses."""
-    whole = result["steps"] == result["replayed_batches"] == result["replayed_batches_equal"]
+    whole = result["steps"] == result["retrained_batches"] == result["retrained_batches_equal"]
     apart = result["loss_max_abs_diff"]  # null if a loss was finite only once
     return whole and isinstance(apart, (int, float)) and apart <= LOSS_TOLERANCE
 

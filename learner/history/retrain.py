@@ -29,7 +29,7 @@ Reward = Callable[[Trajectory], float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayedStep:
+class RetrainedStep:
     """A step trained again, beside what the lineage says of it: None where an older build wrote nothing."""
 
     step: int
@@ -60,10 +60,10 @@ class ReplayedStep:
         return self.batch_equal is False or self.loss_diff > 0 or self.grad_norm_diff > 0
 
 
-def replay_steps(
+def retrain_steps(
     settings: LearnerSettings, initial: Initial, stores: Sequence[ReplayStore], *, from_step: int,
     to_step: int, changed: LearnerConfig | None = None, reward: Reward | None = None,
-) -> Iterator[ReplayedStep]:  # fmt: skip
+) -> Iterator[RetrainedStep]:  # fmt: skip
     """Train steps `from_step` + 1 to `to_step` of a run again, one at each turn of the iterator.
 
     It starts from the newest checkpoint up to `from_step`, and silently trains what is between; from step 0
@@ -104,7 +104,7 @@ def last_step(settings: LearnerSettings) -> int:
     return max(steps)
 
 
-def summary(steps: Sequence[ReplayedStep]) -> dict[str, Json]:
+def summary(steps: Sequence[RetrainedStep]) -> dict[str, Json]:
     """All steps together, then each."""
     compared = [step.batch_equal for step in steps if step.batch_equal is not None]
     return {
@@ -135,9 +135,9 @@ def _begin(settings: LearnerSettings, initial: Initial, step: int) -> tuple[Trai
             if directory.exists():
                 raise  # else the run, which goes on, has pruned it meanwhile
         else:
-            log.info("replay_starts", checkpoint=str(directory), step=progress.step)
+            log.info("retraining_starts", checkpoint=str(directory), step=progress.step)
             return trainer, progress
-    log.info("replay_starts", model=str(settings.model_directory), warmup_steps=settings.warmup.steps)
+    log.info("retraining_starts", model=str(settings.model_directory), warmup_steps=settings.warmup.steps)
     progress = Progress()
     return trainer_at(settings, initial, progress, None), progress
 
@@ -164,7 +164,7 @@ def _groups(stores: Sequence[ReplayStore], line: TrainedStep) -> list[list[Traje
 def _train(
     trainer: Trainer, settings: LearnerSettings, learner: LearnerConfig, line: TrainedStep,
     groups: list[list[Trajectory]],
-) -> ReplayedStep:  # fmt: skip
+) -> RetrainedStep:  # fmt: skip
     trainer.optimizer_config = learner.optimizer  # read at each step; the optimizer's state stays
     batch, result = train_on(
         trainer,
@@ -175,7 +175,7 @@ def _train(
         policy_version=line.policy_version - 1,
         temperature=settings.temperature,
     )
-    return ReplayedStep(
+    return RetrainedStep(
         step=line.step,
         batch_equal=None if line.batch_xxh3 is None else batch.xxh3() == line.batch_xxh3,
         loss=result.loss,

@@ -79,13 +79,13 @@ def test_a_run_ends_whole_though_ranks_of_its_learner_were_killed(tmp_path: Path
 
 
 def trained_again(directory: Path) -> dict[str, object]:
-    """What `launch replay` reports of the run, by one process."""
-    replay = Command(directory, "replay", "--run", "sort", "--json")
+    """What `launch retrain` reports of the run, by one process."""
+    retrained = Command(directory, "retrain", "--run", "sort", "--json")
     try:
-        assert replay.wait(300) == 0, replay.said()
+        assert retrained.wait(300) == 0, retrained.said()
     finally:
-        replay.kill()
-    return json.loads(replay.said().splitlines()[-1])
+        retrained.kill()
+    return json.loads(retrained.said().splitlines()[-1])
 
 
 def test_two_nodes_stop_together_when_one_is_told_to_and_finish_when_started_again(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""`launch replay`, `launch learner --shadow` and `launch restore` on a run whose learner was killed."""
+"""`launch retrain`, `launch learner --shadow` and `launch restore` on a run whose learner was killed."""
 
 import json
 import subprocess
@@ -70,7 +70,7 @@ def launch(root: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_the_whole_run_trains_again_bit_for_bit_in_one_process(root: Path):
-    done = launch(root, "replay", "--json")
+    done = launch(root, "retrain", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["batches"], report["batches_equal"]) == (STEPS, STEPS)
@@ -82,7 +82,7 @@ def test_the_whole_run_trains_again_bit_for_bit_in_one_process(root: Path):
 
 def test_another_objective_is_tried_from_a_checkpoint(root: Path):
     flags = ("--from-step", "5", "--learner.loss.type", "ppo_clip", "--learner.loss.clip-eps", "0.01")
-    done = launch(root, "replay", "--json", *flags)
+    done = launch(root, "retrain", "--json", *flags)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["changed"] == {
@@ -98,11 +98,11 @@ def test_another_objective_is_tried_from_a_checkpoint(root: Path):
 def test_another_reward_is_tried_on_what_was_rolled_out(root: Path):
     done = launch(root, "rescore", "--reward", "exact", "--name", "right")
     assert done.returncode == 0, done.stderr
-    done = launch(root, "replay", "--json", "--from-step", "5", "--scores", "right")
+    done = launch(root, "retrain", "--json", "--from-step", "5", "--scores", "right")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["changed"] == {"scores": "right"}
-    recorded = json.loads(launch(root, "replay", "--json", "--from-step", "5").stdout)
+    recorded = json.loads(launch(root, "retrain", "--json", "--from-step", "5").stdout)
     assert [s["reward_mean"] for s in report["steps"]] != [s["reward_mean"] for s in recorded["steps"]]
     assert all(0 <= step["reward_mean"] <= 1 for step in report["steps"])
 
@@ -119,12 +119,12 @@ def test_the_shadow_trained_on_the_groups_of_every_step(root: Path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("replay", "--from-step", "3"), "no checkpoint up to step 3 in "),
-        (("replay", "--to-step", "99"), "lacks step 13: it holds steps 1 to 12"),
-        (("replay", "--from-step", "12"), "from step 12 to 12 there is nothing to train"),
-        (("replay", "--directory", "nowhere"), "no run 'past' here"),
-        (("replay", "--scores", "none"), "`launch rescore` makes one"),
-        (("replay", "--learner.loss.type", "ppo"), "did you mean 'ppo_clip'?"),
+        (("retrain", "--from-step", "3"), "no checkpoint up to step 3 in "),
+        (("retrain", "--to-step", "99"), "lacks step 13: it holds steps 1 to 12"),
+        (("retrain", "--from-step", "12"), "from step 12 to 12 there is nothing to train"),
+        (("retrain", "--directory", "nowhere"), "no run 'past' here"),
+        (("retrain", "--scores", "none"), "`launch rescore` makes one"),
+        (("retrain", "--learner.loss.type", "ppo"), "did you mean 'ppo_clip'?"),
         (("learner", "--from-checkpoint", "x"), "--from-checkpoint is for a --shadow"),
         (("learner", "--shadow", "a b"), "shadow name 'a b'"),
         (("learner", "--shadow", "a", "--nproc", "2"), "shadow 'a' is one process"),

@@ -10,7 +10,7 @@ import pytest
 from launch.cli import main as cli
 from launch.config import RunConfig
 
-COMMANDS = ("local", "bus", "storage", "shards", "learner", "actors", "replay", "restore", "convert")
+COMMANDS = ("local", "bus", "storage", "shards", "learner", "actors", "retrain", "restore", "convert")
 HEAVY = {"torch", "transformers", "megatron", "zarr", "numpy", "matplotlib", "sglang", "nats", "structlog"}
 USER_SECONDS = 3.0
 """About four times what help takes on a quiet machine: it must not grow into seconds."""
@@ -30,7 +30,7 @@ FLAGS = {
     "storage": ("--preset", "--config", "--data.prompts", "--replay.shards", "--run"),
     "shards": ("--shards", "--bus", "--run", "--directory", "--bus.join-timeout-s"),
     "learner": ("--bus", "--run", "--shadow", "--warmup.steps", "--learner.loss.type"),
-    "replay": ("--run", "--from-step", "--to-step", "--json", "--learner.loss.type"),
+    "retrain": ("--run", "--from-step", "--to-step", "--json", "--learner.loss.type"),
     "restore": ("--run", "--directory", "--archive"),
     "bench overlap": ("--model", "--learner-device", "--rounds", "--admission.max-staleness"),
     "engines join": ("--run", "--bus", "--actor"),
@@ -78,6 +78,12 @@ def test_a_wrong_command_line_is_refused_in_one_line():
     assert done.returncode == 2
     assert done.stderr == "launch: unknown option: --learner.stepps. Did you mean --learner.steps?\n"
     assert done.stdout == ""
+
+
+def test_who_asks_to_replay_a_run_hears_of_retrain(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["replay", "--run", "mine"])
+    assert "`launch retrain` trains the steps of a run again" in capsys.readouterr().err
 
 
 # --- in this process: quicker, and the work is only looked at ---

@@ -11,8 +11,8 @@ from launch.history.trajectory_account import exit_status, ks_p
 
 CLEAN = {
     "lost": 0, "trained_too_often": 0, "trained_but_not_in_ledger": 0, "length_ks_p": 0.5,
-    "max_staleness_seen": 2, "max_staleness_allowed": 2, "steps": 9, "replayed_batches": 9,
-    "replayed_batches_equal": 9, "loss_max_abs_diff": 0.0,
+    "max_staleness_seen": 2, "max_staleness_allowed": 2, "steps": 9, "retrained_batches": 9,
+    "retrained_batches_equal": 9, "loss_max_abs_diff": 0.0,
 }  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def test_p_value_is_kolmogorovs():
     "change",
     [
         {"lost": 4}, {"trained_too_often": 4}, {"length_ks_p": 0.001}, {"max_staleness_seen": 3},
-        {"replayed_batches": 8}, {"replayed_batches_equal": 8}, {"loss_max_abs_diff": 2e-5},
+        {"retrained_batches": 8}, {"retrained_batches_equal": 8}, {"loss_max_abs_diff": 2e-5},
         {"loss_max_abs_diff": None},
     ],
     ids=str,

@@ -25,7 +25,7 @@ from learner.config.learner import BatchConfig, LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.config.warmup import WarmupConfig
-from learner.history.retrain import replay_steps
+from learner.history.retrain import retrain_steps
 from learner.model_directory import save_hf_directory
 from learner.scoring.frozen_policies import hold_frozen_policies
 from storage.store.replay import ReplayStore
@@ -41,7 +41,7 @@ DECOUPLED = REFRESHED | {
 }
 
 
-def replayed(run: MiniRun, from_step: int, to_step: int, settings: dict, **options):
+def retrained(run: MiniRun, from_step: int, to_step: int, settings: dict, **options):
     told = run.settings(**settings)
     with ExitStack() as stack:
         stores = [
@@ -49,7 +49,7 @@ def replayed(run: MiniRun, from_step: int, to_step: int, settings: dict, **optio
             for n in range(SHARDS)
         ]
         initial = service.prepare(told, run.demonstrations)
-        return list(replay_steps(told, initial, stores, from_step=from_step, to_step=to_step, **options))
+        return list(retrain_steps(told, initial, stores, from_step=from_step, to_step=to_step, **options))
 
 
 @pytest.mark.nats
@@ -61,12 +61,12 @@ async def test_a_resumed_run_has_the_reference_of_one_that_was_not_killed(bus, t
         await run.train_and_die(3, **settings)
         await run.train(steps=6, **settings)
         losses = [run.steps()[n].loss for n in range(1, 7)]
-        whole = await asyncio.to_thread(replayed, run, 0, 6, settings)
+        whole = await asyncio.to_thread(retrained, run, 0, 6, settings)
         assert [step.loss for step in whole] == losses  # bit for bit
         assert not any(step.differs for step in whole)
-        late = await asyncio.to_thread(replayed, run, 5, 6, settings)
+        late = await asyncio.to_thread(retrained, run, 5, 6, settings)
         assert not late[0].differs
-        other = await asyncio.to_thread(replayed, run, 0, 6, settings, changed=LEARNER)
+        other = await asyncio.to_thread(retrained, run, 0, 6, settings, changed=LEARNER)
         assert other[5].loss_diff > 1e-6  # without the reference it would be another run
 
 
@@ -89,13 +89,13 @@ async def test_what_if_there_had_been_a_reference(bus, tmp_path):
     async with mini_run(bus, tmp_path) as run:
         await run.train()
         changed = LEARNER.model_copy(update=KL)
-        [first, *_] = await asyncio.to_thread(replayed, run, 0, 2, {}, changed=changed)
+        [first, *_] = await asyncio.to_thread(retrained, run, 0, 2, {}, changed=changed)
         assert first.batch_equal
         with pytest.raises(ConfigError, match=r"step 2 was trained without one.*--learner.reference.path"):
-            await asyncio.to_thread(replayed, run, 2, 3, {}, changed=changed)
+            await asyncio.to_thread(retrained, run, 2, 3, {}, changed=changed)
         elsewhere = {"reference": ReferenceConfig(kl_coef=0.5, path=tmp_path / "model")}
         [third] = await asyncio.to_thread(
-            replayed, run, 2, 3, {}, changed=changed.model_copy(update=elsewhere)
+            retrained, run, 2, 3, {}, changed=changed.model_copy(update=elsewhere)
         )
         assert third.loss_diff > 0
 

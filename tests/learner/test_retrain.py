@@ -14,7 +14,7 @@ from learner import service
 from learner.backends.megatron.checkpoint.checkpoint import read_extra
 from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import PPOClipLoss
-from learner.history.retrain import last_step, replay_steps, summary
+from learner.history.retrain import last_step, retrain_steps, summary
 from storage.disk import checkpoints
 from storage.store.replay import ReplayStore
 from tests.learner.mini_run import LEARNER, MiniRun, in_one_process, mini_run, past_run
@@ -23,7 +23,7 @@ from tests.storage.serving import SHARDS
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.usefixtures("in_process")]
 
 
-def replayed(run: MiniRun, from_step: int, to_step: int, **options):
+def retrained(run: MiniRun, from_step: int, to_step: int, **options):
     settings = run.settings()
     with ExitStack() as stack:
         stores = [
@@ -31,7 +31,7 @@ def replayed(run: MiniRun, from_step: int, to_step: int, **options):
             for n in range(SHARDS)
         ]
         initial = service.prepare(settings, run.demonstrations)
-        return list(replay_steps(settings, initial, stores, from_step=from_step, to_step=to_step, **options))
+        return list(retrain_steps(settings, initial, stores, from_step=from_step, to_step=to_step, **options))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def past(tmp_path_factory: pytest.TempPathFactory) -> MiniRun:
 
 def test_a_run_that_was_killed_and_resumed_is_trained_again_in_one_go_bit_for_bit(past: MiniRun):
     assert len((past.directory / "lineage.jsonl").read_text().splitlines()) > 6  # step 3 was trained twice
-    again = replayed(past, 0, 6)
+    again = retrained(past, 0, 6)
     report = summary(again)
     assert (report["batches"], report["batches_equal"]) == (6, 6)
     assert report["loss_max_abs_diff"] == report["grad_norm_max_abs_diff"] == 0.0
@@ -54,7 +54,7 @@ def test_a_run_that_was_killed_and_resumed_is_trained_again_in_one_go_bit_for_bi
 
 
 def test_from_a_checkpoint_the_steps_before_the_first_are_trained_silently(past: MiniRun):
-    again = replayed(past, 5, 6)
+    again = retrained(past, 5, 6)
     assert [(step.step, step.differs) for step in again] == [(6, False)]
     assert last_step(past.settings()) == 6
 
@@ -70,17 +70,17 @@ def test_checkpoints_hold_the_groups_of_the_steps_since_the_one_before(past: Min
 
 def test_steps_that_cannot_be_trained_again_are_refused_with_what_is_there(past: MiniRun):
     with pytest.raises(ConfigError, match=r"no checkpoint up to step 3 .* of steps \[4, 6\]"):
-        replayed(past, 3, 4)
+        retrained(past, 3, 4)
     with pytest.raises(ConfigError, match="lacks step 7: it holds steps 1 to 6"):
-        replayed(past, 4, 7)
+        retrained(past, 4, 7)
 
 
 def test_another_objective_trains_on_the_same_groups_from_the_runs_own_weights(past: MiniRun):
     other = LEARNER.model_copy(update={"loss": PPOClipLoss(clip_eps=0.01)})
-    changed = replayed(past, 5, 6, changed=other)
+    changed = retrained(past, 5, 6, changed=other)
     assert [step.batch_equal for step in changed] == [True]
     assert changed[0].loss_diff > 0
-    rewarded = replayed(past, 5, 6, reward=lambda trajectory: float(trajectory.sample))
+    rewarded = retrained(past, 5, 6, reward=lambda trajectory: float(trajectory.sample))
     assert [step.batch_equal for step in rewarded] == [False]
     assert summary(rewarded)["first_step_that_differs"] == 6
     assert rewarded[0].reward_mean == 1.0
@@ -91,7 +91,7 @@ def test_a_batch_that_is_another_than_then_is_noticed(past: MiniRun, tmp_path: P
     path = tmp_path / "lineage.jsonl"
     first, others = path.read_text().split("\n", 1)
     path.write_text(first.replace('"weights":[1.0,1.0]', '"weights":[1.0,0.5]') + "\n" + others)
-    again = replayed(replace(past, directory=tmp_path), 0, 2)
+    again = retrained(replace(past, directory=tmp_path), 0, 2)
     assert [step.batch_equal for step in again] == [False, True]
     assert again[1].differs  # other weights compute other losses on equal batches
 
@@ -103,7 +103,7 @@ async def test_groups_that_were_retired_are_missed_with_the_way_to_bring_them_ba
             for piece in store.pieces:
                 store.retire(piece, None)
         with pytest.raises(StorageError, match=r"step 1 cannot be trained again: .*retired.*launch restore"):
-            await asyncio.to_thread(replayed, run, 0, 2)
+            await asyncio.to_thread(retrained, run, 0, 2)
 
 
 async def test_a_resumed_learner_trains_with_its_own_number_of_threads(bus, tmp_path, monkeypatch):
