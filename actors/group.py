@@ -8,7 +8,7 @@ from itertools import chain, count
 from actors.environments.base import AgentTrajectory, Episode
 from bus.messages import Lease, trajectory_name
 from bus.requests import Siblings
-from bus.trajectory import Parent, Trajectory, TrajectoryBatch
+from bus.trajectory import AgentReward, Parent, Trajectory, TrajectoryBatch
 
 NOTHING = Siblings(group_size=0)
 
@@ -48,11 +48,15 @@ class Group:
         return [n for n in range(self.samples) if not there.issuperset(range(n * each, (n + 1) * each))]
 
     @property
-    def rewards(self) -> list[float]:
-        """Of all trajectories there are: first those stored."""
-        here = {n for sample in self.episodes for n in self._places(sample)} if self.each else set()
-        before = [r for n, r in zip(self.stored.samples, self.stored.rewards, strict=True) if n not in here]
-        return [*before, *(part.reward for _, _, part in self._parts(sorted(self.episodes)))]
+    def rewards(self) -> list[AgentReward]:
+        """Rewards of all trajectories there are and that are trained: first those stored."""
+        before = [reward for reward in self.stored.rewards if reward.rollout not in self.episodes]
+        here = [
+            AgentReward(part.policy, part.agent, rollout, part.reward)
+            for _, rollout, part in self._parts(sorted(self.episodes))
+            if part.is_trained
+        ]
+        return [*before, *here]
 
     @property
     def rewards_due(self) -> bool:

@@ -10,7 +10,7 @@ from actors.environments.base import Environment, Episode, Task
 from actors.group import NOTHING, Group
 from actors.log_throttle import Seldom
 from actors.policy.policy import Policy
-from actors.rewards.group_filters import GroupFilter
+from actors.rewards.group_filters import GroupFilter, reason_to_drop
 from actors.weights.follow import PolicyFollower
 from bus.codec import encode
 from bus.connection import Bus
@@ -97,7 +97,7 @@ class Worker:
         if group.rewards_due:
             self.counts["groups_with_rewards_due"] += 1
             return None
-        return self._keep(group.rewards)
+        return reason_to_drop(self._keep, group.rewards)
 
     async def _gather(self, group: Group, version: int) -> None:
         """Roll out what is missing, and send what is finished ahead of siblings that take long.

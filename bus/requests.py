@@ -8,6 +8,7 @@ import numpy as np
 from bus.codec import Int32Array, Message
 from bus.errors import SchemaError
 from bus.messages import BlobRef
+from bus.trajectory import AgentReward
 
 # --- to any request ---
 
@@ -54,19 +55,20 @@ class SiblingsRequest(Message, tag="siblings_request"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Siblings(Message, tag="siblings"):
+class Siblings(Message, tag="siblings", version=2):
     """The trajectories that are stored of a group."""
 
     group_size: int
     """0 when nothing of it is stored."""
     samples: tuple[int, ...] = ()
-    rewards: tuple[float, ...] = ()
+    rewards: tuple[AgentReward, ...] = ()
+    """Rewards of those that are trained."""
     rewards_due: bool = False
     """Whether one of these rewards is still to come."""
 
     def check(self) -> None:
-        """Refuse rewards that do not fit the samples."""
-        if len(self.samples) != len(self.rewards):
+        """Refuse more rewards than samples."""
+        if len(self.rewards) > len(self.samples):
             raise SchemaError(f"{len(self.rewards)} rewards for {len(self.samples)} samples")
 
 
@@ -218,7 +220,7 @@ class StoredGroups(Message, tag="stored_groups"):
     total: int
     """Groups complete in the shard altogether."""
     spreads: tuple[float, ...] = ()
-    """Mean |reward - mean reward| of each group's siblings, if asked for."""
+    """Mean over each group's episodes and agents of |reward - that agent's mean|, if asked for."""
     tokens: tuple[int, ...] = ()
     """Of each group, all its trajectories together."""
 

@@ -1,5 +1,6 @@
 """What an agent did in an episode, token by token: actors send it, shards store it, learners train on it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Literal, NamedTuple
@@ -61,6 +62,29 @@ class Parent(NamedTuple):
     trajectory_id: str
     token: int
     """Number of tokens that both begin with."""
+
+
+class AgentReward(NamedTuple):
+    """The outcome's reward of a trajectory that is trained, and whose part of which episode it is."""
+
+    policy: str
+    agent: str
+    rollout: int
+    reward: float
+
+
+def episode_rewards(rewards: Iterable[AgentReward]) -> dict[tuple[str, str], dict[int, float]]:
+    """Rewards of a group by (policy, agent), one for each episode: what may be compared with each other.
+
+    Trajectories of one agent in one episode, as of forked contexts, count once, with their mean: an episode
+    that forked often would otherwise weigh more than its siblings."""
+    found: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for policy, agent, rollout, reward in rewards:
+        found.setdefault((policy, agent), {}).setdefault(rollout, []).append(reward)
+    return {
+        whose: {rollout: sum(parts) / len(parts) for rollout, parts in episodes.items()}
+        for whose, episodes in found.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +219,11 @@ class Trajectory(Message, tag="trajectory", version=2):
     def is_trained(self) -> bool:
         """Whether it enters baselines and losses: a trained policy's, with a reward to be trusted."""
         return self.trainable and self.end in TRUSTED_ENDS
+
+    @property
+    def agent_reward(self) -> AgentReward:
+        """Its reward, as `episode_rewards` takes it; means nothing unless it `is_trained`."""
+        return AgentReward(self.policy, self.agent, self.rollout, self.reward)
 
     @property
     def finish_reason(self) -> FinishReason:

@@ -27,6 +27,8 @@ def batch_values(batch: StepBatch) -> dict[str, Json]:
         "staleness/mean_versions": batch.staleness_mean,
         "train/trajectories": batch.trajectories,
         "train/tokens": batch.tokens,
+        "train/untrainable_trajectories": batch.untrainable,
+        "train/untrusted_trajectories": batch.untrusted,
         "train/response_tokens_mean": batch.response_tokens_mean,
     }
 

@@ -17,6 +17,7 @@ from bus.errors import ConfigError
 from bus.process_tuning import few_collections
 from bus.roles import guarded, hold_role
 from bus.status import report_status
+from learner.algorithms.advantages.estimator import advantage_estimator
 from learner.backends.megatron.checkpoint.checkpoint import latest_checkpoint, load_checkpoint, read_extra
 from learner.backends.megatron.conversion.base import State
 from learner.backends.megatron.process_groups import close_world, init_world
@@ -103,6 +104,7 @@ def build(
     thread: ThreadPoolExecutor, stop: asyncio.Event,
 ) -> Built:  # fmt: skip
     """Everything that torch needs before the first step; takes seconds. Every rank calls it in `thread`."""
+    advantage_estimator(settings.learner.advantage)  # a wrong name shows before the model is loaded
     initial = prepare(settings, demonstrations)
     init_world(settings.learner.parallel)
     refuse_unshared(settings.checkpoints)

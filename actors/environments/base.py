@@ -8,7 +8,7 @@ import numpy as np
 
 from bus.codec import Json
 from bus.errors import SchemaError
-from bus.trajectory import DEFAULT_POLICY, YOUNGEST, End, Turn
+from bus.trajectory import DEFAULT_POLICY, TRUSTED_ENDS, YOUNGEST, End, Turn
 
 if TYPE_CHECKING:
     from actors.policy.policy import Policy
@@ -86,6 +86,11 @@ class AgentTrajectory:
     """What else is worth keeping with it."""
     routed_experts: np.ndarray | None = None
     """uint8 [L - 1, layers, experts per token], as `Generation` has it: the last token has no row."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it enters baselines and losses: a trained policy's, with a reward to be trusted."""
+        return self.trainable and self.end in TRUSTED_ENDS
 
     @property
     def oldest_version(self) -> int:

@@ -1,11 +1,22 @@
 """Which groups are worth training on: keep, or drop with a reason."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bus.plugins import load_function
+from bus.trajectory import AgentReward, episode_rewards
 
 GroupFilter = Callable[[Sequence[float]], str | None]
-"""From the rewards of a group to the reason to drop it, or None to keep it; reasons are counted, so few."""
+"""From an agent's rewards, one for each episode of a group, to the reason to drop the group, or None to keep
+it; reasons are counted, so few."""
+
+
+def reason_to_drop(keep: GroupFilter, rewards: Iterable[AgentReward]) -> str | None:
+    """Return why a group is to be dropped: the filter keeps no agent's rewards, or there are none."""
+    by_agent = episode_rewards(rewards)
+    if not by_agent:
+        return "nothing_to_train"
+    reasons = [keep(list(episodes.values())) for episodes in by_agent.values()]
+    return None if None in reasons else reasons[0]
 
 
 def keep_all(rewards: Sequence[float]) -> str | None:
@@ -14,7 +25,7 @@ def keep_all(rewards: Sequence[float]) -> str | None:
 
 
 def drop_zero_variance(rewards: Sequence[float]) -> str | None:
-    """Drop a group whose rewards are all equal: its advantages are zero."""
+    """Drop a group in which no agent's rewards differ: its advantages are zero."""
     return None if len(set(rewards)) > 1 else "zero_variance"
 
 

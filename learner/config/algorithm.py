@@ -49,17 +49,28 @@ LossConfig = Annotated[TISLoss | PPOClipLoss, Field(discriminator="type")]
 
 
 class GRPOAdvantage(Config):
-    """Reward relative to its group."""
+    """Reward relative to the agent's other rewards in its group."""
 
     type: Literal["grpo"] = "grpo"
     """Name of the estimator."""
 
     normalize_std: bool = True
-    """Divide by the group's standard deviation; `False` is Dr. GRPO."""
+    """Divide by the standard deviation of the agent's rewards in the group. `False` only removes the mean, as
+    Dr. GRPO (arXiv:2503.20783) does; that also divides the loss by a constant instead of by lengths."""
 
     std_floor: float = Field(1e-4, ge=0)
     """Added to the standard deviation before the division."""
 
 
-AdvantageConfig = GRPOAdvantage
-"""A union discriminated on `type` as soon as there is a second estimator."""
+class PluginAdvantage(Config):
+    """A function of the user's own."""
+
+    type: Literal["plugin"]
+    """Name of the estimator."""
+
+    function: str
+    """`my_pkg.my_module:function`, from groups of trajectories to an advantage for each trajectory: a number,
+    or one for each of its tokens."""
+
+
+AdvantageConfig = Annotated[GRPOAdvantage | PluginAdvantage, Field(discriminator="type")]

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bus.trajectory import Trajectory
-from learner.algorithms.advantages.grpo import grpo_advantages
+from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.config.algorithm import AdvantageConfig
 from learner.data.packing import Sample
 
@@ -20,8 +21,13 @@ class StepBatch:
 
     samples: list[Sample]
     trajectories: int
+    """Those that are trained."""
     tokens: int
     """Prompt and response."""
+    untrainable: int
+    """Trajectories of policies that are not trained, as of frozen opponents and judges."""
+    untrusted: int
+    """Trajectories that would be trained, but for an end that says nothing about the policy."""
     reward_sum: float
     staleness_max: int
     """Versions that the oldest trained token lags behind the learner; a token from a later version of a
@@ -35,17 +41,17 @@ class StepBatch:
     @property
     def reward_mean(self) -> float:
         """Of a trajectory."""
-        return self.reward_sum / self.trajectories
+        return self.reward_sum / max(1, self.trajectories)
 
     @property
     def staleness_mean(self) -> float:
         """Of a trajectory, in versions."""
-        return self.staleness_sum / self.trajectories
+        return self.staleness_sum / max(1, self.trajectories)
 
     @property
     def response_tokens_mean(self) -> float:
         """Of a trajectory."""
-        return self.response_tokens / self.trajectories
+        return self.response_tokens / max(1, self.trajectories)
 
     def xxh3(self) -> str:
         """`digest` in hexadecimal: equal for batches whose samples are equal bit for bit, in any order."""
@@ -56,20 +62,26 @@ def make_step_batch(
     groups: Sequence[Sequence[Trajectory]], *,
     policy_version: int, advantage: AdvantageConfig, weights: Sequence[float] = (),
 ) -> StepBatch:  # fmt: skip
-    """Advantages within each group, times the group's importance weight (1 by default)."""
-    samples: list[Sample] = []
-    for group, weight in zip(groups, weights or [1.0] * len(groups), strict=True):
-        advantages = grpo_advantages(
-            np.array([trajectory.reward for trajectory in group]),
-            normalize_std=advantage.normalize_std,
-            std_floor=advantage.std_floor,
+    """What of these groups is trained, with advantages times the group's importance weight (1 by default).
+
+    Raises `ConfigError` for a user's advantage function that returns anything but advantages."""
+    samples = [
+        _sample(trajectory, weight * np.asarray(found, np.float64))
+        for group, advantages, weight in zip(
+            groups, estimate_advantages(advantage, groups), weights or [1.0] * len(groups), strict=True
         )
-        samples += [_sample(t, weight * float(a)) for t, a in zip(group, advantages, strict=True)]
-    trajectories = [trajectory for group in groups for trajectory in group]
+        for trajectory, found in zip(group, advantages, strict=True)
+        if trajectory.is_trained
+    ]
+    everything = [trajectory for group in groups for trajectory in group]
+    trajectories = [trajectory for trajectory in everything if trajectory.is_trained]
+    untrainable = sum(not trajectory.trainable for trajectory in everything)
     staleness = [max(0, policy_version - trajectory.oldest_version) for trajectory in trajectories]
     return StepBatch(
         samples=samples,
         trajectories=len(trajectories),
+        untrainable=untrainable,
+        untrusted=len(everything) - len(trajectories) - untrainable,
         tokens=sum(len(t.token_ids) for t in trajectories),
         reward_sum=sum(t.reward for t in trajectories),
         staleness_max=max(staleness, default=0),
@@ -79,7 +91,7 @@ def make_step_batch(
     )
 
 
-def _sample(trajectory: Trajectory, advantage: float) -> Sample:
+def _sample(trajectory: Trajectory, advantage: NDArray[np.float64]) -> Sample:
     return Sample(
         token_ids=trajectory.token_ids,
         loss_mask=trajectory.loss_mask,

@@ -37,7 +37,15 @@ def equally_many(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 def of_all_ranks(batch: StepBatch) -> StepBatch:
     """This rank's samples, with counts and digest of all ranks together."""
-    names = ("trajectories", "tokens", "reward_sum", "staleness_sum", "response_tokens")
+    names = (
+        "trajectories",
+        "tokens",
+        "untrainable",
+        "untrusted",
+        "reward_sum",
+        "staleness_sum",
+        "response_tokens",
+    )
     sums = _reduced([getattr(batch, name) for name in names], dist.ReduceOp.SUM)
     words = _reduced([batch.digest >> shift & 0xFFFFFFFF for shift in WORDS], dist.ReduceOp.SUM)
     [staleness_max] = _reduced([batch.staleness_max], dist.ReduceOp.MAX)

@@ -7,6 +7,7 @@ from typing import Self
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bus.errors import ConfigError
@@ -25,8 +26,8 @@ class Sample:
     """float32 [L], nats, under the weights that sampled the token."""
     policy_versions: np.ndarray
     """int32 [L], the weights behind each token."""
-    advantage: float
-    """Of the whole trajectory."""
+    advantage: float | NDArray[np.floating]
+    """Of the whole trajectory, or [L], of each token."""
     part: int = 0
     """Of several updates that share a batch this modulo their number is the one that trains it."""
     name: str = "a sample"
@@ -38,12 +39,17 @@ class Sample:
     teacher_logprobs: np.ndarray | None = None
     """float32 [L], nats, under the teacher, likewise."""
 
+    @property
+    def advantages(self) -> NDArray[np.float32]:
+        """float32 [L]."""
+        return np.broadcast_to(np.asarray(self.advantage, np.float32), len(self.token_ids))
+
     def xxh3(self) -> int:
         """Digest of all that is trained on and comes from outside, 128 bits."""
         digest = xxhash.xxh3_128()
         for array in (self.token_ids, self.loss_mask, self.behaviour_logprobs, self.policy_versions):
             digest.update(array.tobytes())
-        digest.update(np.float32(self.advantage).tobytes())
+        digest.update(np.asarray(self.advantage, np.float32).tobytes())
         return digest.intdigest()
 
 
@@ -68,7 +74,7 @@ class MicroBatch:
     policy_versions: Tensor
     """int32 [T], the weights that sampled the label."""
     advantages: Tensor
-    """float32 [T], that of the trajectory at each of its tokens."""
+    """float32 [T], of the label."""
     proximal_logprobs: Tensor
     """float32 [T], nats, of the label under the policy before the step; NaN where no pass has taken it."""
     reference_logprobs: Tensor
@@ -179,7 +185,7 @@ def micro_batch_of(samples: Sequence[Sample]) -> MicroBatch:
         loss_mask=_tensor(loss_mask, torch.bool),
         behaviour_logprobs=_tensor(_shifted([s.behaviour_logprobs for s in samples]), torch.float32),
         policy_versions=_tensor(_shifted([s.policy_versions for s in samples]), torch.int32),
-        advantages=torch.from_numpy(np.array([s.advantage for s in samples], np.float32)[sequence_of_token]),
+        advantages=_tensor(_shifted([s.advantages for s in samples]), torch.float32),
         proximal_logprobs=_of_a_pass([s.proximal_logprobs for s in samples], lengths),
         reference_logprobs=_of_a_pass([s.reference_logprobs for s in samples], lengths),
         teacher_logprobs=_of_a_pass([s.teacher_logprobs for s in samples], lengths),

@@ -26,7 +26,7 @@ async def _answer(store: ReplayStore, request: SiblingsRequest) -> list[Message]
         Siblings(
             group_size=found[0].group_size if found else 0,
             samples=tuple(t.sample for t in found),
-            rewards=tuple(t.reward for t in found),
+            rewards=tuple(t.agent_reward for t in found if t.is_trained),
             rewards_due=any(t.reward_due for t in found),
         )
     ]

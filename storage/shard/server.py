@@ -24,7 +24,7 @@ from bus.requests import (
     WholeRequest,
 )
 from bus.topology import shard_of
-from bus.trajectory import Trajectory, TrajectoryBatch
+from bus.trajectory import Trajectory, TrajectoryBatch, episode_rewards
 from storage.client.addresses import host_identity, locate
 from storage.dispatch.short_groups import serve_closing
 from storage.shard.group_status import serve_siblings
@@ -150,13 +150,18 @@ class Shard:
         return [replace(news, lease_ids=leases, spreads=spreads, tokens=news.tokens[:ANSWER_SPREADS])]
 
     def _spread(self, lease_id: int) -> float:
-        """Mean |reward - mean reward| of the group; 0 when it cannot be read, as after its removal."""
+        """Mean over its episodes and agents of |reward - that agent's mean|; 0 when nothing of it is trained,
+        or it cannot be read, as after its removal."""
         try:
-            rewards = np.array([trajectory.reward for trajectory in self.store.read([lease_id])])
+            found = self.store.read([lease_id])
         except StorageError as error:
             log.warning("spread_not_known", lease_id=lease_id, reason=str(error))
             return 0.0
-        return float(np.abs(rewards - rewards.mean()).mean())
+        by_agent = episode_rewards(t.agent_reward for t in found if t.is_trained).values()
+        rewards = [np.array(list(episodes.values())) for episodes in by_agent]
+        if not rewards:
+            return 0.0
+        return float(np.concatenate([np.abs(values - values.mean()) for values in rewards]).mean())
 
     async def _on_whole(self, request: WholeRequest) -> list[Message]:
         return [WholeGroups(lease_ids=tuple(self.store.whole(request.lease_ids)))]

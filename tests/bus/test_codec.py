@@ -71,7 +71,7 @@ from bus.requests import (
     WholeGroups,
     WholeRequest,
 )
-from bus.trajectory import End, FinishReason, Parent, Trajectory, TrajectoryBatch, Turn
+from bus.trajectory import AgentReward, End, FinishReason, Parent, Trajectory, TrajectoryBatch, Turn
 from tests.factories import make_lease, make_trajectory
 
 MODULES = [importlib.import_module(f"bus.{module.name}") for module in pkgutil.iter_modules(bus.__path__)]
@@ -184,7 +184,7 @@ EXAMPLES = (
     LeaseRequest(lease_id=3, attempt=True),
     LeaseState(state="open", policy_version=2),
     SiblingsRequest(lease_id=3),
-    Siblings(group_size=4, samples=(0, 2), rewards=(1.0, 0.5)),
+    Siblings(group_size=4, samples=(0, 2), rewards=(AgentReward("default", "solver", 0, 1.0),)),
     NewData(prompts=BLOB, keep_old=True, source="new.jsonl"),
     DataAccepted(first_lease=9, prompts=12),
     CloseRequest(lease_ids=(3, 5)),

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 from factories import make_trajectory
 
-from learner.config.algorithm import GRPOAdvantage
+from bus.errors import ConfigError
+from learner.config.algorithm import GRPOAdvantage, PluginAdvantage
 from learner.data.batches import DIGESTS, make_step_batch
 from learner.data.packing import pack
 
@@ -39,6 +40,64 @@ def test_importance_weight_of_a_group_multiplies_its_advantages():
     [micro_batch] = pack(batch.samples, 16384)
     first_token = micro_batch.cu_seqlens[:-1].long()
     assert micro_batch.advantages[first_token].tolist() == [-1.0, 1.0, -0.25, 0.25]
+
+
+def test_only_what_is_trained_is_in_the_batch_and_the_rest_is_counted():
+    rewards = (0.0, 1.0, 50.0, 70.0)
+    group = [with_reward(make_trajectory(0, n, group_size=4), reward) for n, reward in enumerate(rewards)]
+    group[2] = with_reward(group[2], 50.0, trainable=False)
+    group[3] = with_reward(group[3], 70.0, end="engine_error")
+    batch = batch_of([group])
+    assert [sample.name for sample in batch.samples] == ["g00000000.0", "g00000000.1"]
+    assert [sample.advantage for sample in batch.samples] == [-1.0, 1.0]
+    assert (batch.trajectories, batch.untrainable, batch.untrusted, batch.reward_mean) == (2, 1, 1, 0.5)
+    nothing = batch_of([group[2:]])
+    assert (nothing.samples, nothing.reward_mean, nothing.staleness_mean) == ([], 0.0, 0.0)
+
+
+def by_position(groups):
+    """An advantage function of the user's own: a trajectory's tokens have their positions."""
+    return [[np.arange(len(t.token_ids)) for t in group] for group in groups]
+
+
+def one_too_few(groups):
+    return [group[1:] for group in by_position(groups)]
+
+
+def not_finite(groups):
+    return [[np.inf for _ in group] for group in groups]
+
+
+def misshapen(groups):
+    return [[np.zeros(3) for _ in group] for group in groups]
+
+
+def batch_by(function):
+    group = [make_trajectory(0, n, group_size=2) for n in range(2)]
+    advantage = PluginAdvantage(type="plugin", function=f"tests.learner.test_batches:{function}")
+    return make_step_batch([group], weights=[0.5], policy_version=5, advantage=advantage)
+
+
+def test_a_function_of_the_users_own_gives_each_token_its_advantage():
+    batch = batch_by("by_position")
+    [micro_batch] = pack(batch.samples, 16384)
+    of_labels = [0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 0.0]  # position t carries what concerns token t + 1
+    assert micro_batch.advantages.tolist() == of_labels * 2
+    assert batch.digest != batch_of([[make_trajectory(0, n, group_size=2) for n in range(2)]]).digest
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("one_too_few", r"returned \[1\] advantages for groups of \[2\] trajectories"),
+        ("not_finite", "g00000000.0 has shape \\[\\] and non-finite values"),
+        ("misshapen", r"g00000000.0 has shape \[3\]"),
+        ("by_positions", "did you mean 'by_position'"),
+    ],
+)
+def test_a_function_of_the_users_own_that_misfits_is_refused_by_name(function, reason):
+    with pytest.raises(ConfigError, match=reason):
+        batch_by(function)
 
 
 def test_staleness_is_that_of_the_oldest_trained_token():

@@ -39,7 +39,7 @@ def test_position_t_carries_what_concerns_predicting_token_t_plus_one():
     assert batch.trained.tolist() == [1, 3]
     assert batch.behaviour_logprobs.tolist() == [0.0, -0.5, 0.0, -0.25, 0.0]
     assert batch.policy_versions.tolist() == [0, 7, 0, 8, 0]
-    assert batch.advantages.tolist() == [2.0, 2.0, 2.0, -1.0, -1.0]
+    assert batch.advantages.tolist() == [2.0, 2.0, 0.0, -1.0, 0.0]
 
 
 def test_dtypes_are_those_promised():

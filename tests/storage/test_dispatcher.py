@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -307,11 +308,17 @@ async def test_priority_knows_how_far_apart_the_rewards_of_a_group_are(bus, lear
     async with serving(bus, tmp_path, admission) as storage:
         await learner.publish(0)
         await has(bus, "TASKS", 4)
-        for lease_id in range(4):
+        for lease_id in range(3):
             await send(bus, *(make_trajectory(lease_id, n, reward=float(n * lease_id)) for n in range(2)))
+        parts = [
+            make_trajectory(3, n, group_size=4, reward=reward)
+            for n, reward in enumerate([0.0, 3.0, 10.0, 10.0])
+        ]
+        critics = [replace(t, agent="critic", rollout=t.rollout - 2) for t in parts[2:]]
+        await send(bus, *parts[:2], *critics)
         await stored(storage, 4)
         spreads = {lease.lease_id: lease.spread for lease in storage.ledger.stored.values()}
-        assert spreads == {0: 0.0, 1: 0.5, 2: 1.0, 3: 1.5}
+        assert spreads == {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.75}  # 1.5 between solvers, 0 between critics
         assert 0 not in await learner.batch(1)
 
 
