@@ -1,4 +1,4 @@
-"""Bytes of any size on a stream: numbered chunks, pipelined in, fetched in parallel by direct get.
+"""Stores bytes of any size on a stream as numbered chunks, and fetches them in parallel by direct get.
 
 The JetStream object store is not used: its `get` is quadratic in nats-py.
 """
@@ -30,7 +30,7 @@ async def put_blob(bus: Bus, publisher: Publisher, data: bytes, *tokens: object)
     subject = bus.subject("weights", *tokens, digest[:12])
     view = memoryview(data)
     chunks = [bytes(view[start : start + CHUNK_BYTES]) for start in range(0, len(data), CHUNK_BYTES)] or [b""]
-    put = uuid.uuid4().hex  # not the content: what was deleted a minute ago must be stored anew
+    put = uuid.uuid4().hex  # not from the content: bytes deleted a minute ago would be a duplicate
 
     async def store(n: int, chunk: bytes) -> None:
         await publisher.publish(f"{subject}.{n}", chunk, message_id=f"{put}.{n}")
@@ -40,7 +40,7 @@ async def put_blob(bus: Bus, publisher: Publisher, data: bytes, *tokens: object)
 
 
 async def get_blob(bus: Bus, ref: BlobRef) -> bytes:
-    """The bytes behind `ref`. Raises `BusError` when a chunk is gone or the whole is not what was stored."""
+    """Fetch the bytes behind `ref`. Raises `BusError` when a chunk is gone or the digest differs."""
     stream = bus.topology.stream("WEIGHTS")
     slots = asyncio.Semaphore(FETCH_WINDOW)
 
@@ -58,7 +58,7 @@ async def get_blob(bus: Bus, ref: BlobRef) -> bytes:
 
 
 def checked(ref: BlobRef, data: B) -> B:
-    """Return `data` if it is what `ref` stands for, however it came. Raises `DamagedError` else."""
+    """Return `data` if it is what `ref` stands for, however it came. Raises `DamagedError` otherwise."""
     if len(data) != ref.size_bytes or xxhash.xxh3_128_hexdigest(data) != ref.digest:
         raise DamagedError(f"{ref.subject}: {len(data)} bytes do not have the digest {ref.digest}")
     return data

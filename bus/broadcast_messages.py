@@ -1,4 +1,4 @@
-"""How engines in the learner's cluster ask it to send them weights in a group. Else as `requests.py`."""
+"""Requests by which engines in the learner's cluster ask it to broadcast weights; see also `requests.py`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,41 +9,41 @@ from bus.errors import SchemaError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BroadcastWanted(Message, tag="broadcast_wanted"):
-    """An engine asks to be sent a version, or a later one. Nothing is sent yet."""
+    """An engine asks the learner to send it a version, or a later one. Nothing is sent yet."""
 
     incarnation: str
-    """Of the learner that announced it."""
+    """Incarnation of the learner that announced the version."""
     policy_version: int
     group: str
-    """The group that the engine is in already; empty for none."""
+    """Group that the engine has joined already; empty for none."""
     ranks: int
-    """Of the engine: they are ranks 1 and up of the group, the learner is rank 0."""
+    """Number of the engine's ranks. They are ranks 1 and up of the group; the learner is rank 0."""
     device: Literal["cpu", "cuda"]
-    """Where the engine's weights are."""
+    """Device on which the engine's weights lie."""
 
     def check(self) -> None:
-        """Refuse an engine of no ranks."""
+        """Refuse an engine without ranks."""
         if self.ranks < 1:
             raise SchemaError(f"an engine of {self.ranks} ranks")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OfferedBucket(Message, tag="offered_bucket"):
-    """Tensors that an engine is to take at once, sent one after the other, and in which group.
+    """Tensors that the learner sends one after the other, for which an engine needs room, and their group.
 
     An offer is one or more of these."""
 
     group: str
-    """Another than the one asked for has to be joined first."""
+    """Group of the broadcast. The engine joins it first if it is in another one."""
     host: str
     port: int
-    """With `host` where its ranks meet."""
+    """Port at which the ranks of the group meet, on `host`."""
     backend: Literal["gloo", "nccl"]
     policy_version: int
     names: tuple[str, ...]
-    """Of Hugging Face."""
+    """Hugging Face names of the tensors."""
     dtypes: tuple[str, ...]
-    """Of torch."""
+    """torch's names of the dtypes."""
     shapes: tuple[tuple[int, ...], ...]
 
     def check(self) -> None:
@@ -56,7 +56,7 @@ class OfferedBucket(Message, tag="offered_bucket"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BroadcastBegin(Message, tag="broadcast_begin"):
-    """The engine stands still and waits: send what was offered."""
+    """The engine is paused and waits: the learner now sends what it offered."""
 
     group: str
     policy_version: int
@@ -64,7 +64,7 @@ class BroadcastBegin(Message, tag="broadcast_begin"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BroadcastEnd(Message, tag="broadcast_end"):
-    """The engine has queued to take all that was offered: answer once it is sent."""
+    """The engine has queued the reception of all tensors: the learner answers when all of them are sent."""
 
     group: str
     policy_version: int
@@ -72,6 +72,6 @@ class BroadcastEnd(Message, tag="broadcast_end"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLeft(Message, tag="group_left"):
-    """An engine will not come back to a group."""
+    """An engine has left a group for good."""
 
     group: str

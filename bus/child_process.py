@@ -19,7 +19,7 @@ def module_command(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], None] | None:
-    """For `preexec_fn`: the kernel sends the child a signal when its parent is gone, however that died."""
+    """Make the kernel send this child a signal when its parent dies. Use the result as `preexec_fn`."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(ctypes.util.find_library("c"))  # loaded before the fork

@@ -1,4 +1,4 @@
-"""MessagePack in and out: every byte that enters a process is checked here against its message's declaration.
+"""Encodes and decodes messages. Every byte that enters a process is checked here against its declaration.
 
 A message on the wire is `[tag, schema_version, {field: value}]`. Arrays travel as raw little-endian bytes.
 """
@@ -28,17 +28,17 @@ from numpy.typing import NDArray
 from bus.errors import SchemaError
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
-"""What a metadata field may hold."""
+"""Values that a metadata field may hold."""
 
 MAX_DEPTH = 64
-"""Nesting that a `Json` field may have; MessagePack itself writes no more than 511 levels."""
+"""Deepest nesting of a `Json` field; MessagePack itself writes at most 511 levels."""
 MAX_ITEMS = 1 << 20
-"""Elements of one list or dict. Arrays travel as bytes, so no message needs more."""
+"""Largest number of elements of one list or dict. Arrays travel as bytes, so no message needs more."""
 
 
 @dataclass(frozen=True)
 class Dtype:
-    """Marks an array field: one dimension, this element type, raw little-endian bytes on the wire."""
+    """Marks a field as a one-dimensional array of this element type: raw little-endian bytes on the wire."""
 
     name: str
 
@@ -49,7 +49,7 @@ BoolArray = Annotated[NDArray[np.bool_], Dtype("|b1")]
 
 
 class Message:
-    """Base of everything on the bus. A subclass is a frozen dataclass with a `tag` and a `version`.
+    """Base class of all messages. A subclass is a frozen dataclass with a `tag` and a `version`.
 
     A new field with a default needs no new version; a changed meaning or type does.
     """
@@ -76,12 +76,12 @@ _STRINGS = frozenset((str,))
 
 
 _Field = tuple[str, Convert | None, Convert, Callable[[], Any] | None]
-"""Its name, how it is packed (None: as it is) and unpacked, and what makes its default. A plain tuple: there
-are fourteen in each trajectory, and taking this one apart is quickest."""
+"""Name of a field, how it is packed (None: unchanged) and unpacked, and what makes its default. It is a plain
+tuple because each trajectory has more than fourteen fields and unpacking a tuple is fastest."""
 
 
 def encode(message: Message) -> bytes:
-    """The message as bytes for the wire or for disk.
+    """Encode a message as bytes for the wire or for disk.
 
     Raises `SchemaError` when a field holds what cannot travel, such as a set among the metadata.
     """
@@ -92,7 +92,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes, *expected: type[M]) -> M:
-    """The message in `data`, which must be one of `expected`: there is no registry that may lack one.
+    """Decode the message in `data`, which must be one of `expected`. There is no registry of messages.
 
     Raises `SchemaError` for bytes that are not such a message: the reason names the field.
     """
@@ -114,8 +114,8 @@ def decode(data: bytes, *expected: type[M]) -> M:
 
 
 def _check_counts(data: bytes) -> None:
-    """Walk over `data` without building it: a list's memory is allocated by its declared length alone."""
-    walker = msgpack.Unpacker(max_buffer_size=max(1, len(data)))  # 0 would be without limit
+    """Refuse oversized lists before they are built: msgpack allocates memory by the declared length alone."""
+    walker = msgpack.Unpacker(max_buffer_size=max(1, len(data)))  # 0 would mean no limit
     walker.feed(data)
     walker.skip()
 
@@ -140,7 +140,7 @@ def _body(message: Message) -> dict[str, Any]:
 def _from_body(cls: type[M], body: Any) -> M:
     if not isinstance(body, dict):
         raise SchemaError(f"{cls.tag}: expected fields, found {type(body).__name__}")
-    message, put = object.__new__(cls), object.__setattr__  # half the time of `__init__`, which does the same
+    message, put = object.__new__(cls), object.__setattr__  # equals `__init__`, in half the time
     for name, _, unpack, default in _fields_of(cast(Any, cls)):
         if name in body:
             try:
@@ -161,7 +161,7 @@ def _from_body(cls: type[M], body: Any) -> M:
 
 
 def _maker(body: dict[Any, Any]) -> str:
-    """The actor that a message names, to be found when it is set aside."""
+    """Return the name of the actor in a message that does not decode, for its dead letter."""
     actor = body.get("actor", "")
     return actor if isinstance(actor, str) else ""
 
@@ -179,7 +179,7 @@ def _default_of(field: Any) -> Callable[[], Any] | None:
 
 
 def _converters(hint: Any) -> tuple[Convert | None, Convert]:
-    """How a field of type `hint` is packed (None: as it is) and unpacked."""
+    """Return how a field of type `hint` is packed (None: unchanged) and unpacked."""
     origin = get_origin(hint)
     if origin is Annotated:
         return _array_converters(get_args(hint)[1])
@@ -231,7 +231,7 @@ def _tuple_converters(item: Any) -> tuple[Convert, Convert]:
 
 
 def _record_converter(kind: Any) -> Convert:
-    """How a `NamedTuple` is unpacked: it travels as a list, without the names of its fields.
+    """Return how a `NamedTuple` is unpacked. It travels as a list, without the names of its fields.
 
     Fields are only ever added at the end, with a default: a shorter list is older, a longer one newer."""
     hints = get_type_hints(kind, include_extras=True)
@@ -254,7 +254,7 @@ def _record_converter(kind: Any) -> Convert:
 
 
 def _union_converters(options: tuple[Any, ...]) -> tuple[Convert | None, Convert]:
-    """`X | None`, or a union of plain JSON types."""
+    """Return the converters of `X | None`, or of a union of plain JSON types."""
     if len(options) == 2 and types.NoneType in options:
         pack, unpack = _converters(next(o for o in options if o is not types.NoneType))
         packs = None if pack is None else lambda value: None if value is None else pack(value)
@@ -284,7 +284,7 @@ def _json_of(*kinds: type) -> Convert:
 
 
 def _check_json(value: Any, depth: int) -> None:
-    """Bytes, timestamps and extension types are MessagePack, but not JSON; neither are keys of bytes."""
+    """Refuse what MessagePack has and JSON has not: bytes, timestamps, extension types, keys of bytes."""
     if type(value) in _SCALARS:
         return
     if depth == 0:
@@ -294,7 +294,7 @@ def _check_json(value: Any, depth: int) -> None:
     if type(value) is dict and not {*map(type, value)} <= _STRINGS:
         raise SchemaError("a key is not a string")
     for child in value.values() if type(value) is dict else value:
-        if type(child) not in _SCALARS:  # the call costs more than the question
+        if type(child) not in _SCALARS:  # the check here is cheaper than the call that it avoids
             _check_json(child, depth - 1)
 
 

@@ -4,7 +4,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Config(BaseModel):
-    """Frozen, refuses unknown keys, and takes each field's description from the docstring under it."""
+    """Base of a section: frozen, refusing unknown keys, each field described by the docstring under it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -13,7 +13,7 @@ class BusConfig(Config):
     """Where the bus is and how long to wait for it."""
 
     url: str = "nats://127.0.0.1:4222"
-    """NATS server, as nats://[user:password@]host:port; several separated by commas."""
+    """NATS server, as nats://[user:password@]host:port; commas separate several servers."""
 
     connect_timeout_s: float = Field(10.0, gt=0)
     """How long start-up waits for the bus before it gives up."""
@@ -26,13 +26,13 @@ class ColocationConfig(Config):
     """Whether the learner and the actors of its host take turns on its devices."""
 
     enabled: bool = False
-    """While the learner trains, engines on its host stand still and free their memory; while it waits for a
-    batch, they have it. Actors on other hosts go on. An actor with devices of its own says false."""
+    """Engines on the learner's host stop and free their memory while it trains, and have the memory while it
+    waits for a batch. Actors on other hosts go on. Set it to false for an actor with devices of its own."""
 
     lapse_s: float = Field(15.0, ge=3)
-    """Who was not heard of for so long is taken for dead: then a learner's hold ends, and the learner waits
-    no longer for an actor. Both are heard of every second."""
+    """Seconds of silence after which a process counts as dead: a learner's claim on the devices ends, and the
+    learner stops waiting for an actor. Both send a sign of life every second."""
 
     yield_timeout_s: float = Field(1800.0, gt=0)
-    """Longest that the learner waits for the actors' engines to free their devices, one that is just starting
-    included; then it ends with an error that names them."""
+    """Longest time that the learner waits for engines, also for one that is starting, to free their devices.
+    Then it ends with an error that names them."""

@@ -27,13 +27,13 @@ log = structlog.get_logger()
 R = TypeVar("R", bound=Message)
 RETRY_S = 0.25
 PART = "Sluice-Part"
-"""Header that numbers the messages of one answer: core NATS may lose some when a connection breaks."""
+"""Header that numbers the messages of one answer, since core NATS may lose some when a connection breaks."""
 MORE = "Sluice-More"
-"""Header of a message whose reply goes on in the next one: it is larger than the server takes."""
+"""Header of a message that continues in the next one, because it is larger than the server accepts."""
 DECODE_IN_THREAD_BYTES = 1 << 16
-"""A long answer is decoded beside the event loop, part by part, from this size on."""
+"""Size from which an answer is decoded in a thread, part by part, so that the event loop stays responsive."""
 HEADER_BYTES = 64
-"""More than our headers take; the server counts them into its max_payload."""
+"""Room left for our headers, which the server counts as part of max_payload."""
 
 
 class Bus:
@@ -44,13 +44,13 @@ class Bus:
         self.topology = Topology(run)
         self.js: JetStreamContext = client.jetstream(timeout=10)
         self.not_storing: set[str] = set()
-        """Streams that store nothing of what this process publishes, though the server answers."""
+        """Streams that do not store what this process publishes although the server answers."""
         self._keys: KeyValue | None = None
 
     @classmethod
     @asynccontextmanager
     async def connect(cls, config: BusConfig, run: str, *, name: str) -> AsyncIterator[Self]:
-        """Connect as `name`; leaving the context drains what is still to be sent.
+        """Connect as `name`. Leaving the context sends what is still buffered.
 
         Raises `ConfigError` when nobody answers within `connect_timeout_s`, or refuses.
         """
@@ -61,13 +61,13 @@ class Bus:
             await _drain(client)
 
     def subject(self, *tokens: object) -> str:
-        """A subject of this run."""
+        """Return a subject of this run."""
         return self.topology.subject(*tokens)
 
     # --- requests and answers ---
 
     async def request(self, subject: str, message: Message, *expected: type[R], timeout_s: float) -> R:
-        """Ask whoever serves `subject`.
+        """Send a request to the process that serves `subject`, and return its answer.
 
         Raises `BusError` when nobody answers in time or the answer is a refusal.
         """
@@ -85,7 +85,7 @@ class Bus:
     async def request_many(
         self, subject: str, message: Message, expected: type[R], *, timeout_s: float
     ) -> list[R]:
-        """Ask for an answer in several messages, ended by `Done`; `timeout_s` bounds each gap.
+        """Send a request whose answer is several messages and a `Done`, at most `timeout_s` apart.
 
         Raises `BusError` as `request` does, and when a part of the answer was lost on the way.
         """
@@ -93,7 +93,7 @@ class Bus:
         answers: list[R] = []
         replies = await self.client.subscribe(
             inbox, pending_bytes_limit=0
-        )  # 0: drop none, we keep all anyway
+        )  # 0 means no limit: no message may be dropped, and all are kept anyway
         try:
             await self.client.publish(subject, encode(message), reply=inbox)
             pieces: list[bytes] = []
@@ -122,7 +122,7 @@ class Bus:
 
     @staticmethod
     async def _decode(data: bytes, *expected: type[Message]) -> Message:
-        """In a thread where it takes long, so that the event loop hears others meanwhile."""
+        """Decode in a thread where it takes long, so that the event loop serves others meanwhile."""
         if len(data) < DECODE_IN_THREAD_BYTES:
             return decode(data, *expected)
         return await asyncio.to_thread(decode, data, *expected)
@@ -130,9 +130,9 @@ class Bus:
     async def serve(
         self, subject: str, expected: type[M], handle: Callable[[M], Awaitable[list[Message]]]
     ) -> Subscription:
-        """Answer requests on `subject` with the messages that `handle` returns, each request by itself.
+        """Answer requests on `subject` with the messages that `handle` returns, several at a time.
 
-        Whatever `handle` raises is the asker's answer, as a refusal; what is not ours is logged in full.
+        An exception of `handle` is answered as a refusal; one that is no `SluiceError` is logged in full.
         """
         running: set[asyncio.Task[None]] = set()
 
@@ -140,16 +140,16 @@ class Bus:
             many = False
             try:
                 answers = await handle(decode(raw.data, expected))
-                many = answers[-1:] == [Done()]  # who asked by `request` takes one message
+                many = answers[-1:] == [Done()]  # `request` takes a single message
                 replies = [encode(answer) for answer in answers]
             except SluiceError as error:
                 replies = [encode(Refused(reason=str(error)))]
-            except Exception as error:  # in a task of its own nobody else would hear of it
+            except Exception as error:  # the task is nobody's child: an exception would be lost
                 log.exception("request_failed", subject=subject)
                 replies = [encode(Refused(reason=f"{type(error).__name__}: {error}"))]
             await self._reply(raw, replies, in_pieces=many)
 
-        async def on_request(raw: Msg) -> None:  # long polls must not stand in each other's way
+        async def on_request(raw: Msg) -> None:  # a task each: long polls must not delay others
             task = asyncio.create_task(answer(raw), name=f"serve {subject}")
             running.add(task)
             task.add_done_callback(running.discard)
@@ -167,15 +167,15 @@ class Bus:
                     more = {MORE: "1"} if begin + step < len(reply) else {}
                     headers = {PART: str(next(numbers)), **more}
                     await self.client.publish(raw.reply, reply[begin : begin + step], headers=headers)
-        except nats.errors.Error as error:  # the connection is gone: who asked will ask again
+        except nats.errors.Error as error:  # the connection is gone: the asker asks again
             log.warning("answer_not_sent", subject=raw.subject, reason=str(error))
 
     async def notify(self, subject: str, message: Message) -> None:
-        """Tell whoever listens now; nothing is stored."""
+        """Send a notice to the processes that listen now; nothing is stored."""
         await self.client.publish(subject, encode(message))
 
     async def listen(self, subject: str, expected: type[M], handle: Callable[[M], None]) -> Subscription:
-        """Call `handle` on each notice; one that is not understood is logged and passed over."""
+        """Call `handle` on each notice. A notice that does not decode is logged and skipped."""
 
         async def on_notice(raw: Msg) -> None:
             try:
@@ -188,7 +188,7 @@ class Bus:
     # --- keys ---
 
     async def create_keys(self) -> None:
-        """Make the run's key-value bucket, if it is not there."""
+        """Create the run's key-value bucket if it does not exist."""
         try:
             self._keys = await self.js.create_key_value(
                 bucket=self.topology.bucket, history=1, replicas=self.topology.replicas
@@ -197,7 +197,7 @@ class Bus:
             raise BusError(f"cannot create the keys of run {self.topology.run!r}: {error}") from error
 
     async def get(self, key: str, expected: type[R]) -> tuple[R, int] | None:
-        """The message under `key` and its revision, or None."""
+        """Return the message under `key` and its revision, or None."""
         try:
             entry = await (await self._bucket()).get(key)
         except (KeyNotFoundError, NotFoundError):
@@ -214,7 +214,7 @@ class Bus:
             raise BusError(f"cannot write {key!r} to the bus: {error}") from error
 
     async def swap(self, key: str, message: Message, revision: int) -> int | None:
-        """Set `key` if it still has `revision` (0: is absent); returns the new one, or None if it has not."""
+        """Set `key` if it still has `revision` (0: is absent). Return the new revision, or else None."""
         try:
             bucket = await self._bucket()
             if revision == 0:
@@ -226,9 +226,9 @@ class Bus:
             raise BusError(f"cannot write {key!r} to the bus: {error}") from error
 
     async def keys(self, prefix: str) -> list[str]:
-        """Every key that begins with `prefix` and a dot; those that were deleted may be among them.
+        """List the keys that begin with `prefix` and a dot; deleted ones may be among them.
 
-        One request: a watch would leave a consumer behind on the server at every look."""
+        This is one request. A watch would leave a consumer on the server each time."""
         bucket = self.topology.bucket
         before = f"$KV.{bucket}."
         try:
@@ -245,9 +245,9 @@ class Bus:
             raise BusError(f"cannot delete {key!r} from the bus: {error}") from error
 
     async def wait_for(self, key: str, expected: type[R], *, timeout_s: float, hint: str) -> R:
-        """The message under `key`, once it is there. Raises `ConfigError` with `hint` after `timeout_s`.
+        """Wait for the message under `key`. Raises `ConfigError` with `hint` after `timeout_s`.
 
-        What a stream is asked while it has no leader is never answered: that is asked again."""
+        A stream without a leader never answers a request, so the request is repeated."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -270,18 +270,18 @@ class Bus:
 
 
 async def _connected(config: BusConfig, name: str) -> Client:
-    """A connected client, which from then on reconnects for ever."""
+    """Return a connected client, which from then on reconnects for ever."""
     client = Client()
     began, starting, complaint = time.monotonic(), True, ""
 
-    async def on_error(error: Exception) -> None:  # comes with every attempt: each new reason is logged once
+    async def on_error(error: Exception) -> None:  # with every attempt: log each new reason once
         nonlocal complaint
         reason = str(error) or type(error).__name__
         if reason != complaint:
             complaint = reason
             log.warning("bus_error", error=reason)
         if starting and "authorization" in reason.lower():
-            raise ConfigError(reason)  # wrong credentials do not become right by waiting
+            raise ConfigError(reason)  # waiting does not mend wrong credentials
 
     async def on_reconnect() -> None:
         nonlocal complaint
@@ -307,7 +307,7 @@ async def _connected(config: BusConfig, name: str) -> Client:
         ) from error
     finally:
         starting = False
-        if client.options and not client.is_connected:  # without options not even the URL could be read
+        if client.options and not client.is_connected:  # no options: the URL did not parse
             await client.close()
     return client
 
@@ -317,11 +317,11 @@ def _without_password(url: str) -> str:
 
 
 async def _drain(client: Client) -> None:
-    """Send what is buffered, then close; a bus that is gone must not hold the process back."""
+    """Send what is buffered, then close. A bus that is gone must not delay the end of the process."""
     try:
         async with asyncio.timeout(5):
             await client.drain()
     except (OSError, nats.errors.Error) as error:  # TimeoutError is an OSError
         log.warning("bus_not_drained", error=str(error) or type(error).__name__)
-        with suppress(OSError, RuntimeError):  # uvloop's for a closed transport: nothing more can be sent
+        with suppress(OSError, RuntimeError):  # uvloop raises it for a closed transport
             await client.close()

@@ -1,4 +1,4 @@
-"""The consumer loop: fetch, decode, handle, ack; what cannot be understood goes to DEAD with its reason."""
+"""The consumer loop: fetch, decode, handle, ack. A message that does not decode goes to DEAD."""
 
 import asyncio
 import itertools
@@ -24,9 +24,9 @@ from bus.waiting import cancelled, set_within
 
 log = structlog.get_logger()
 AHEAD_BYTES = 64 << 20
-"""No more is taken while so much is decoded and waits for the batch before it."""
+"""Bytes of decoded messages that may wait for the batch before them; then no more are taken."""
 POLL_S = 1.0
-"""How long one pull waits on the server: also how soon an idle loop notices `stop`."""
+"""Seconds for which one pull waits on the server, and after which an idle loop notices `stop`."""
 
 
 class Inbox:
@@ -51,7 +51,7 @@ class Inbox:
         self._subscription: Subscription | None = None
 
     async def take(self, limit: int, timeout_s: float = POLL_S) -> list[Msg]:
-        """Up to `limit` messages that are there, at least one unless `timeout_s` passes.
+        """Return up to `limit` messages that are there, at least one unless `timeout_s` passes.
 
         Raises `BusError` when the consumer or its stream does not exist, or the connection was closed.
         """
@@ -59,18 +59,18 @@ class Inbox:
         while not self._messages and (left := deadline - time.monotonic()) > 0:
             self._woken.clear()
             await self._ask(limit)
-            # short: nobody tells us of a reconnection
+            # short, since nothing reports a reconnection
             if await set_within(self._woken, min(left, RETRY_S)) and self._rejected:
                 await self._refuse_missing_consumer()
         return [self._messages.popleft() for _ in range(min(limit, len(self._messages)))]
 
     async def give_back(self) -> None:
-        """Stop receiving, and let others have at once what was received and not taken. `take` resumes."""
+        """Stop receiving, and return messages that were not taken to the stream at once. `take` resumes."""
         subscription, self._subscription = self._subscription, None
         self._owed = 0
         try:
             if subscription is not None and self._bus.client.is_connected:
-                await subscription.drain()  # waits for what the server has already sent
+                await subscription.drain()  # this waits for what the server has already sent
             elif subscription is not None:
                 await subscription.unsubscribe()
             while self._messages:
@@ -81,7 +81,7 @@ class Inbox:
         self._messages.clear()
 
     async def _ask(self, limit: int) -> None:
-        """Ask for `limit` messages, unless the server still owes us some or is away: asking would add up."""
+        """Ask for `limit` messages unless a pull is outstanding or the server is away: pulls would add up."""
         client = self._bus.client
         if client.is_closed:
             raise BusError(f"{self._stream}/{self._durable}: the connection to the bus was closed")
@@ -91,7 +91,7 @@ class Inbox:
             self._subscription = await client.subscribe(
                 f"{self._inbox}.*",
                 cb=self._on_message,
-                pending_bytes_limit=0,  # drop none: `limit` bounds them
+                pending_bytes_limit=0,  # no limit here: `limit` bounds the messages, and none may be dropped
             )
         self._pull = f"{self._inbox}.{next(self._pulls)}"
         self._owed, self._owed_until = limit, time.monotonic() + POLL_S + RETRY_S
@@ -100,7 +100,7 @@ class Inbox:
         await client.publish(subject, request, reply=self._pull)
 
     async def _on_message(self, raw: Msg) -> None:
-        """Keep a message; a status ends the pull that it answers."""
+        """Keep a message. A status message ends the pull that it answers."""
         if not (raw.headers and "Status" in raw.headers):
             self._owed -= 1
             self._messages.append(raw)
@@ -110,7 +110,7 @@ class Inbox:
 
     def _on_status(self, status: str, description: str) -> None:
         self._owed = 0
-        self._rejected = status not in ("404", "408")  # those: nothing there, expired
+        self._rejected = status not in ("404", "408")  # these: nothing there, expired
         if self._rejected:
             log.warning(
                 "pull_ended", stream=self._stream, consumer=self._durable, reason=description or status
@@ -118,7 +118,7 @@ class Inbox:
         self._woken.set()
 
     async def _refuse_missing_consumer(self) -> None:
-        """Raise if the consumer is gone: only `topology.ensure` brings it back. Else wait a little."""
+        """Raise if the consumer is gone: only `topology.ensure` creates it again. Otherwise wait a little."""
         self._rejected = False
         try:
             await self._bus.js.consumer_info(self._stream, self._durable)
@@ -141,15 +141,15 @@ class Received(Generic[M]):
 
     @property
     def deliveries(self) -> int:
-        """How often the stream has handed it out, this time included: also what came back unread counts."""
+        """Number of deliveries of the message, this one and those that came back unread included."""
         return int(self.whole.raws[0].metadata.num_delivered)
 
     async def ack(self) -> None:
-        """Done with it: the stream forgets it. Raises `BusError` when the connection was closed."""
+        """Acknowledge the message, which the stream forgets. Raises `BusError` on a closed connection."""
         await self.whole.ack()
 
     async def hand_back(self) -> None:
-        """Let others have it at once."""
+        """Let the stream deliver it to another consumer at once."""
         try:
             for raw in self.whole.raws:
                 await raw.nak()
@@ -164,8 +164,9 @@ async def consume(
     """Run `handle` on each message, `concurrency` at a time, until `stop` is set; then finish those begun.
 
     The ack follows `handle`, so a crash means redelivery: `handle` must be idempotent. While it runs, the
-    stream is told so. What it refuses with `SchemaError` is set aside, and with `HandBackError` handed to
-    others. Another failure cancels its siblings and propagates; the supervisor restarts the process.
+    message is reported as in progress. A message that `handle` refuses by `SchemaError` is set aside, by
+    `HandBackError` delivered to others. Any other failure cancels the siblings and propagates; the
+    supervisor restarts the process.
     """
 
     async def handle_message(received: Received[M]) -> None:
@@ -178,7 +179,7 @@ async def consume_received(
     inbox: Inbox, bus: Bus, expected: type[M], handle: Callable[[Received[M]], Awaitable[None]], *,
     stop: asyncio.Event, concurrency: int,
 ) -> None:  # fmt: skip
-    """As `consume`, for a `handle` that wants to know how the message came."""
+    """Do what `consume` does, for a `handle` that takes the message with its handle on the stream."""
     slots = asyncio.Semaphore(concurrency)
     busy = 0
 
@@ -198,8 +199,8 @@ async def consume_received(
 
     async with inbox.parts.tended(), asyncio.TaskGroup() as tasks:  # leaving it waits for work in flight
         while not stop.is_set():
-            async with slots:  # there is room for one more at least
-                if stop.is_set():  # while we waited for it
+            async with slots:  # at least one slot is free
+                if stop.is_set():  # `stop` was set while we waited for a slot
                     break
                 room = concurrency - busy
                 arrived = await understood(await inbox.take(room, POLL_S), bus, expected, inbox.parts)
@@ -216,13 +217,13 @@ async def consume_batches(
 ) -> None:  # fmt: skip
     """Run `handle` on what has arrived, `limit` messages at most, one batch after the other, until `stop`.
 
-    While it works on one batch the next are taken and decoded, so under load a batch is what came meanwhile;
-    `linger_s` lets one grow when there was nothing to do. Messages keep their order. `stop` ends the taking;
-    what was taken is handled.
+    While it works on one batch the next messages are taken and decoded, so a batch under load is what came
+    meanwhile. After an idle time a batch may grow for `linger_s`. Messages keep their order. `stop` ends the
+    taking; messages that were taken are handled.
 
-    The acks follow `handle`, which must be idempotent; until then the stream is told that it goes on. It may
-    raise `SchemaError` before it has done anything: then it gets the messages one by one, and what it refuses
-    again is set aside.
+    The acks follow `handle`, which must be idempotent. Until then the messages are reported as in progress.
+    `handle` may raise `SchemaError` before it has done anything: then it gets the messages one by one, and
+    those that it refuses again are set aside.
     """
     batch: list[Received[M]] = []
     async with inbox.parts.tended():
@@ -242,7 +243,7 @@ async def consume_batches(
 
 
 class _Ahead(Generic[M]):
-    """What was taken and decoded, and awaits its turn: less than two batches, about `AHEAD_BYTES` at most."""
+    """Decoded messages that wait for their turn: less than two batches, about `AHEAD_BYTES` at most."""
 
     def __init__(self, inbox: Inbox, bus: Bus, expected: type[M], limit: int) -> None:
         self._inbox = inbox
@@ -250,13 +251,13 @@ class _Ahead(Generic[M]):
         self._expected = expected
         self._limit = limit
         self.ready: deque[Received[M]] = deque()
-        """What waits."""
+        """Messages that wait, in order."""
         self._size_bytes = 0
         self._changed = asyncio.Event()
         self._ended = False
 
     async def take(self, stop: asyncio.Event) -> None:
-        """Keep what arrives, as far as there is room, until `stop`."""
+        """Take what arrives, as far as there is room, until `stop`."""
         try:
             while not stop.is_set():
                 if len(self.ready) >= self._limit or self._size_bytes >= AHEAD_BYTES:
@@ -272,7 +273,7 @@ class _Ahead(Generic[M]):
             self._changed.set()
 
     async def batch(self, linger_s: float) -> list[Received[M]]:
-        """The next messages, at most `limit`; none when taking has ended and all were given out."""
+        """Return the next messages, at most `limit`; none when taking has ended and all were returned."""
         while not self.ready and not self._ended:
             await self._next_change(POLL_S)
         linger_until = time.monotonic() + linger_s
@@ -293,7 +294,7 @@ class _Ahead(Generic[M]):
 async def _handled(
     batch: list[Received[M]], bus: Bus, handle: Callable[[list[M]], Awaitable[None]]
 ) -> list[Received[M]]:
-    """Those that `handle` took."""
+    """Give the messages to `handle`; return those that it accepted."""
     if not batch:
         return []
     try:
@@ -310,9 +311,9 @@ async def _handled(
 async def understood(
     arrived: list[Msg], bus: Bus, expected: type[M], parts: Parts | None = None
 ) -> list[Received[M]]:
-    """The messages complete with `arrived` that decode; the others are set aside and never come back.
+    """Return the messages that `arrived` completes and that decode; the others are set aside.
 
-    What is incomplete waits in `parts` for the rest.
+    Incomplete messages wait in `parts` for their other parts.
     """
     good: list[Received[M]] = []
     for whole in await (parts or Parts(bus)).collect(arrived):
@@ -334,15 +335,15 @@ async def _while_reporting_progress(
 
 
 async def _report_progress(held: Callable[[], Sequence[Received[M]]]) -> None:
-    """Keep the stream from giving what is held here to others."""
+    """Report the held messages as in progress, so that the stream does not deliver them to others."""
     while True:
         await asyncio.sleep(ACK_WAIT_S / 3)
         for received in held():
             try:
                 for raw in received.whole.raws:
                     await raw.in_progress()
-            except nats.errors.MsgAlreadyAckdError:  # between our look and now
+            except nats.errors.MsgAlreadyAckdError:  # it was acked since the list was made
                 continue
-            except nats.errors.Error as error:  # the bus is away: try again, the work goes on
+            except nats.errors.Error as error:  # the bus is away: try again later, the work goes on
                 log.warning("progress_not_reported", subject=received.whole.subject, reason=str(error))
                 break

@@ -1,4 +1,4 @@
-"""What cannot be understood, or must not be acted on, moves to DEAD with its reason, and never comes back."""
+"""Moves messages that do not decode, or must not be acted on, to the stream DEAD with their reason."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ ACTOR_CHARS = 100
 async def set_aside(
     raws: Sequence[Msg], data: bytes, bus: Bus, reason: str, *, kind: str = "unreadable", actor: str = ""
 ) -> None:
-    """Move a message, one or all parts of it, to DEAD as one letter. A retry cannot help it.
+    """Move a message, one part or all parts of it, to DEAD as one letter. No retry would help.
 
     `kind` is the last token of the letter's subject, by which the server counts them. Raises `BusError` when
     the bus does not take the letter: then the message stays where it is.
@@ -29,7 +29,7 @@ async def set_aside(
     sequence = str(first.metadata.sequence.stream)
     overhead = (
         len(first.subject) + 4 * (REASON_CHARS + ACTOR_CHARS) + 4096
-    )  # the rest of the letter and its headers
+    )  # room for the rest of the letter and its headers
     letter = DeadLetter(
         subject=first.subject,
         reason=reason[:REASON_CHARS],

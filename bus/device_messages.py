@@ -1,4 +1,4 @@
-"""Taking turns on a host's devices: what learner and actors tell each other, each by a key of its own."""
+"""Messages by which learner and actors take turns on a host's devices. Each process sets a key of its own."""
 
 import time
 from dataclasses import dataclass
@@ -7,25 +7,25 @@ from bus.codec import Message
 
 HOLD_KEY = "device"
 USERS = "device-users"
-"""Keys of actors begin with it."""
+"""Prefix of the actors' keys."""
 BEAT_S = 1.0
-"""Between two times that a process sets its key, changed or not: so it is known to live."""
+"""Seconds between two settings of a key, changed or not, by which a process shows that it lives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceHold(Message, tag="device_hold"):
-    """The learner wants the devices of its host, or wants them no more."""
+    """The learner claims the devices of its host, or claims them no longer."""
 
     incarnation: str
     number: int
-    """Counts its holds."""
+    """Number of this claim, counted by the learner."""
     host: str
-    """Where: `storage.addresses.host_identity`."""
+    """Host of the devices, by `storage.client.addresses.host_identity`."""
     held: bool
 
     @property
     def name(self) -> str:
-        """This hold among all of the run."""
+        """Name of this claim, unique in the run."""
         return f"{self.incarnation}.{self.number}"
 
 
@@ -36,16 +36,16 @@ class DeviceUser(Message, tag="device_user"):
     actor: str
     host: str
     yielded_to: str
-    """Name of the hold for which its engines freed the devices; empty while they may use them."""
+    """Name of the claim for which its engines freed the devices; empty while they may use them."""
 
 
 def user_key(actor: str) -> str:
-    """Where an actor says what it does."""
+    """Return the key that an actor sets."""
     return f"{USERS}.{actor}"
 
 
 class Beats:
-    """Whether somebody still sets a key, by this process's clock: clocks of others are not believed."""
+    """Knows whether a key is still being set, by this process's clock; clocks of other hosts may be wrong."""
 
     def __init__(self, lapse_s: float) -> None:
         self._lapse_s = lapse_s
@@ -53,11 +53,11 @@ class Beats:
         self._since_s = 0.0
 
     def alive(self, revision: int) -> bool:
-        """Whether the key, which has this revision now, had another less than `lapse_s` ago."""
+        """Return whether the key, which has this revision now, had another one less than `lapse_s` ago."""
         if revision != self._revision:
             self._revision, self._since_s = revision, time.monotonic()
         return time.monotonic() - self._since_s < self._lapse_s
 
     def unknown(self) -> None:
-        """The key could not be read: that says nothing about who sets it."""
+        """Note that the key could not be read, which says nothing about the process that sets it."""
         self._since_s = time.monotonic()

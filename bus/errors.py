@@ -1,4 +1,4 @@
-"""Every exception the system raises on purpose: few types, each named for what the caller can do."""
+"""All exceptions that the system raises on purpose. Each type is named for what the caller can do."""
 
 
 class SluiceError(Exception):
@@ -6,22 +6,22 @@ class SluiceError(Exception):
 
 
 class ConfigError(SluiceError, ValueError):
-    """The user gave something that cannot work: report it without a traceback and exit with status 2."""
+    """A setting or file of the user cannot work: report it without a traceback and exit with status 2."""
 
 
 class SchemaError(SluiceError, ValueError):
-    """Bytes on the bus are not a message this build understands, or may act on: a retry cannot help."""
+    """Bytes on the bus are no message that this build understands or may act on: a retry cannot help."""
 
     def __init__(self, reason: str = "", *, kind: str = "unreadable", actor: str = "") -> None:
         super().__init__(reason)
         self.kind = kind
-        """A word to count such messages by; part of a subject."""
+        """Word by which such messages are counted; part of a subject."""
         self.actor = actor
-        """Who made the message, where it says so."""
+        """Actor that made the message, if the message says so."""
 
 
 class HandBackError(SluiceError):
-    """This process will not do the work of a message, which is as good as ever: let another have it."""
+    """This process will not do the work of a message that is valid: another process may have it."""
 
 
 class BusError(SluiceError):
@@ -29,11 +29,11 @@ class BusError(SluiceError):
 
 
 class DamagedError(BusError):
-    """Bytes came that are not what was announced: where they came from is not to be trusted."""
+    """Bytes differ from what was announced: do not use their source again."""
 
 
 class FencedError(SluiceError):
-    """Another process took over this role: stop at once, write nothing more."""
+    """Another process took over this role: stop at once and write nothing more."""
 
 
 class WorldError(SluiceError):
@@ -45,15 +45,15 @@ class EngineError(SluiceError):
 
 
 class RequestRefusedError(EngineError):
-    """An engine can never serve this request, and is well: it does not fit, or its id is in use."""
+    """An engine that is well can never serve this request: it does not fit, or its id is in use."""
 
 
 class WeightsKeptError(EngineError):
-    """New weights could not be had: the engine is well, and goes on with those it has."""
+    """New weights could not be had. The engine is well and goes on with the weights it has."""
 
 
 class EngineLostError(EngineError):
-    """No engine is left to generate: this process cannot go on, its work is another's."""
+    """No engine is left: this process cannot go on, and another one may have its work."""
 
 
 class TrainingError(SluiceError):

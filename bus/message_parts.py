@@ -1,4 +1,4 @@
-"""A message too large to travel whole: numbered parts under one id, put together again before it is decoded.
+"""Splits a message that is too large to travel whole into numbered parts, and puts them together again.
 
 Parts of one message are on one subject and must reach one consumer: a durable that several processes pull
 from wants whole messages (`Publisher(bus, part_bytes=None)`).
@@ -29,18 +29,18 @@ SET = "Sluice-Set"
 MAX_PARTS = 1 << 14
 """A consumer may have 65536 messages unacked; one set must not take them all."""
 HELD_BYTES = 512 << 20
-"""What the incomplete sets of one consumer may reserve together; also the largest message."""
+"""Bytes that the incomplete sets of one consumer may reserve together; also the largest message."""
 INCOMPLETE_S = 900.0
-"""Longer than a publisher tries (600 s): a set that is dropped was never reported as published."""
+"""Age at which a set is dropped. Publishers give up after 600 s, so it was never reported as published."""
 STALLED_S = 60.0
-"""A set that gained no part for so long gives way to others; longer than any part takes to be redelivered."""
+"""Seconds without a new part after which a set gives way to others; redelivery takes less."""
 LONGEST_DELAY_S = 20.0
 LONGEST_LOOK_S = 5.0
-"""A consumer that pulls does so more often."""
+"""Upper bound on the time counted between two looks; a consumer that pulls looks more often."""
 
 
 class SetKey(NamedTuple):
-    """What the parts of one attempt to publish one message have in common."""
+    """Key that the parts of one attempt to publish one message have in common."""
 
     subject: str
     message_id: str
@@ -50,7 +50,7 @@ class SetKey(NamedTuple):
 
 
 def split(data: bytes, message_id: str, part_bytes: int) -> Iterator[tuple[dict[str, str], bytes]]:
-    """The parts of `data` with their headers.
+    """Return the parts of `data` with their headers.
 
     The digest is in each part's id: a second attempt with other bytes is no duplicate of the first, whose
     parts may have stayed without their siblings.
@@ -67,7 +67,7 @@ def split(data: bytes, message_id: str, part_bytes: int) -> Iterator[tuple[dict[
 
 
 def _place(raw: Msg) -> tuple[SetKey, int]:
-    """The set a part belongs to and its number there. Raises `SchemaError` for headers that are not ours."""
+    """Return the set of a part and its number there. Raises `SchemaError` for headers that are not ours."""
     headers = raw.headers or {}
     try:
         number, parts, size, digest = headers[SET].split("/")
@@ -83,7 +83,7 @@ def _place(raw: Msg) -> tuple[SetKey, int]:
 
 @dataclass(frozen=True)
 class Whole:
-    """A message as it was published, and the one or many that carried it."""
+    """A message as it was published, and the messages of the stream that carried it."""
 
     data: bytes
     raws: Sequence[Msg]
@@ -92,11 +92,11 @@ class Whole:
 
     @property
     def subject(self) -> str:
-        """What it was published on."""
+        """Subject that it was published on."""
         return str(self.raws[0].subject)
 
     async def ack(self) -> None:
-        """Done with it: the stream forgets it."""
+        """Acknowledge the message: the stream forgets it."""
         try:
             for raw in self.raws:
                 await raw.ack()
@@ -106,7 +106,7 @@ class Whole:
             await self.parts.settle(self.key)
 
     async def set_aside(self, bus: Bus, error: SchemaError) -> None:
-        """Move it to DEAD, for this reason."""
+        """Move the message to DEAD, with this reason."""
         await set_aside(self.raws, self.data, bus, str(error), kind=error.kind, actor=error.actor)
         if self.parts is not None and self.key is not None:
             self.parts.forget(self.key)
@@ -114,7 +114,7 @@ class Whole:
 
 @dataclass
 class _Set:
-    """The parts that have come of a message, by number."""
+    """The parts of a message that have come, by number."""
 
     raws: dict[int, Msg]
     size_bytes: int
@@ -124,7 +124,7 @@ class _Set:
 
 @dataclass
 class _Progress:
-    """The most parts that were ever held together of a set, and since when no more."""
+    """The most parts of a set that were ever held together, and since when there were no more."""
 
     most: int
     since: float
@@ -132,10 +132,11 @@ class _Progress:
 
 
 class Parts:
-    """Puts the parts that one consumer receives together; what is incomplete waits here, within bounds.
+    """Puts the parts that one consumer receives together. Incomplete messages wait here, within bounds.
 
     A set reserves the size of its whole when its first part comes. Without room the part is sent back for
-    later, so those begun first are finished first. Nothing here outlives the process: unacked parts return.
+    later, so sets that began first are completed first. Nothing here outlives the process: unacked parts
+    are redelivered.
     """
 
     def __init__(
@@ -153,11 +154,11 @@ class Parts:
 
     @property
     def held_bytes(self) -> int:
-        """What incomplete sets hold now."""
+        """Bytes that incomplete sets hold now."""
         return sum(held.size_bytes for held in self._sets.values())
 
     async def collect(self, raws: Sequence[Msg]) -> list[Whole]:
-        """The messages that are complete with `raws`: each that travelled whole, and each set now full."""
+        """Return the messages that `raws` completes: those that came whole, and sets that are now full."""
         self._tick()
         wholes = []
         for raw in raws:
@@ -173,7 +174,7 @@ class Parts:
         return wholes
 
     async def settle(self, key: SetKey) -> None:
-        """Its message was handled: other attempts at it, and parts of it that come again, are not wanted."""
+        """Note that a message was handled: drop other attempts to publish it, and parts that come again."""
         self.forget(key)
         now = time.monotonic()
         self._settled[key.subject, key.message_id] = now
@@ -185,17 +186,17 @@ class Parts:
                 await _try(raw.ack())
 
     def forget(self, key: SetKey) -> None:
-        """Its message is no longer in anybody's hands."""
+        """Note that nobody holds this message any longer."""
         self._handed_out.discard(key)
 
     async def give_back(self) -> None:
-        """Let others have at once what is incomplete here."""
+        """Return incomplete sets to the stream at once."""
         for key in list(self._sets):
             await self._release(key, delay_s=0)
 
     @asynccontextmanager
     async def tended(self) -> AsyncIterator[None]:
-        """While inside, the stream is told that incomplete sets are waited for; too old ones go to DEAD."""
+        """Report incomplete sets as in progress while inside; sets that are too old go to DEAD."""
         tending = asyncio.create_task(self._tend(), name="tend parts")
         try:
             yield
@@ -205,7 +206,7 @@ class Parts:
                 known.clear()
 
     def _tick(self) -> None:
-        """Count the time in which parts could come: a loop that is busy, or cut off, must drop none."""
+        """Count the time in which parts could come: a busy event loop, or one cut off, must drop no set."""
         now = time.monotonic()
         if self._bus.client.is_connected:
             self._looked_s += min(now - self._looked_at, LONGEST_LOOK_S)
@@ -231,7 +232,7 @@ class Parts:
         return whole
 
     async def _make_room(self, key: SetKey) -> bool:
-        """Reserve the size of the whole, at the cost of sets that stand still; False without room."""
+        """Reserve the size of the whole, at the cost of sets that gain no parts; return False if it fails."""
         for other in list(self._sets):
             if self._fits(key):
                 break
@@ -247,11 +248,11 @@ class Parts:
         return sum(known.size_bytes for known in self._sets) + key.size_bytes <= self._limit_bytes
 
     def _idle_s(self, key: SetKey) -> float:
-        """For how long it has been held without a new part."""
+        """Return for how long a set has been held without a new part."""
         return self._looked_s - max(self._progress[key].since, self._sets[key].held_since)
 
     def _keep(self, key: SetKey, n: int, raw: Msg) -> Msg | None:
-        """Put the part in its place; returns the one that was there, if it is another message."""
+        """Put the part in its place; return the one that was there, if that is another message."""
         held = self._sets[key]
         known = held.raws.get(n)
         size_bytes = held.size_bytes + len(raw.data) - (len(known.data) if known else 0)
@@ -298,7 +299,7 @@ class Parts:
             }
 
     def _too_old(self, key: SetKey) -> bool:
-        """No new part for long, though it had the time to gather those that were sent back."""
+        """Return whether a set had no new part for long, although refused parts had time to return."""
         waited_s = self._looked_s - self._progress[key].since
         return waited_s > self._incomplete_s and self._idle_s(key) > min(STALLED_S, self._incomplete_s)
 
@@ -318,7 +319,7 @@ class Parts:
 
 
 async def _try(answer: Awaitable[None]) -> None:
-    """Tell the stream; when the bus is away, the ack wait brings the part back."""
+    """Tell the stream about a part; when the bus is away, the ack wait brings the part back."""
     try:
         await answer
     except nats.errors.Error as error:

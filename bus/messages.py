@@ -1,6 +1,6 @@
-"""What streams and keys hold and what everybody is told: frozen dataclasses that `codec.py` packs and checks.
+"""Messages on streams, keys and notices: frozen dataclasses that `codec.py` packs and checks.
 
-A trajectory is in `trajectory.py`; what processes ask each other is in `requests.py`.
+Trajectories are in `trajectory.py`, requests and their answers in `requests.py`.
 """
 
 import re
@@ -14,7 +14,7 @@ from bus.trajectory import LARGEST_REWARD
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt(Message, tag="prompt"):
-    """One task to solve: plain text or chat messages, with what its reward needs."""
+    """One task: plain text or chat messages, with the label and metadata that its reward needs."""
 
     content: str | list[Json]
     """Plain text (one user message), or chat messages [{"role": ..., "content": ...}, ...]."""
@@ -24,18 +24,18 @@ class Prompt(Message, tag="prompt"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease(Message, tag="lease"):
-    """Leave to roll out one prompt `samples` times. Acked when the group is stored or rejected."""
+    """Permission to roll out one prompt `samples` times. It is acked when the group is stored or rejected."""
 
     lease_id: int
-    """Counts from 0 over the whole run; the order of issue."""
+    """Number of the lease in the order of issue, from 0 over the whole run."""
     prompt: Prompt
     samples: int
     policy_version: int
     """The learner's version when the lease was issued: the oldest that can sample it."""
     republished: bool = False
-    """Whether it was on the bus before: some of its siblings may be stored already."""
+    """Whether the lease was on the bus before: some of its trajectories may be stored already."""
     run: str = ""
-    """Identity of the run that issued it, for its trajectories: another run may have had the same name."""
+    """Identity of the run that issued it; its trajectories repeat it, since run names may be used again."""
 
     @property
     def group_id(self) -> str:
@@ -54,7 +54,7 @@ def trajectory_name(lease_id: int, sample: int) -> str:
 
 
 def parse_trajectory_name(name: str) -> tuple[int, int]:
-    """Lease and sample of a name that `trajectory_name` made; raises `SchemaError` for any other."""
+    """Return lease and sample of a name that `trajectory_name` made; raises `SchemaError` for any other."""
     match = re.fullmatch(r"g([0-9]{8,18})\.([0-9]{1,9})", name)
     if match is None or trajectory_name(lease_id := int(match[1]), sample := int(match[2])) != name:
         raise SchemaError(
@@ -69,34 +69,34 @@ class GroupRejected(Message, tag="group_rejected"):
 
     lease_id: int
     reason: str
-    """Short and countable, such as zero_variance or rollout_failed."""
+    """Short reason to count by, such as zero_variance or rollout_failed."""
     detail: str = ""
     actor: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardGiven(Message, tag="reward_given"):
-    """The reward of a trajectory that was published without one, before or after it. The first one counts."""
+    """Reward of a trajectory that is published without one; it may come before it. The first one counts."""
 
     trajectory_id: str
     reward: float
     source: str = ""
-    """Who gives it."""
+    """Name of the process or person that gives it."""
 
     def check(self) -> None:
-        """Refuse what names no trajectory and what is no finite number."""
+        """Refuse a name of no trajectory and a reward that is no finite number."""
         parse_trajectory_name(self.trajectory_id)
         if not abs(self.reward) <= LARGEST_REWARD:
             raise SchemaError(f"{self.trajectory_id}: reward is {self.reward}", kind="reward")
 
     @property
     def lease_id(self) -> int:
-        """Of the trajectory."""
+        """Lease of the trajectory."""
         return parse_trajectory_name(self.trajectory_id)[0]
 
     @property
     def sample(self) -> int:
-        """Of the trajectory."""
+        """Position of the trajectory in its group."""
         return parse_trajectory_name(self.trajectory_id)[1]
 
 
@@ -123,7 +123,7 @@ class BlobRef(Message, tag="blob"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaRef(Message, tag="delta_ref"):
-    """What changed in the weights from one version to another, and where it lies."""
+    """Names the delta of the weights from one version to another, and where it lies."""
 
     base_version: int
     policy_version: int
@@ -136,20 +136,20 @@ class PolicyManifest(Message, tag="policy"):
 
     policy_version: int
     incarnation: str
-    """The learner process that published it: after a resume the same version number is another policy."""
+    """Learner process that published it; after a resume the same version number is another policy."""
     snapshot: BlobRef
     """The anchor: all weights of `anchor_version`, safetensors with Hugging Face names."""
     model: BlobRef
     """The model directory without weights: config, tokenizer, chat template."""
     stage: str
-    """What the learner is doing with it: `warmup` needs no rollouts, `rl` does, `done` needs no more."""
+    """Stage of the learner: `warmup` needs no rollouts, `rl` needs them, `done` needs no more."""
     trains_from: int = 0
     """Version at which reinforcement learning began: admission counts from it."""
     anchor_version: int | None = None
-    """Of the snapshot; `None` where it is this version's own."""
+    """Version of the snapshot; `None` if it is this version."""
     deltas: tuple[DeltaRef, ...] = ()
-    """What changed from version to version, up to this one: from the anchor's, or from an older one for those
-    who have that."""
+    """Deltas from version to version, up to this one. They start at the anchor's version, or at an older one
+    for actors that have that."""
 
     def check(self) -> None:
         """Refuse a chain of deltas that does not lead from the anchor to this version."""
@@ -169,7 +169,7 @@ class PolicyManifest(Message, tag="policy"):
         return self.policy_version if self.anchor_version is None else self.anchor_version
 
     def since(self, policy_version: int) -> tuple[DeltaRef, ...] | None:
-        """The deltas that lead here from `policy_version`; `None` when none do."""
+        """Return the deltas that lead here from `policy_version`; `None` if there are none."""
         if policy_version == self.policy_version:
             return ()
         found = (n for n, ref in enumerate(self.deltas) if ref.base_version == policy_version)
@@ -179,7 +179,7 @@ class PolicyManifest(Message, tag="policy"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnchorWanted(Message, tag="anchor_wanted"):
-    """Somebody cannot get the announced weights and asks the learner for a whole snapshot of them."""
+    """An actor cannot get the announced weights and asks the learner for a whole snapshot."""
 
     incarnation: str
     """The learner that announced them; empty when nothing was found announced."""
@@ -195,7 +195,7 @@ class ModelFiles(Message, tag="model_files"):
     contents: tuple[bytes, ...]
 
 
-# --- what every screen reads ---
+# --- messages that every screen reads ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,31 +216,31 @@ class PromptSet(Message, tag="prompt_set"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationResult(Message, tag="evaluation_result"):
-    """Mean reward on the held-out prompts, of the policy version asked for or of later ones (`drawn_by`)."""
+    """Mean reward on the held-out prompts, by the policy version asked for or by later ones (`drawn_by`)."""
 
     policy_version: int
     incarnation: str
     sampled: float
-    """One sample a prompt at the sampling temperature."""
+    """Mean reward of one sample per prompt at the sampling temperature."""
     greedy: float
     prompts: int
     seconds: float
     oldest_version: int | None = None
-    """The oldest version that drew a token of the answers; None: it was `policy_version`."""
+    """Oldest version that sampled a token of the answers; None means `policy_version`."""
     newest_version: int | None = None
-    """The newest that did; None: it was `policy_version`."""
+    """Newest version that did; None means `policy_version`."""
     failed: int = 0
-    """Rollouts that failed, of two a prompt; each counts as reward 0."""
+    """Number of failed rollouts, of two per prompt; each counts as reward 0."""
 
     @property
     def drawn_by(self) -> tuple[int, int]:
-        """The oldest and the newest version that drew a token of the answers."""
+        """Oldest and newest version that sampled a token of the answers."""
         oldest = self.policy_version if self.oldest_version is None else self.oldest_version
         return oldest, self.policy_version if self.newest_version is None else self.newest_version
 
     def check(self) -> None:
-        """Raise `SchemaError` for versions out of order (none is older than the one that was asked for), and
-        for more failed rollouts than there were rollouts."""
+        """Raise `SchemaError` for versions out of order, for one older than was asked for, and for more
+        failed rollouts than there were rollouts."""
         oldest, newest = self.drawn_by
         if not self.policy_version <= oldest <= newest:
             raise SchemaError(
@@ -264,12 +264,12 @@ class Metrics(Message, tag="metrics"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status(Message, tag="status"):
-    """What a process is doing now, about once a second; never stored."""
+    """What a process is doing now; sent about once a second and never stored."""
 
     source: str
     role: str
     doing: str
-    """One phrase for a human: what it works on or waits for."""
+    """Phrase for a human: what the process works on or waits for."""
     pid: int
     peak_rss_bytes: int
     values: dict[str, Json] = field(default_factory=dict)
@@ -277,22 +277,22 @@ class Status(Message, tag="status"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeadLetter(Message, tag="dead_letter"):
-    """A message that could not be understood, or must not be acted on, set aside."""
+    """A message that was set aside, since it does not decode or must not be acted on."""
 
     subject: str
     reason: str
     data: bytes
     origin: str = ""
-    """Its number on its stream."""
+    """Sequence number on its stream."""
     kind: str = "unreadable"
-    """Countable: what is wrong with it in a word."""
+    """Word for what is wrong with it, to count by."""
     actor: str = ""
-    """Who made it, where it says so."""
+    """Actor that made it, if it says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord(Message, tag="run"):
-    """What a process that knows only the bus and the run's name needs to join."""
+    """Record of the run, which a process needs to join that knows only the bus and the run's name."""
 
     name: str
     config_json: str
@@ -301,7 +301,7 @@ class RunRecord(Message, tag="run"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleHolder(Message, tag="role_holder"):
-    """The process that holds a role nobody else may hold."""
+    """Process that holds an exclusive role."""
 
     incarnation: str
     host: str

@@ -1,4 +1,4 @@
-"""Functions chosen by name in the config: built in, or the user's own as `my_pkg.my_module:function`."""
+"""Loads functions that settings name: built in, or the user's own as `my_pkg.my_module:function`."""
 
 import difflib
 import importlib

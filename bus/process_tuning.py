@@ -1,5 +1,4 @@
-"""What a whole process sets for its work: when garbage is looked for, and where it stores while it receives
-also how soon threads take turns, and what memory is kept."""
+"""Settings of a whole process: when garbage is collected, how threads take turns, what memory is kept."""
 
 import ctypes
 import gc
@@ -8,32 +7,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SWITCH_INTERVAL_S = 0.0002
-"""A thread that releases the GIL gets it back only after this from a busy one; an append releases it some
-twenty times, and Python's default is 5 ms. Not for many threads: those that wait all wake so often."""
+"""Seconds after which a busy thread has to release the GIL. An append releases the GIL some twenty times and
+then waits this long; Python's default is 5 ms. With many threads the frequent wake-ups would cost more."""
 KEPT_BYTES = 64 << 20
-"""Memory that was freed and is kept for what comes next: about what one batch of messages takes."""
+"""Bytes of freed memory that the process keeps: about what one batch of messages takes."""
 COLLECT_EVERY = 20_000
-"""New objects between two collections. Decoding makes many that live until they are stored or trained on,
-none in a cycle, and at Python's default of 700 a tenth of a shard's time goes to looking at them."""
+"""New objects between two collections. Decoding makes many objects that live until they are stored or trained
+on, none of them in a cycle. With Python's default of 700 a shard spends a tenth of its time collecting."""
 _thresholds: list[tuple[int, int, int]] = []
-"""Those that each found who went in: the first one's are Python's own."""
+"""Thresholds found by each context that was entered; the first ones are Python's own."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
-"""Of mallopt(3)."""
+"""Options of mallopt(3)."""
 
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """While inside, garbage is looked for among what is new only, and seldom.
+    """Collect garbage only among new objects, and rarely, while inside.
 
-    To look at all that torch and transformers consist of stops a process for half a second."""
-    gc.collect()  # what is garbage now would stay
+    Collecting among all objects of torch and transformers stops a process for half a second."""
+    gc.collect()  # garbage from before would never be freed once it is frozen
     with _older_ones_are_left():
         yield
 
 
 @contextmanager
 def paced() -> Iterator[None]:
-    """While inside, few collections, quick turns, and freed memory that stays, for a process that stores."""
+    """Collect rarely, switch threads fast and keep freed memory while inside: for a process that stores."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     _keep_memory()
@@ -46,7 +45,7 @@ def paced() -> Iterator[None]:
 
 @contextmanager
 def _older_ones_are_left() -> Iterator[None]:
-    """Objects from before are not looked at, others seldom; until all are outside who went in."""
+    """Exclude older objects from collections and collect rarely, until every context has been left."""
     _thresholds.append(gc.get_threshold())
     before = _thresholds[0]
     gc.freeze()
@@ -61,9 +60,9 @@ def _older_ones_are_left() -> Iterator[None]:
 
 
 def _keep_memory() -> None:
-    """Given back, it would be cleared anew by the system for each message: a sixth of the time of storing."""
+    """Keep freed memory, which the system would otherwise clear for each message: a sixth of storing time."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # only the GNU library has it
+    if mallopt is not None:  # only the GNU C library has it
         mallopt(_MMAP_THRESHOLD, KEPT_BYTES // 2)
         mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
         mallopt(_TOP_PAD, KEPT_BYTES // 4)

@@ -25,25 +25,25 @@ from bus.status import REMEDY
 log = structlog.get_logger()
 ACK_TIMEOUT_S = 2.0
 UNANSWERED = 5
-"""In a row, before a stream is said to store nothing: twelve seconds, longer than one is without a leader."""
+"""Attempts in a row before a stream is reported as not storing: 12 s, longer than an election of a leader."""
 NO_ANSWER = 408
 LONGEST_PAUSE_S = 0.5
 STREAM_FULL = frozenset({10077, 10047, 10023})
-"""err_codes with which `discard: new` and resource limits answer: wait, space returns as others ack."""
+"""Error codes of `discard: new` and of resource limits: wait, since space returns as others ack."""
 
 
 MESSAGE_ID = "Nats-Msg-Id"
 PARTS_IN_FLIGHT = 16
-"""Few enough that a slow connection has acked them within `ACK_TIMEOUT_S`."""
+"""Parts that await their ack at a time: few enough for a slow connection to ack them in `ACK_TIMEOUT_S`."""
 T = TypeVar("T")
 Answer = dict[str, object]
 Outcome = Literal["stored", "refused", "unanswered"]
-"""Of sending a message once; `refused` for now: it is sent again, as one that is unanswered."""
+"""Result of sending a message once. Both `refused` (for now) and `unanswered` messages are sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """An ack that has not come, and when to send again without it."""
+    """An ack that has not come, and when the message is sent again without it."""
 
     ack: asyncio.Future[Answer]
     until: float
@@ -51,7 +51,7 @@ class _Awaited:
 
 @dataclass
 class PublishCounts:
-    """What the server answered so far."""
+    """Counts of the server's answers so far."""
 
     stored: int = 0
     duplicates: int = 0
@@ -60,9 +60,9 @@ class PublishCounts:
 
 
 class Publisher:
-    """Pipelined, deduplicated publishing over one connection; `window` messages await their ack at a time.
+    """Publishes pipelined and deduplicated over one connection; `window` messages await their ack at a time.
 
-    A message above `part_bytes` travels in parts, one such message after the other; None sends all whole.
+    A message above `part_bytes` travels in parts, one such message after another; None sends all whole.
     """
 
     def __init__(self, bus: Bus, *, window: int = 256, part_bytes: int | None = PART_BYTES) -> None:
@@ -88,7 +88,7 @@ class Publisher:
             if len(data) <= self._part_bytes:
                 await self._publish(subject, data, {MESSAGE_ID: message_id}, deadline)
             else:
-                async with self._one_in_parts:  # whoever reassembles holds one message rather than many
+                async with self._one_in_parts:  # the consumer holds one message instead of many
                     await self._publish_parts(subject, split(data, message_id, self._part_bytes), deadline)
         except TimeoutError as error:
             raise BusError(f"{subject}: {message_id} was not stored within {timeout_s:g} s") from error
@@ -124,7 +124,7 @@ class Publisher:
             self._bus.not_storing.discard(_stream(subject))
 
     async def _warn(self, subject: str) -> None:
-        """Say once that a stream stores nothing, unless it is the whole server that does not answer."""
+        """Report once that a stream does not store, unless the whole server does not answer."""
         stream = _stream(subject)
         try:
             await self._bus.client.flush(timeout=ACK_TIMEOUT_S)
@@ -136,7 +136,7 @@ class Publisher:
             log.warning("bus_does_not_store", stream=stream, remedy=REMEDY)
 
     async def _send(self, subject: str, data: bytes, headers: dict[str, str]) -> Outcome:
-        """Send once; what came of it."""
+        """Send once; return the result."""
         if not self._subscribed:
             self._subscribed = True
             await self._bus.client.subscribe(f"{self._inbox}.*", cb=self._on_ack)
@@ -155,7 +155,7 @@ class Publisher:
         return self._outcome(subject, answer)
 
     def _sweep_later(self) -> None:
-        """One timer for all that wait: a timer for each costs more than the rest of a small publish."""
+        """Set one timer for all messages that wait: one each costs more than the rest of a small publish."""
         if self._sweep is None and self._awaited:
             oldest = next(iter(self._awaited.values())).until
             delay = max(oldest - time.monotonic(), ACK_TIMEOUT_S / 10)
@@ -163,7 +163,7 @@ class Publisher:
 
     def _give_up_on_the_late(self) -> None:
         now = time.monotonic()
-        for awaited in self._awaited.values():  # in the order they were sent
+        for awaited in self._awaited.values():  # in the order of sending
             if awaited.until > now:
                 break
             if not awaited.ack.done():
@@ -197,12 +197,12 @@ class Publisher:
 
 
 def _stream(subject: str) -> str:
-    """The stream of a run's subject, such as TASKS of sluice.<run>.tasks.rollout.7."""
+    """Return the stream of a run's subject, such as TASKS for sluice.<run>.tasks.rollout.7."""
     return subject.split(".")[2].upper()
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, or the first error, plain, after the others were cancelled."""
+    """Return all results; raise the first error itself, no group, after the others were cancelled."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(one) for one in work]

@@ -1,4 +1,4 @@
-"""What processes ask each other, and the answers: over core NATS, never stored. Else as `messages.py`."""
+"""Requests between processes, and their answers: over core NATS, never stored. See also `messages.py`."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,7 +10,7 @@ from bus.errors import SchemaError
 from bus.messages import BlobRef
 from bus.trajectory import AgentReward
 
-# --- to any request ---
+# --- answers to any request ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,17 +34,17 @@ class LeaseRequest(Message, tag="lease_request"):
 
     lease_id: int
     attempt: bool = False
-    """It came back more than once and is about to be rolled out: such attempts are counted."""
+    """Whether the lease came back more than once and is about to be rolled out; such attempts are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaseState(Message, tag="lease_state"):
-    """Whether a lease is still to be rolled out, and by which weights."""
+    """State of a lease: whether it is to be rolled out, and by which weights."""
 
     state: Literal["open", "settled", "quarantined"]
-    """`settled`: its group is complete or was given up. `quarantined`: its rollouts ended too many actors."""
+    """`settled`: the group is complete or was given up. `quarantined`: its rollouts ended too many actors."""
     policy_version: int
-    """The oldest that may sample it: lower than at its issue where a learner resumed from further back."""
+    """Oldest version that may sample it; it is lowered when a learner resumed from further back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +94,12 @@ class GroupRef(Message, tag="group_ref"):
     weight: float = 1.0
     """Importance weight of its advantages in this step, at most 1."""
     tokens: int = 0
-    """Of all its trajectories together, to balance groups before they are fetched; 0 if nobody counted."""
+    """Tokens of all its trajectories, to balance groups before they are fetched; 0 if nobody counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchLease(Message, tag="batch_lease"):
-    """The groups of one step: they are counted as trained on unless this step is rolled back."""
+    """The groups of one step. They count as trained on unless the step is rolled back."""
 
     step: int
     groups: tuple[GroupRef, ...]
@@ -107,7 +107,7 @@ class BatchLease(Message, tag="batch_lease"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting(Message, tag="waiting"):
-    """Not yet, and why: a human reads `reason` in the terminal view."""
+    """The batch is not there yet; a human reads `reason` in the terminal view."""
 
     reason: str
 
@@ -125,15 +125,15 @@ class Given(Message, tag="given"):
 
     step: int
     groups: tuple[GroupRef, ...]
-    """In the order of the batch; none when the step has not been given any."""
+    """Groups in the order of the batch; none if the step has not been given any."""
     incarnation: str
-    """The learner that resumed last: when it is another, later steps may have been given other groups."""
+    """Learner that resumed last; if it is another one, later steps may have been given other groups."""
     trained_through: int
-    """The newest step whose version the learner published; -1 as long as nobody knows."""
+    """Newest step whose version the learner published; -1 if not known yet."""
     trains_from: int
     """Version at which reinforcement learning began."""
     stage: str
-    """The learner's; empty as long as nobody knows."""
+    """Stage of the learner; empty if not known yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,28 +168,28 @@ class LocateRequest(Message, tag="locate_request"):
 
     lease_ids: tuple[int, ...]
     host: str
-    """The asker's: no other needs the addresses."""
+    """Host of the asker; readers elsewhere do not need the addresses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Located(Message, tag="located"):
-    """On which host a shard is, and, for a reader there, where each trajectory lies in which file."""
+    """Host of a shard and, for a reader on that host, file and row of each trajectory."""
 
     host: str
-    """The machine since its last start; empty where that cannot be told."""
+    """Identity of the machine since its last boot; empty if it cannot be told."""
     directory: str = ""
     device: int = 0
     inode: int = 0
-    """With `device` what the directory is to the operating system."""
+    """Inode of the directory, which with `device` identifies it on the host."""
     pieces: tuple[str, ...] = ()
     """Names of the segments in the directory."""
     piece_of: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """Of each trajectory, the index of its segment in `pieces`; groups as asked for, by sample."""
+    """Index in `pieces` of each trajectory's segment; groups in the order asked for, then by sample."""
     rows: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """Of each trajectory, its row in that segment."""
+    """Row of each trajectory in its segment."""
 
     def check(self) -> None:
-        """Refuse addresses that lead nowhere."""
+        """Refuse addresses outside the named segments."""
         if len(self.piece_of) != len(self.rows):
             raise SchemaError(f"{len(self.rows)} rows in {len(self.piece_of)} pieces")
         if len(self.rows) and not (
@@ -207,7 +207,7 @@ class StoredRequest(Message, tag="stored_request"):
 
     after: int
     spreads: bool = False
-    """Whether the answer is to tell how far apart the rewards of each group are."""
+    """Whether the answer has the spread of each group's rewards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,7 +222,7 @@ class StoredGroups(Message, tag="stored_groups"):
     spreads: tuple[float, ...] = ()
     """Mean over each group's episodes and agents of |reward - that agent's mean|, if asked for."""
     tokens: tuple[int, ...] = ()
-    """Of each group, all its trajectories together."""
+    """Tokens of each group, all its trajectories together."""
 
     def check(self) -> None:
         """Refuse spreads or tokens that do not fit the groups."""
@@ -241,22 +241,22 @@ class IssuedRequest(Message, tag="issued_request"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Issued(Message, tag="issued"):
-    """How far the ledger is: durable before it is told."""
+    """State of the ledger, which is durable before it is answered."""
 
     next_id: int
-    """Leases below it were issued, none from it on."""
+    """First lease that is not issued yet."""
     seen: int
     """Complete groups that the ledger knows in the shard that asked."""
     run: str = ""
-    """Which run of this name it is; empty if not known yet."""
+    """Identity of the run among those of its name; empty if not known yet."""
     vocabulary: int | None = None
-    """Token ids of the run's model."""
+    """Number of token ids of the run's model."""
     newest_version: int | None = None
     """The newest policy version that was ever published."""
     rolling_out: tuple[int, ...] = ()
     """Every lease that is rolling out for the shard that asked."""
     versions: tuple[int, ...] = ()
-    """Of each of them, the oldest that may sample it."""
+    """Oldest version that may sample each of them."""
 
     def check(self) -> None:
         """Refuse versions that do not fit the leases."""
@@ -273,7 +273,7 @@ class WholeRequest(Message, tag="whole_request"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeGroups(Message, tag="whole_groups"):
-    """Those of which every trajectory is stored: rolling them out again would be in vain."""
+    """Groups of which every trajectory is stored: rolling them out again would be useless."""
 
     lease_ids: tuple[int, ...]
 
@@ -299,7 +299,7 @@ class CloseRequest(Message, tag="close_request"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Closed(Message, tag="closed"):
-    """Those that are complete now, closed or whole; of the others too little is stored."""
+    """Groups that are complete now, whole or closed short; too little is stored of the others."""
 
     lease_ids: tuple[int, ...]
 
@@ -314,19 +314,19 @@ class NewData(Message, tag="new_data"):
     prompts: BlobRef
     """A `PromptSet`."""
     keep_old: bool
-    """Whether they come after those there are, instead of in their place."""
+    """Whether they follow the present prompts instead of replacing them."""
     source: str
-    """Where they come from, for a human."""
+    """Where the prompts come from, for a human."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataAccepted(Message, tag="data_accepted"):
-    """The data set is in force, durably."""
+    """The data set is in force and durable."""
 
     first_lease: int
-    """The first that is for it."""
+    """First lease that takes its prompt from it."""
     prompts: int
-    """How many there are now."""
+    """Number of prompts now."""
 
 
 # --- actors ask a relay ---
@@ -334,17 +334,17 @@ class DataAccepted(Message, tag="data_accepted"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlobAsked(Message, tag="blob_asked"):
-    """Somebody wants a blob from a relay, which gets it first if need be."""
+    """A host wants a blob from a relay, which fetches it first if it does not have it."""
 
     blob: BlobRef
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlobOffer(Message, tag="blob_offer"):
-    """The relay's answer: it has the blob."""
+    """The relay has the blob."""
 
     url: str
-    """Of its server."""
+    """URL of the relay's server."""
 
 
 # --- actors are told about engines ---
@@ -356,4 +356,4 @@ class EngineChange(Message, tag="engine_change"):
 
     action: Literal["join", "leave"]
     engine: str
-    """URL of the server that joins; name of the engine that leaves, which of a joined one is its URL."""
+    """URL of the server that joins, or name of the engine that leaves: the URL, if it joined by one."""

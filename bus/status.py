@@ -1,4 +1,4 @@
-"""Every process says about once a second what it is doing: screens read it, nothing depends on it."""
+"""Status of a process, sent about once a second: screens show it, and nothing depends on it."""
 
 import asyncio
 import os
@@ -15,13 +15,13 @@ from bus.waiting import set_within
 
 PERIOD_S = 0.5
 REMEDY = "restart nats-server"
-"""It leaves a stream alone once a write has failed, as on a full disk; `launch bus` does this by itself."""
+"""Remedy for a stream that nats-server no longer writes after a failed write; `launch bus` does it itself."""
 
 
 async def report_status(
     bus: Bus, *, source: str, role: str, look: Callable[[], tuple[str, dict[str, Json]]], stop: asyncio.Event
 ) -> None:
-    """Send what `look` returns, one phrase and some numbers, until `stop`, and once more then."""
+    """Send what `look` returns, a phrase and some numbers, each second until `stop`, and once more then."""
     while True:
         stopping = stop.is_set()
         doing, values = look()
@@ -42,10 +42,10 @@ async def report_status(
 
 
 def peak_rss_bytes(pid: int | None = None) -> int:
-    """The most resident memory that this process, or another, had since it began its program.
+    """Return the peak resident memory of this process or of another since it began its program.
 
-    Not `ru_maxrss`, which counts what the parent held when it forked. Where there is no /proc, it is what the
-    process has now. Raises `psutil.NoSuchProcess` for one that is gone.
+    `ru_maxrss` would include the memory of the parent at the fork. Without /proc the result is the current
+    memory. Raises `psutil.NoSuchProcess` for a process that is gone.
     """
     process = psutil.Process(pid)
     try:

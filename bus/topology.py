@@ -1,4 +1,4 @@
-"""Streams, consumers and subjects of a run, as data, and `ensure` that makes them so."""
+"""Streams, consumers and subjects of a run as data, and `ensure`, which creates them."""
 
 import re
 from collections import defaultdict
@@ -15,13 +15,13 @@ from bus.errors import BusError, ConfigError
 
 log = structlog.get_logger()
 ACK_WAIT_S = 30.0
-"""A message whose holder neither acks nor reports progress for so long goes to another."""
+"""Seconds without ack or progress after which a message is delivered to another consumer."""
 
 DUPLICATE_WINDOW_S = 120
-"""A message that comes again under its id within this time is the same message."""
+"""Seconds within which a message with the same id is a duplicate."""
 
 MAX_PULLERS = 1 << 16
-"""Processes that wait on one consumer at a time; the server's default of 512 turns further actors away."""
+"""Pulls that may wait on one consumer; the server's default of 512 would refuse further actors."""
 
 MIB = 1 << 20
 
@@ -53,7 +53,7 @@ class Topology:
         return f"sluice-{self.run}"
 
     def streams(self) -> tuple[StreamConfig, ...]:
-        """Every stream of the run. Work queues forget a message once acked; the others age out."""
+        """Return every stream of the run. Work queues forget acked messages; the others drop the oldest."""
         work = {
             "retention": RetentionPolicy.WORK_QUEUE,
             "discard": DiscardPolicy.NEW,
@@ -70,7 +70,7 @@ class Topology:
         )
 
     def consumers(self, shards: int) -> tuple[tuple[str, ConsumerConfig], ...]:
-        """Every durable consumer, with the stream it reads."""
+        """Return every durable consumer with the stream that it reads."""
         return (
             ("TASKS", self._rollouts()),
             ("TASKS", self._consumer("evaluation", "tasks", "evaluation")),
@@ -89,7 +89,7 @@ class Topology:
         )
 
     def _rollouts(self) -> ConsumerConfig:
-        """Each lease has a subject of its own, so that one request tells which there are; once it had not."""
+        """Return the consumer of leases. Each lease has its own subject, so one request lists all of them."""
         either = [self.subject("tasks", "rollout"), self.subject("tasks", "rollout", "*")]
         return self._consumer("rollout").evolve(filter_subject=None, filter_subjects=either)
 
@@ -105,10 +105,10 @@ class Topology:
 
 
 async def ensure(js: JetStreamContext, topology: Topology, shards: int) -> set[str]:
-    """Make the run's streams and consumers so; returns the streams that were new.
+    """Create or update the run's streams and consumers; return the streams that were new.
 
-    Those of an older build get this one's settings. Raises `BusError` when the server has no JetStream or
-    refuses, as it does for what cannot be changed in a stream.
+    Streams of an older build get this build's settings. Raises `BusError` when the server has no JetStream
+    or refuses, as it does for settings of a stream that cannot change.
     """
     created = set()
     try:
@@ -130,10 +130,10 @@ async def ensure(js: JetStreamContext, topology: Topology, shards: int) -> set[s
 
 
 def differences(found: StreamConfig, wanted: StreamConfig) -> dict[str, object]:
-    """The settings of `wanted` that `found` lacks.
+    """Return the settings of `wanted` that `found` lacks.
 
-    What `wanted` leaves to the server stays as it is, and so do more replicas, given by whoever runs the
-    cluster.
+    Settings that `wanted` leaves to the server stay as they are, and so do additional replicas that the
+    operator of a cluster has set.
     """
     changes = {
         name: value
@@ -141,19 +141,19 @@ def differences(found: StreamConfig, wanted: StreamConfig) -> dict[str, object]:
         if value is not None and value != getattr(found, name)
     }
     if not changes.get("duplicate_window"):
-        changes.pop("duplicate_window", None)  # 0: the server chooses
+        changes.pop("duplicate_window", None)  # 0 lets the server choose
     if (found.num_replicas or 1) > (wanted.num_replicas or 1):
         changes.pop("num_replicas", None)
     return changes
 
 
 def shard_of(lease_id: int, shards: int) -> int:
-    """The shard that keeps this lease's group."""
+    """Return the shard that keeps this lease's group."""
     return lease_id % shards
 
 
 def by_shard(lease_ids: Iterable[int], shards: int) -> dict[int, list[int]]:
-    """These leases by the shard that keeps each, in the order given."""
+    """Group leases by the shard that keeps them, in the order given."""
     found: defaultdict[int, list[int]] = defaultdict(list)
     for lease_id in lease_ids:
         found[shard_of(lease_id, shards)].append(lease_id)

@@ -1,4 +1,4 @@
-"""Waiting for one thing, or for what ends the wait."""
+"""Waiting for an event or a task, with a limit or until `stop`."""
 
 import asyncio
 from typing import Any, TypeVar
@@ -8,7 +8,7 @@ CANCEL_AGAIN_S = 1.0
 
 
 async def set_within(event: asyncio.Event, timeout_s: float) -> bool:
-    """Wait for `event`; False when that takes longer."""
+    """Wait for `event` for at most the given time; return whether it was set."""
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()
@@ -18,7 +18,7 @@ async def set_within(event: asyncio.Event, timeout_s: float) -> bool:
 
 
 async def ended_before(stop: asyncio.Event, task: asyncio.Task[T]) -> bool:
-    """Wait for `task`, and raise what it raised; False if `stop` came first, and then it goes on."""
+    """Wait for `task`, and raise what it raised. Return False if `stop` came first; the task then goes on."""
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

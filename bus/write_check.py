@@ -1,5 +1,5 @@
-"""Does the server still store? Once a write has failed, as on a full disk, nats-server leaves a stream's file
-alone until it is started again: publishing to that stream fails from then on, whatever room there is."""
+"""Checks that the server still stores. After one failed write, as on a full disk, nats-server does not write
+a stream's file until it is restarted: publishing to that stream fails although there is room again."""
 
 import asyncio
 
@@ -16,11 +16,11 @@ SUBJECT = "sluice-probe"
 PERIOD_S = 0.5
 ANSWER_S = 2.0
 FAILURES = 3
-"""In a row, before the server is given up."""
+"""Failed writes in a row after which the server is given up."""
 
 
 async def until_it_cannot_store(url: str) -> str:
-    """Write to a stream of its own for ever; returns why that fails, once it keeps failing."""
+    """Write to a stream of its own for ever; return the reason once writing keeps failing."""
     client = await _connected(url)
     try:
         js = client.jetstream(timeout=ANSWER_S)
@@ -43,7 +43,7 @@ async def _connected(url: str) -> Client:
         client = Client()
         try:
             await client.connect(url, name="probe", max_reconnect_attempts=-1, reconnect_time_wait=PERIOD_S)
-        except (OSError, nats.errors.Error) as error:  # whoever started the server sees to it that it runs
+        except (OSError, nats.errors.Error) as error:  # the supervisor of the server restarts it
             log.debug("probe_not_connected", reason=str(error))
             await asyncio.sleep(PERIOD_S)
         else:
@@ -53,5 +53,5 @@ async def _connected(url: str) -> Client:
 async def _write(js: JetStreamContext) -> None:
     try:
         await js.publish(SUBJECT, b"")
-    except nats.js.errors.NoStreamResponseError:  # the first time, or somebody wiped the directory
+    except nats.js.errors.NoStreamResponseError:  # at the first time, or after the directory was wiped
         await js.add_stream(StreamConfig(name=STREAM, subjects=[SUBJECT], max_msgs=1, storage="file"))
