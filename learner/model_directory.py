@@ -1,4 +1,4 @@
-"""Hugging Face model directories."""
+"""Reads and writes Hugging Face model directories."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from learner.backends.megatron.conversion.torch_dist import MegatronWeights, is_
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
-"""Weights in one file at most, unless one tensor is larger."""
+"""Largest size of one file of weights, unless a single tensor is larger."""
 TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
     "vocab.json",
 )
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Those that weights have, by their name in safetensors files."""
+"""torch's dtypes of weights by their names in safetensors files."""
 
 
 class HFWeights(LazyWeights):
@@ -137,7 +137,7 @@ def save_hf_directory(
 ) -> None:
     """Write a directory that `AutoModelForCausalLM.from_pretrained` and inference engines load.
 
-    Holds one tensor of `state` at a time; files have at most `shard_bytes`, or one tensor.
+    One tensor of `state` is in memory at a time. A file has at most `shard_bytes`, or one tensor.
     """
     path.mkdir(parents=True, exist_ok=True)
     hf_config.save_pretrained(path)
@@ -155,7 +155,7 @@ def save_hf_directory(
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy what belongs to the tokenizer, as far as it is there."""
+    """Copy the files of the tokenizer that exist."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
@@ -177,7 +177,7 @@ def _split(specs: Mapping[str, Spec], shard_bytes: int) -> dict[str, list[str]]:
 
 
 def _write_safetensors(file: Path, specs: Mapping[str, Spec], state: State) -> None:
-    """Write tensor by tensor, which the safetensors library cannot: it wants all of them at once."""
+    """Write tensor by tensor. The safetensors library would need all tensors in memory at once."""
     named = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -216,5 +216,5 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _first_line(error: Exception) -> str:
-    """What transformers says, without its advice to update itself."""
+    """Return the first line of an error of transformers, without its advice to update."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""What answers held-out prompts: an engine of their own, or the engines that roll out."""
+"""Engines that answer held-out prompts: one of their own, or those that roll out."""
 
 import asyncio
 import time
@@ -16,33 +16,33 @@ from storage.weights.blob_sources import BlobSource
 
 log = structlog.get_logger()
 PATIENCE_S = 120.0
-"""Weights that take longer may be on their way to another actor."""
+"""Seconds that an evaluation waits for weights; another actor may have them sooner."""
 LOOK_S = 1.0
-"""Between two looks at whether this actor is to end, and whether anybody still wants to know."""
+"""Seconds between two checks whether this actor is to end and whether the learner still waits."""
 
 
 class EvaluationEngines(Protocol):
     """Where an evaluator has its prompts answered."""
 
     prompts_at_once: int | None
-    """As many are under way at a time; None for all."""
+    """Number of prompts in progress at a time; None for all."""
     hands_back: bool
-    """Whether an evaluation that prompts are left of is another's when this process is to end."""
+    """Whether an unfinished evaluation goes to another actor when this process is to end."""
     exact: bool
-    """Whether all tokens are of the version asked for; else later ones may draw them."""
+    """Whether exactly the version asked for samples all tokens; otherwise later versions may."""
 
     async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
-        """An engine whose tokens are of these weights or of later ones of the same learner.
+        """Return an engine with these weights or with later ones of the same learner.
 
-        None when that learner is gone: nobody waits for the answer. Raises `BusError` or `StorageError` when
-        the weights cannot be had any more, and `HandBackError` when another may do it sooner."""
+        Returns None when that learner is gone, since nobody waits for the answer. Raises `BusError` or
+        `StorageError` when the weights are gone, and `HandBackError` when another actor may be sooner."""
 
     async def close(self) -> None:
-        """Let go of what was started for it."""
+        """Close what was started for evaluations."""
 
 
 class OwnEngine:
-    """An engine that keeps exactly the version asked for; it is started with the first."""
+    """An engine that has exactly the version asked for. The first evaluation starts it."""
 
     prompts_at_once: int | None = None
     hands_back = False
@@ -54,7 +54,7 @@ class OwnEngine:
         self._engine: Engine | None = None
 
     async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
-        """Fetch them, also those of a learner that is gone, and load them."""
+        """Fetch the weights, also those of a learner that is gone, and load them."""
         state = await fetch_state(self._blobs, policy)
         if self._engine is None:
             self._engine = self._build()
@@ -69,7 +69,7 @@ class OwnEngine:
 
 
 class RolloutEngines:
-    """The engines that roll out: they take newer weights while they answer, and each token says which."""
+    """The engines that roll out. They take newer weights while they answer; each token has its version."""
 
     hands_back = True
     exact = False
@@ -77,14 +77,14 @@ class RolloutEngines:
     def __init__(
         self, bus: Bus, engine: Engine, follower: PolicyFollower, *, prompts_at_once: int | None
     ) -> None:
-        """`follower` is what brings weights to `engine`, which is somebody else's to close."""
+        """Use `engine`, to which `follower` brings weights and which others close."""
         self.prompts_at_once = prompts_at_once
         self._bus = bus
         self._engine = engine
         self._follower = follower
 
     async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
-        """Wait until they have come by themselves: nothing is fetched for it."""
+        """Wait until the engines have these weights or later ones; nothing is fetched for an evaluation."""
         version, give_up = policy.policy_version, time.monotonic() + PATIENCE_S
         while (left := give_up - time.monotonic()) > 0 and not stop.is_set():
             if not await self._of_the_learner(policy):
@@ -104,10 +104,10 @@ class RolloutEngines:
         )
 
     async def close(self) -> None:
-        """Leave them to the rollouts."""
+        """Leave the engines open, since rollouts use them."""
 
     async def _of_the_learner(self, policy: PolicyManifest) -> bool:
-        """Whether the learner that published these weights is the latest: then its versions come here."""
+        """Return whether the learner of these weights is the latest one, so that its versions arrive here."""
         try:
             found = await self._bus.get("policy", PolicyManifest)
         except BusError as error:

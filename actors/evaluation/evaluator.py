@@ -1,4 +1,4 @@
-"""Held-out accuracy of a policy version."""
+"""Measures the held-out accuracy of a policy version."""
 
 import asyncio
 import time
@@ -24,11 +24,11 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What became of one prompt."""
+    """Rewards and versions of the answers to one prompt."""
 
     reward: float
     versions: frozenset[int] = frozenset()
-    """Of the weights that drew its tokens."""
+    """Versions of the weights that sampled the tokens."""
     failed: bool = False
 
 
@@ -50,7 +50,7 @@ class Evaluator:
         self._prompts: dict[str, Sequence[Prompt]] = {}
         self._stop = asyncio.Event()
         self._latest: tuple[BlobRef, EvaluationResult] | None = None
-        """The result before, and the prompts it is of; None if some of its rollouts failed."""
+        """Prompts and result of the evaluation before; None if some of its rollouts failed."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Evaluate until `stop`."""
@@ -66,7 +66,7 @@ class Evaluator:
         self.doing = f"evaluating version {version}"
         try:
             result = await self._evaluated(task)
-        except (BusError, StorageError) as error:  # the learner keeps what is to be evaluated while it lives
+        except (BusError, StorageError) as error:  # a living learner keeps versions that are to be evaluated
             log.warning("evaluation_skipped", policy_version=version, reason=str(error))
         else:
             if result is not None:
@@ -75,7 +75,7 @@ class Evaluator:
             self.doing = ""
 
     async def _evaluated(self, task: EvaluationTask) -> EvaluationResult | None:
-        """The result, or None where it would be of no use.
+        """Return the result, or None if nobody needs it.
 
         Raises `BusError` or `StorageError` when prompts or weights cannot be had."""
         started, version = time.monotonic(), task.policy.policy_version
@@ -111,10 +111,10 @@ class Evaluator:
         return result
 
     def _known(self, task: EvaluationTask) -> EvaluationResult | None:
-        """The result before, if no token of it is older than the version asked for: it is of this one too.
+        """Return the result before if none of its tokens is older than the version asked for.
 
-        So evaluations that take longer than their versions do not pile up. The version that the learner is at
-        is measured alone nevertheless: no token is of a later one."""
+        It then answers for this version too, so that slow evaluations do not pile up. The learner's current
+        version is still measured alone, since no token can have a later version."""
         if self._latest is None:
             return None
         (prompts, result), version = self._latest, task.policy.policy_version
@@ -140,10 +140,10 @@ class Evaluator:
     async def _answers(
         self, prompts: Sequence[Prompt], engine: Engine, sampling: Sampling
     ) -> Sequence[_Answer]:
-        """One for each prompt.
+        """Answer every prompt; return one answer for each.
 
-        Raises `HandBackError` when this process is to end before all are begun and others can do it, and
-        `EngineLostError` when no engine is left."""
+        Raises `HandBackError` when this process is to end before all prompts began and others can do it,
+        and `EngineLostError` when no engine is left."""
         policy = Policy(engine, self._tokenizer, sampling)
         places = asyncio.Semaphore(self._engines.prompts_at_once or len(prompts))
 
@@ -156,10 +156,10 @@ class Evaluator:
         return await together(answer(_task(n, prompt)) for n, prompt in enumerate(prompts))
 
     async def _answer(self, task: Task, policy: Policy) -> _Answer:
-        """A rollout that fails, or whose reward is not known at once, has reward 0."""
+        """Answer one prompt. A rollout that fails, or whose reward is not known at once, has reward 0."""
         try:
             episode = await self._environment.run(task, policy.fresh(task.task_id))
-        except (EngineLostError, HandBackError):  # not the rollout's fault: the evaluation is another actor's
+        except (EngineLostError, HandBackError):  # not the rollout's fault: another actor evaluates
             raise
         except SluiceError as error:
             log.warning("evaluation_rollout_failed", task=task.task_id, reason=str(error))
@@ -180,7 +180,7 @@ def _accuracy(answers: Sequence[_Answer]) -> float:
 
 
 def _versions(episode: Episode) -> frozenset[int]:
-    """Of the weights that drew its tokens."""
+    """Versions of the weights that sampled the tokens."""
     drawn = (t.policy_versions[t.policy_versions >= 0].tolist() for t in episode.trajectories)
     return frozenset[int]().union(*drawn)
 

@@ -1,4 +1,4 @@
-"""What a reward function is given and how it fails."""
+"""Contract of reward functions: what they get, what they return and how they fail."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,24 +18,24 @@ class Answer:
     messages: Sequence[ChatMessage]
     """The prompt as a chat."""
     text: str
-    """What the policy said, without special tokens."""
+    """Text of the answer, without special tokens."""
     finish_reason: FinishReason
     label: str | None = None
-    """The task's expected answer."""
+    """Expected answer of the task."""
     metadata: Mapping[str, JSON] = field(default_factory=dict)
-    """The task's own fields."""
+    """Further fields of the task."""
     token_count: int = 0
-    """Tokens sampled, special ones included."""
+    """Number of sampled tokens, special ones included."""
 
 
 class Later(Enum):
-    """What a reward returns that is not known yet."""
+    """Result of a reward function whose reward is not known yet."""
 
     LATER = "later"
 
 
 LATER = Later.LATER
-"""The reward of this answer comes later, by `launch reward` or `storage.rewards.give_reward`."""
+"""The reward of this answer comes later, by `launch reward` or `storage.client.rewards.give_reward`."""
 Late = Literal[Later.LATER]
 
 Reward = Callable[[Answer], float | Late | Awaitable[float | Late]]

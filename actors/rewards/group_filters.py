@@ -1,4 +1,4 @@
-"""Which groups are worth training on: keep, or drop with a reason."""
+"""Group filters: they keep a group, or drop it with a reason."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

@@ -9,7 +9,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
 def exact(answer: Answer) -> float:
-    """Score 1 for the label and nothing else, ended by the policy itself."""
+    """Score 1 for an answer that is the label and nothing else, and that the policy ended by itself."""
     return float(answer.finish_reason == "stop" and answer.text.strip() == _label(answer).strip())
 
 
@@ -20,7 +20,7 @@ def last_number(answer: Answer) -> float:
 
 
 def final_answer(answer: Answer) -> float:
-    """Score 1 when the text after the last `=` is the label's, ended by the policy itself."""
+    """Score 1 when the text after the last `=` equals the label's and the policy ended the answer itself."""
     found, wanted = (text.rpartition("=")[2].strip() for text in (answer.text, _label(answer)))
     return float(answer.finish_reason == "stop" and found == wanted)
 

@@ -1,4 +1,4 @@
-"""The rewards that come with Sluice, and how a config names one."""
+"""The rewards that come with Sluice, by name, and loading of a user's own."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Stored answers, scored again as the actor scored them, by another reward."""
+"""Scores stored answers with another reward, as an actor would."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from storage.client.score_tables import Score
 
 @dataclass
 class Rescored:
-    """What came of it."""
+    """New scores, and the failures."""
 
     scores: list[Score] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    """Of each trajectory that has no new score, why."""
+    """Reason for each trajectory that has no new score."""
 
 
 async def rescore(
@@ -32,10 +32,10 @@ async def rescore(
 
     Args:
         group: single-turn trajectories, from the store.
-        prompt: that of the group's lease.
+        prompt: the prompt of the group's lease.
         chat: the run's tokenizer and chat template.
         scorer: the new reward.
-        into: gets a score of each, or why there is none.
+        into: receives a score for each trajectory, or why there is none.
     """
     answers = [answer_of(trajectory, prompt, chat) for trajectory in group]
     outcomes = await asyncio.gather(*map(scorer.score, answers), return_exceptions=True)
@@ -53,8 +53,11 @@ async def rescore(
 
 
 def answer_of(trajectory: Trajectory, prompt: Prompt, chat: ChatFormat) -> Answer:
-    """What the actor's reward function was given. Raises `ConfigError` for another prompt's trajectory, or
-    one of several turns, whose text nothing stored tells."""
+    """Return the answer that the actor's reward function got.
+
+    Raises `ConfigError` for a trajectory of another prompt, and for one of several turns, whose messages are
+    not stored.
+    """
     name = trajectory.trajectory_id
     task = Task(task_id=name, prompt=prompt.content, label=prompt.label, metadata=prompt.metadata)
     sampled = np.flatnonzero(trajectory.loss_mask)

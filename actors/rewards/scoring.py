@@ -1,4 +1,4 @@
-"""Calling a reward so that it can neither block the event loop, hang a rollout, nor return nonsense."""
+"""Calls a reward so that it cannot block the event loop, hang a rollout or return something invalid."""
 
 import asyncio
 import inspect
@@ -13,15 +13,15 @@ from actors.rewards.registry import REWARDS, load_reward
 from bus.waiting import set_within
 
 Outcome = object
-"""What a reward returned, or the exception it raised."""
+"""Return value of a reward, or the exception that it raised."""
 
 
 class Scorer:
     """Scores answers with one reward.
 
-    Built-in rewards run inline, async ones as they are, and the user's plain functions in a daemon
-    thread, all answers that arrive together in one go. The timeout is for a single call; a thread that
-    is stuck in one is left behind, and a new one takes the answers after it."""
+    Built-in rewards run inline, async ones on the event loop, and the user's plain functions in a daemon
+    thread, which scores all answers that arrived together. The timeout applies to a single call. A thread
+    that is stuck in a call is left behind, and a new thread scores the answers after it."""
 
     def __init__(self, name: str, *, timeout_s: float, reward: Reward | None = None) -> None:
         self._name = name
@@ -66,7 +66,7 @@ class Scorer:
             for (_, future), outcome in zip(batch, outcomes, strict=False):
                 if not future.done():
                     future.set_result(outcome)
-            self._pending = batch[len(outcomes) :] + self._pending  # the rest, after one that hung
+            self._pending = batch[len(outcomes) :] + self._pending  # the answers after the one that hung
 
     def _checked(self, outcome: Outcome, answer: Answer) -> float | Late:
         where = f"reward {self._name} on task {answer.task_id}"
@@ -86,7 +86,7 @@ class Scorer:
 async def _run_in_thread(reward: Reward, answers: Sequence[Answer], timeout_s: float) -> list[Outcome]:
     """Score answers in order in a new daemon thread.
 
-    Returns their outcomes; if one call takes longer than `timeout_s`, up to it, with TimeoutError last."""
+    Returns their outcomes. If a call takes longer than `timeout_s`, the list ends there with TimeoutError."""
     loop, ended, outcomes = asyncio.get_running_loop(), asyncio.Event(), list[Outcome]()
     abandoned = threading.Event()
 
@@ -102,7 +102,7 @@ async def _run_in_thread(reward: Reward, answers: Sequence[Answer], timeout_s: f
         before = len(outcomes)
         if await set_within(ended, timeout_s):
             return outcomes
-        if len(outcomes) == before:  # the same call as one timeout ago
+        if len(outcomes) == before:  # still the same call as one timeout ago
             abandoned.set()
             return [*outcomes[:before], TimeoutError()]
 

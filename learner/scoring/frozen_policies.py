@@ -1,6 +1,6 @@
-"""Where the frozen policies of a run come from. They are the same after a resume.
+"""Provides the frozen policies of a run (reference and teacher), the same ones after a resume.
 
-What was read from a directory is read from it again; what was the run's own policy once lies in its
+Weights that came from a directory are read from it again. Weights that were the run's own policy are in its
 checkpoints.
 """
 
@@ -21,10 +21,11 @@ from learner.settings import LearnerSettings
 def hold_frozen_policies(
     trainer: Trainer, settings: LearnerSettings, learner: LearnerConfig, *, stage: Stage, step: int
 ) -> None:
-    """Hold what `learner` wants and no checkpoint has brought, and nothing else. Every rank calls this.
+    """Load the frozen policies that `learner` wants and no checkpoint has brought; drop all others.
 
-    To call before the first step and again when reinforcement learning begins: a reference without a
-    directory is the policy of that moment. `stage` and `step` say where the trainer's weights stand.
+    Every rank calls this before the first step and again when reinforcement learning begins, since a
+    reference without a directory is the policy at that moment. `stage` and `step` are those of the trainer's
+    weights.
 
     Raises `ConfigError` when a directory does not fit the policy, and when the policy that reinforcement
     learning began with is no longer there.
@@ -50,16 +51,16 @@ def hold_frozen_policies(
 
 
 def refresh_reference(trainer: Trainer, learner: LearnerConfig, step: int) -> None:
-    """Make the policy after `step` the reference, if it is time to. Every rank calls this after each step."""
+    """Make the policy the reference if `step` is a multiple of `refresh_every`. Every rank calls this."""
     every = learner.reference.refresh_every
     if every is not None and step % every == 0:
         trainer.frozen.hold("reference")
 
 
 def _is_held(frozen: FrozenPolicies, reference: ReferenceConfig, source: Path | None) -> bool:
-    """Whether there is a reference, and not another one than the configuration names.
+    """Return whether the reference that the configuration names is held.
 
-    Without a `reference.path` that may be the run's own policy once, or what was read from `source`.
+    Without a `reference.path` it is an earlier policy of the run, or the weights read from `source`.
     """
     if "reference" in frozen.own:
         return reference.path is None or reference.refresh_every is not None

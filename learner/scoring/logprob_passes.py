@@ -1,4 +1,4 @@
-"""Passes that only take log-probs: no gradient, no activations kept, and a token budget of their own."""
+"""Passes that only compute log-probs: without gradient or stored activations, with their own token budget."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from learner.data.packing import MicroBatch, Sample, first_fit, micro_batch_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """What a pass finds of a sample of L tokens; NaN at tokens that are not trained."""
+    """Result of a pass for a sample of L tokens; NaN at tokens that are not trained."""
 
     logprobs: np.ndarray
     """float32 [L], nats."""
@@ -30,9 +30,9 @@ class Scores:
 def with_logprobs(
     trainer: Trainer, samples: Sequence[Sample], learner: LearnerConfig, *, temperature: float
 ) -> list[Sample]:
-    """Add what the objective wants to know of other policies, by one pass for each. Every rank calls this.
+    """Add log-probs under the other policies that the objective wants, a pass each. Every rank calls this.
 
-    The policy as it is now is the proximal one of the updates that follow.
+    The current policy is the proximal one of the updates that follow (arXiv:2110.00641).
     """
     budget = learner.batch.logprob_tokens_per_micro_batch or learner.batch.tokens_per_micro_batch
     scored = list(samples)
@@ -58,13 +58,13 @@ def score(
     temperature: float,
     tokens_per_micro_batch: int,
 ) -> list[Scores]:
-    """Log-probs and entropy of the trained tokens. Every rank calls this.
+    """Compute log-probs and entropy of the trained tokens. Every rank calls this.
 
     Args:
         trainer: its weights are bit for bit the same afterwards.
-        samples: those of this data-parallel rank; equal on the ranks that share a model with it.
+        samples: the samples of this data-parallel rank, equal on the ranks that share a model with it.
         policy: tag of a frozen policy; `None` is the current one.
-        temperature: at which the tokens were sampled.
+        temperature: the sampling temperature of the tokens.
         tokens_per_micro_batch: budget of a pack, by first fit; a longer sample is alone in its own.
     """
     if policy is not None:
@@ -83,11 +83,11 @@ def score(
 
 @torch.no_grad()
 def _forward(trainer: Trainer, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-    """Log-probs and entropy [2, T] of each micro-batch, on the host of every rank."""
+    """Compute log-probs and entropy [2, T] of each micro-batch, on the host of every rank."""
     shares = trainer.shares(batches)
 
     def forward_step(shares: Iterator[MicroBatch], model: DistributedDataParallel) -> tuple[Tensor, None]:
-        output = model(next(shares), temperature)  # hidden states, before the last stage of a pipeline
+        output = model(next(shares), temperature)  # before the last stage: hidden states
         return output if isinstance(output, Tensor) else torch.stack(output), None
 
     outputs = get_forward_backward_func()(
@@ -101,24 +101,24 @@ def _forward(trainer: Trainer, batches: Sequence[MicroBatch], temperature: float
     )
     whole = []
     if outputs:
-        real = len(batches)  # those behind them are idle
+        real = len(batches)  # the micro-batches behind them are idle ones
         whole = [_whole(*each) for each in zip(batches, shares[:real], outputs[:real], strict=True)]
     return from_last_stage(whole)
 
 
 def _whole(batch: MicroBatch, share: MicroBatch, values: Tensor) -> Tensor:
-    """From what this rank found of its share [2, N] to all tokens [2, T]; NaN where nothing is trained."""
+    """Gather the shares [2, N] of the context ranks to all tokens [2, T]; NaN where nothing is trained."""
     sequence, offset = share.sequence_of_token[share.trained], share.position_ids[share.trained]
     whole = torch.zeros(2, len(batch.tokens), dtype=values.dtype, device=device())
     whole[:, batch.cu_seqlens.to(device())[sequence] + offset] = values
     group = parallel_state.get_context_parallel_group()
-    if group.size() > 1:
+    if group.size() > 1:  # each rank filled in the predictions of its own tokens: the others are 0 in the sum
         dist.all_reduce(whole, group=group)
     return torch.where(batch.loss_mask, whole.cpu(), torch.nan)
 
 
 def _scores(values: Tensor) -> Scores:
-    """Position t knows of predicting token t + 1."""
+    """Shift by one: position t holds the prediction of token t + 1."""
     first = torch.full((2, 1), torch.nan)
     logprobs, entropy = torch.cat((first, values[:, :-1]), dim=1).numpy()
     return Scores(logprobs=logprobs, entropy=entropy)

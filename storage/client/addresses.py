@@ -1,4 +1,4 @@
-"""Where trajectories lie on a disk, by which a reader on the same host maps them itself."""
+"""Addresses of trajectories on a disk, by which a reader on the same host maps them itself."""
 
 import platform
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_identity() -> str:
-    """This machine since it was started last; "" where the system has no word for it: that shares no files.
+    """Return the identity of this machine since its last boot; "" (no files are shared) if it has none.
 
-    Containers on one machine have different names."""
+    Containers on one machine have different identities."""
     try:
         return f"{BOOT_ID.read_text().strip()} {platform.node()}"
     except OSError:
@@ -24,9 +24,9 @@ def host_identity() -> str:
 
 
 def directory_identity(directory: Path) -> tuple[int, int]:
-    """Device and inode: on one host the same for the same directory only, whatever is mounted where.
+    """Return device and inode of a directory, which identify it on its host under whatever mount.
 
-    Raises `StorageError` when there is none."""
+    Raises `StorageError` when there is no such directory."""
     try:
         found = directory.stat()
     except OSError as error:
@@ -35,7 +35,7 @@ def directory_identity(directory: Path) -> tuple[int, int]:
 
 
 def locate(store: ReplayStore, lease_ids: Sequence[int]) -> Located:
-    """The addresses of these complete groups, in the order of `ReplayStore.read`. Raises as that does."""
+    """Return the addresses of these complete groups, in the order of `ReplayStore.read`. Raises like it."""
     found = store.locate(lease_ids)
     numbers = {piece: n for n, piece in enumerate(dict.fromkeys(piece for piece, _ in found))}
     device, inode = directory_identity(store.directory)

@@ -1,4 +1,4 @@
-"""Reads trajectories from the segments of a shard on the same host, by mapping them: nothing travels."""
+"""Reads trajectories of a shard on the same host by mapping its segments, so that nothing travels."""
 
 import asyncio
 import threading
@@ -20,36 +20,36 @@ from storage.store.segments import Segment, check_segment
 log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 10.0
 ATTEMPTS = 2
-"""The second after the segments were merged or retired between answer and reading."""
+"""Attempts to read; a second one is needed when segments were merged or retired after the answer."""
 MAPPED_SEGMENTS = 32
 
 _Version = tuple[str, int, int]
-"""A segment's path, inode and time of change: another one may have got its name."""
+"""Path, inode and time of change of a segment, since another segment may have taken its name."""
 
 
 class LocalReader:
-    """Asks each shard where its trajectories lie, and reads them there if that is on this host.
+    """Asks each shard where its trajectories lie, and reads them there if the shard is on this host.
 
-    What it returns are copies, so that no mapping outlives `close`, however long a batch is kept."""
+    It returns copies, so that no mapping outlives `close`, however long a batch is kept."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._host = host_identity()
         self._mapped: MappedSegments[_Version] = MappedSegments(MAPPED_SEGMENTS)
-        self._mutex = threading.Lock()  # guards the mapped segments
+        self._mutex = threading.Lock()  # for the mapped segments
         self._complaints: dict[int, str] = {}
 
     async def read(self, shard: int, lease_ids: Sequence[int]) -> list[Trajectory] | None:
-        """The trajectories of these complete groups, each group in the order of its samples.
+        """Read the trajectories of these complete groups, each group in the order of its samples.
 
-        None when the bus has to bring them: the shard is elsewhere, or its files cannot be used here."""
+        Returns None if they must come over the bus: the shard is elsewhere, or its files are no use here."""
         for attempt in range(ATTEMPTS):
             try:
                 where = await self._locate(shard, lease_ids)
                 if not self._host or where.host != self._host:
                     return None
                 found = await asyncio.to_thread(self._read_mapped, where, set(lease_ids))
-            except BusError as error:  # whoever asks the shard for the trajectories will hear why
+            except BusError as error:  # the request over the bus will say why
                 log.debug("shard_does_not_locate", shard=shard, reason=str(error))
                 return None
             except StorageError as error:
@@ -74,20 +74,20 @@ class LocalReader:
         )
 
     def _complain(self, shard: int, reason: str) -> None:
-        """Once, not at every step."""
+        """Log why files cannot be used, once and not at every step."""
         if self._complaints.get(shard) != reason:
             self._complaints[shard] = reason
             log.warning("replay_not_mapped", shard=shard, reason=reason)
 
     def _read_mapped(self, where: Located, leases: set[int]) -> list[Trajectory]:
-        """Raises `StorageError` when the files are not what the shard says, or cannot be read."""
+        """Read from the files. Raises `StorageError` when they cannot be read or differ from the answer."""
         directory = Path(where.directory)
         if directory_identity(directory) != (where.device, where.inode):
             raise StorageError(f"{directory} is not the directory here that it is for its shard")
         found: dict[int, Trajectory] = {}
         rows = where.rows.tolist()
         with self._mutex:
-            for number, name in enumerate(where.pieces):  # one after the other, or one would push another out
+            for number, name in enumerate(where.pieces):  # in turn, or one would evict another
                 segment = self._segment(directory, name)
                 for at in np.flatnonzero(where.piece_of == number).tolist():
                     found[at] = segment.trajectory(rows[at], copied=True)

@@ -34,32 +34,32 @@ R = TypeVar("R", bound=Message)
 ANSWER_TIMEOUT_S = 10.0
 RETRY_S = 0.5
 SILENCE_LIMIT_S = 120.0
-"""Storage may restart; it is given so long to come back."""
+"""Seconds that storage has to come back, since it may be restarting."""
 RETIRED = "was retired"
-"""What a shard says of a group that it has archived or removed: asking again is useless."""
+"""Phrase in a shard's refusal of a group that it has archived or removed: asking again is useless."""
 
 
 def _unheard(reason: str) -> None:
-    """For those who need not know what a fetch waits for."""
+    """Ignore what a fetch waits for."""
 
 
 class ReplayReader:
-    """What one learner incarnation reads of its run's replay."""
+    """Reads the replay of a run, for one incarnation of its learner."""
 
     def __init__(self, bus: Bus, incarnation: str, *, read: Literal["auto", "bus"] = "auto") -> None:
         self.read: Counter[str] = Counter()
-        """Trajectories that were `mapped` and that came over the `bus`, and `..._bytes` of their arrays."""
+        """Counts of trajectories that were `mapped` or came over the `bus`, and of their bytes (`_bytes`)."""
         self._bus = bus
         self._incarnation = incarnation
         self._local = LocalReader(bus) if read == "auto" else None
 
     def close(self) -> None:
-        """Let go of files; it can be used on."""
+        """Unmap the files. The reader can still be used."""
         if self._local is not None:
             self._local.close()
 
     async def lease(self, step: int, policy_version: int, *, on_wait: Callable[[str], None]) -> BatchLease:
-        """Which groups `step` trains on, the same whenever it is asked for; nothing of them is fetched.
+        """Lease the groups that `step` trains on. Asking again gives the same groups; nothing is fetched yet.
 
         Raises `BusError` when storage gives neither a batch nor a reason for `SILENCE_LIMIT_S`, `FencedError`
         when another learner took over.
@@ -85,7 +85,7 @@ class ReplayReader:
     async def fetch(
         self, refs: Sequence[GroupRef], *, on_wait: Callable[[str], None] = _unheard
     ) -> list[list[Trajectory]]:
-        """The siblings of each group, in the order of `refs`: a part of a lease, or all of it.
+        """Fetch the trajectories of each group, in the order of `refs`, which may be a part of a lease.
 
         Every rank of a learner may fetch its own. Raises `BusError` when a shard does not give them for
         `SILENCE_LIMIT_S`, and at once for a group that is `RETIRED`.
@@ -110,11 +110,11 @@ class ReplayReader:
         await self._ask("resumed", LearnerResumed(step=step, incarnation=self._incarnation), Done)
 
     async def given(self, step: int) -> Given:
-        """Which groups `step` was given, to this learner or to another; changes nothing."""
+        """Return the groups that `step` was given, to this learner or another one. Changes nothing."""
         return await self._ask("given", GivenRequest(step=step), Given)
 
     async def _ask(self, what: str, message: Message, expected: type[R]) -> R:
-        """Storage may be starting or restarting: ask until `SILENCE_LIMIT_S` has passed."""
+        """Ask until storage answers or `SILENCE_LIMIT_S` has passed, since it may be restarting."""
         subject = self._bus.subject("rpc", what)
         began = time.monotonic()
         while True:
@@ -127,7 +127,7 @@ class ReplayReader:
     async def _read(
         self, shard: int, lease_ids: list[int], on_wait: Callable[[str], None]
     ) -> list[Trajectory]:
-        """What a shard holds of these groups. It may be restarting."""
+        """Read these groups from a shard, which may be restarting."""
         began = time.monotonic()
         while True:
             try:
@@ -161,7 +161,7 @@ def _size_bytes(trajectory: Trajectory) -> int:
 
 
 def _raise_if_final(error: BusError, heard: float) -> None:
-    """Raise when asking again is useless, or nothing useful came since `heard` for too long."""
+    """Raise `error` when asking again is useless, or when nothing useful came since `heard` for too long."""
     if "was replaced by" in str(error):
         raise FencedError(str(error)) from error
     if RETIRED in str(error) or time.monotonic() - heard > SILENCE_LIMIT_S:

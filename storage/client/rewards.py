@@ -1,4 +1,4 @@
-"""Giving rewards to trajectories that were published without: from Python, or in bulk from JSON Lines."""
+"""Gives rewards to trajectories that were published without one: from Python, or in bulk from JSON Lines."""
 
 import json
 from collections.abc import AsyncIterable, Sequence
@@ -27,7 +27,7 @@ class RewardSender:
 
     @classmethod
     async def to_run(cls, bus: Bus, *, source: str = "") -> Self:
-        """For the run that `bus` is connected for. Raises `ConfigError` when no storage ever served it."""
+        """Make a sender for the run of `bus`. Raises `ConfigError` when no storage ever served that run."""
         found = await bus.get("run", RunRecord)
         if found is None:
             raise ConfigError(
@@ -37,16 +37,16 @@ class RewardSender:
         return cls(bus, json.loads(found[0].config_json)["replay"]["shards"], source=source)
 
     async def give(self, trajectory_id: str, reward: float) -> None:
-        """Return once the bus has the reward. Giving it again changes nothing, nor does giving another.
+        """Give a reward; return when the bus has it. A second reward for the trajectory changes nothing.
 
-        Raises `SchemaError` for what names no trajectory or is no finite number, `BusError` when the bus
-        does not take it."""
+        Raises `SchemaError` for a name of no trajectory and for a reward that is no finite number, and
+        `BusError` when the bus does not take it."""
         given = RewardGiven(trajectory_id=trajectory_id, reward=float(reward), source=self._source)
         given.check()
         await self._publisher.publish(
             self._bus.subject("events", "rewards", shard_of(given.lease_id, self._shards)),
             encode(given),
-            message_id=f"reward-{trajectory_id}-{given.reward!r}",  # another one is to be noticed
+            message_id=f"reward-{trajectory_id}-{given.reward!r}",  # a different one is no duplicate
         )
 
 
@@ -58,12 +58,12 @@ async def give_reward(bus: Bus, trajectory_id: str, reward: float, *, source: st
 
 @dataclass
 class Tally:
-    """What became of the lines of a file of rewards."""
+    """Account of the lines of a file of rewards."""
 
     taken: int = 0
-    """Rewards that the bus has: the shards join them when they come to them."""
+    """Number of rewards that the bus has; shards join them to trajectories later."""
     refused: list[str] = field(default_factory=list)
-    """Of each line that gives none, where it is and why."""
+    """Place and reason of each line that gives no reward."""
 
 
 async def give_lines(
@@ -71,8 +71,8 @@ async def give_lines(
 ) -> None:
     """Give the reward of each line like {"trajectory_id": "g00000012.3", "reward": 0.5}, counting in `tally`.
 
-    A line that cannot be used stops none of the others; those of a chunk travel together. Raises `BusError`
-    when the bus fails; giving the same lines again is harmless then."""
+    A line that cannot be used stops none of the others. The lines of a chunk travel together. Raises
+    `BusError` when the bus fails; giving the same lines again is then harmless."""
     numbers = count(1)
     async for lines in chunks:
         numbered = [(next(numbers), line) for line in lines]
@@ -85,7 +85,7 @@ async def give_lines(
 
 
 async def _give_line(sender: RewardSender, number: int, line: str | bytes) -> str | None:
-    """None, or why there is no reward in this line."""
+    """Give the reward of a line; return None, or why the line has none."""
     try:
         row = json.loads(line)
         trajectory_id, reward = row["trajectory_id"], row["reward"]

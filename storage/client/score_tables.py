@@ -1,4 +1,4 @@
-"""Score tables: other rewards for stored trajectories, by name beside the run, and how they differ."""
+"""Score tables, which hold other rewards for stored trajectories, and comparisons with the old rewards."""
 
 import json
 import re
@@ -15,28 +15,28 @@ from bus.messages import parse_trajectory_name
 from storage.disk.atomic_files import make_directory, write_file
 
 FEW_VALUES = 10
-"""With no more different rewards than these, a comparison has a row for each; else for each quarter."""
+"""Up to this many different rewards a comparison has a row for each; beyond, a row for each quarter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A trajectory's reward by another function."""
+    """Reward of a trajectory by another function."""
 
     trajectory_id: str
     old: float
-    """What it was trained with."""
+    """Reward that it was trained with."""
     reward: float
 
 
 def scores_path(run: Path, name: str) -> Path:
-    """Where the table of that name lies; raises `ConfigError` for what cannot be part of a file's name."""
+    """Return the path of the table of that name; raises `ConfigError` for a name that no file may have."""
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", name) or name.startswith("."):
         raise ConfigError(f"{name!r} cannot name a score table: use letters, digits, '_', '-' and '.'")
     return run / "scores" / f"{name}.jsonl"
 
 
 def save_scores(path: Path, scores: Iterable[Score]) -> None:
-    """Replace the table at once and durably, a line a trajectory. Raises `StorageError`."""
+    """Replace the table atomically and durably, one line per trajectory. Raises `StorageError`."""
     lines = (json.dumps({"trajectory_id": s.trajectory_id, "old": s.old, "reward": s.reward}) for s in scores)
     try:
         make_directory(path.parent)
@@ -46,8 +46,10 @@ def save_scores(path: Path, scores: Iterable[Score]) -> None:
 
 
 def load_scores(path: Path) -> dict[tuple[int, int], float]:
-    """Lease and sample -> reward. Raises `ConfigError` for a table that is missing, naming those there are,
-    or for a line that is not one of its kind."""
+    """Return the rewards by lease and sample.
+
+    Raises `ConfigError` for a missing table, with the names of those there are, and for a malformed line.
+    """
     if not path.is_file():
         there = ", ".join(sorted(p.stem for p in path.parent.glob("*.jsonl"))) or "none"
         raise ConfigError(f"no score table {path}: there are {there}; `launch rescore` makes one")
@@ -78,12 +80,12 @@ class Comparison:
     mean_new: float
     changed_fraction: float
     rank_correlation: float | None
-    """Spearman's; None where the old or the new ones are all equal."""
+    """Spearman's rank correlation; None if the old or the new rewards are all equal."""
     by_old: tuple[Class, ...]
 
 
 def compare(scores: Sequence[Score]) -> Comparison:
-    """Old against new, of one score at least."""
+    """Compare old and new rewards of at least one score."""
     old, new = (np.array([getattr(s, name) for s in scores], np.float64) for name in ("old", "reward"))
     return Comparison(
         mean_old=float(old.mean()),
@@ -104,13 +106,13 @@ def _rank_correlation(old: NDArray[np.float64], new: NDArray[np.float64]) -> flo
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Equal values share the mean of their ranks."""
+    """Return the rank of each value; equal values share the mean of their ranks."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[places], np.float64)
 
 
 def _classes(old: NDArray[np.float64]) -> Mapping[str, NDArray[np.bool_]]:
-    """Which trajectories belong together, by what their old rewards have in common."""
+    """Divide the trajectories into classes by their old rewards."""
     values = np.unique(old)
     if len(values) <= FEW_VALUES:
         return {f"{value:g}": old == value for value in values}
