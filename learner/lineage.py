@@ -65,7 +65,11 @@ def append_line(path: Path, values: Mapping[str, object]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk holds every line. To call before a checkpoint that has these steps is written."""
+    """Wait until the disk holds every line.
+
+    Call it before a checkpoint with these steps is written: a resume refuses a
+    checkpoint of steps that the lineage lacks.
+    """
     if path.exists():
         with path.open("rb") as file:
             os.fsync(file.fileno())

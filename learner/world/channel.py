@@ -47,13 +47,13 @@ class Channel:
         """One round of all ranks: the data from rank 0, the wish to stop from any to all."""
         try:
             size = torch.tensor(len(data))
-            dist.broadcast(size, 0, group=self._group)
+            dist.broadcast(size, 0, group=self._group)  # the others must know how much room the data needs
             content = torch.zeros(int(size), dtype=torch.uint8)
             if data:
                 content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             if size:
                 dist.broadcast(content, 0, group=self._group)
-            stopping = torch.tensor(int(self._stop.is_set()))
+            stopping = torch.tensor(int(self._stop.is_set()))  # all ranks stop after the same command
             dist.all_reduce(stopping, dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             whom = "another rank" if self._rank == 0 else "rank 0"

@@ -33,13 +33,13 @@ def refuse_unshared(directory: Path) -> None:
     if dist.get_world_size() == 1:
         return
     number = torch.randint(1 << 62, (1,), device=device())
-    dist.broadcast(number, 0)
+    dist.broadcast(number, 0)  # a new name each time: a mark of an earlier start proves nothing
     mark = directory / f".seen-{int(number):x}"
     if dist.get_rank() == 0:
         make_directory(directory)
         mark.touch()
     seen = torch.tensor(int(_appears(mark)), device=device())
-    dist.all_reduce(seen)
+    dist.all_reduce(seen)  # also waits until every rank has looked: only then may the mark go
     if dist.get_rank() == 0:
         mark.unlink()
     if int(seen) < dist.get_world_size():

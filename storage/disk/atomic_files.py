@@ -1,4 +1,4 @@
-"""Files and directories that are there whole or not at all, whatever is killed and whenever."""
+"""Writes files and directories so that after any crash they exist complete or not at all."""
 
 import fcntl
 import json
@@ -14,13 +14,13 @@ from bus.codec import Json
 from bus.errors import StorageError
 
 PARTS_A_WRITE = 1024
-"""What Linux takes in one call."""
+"""Buffers that Linux accepts in one writev (IOV_MAX)."""
 TEMPORARY_PREFIX = ".tmp-"
-"""How the name of everything unfinished begins."""
+"""Prefix of the name of everything unfinished."""
 
 
 def temporary_sibling(path: Path) -> Path:
-    """Where `path` is prepared: beside it, so that a rename publishes it."""
+    """Return where `path` is prepared: beside it, since a rename is atomic only within one file system."""
     return path.with_name(TEMPORARY_PREFIX + path.name)
 
 
@@ -34,7 +34,7 @@ def fsync_path(path: Path | str) -> None:
 
 
 def fsync_tree(directory: Path | str) -> None:
-    """Wait until the disk holds everything below `directory`, and itself."""
+    """Wait until the disk holds everything below `directory`, and its own entries."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -49,25 +49,25 @@ def publish(temporary: Path, final: Path) -> None:
 
     Raises `StorageError` when `final` exists already or the disk refuses; then `final` is as it was."""
     with _translating(final):
-        fsync_tree(temporary)
+        fsync_tree(temporary)  # before the rename: a power cut must not leave the final name on lost bytes
         _rename(temporary, final)
 
 
 Data = bytes | memoryview
-"""In one piece."""
+"""Bytes in one piece."""
 Content = Sequence[Data]
-"""What a file holds: these, one after the other."""
+"""Content of a file: these pieces, one after the other."""
 
 
 def size_of(content: Content) -> int:
-    """Bytes of all of it."""
+    """Return the size of all pieces, in bytes."""
     return sum(memoryview(part).nbytes for part in content)
 
 
 def publish_files(final: Path, contents: Mapping[str, Content]) -> None:
     """Make a directory of these files, named `file` or `folder/file`, durably and whole.
 
-    Opens each file once, which counts where this happens many times a second. Raises like `publish`."""
+    Opens each file only once, which matters where this happens many times a second. Raises like `publish`."""
     temporary = temporary_sibling(final)
     folders = {name.rpartition("/")[0] for name in contents} - {""}
     with _translating(final):
@@ -76,7 +76,7 @@ def publish_files(final: Path, contents: Mapping[str, Content]) -> None:
             for folder in folders:
                 (temporary / folder).mkdir()
             _write_files(temporary, contents)
-            for folder in folders:
+            for folder in folders:  # a file's own fsync does not make its name in the folder durable
                 fsync_path(f"{temporary}/{folder}")
             fsync_path(temporary)
             _rename(temporary, final)
@@ -86,7 +86,7 @@ def publish_files(final: Path, contents: Mapping[str, Content]) -> None:
 
 
 def _write_files(directory: Path, contents: Mapping[str, Content]) -> None:
-    """All are written before the first is waited for, so that one commit of the journal takes them all."""
+    """Write all files before the first fsync, so that one commit of the journal takes all of them."""
     with ExitStack() as opened:
         files = []
         for name, content in contents.items():
@@ -98,10 +98,10 @@ def _write_files(directory: Path, contents: Mapping[str, Content]) -> None:
 
 
 def write_parts(descriptor: int, content: Content) -> None:
-    """Without joining them first, which would copy every byte once more. Raises `OSError`."""
+    """Write the pieces without joining them, which would copy every byte once more. Raises `OSError`."""
     parts = [view for part in content if len(view := memoryview(part).cast("B"))]
     while parts:
-        written = os.writev(descriptor, parts[:PARTS_A_WRITE])  # 2 GiB at most
+        written = os.writev(descriptor, parts[:PARTS_A_WRITE])  # may write less: 2 GiB at most
         whole = 0
         while whole < len(parts) and written >= len(parts[whole]):
             written -= len(parts[whole])
@@ -115,7 +115,7 @@ def _rename(temporary: Path, final: Path) -> None:
     if final.exists():
         raise StorageError(f"{final} exists already: two processes write here, or it was not cleared")
     temporary.rename(final)
-    fsync_path(final.parent)
+    fsync_path(final.parent)  # the new name is durable only when the directory is
 
 
 @contextmanager
@@ -130,12 +130,12 @@ def make_directory(path: Path) -> None:
     """Create `path` and its missing parents, durably."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for created in missing:
+    for created in missing:  # each new entry lies in its parent
         fsync_path(created.parent)
 
 
 def lock_directory(directory: Path) -> BufferedRandom:
-    """Become the only writer of `directory` until the file is closed, by us or by our death."""
+    """Become the only writer of `directory` until the file is closed, or this process dies."""
     file = (directory / ".lock").open("a+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,7 +147,7 @@ def lock_directory(directory: Path) -> BufferedRandom:
 
 @contextmanager
 def one_at_a_time(path: Path, timeout_s: float = 300.0) -> Iterator[None]:
-    """Wait while another process is inside for the same `path`, which need not exist.
+    """Wait while another process is inside for the same `path`, which need not exist yet.
 
     Raises `StorageError` after `timeout_s`."""
     make_directory(path.parent)
@@ -165,30 +165,30 @@ def one_at_a_time(path: Path, timeout_s: float = 300.0) -> Iterator[None]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Replace the file at once and durably: a reader sees the old content or the new."""
+    """Replace the file atomically and durably: a reader sees the old content or the new one."""
     temporary = temporary_sibling(path)
     with temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    fsync_path(path.parent)
+    fsync_path(path.parent)  # the new name is durable only when the directory is
 
 
 def write_json(path: Path, value: Json) -> None:
-    """Replace the file at once and durably by `value` as indented JSON."""
+    """Replace the file atomically and durably by `value` as indented JSON."""
     write_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory so that a crash in between leaves a left-over, never a half directory."""
+    """Remove a directory so that a crash leaves a left-over to remove, never half of the directory."""
     condemned = temporary_sibling(directory)
     directory.rename(condemned)
     shutil.rmtree(condemned)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what a killed writer left unfinished in `directory`, which may be missing."""
+    """Remove what a killed writer left unfinished in `directory`, which need not exist."""
     for path in directory.glob(TEMPORARY_PREFIX + "*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

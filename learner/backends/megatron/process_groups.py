@@ -77,7 +77,10 @@ def close_world() -> None:
 
 
 def data_parallel_sum(values: torch.Tensor) -> torch.Tensor:
-    """Add `values` over the ranks that hold other tokens for the same weights, in place."""
+    """Add `values` over the ranks that hold other tokens for the same weights, in place.
+
+    Those are the data-parallel ranks and the context ranks; tensor-parallel ranks hold the same tokens.
+    """
     dist.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     return values
 
@@ -87,13 +90,13 @@ def from_last_stage(value: T) -> T:
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return value
-    box = [value]
+    box = [value]  # only the last stage has logits, but every stage must take the same decisions
     dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     return box[0]
 
 
 def tensor_from_last_stage(values: torch.Tensor) -> torch.Tensor:
-    """Make `values` those of the last stage of this rank's pipeline, in place, without asking the device."""
+    """Copy the `values` of the last stage of this rank's pipeline, in place; the host does not wait."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:
         dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
@@ -101,14 +104,14 @@ def tensor_from_last_stage(values: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(value: T) -> list[T]:
-    """Return the `value` of every rank, in their order."""
+    """Return the `value` of every rank, in the order of ranks. Every rank calls this."""
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def most_over_ranks(count: int) -> int:
-    """Return the largest `count` of any rank."""
+    """Return the largest `count` of any rank. Every rank calls this."""
     counts = torch.tensor(count, device=device())
     dist.all_reduce(counts, op=dist.ReduceOp.MAX)
     return int(counts)

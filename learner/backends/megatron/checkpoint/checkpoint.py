@@ -82,6 +82,7 @@ class PendingCheckpoint:
         if self.finished:
             return
         self.finished = True
+        # Every rank learns of a failure here: one that raised alone would leave the others waiting.
         failures = [failure for failure in gathered(self._failure()) if failure]
         if failures:
             raise StorageError(f"cannot write checkpoint {self._final}: {'; '.join(failures)}")
@@ -89,7 +90,7 @@ class PendingCheckpoint:
         digests = {name: digest for part in gathered(self._writing.result()) for name, digest in part.items()}
         if dist.get_rank() == 0:
             self._publish(digests)
-        dist.barrier()
+        dist.barrier()  # nobody prunes or commits before the checkpoint has its name
 
     def _failure(self) -> str:
         """What went wrong on this rank, or nothing."""
@@ -131,7 +132,7 @@ def start_checkpoint(
     if dist.get_rank() == 0:
         checkpoints.remove_leftovers(root)
         checkpoints.temporary(root, step)
-    dist.barrier()
+    dist.barrier()  # the directory exists before any rank writes into it
     temporary, final = checkpoints.temporary(root, step), checkpoints.directory(root, step)
     request = dist_checkpointing.save(
         _sharded_state(trainer, trainer.frozen.own, is_loading=False),
@@ -276,7 +277,7 @@ def _refuse_other_training(directory: Path, manifest: Mapping[str, Any], trainer
 
 
 def _refuse_damage_on_any_rank(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Each rank reads its share of the files."""
+    """Raise on every rank when a file is damaged. Each rank reads its share of the files."""
     share = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
     damaged = gathered(damaged_files(directory, manifest, share))
     refuse_damage(directory, [name for names in damaged for name in names])

@@ -1,4 +1,4 @@
-"""What gloo lacks and megatron-core wants: collectives over slices of different lengths."""
+"""Collectives over slices of different lengths, which megatron-core needs and gloo lacks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ def gather_uneven(piece: Tensor, group: dist.ProcessGroup, sizes: Sequence[int])
     """Lay the pieces of all ranks end to end; that of rank i has `sizes[i]` rows."""
     whole = piece.new_zeros(sum(sizes), *piece.shape[1:])
     torch.split(whole, list(sizes))[group.rank()].copy_(piece)
-    dist.all_reduce(whole, group=group)
+    dist.all_reduce(whole, group=group)  # each place has one rank's rows and zeros of all others
     return whole
 
 

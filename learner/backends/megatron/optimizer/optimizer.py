@@ -92,7 +92,7 @@ def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
     total = torch.zeros((), dtype=torch.float32, device=device())
     for group, tensors in gradients.items():
         square = foreach.norm(tensors).square() if tensors else torch.zeros_like(total)
-        dist.all_reduce(square, group=group)
+        dist.all_reduce(square, group=group)  # each rank has the squares of its own share of the gradient
         total += square
     return total.sqrt()
 
