@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from bus.codec import Json
-from learner.backends.megatron.trainer import StepResult
+from learner.backends.base import StepResult
 from learner.data.batches import StepBatch
 
 

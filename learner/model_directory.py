@@ -13,10 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.errors import ConfigError
-from learner.backends.megatron.conversion.base import State
-from learner.backends.megatron.conversion.families import family_of
-from learner.backends.megatron.conversion.lazy import LazyWeights, Spec, spec_of, tensor_bytes
-from learner.backends.megatron.conversion.torch_dist import MegatronWeights, is_checkpoint
+from learner.backends.factory import checkpoint_weights
+from learner.lazy_weights import LazyWeights, Spec, State, spec_of, tensor_bytes
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -84,11 +82,8 @@ def load_hf_directory(path: Path) -> tuple[PretrainedConfig, State]:
     Weights are read when they are looked up. Raises `ConfigError` when something is missing or unreadable.
     """
     hf_config = load_hf_config(path)
-    if not is_checkpoint(path):
-        return hf_config, HFWeights(path)
-    family = family_of(hf_config)
-    shape = family.shape(hf_config)
-    return hf_config, MegatronWeights(path, list(family.rules(shape)), shape)
+    found = checkpoint_weights(path, hf_config)
+    return hf_config, HFWeights(path) if found is None else found
 
 
 def load_hf_config(path: Path) -> PretrainedConfig:

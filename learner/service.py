@@ -18,14 +18,13 @@ from bus.process_tuning import few_collections
 from bus.roles import guarded, hold_role
 from bus.status import report_status
 from learner.algorithms.advantages.estimator import advantage_estimator
-from learner.backends.megatron.checkpoint.checkpoint import latest_checkpoint, load_checkpoint, read_extra
-from learner.backends.megatron.conversion.base import State
-from learner.backends.megatron.process_groups import close_world, init_world
-from learner.backends.megatron.trainable import TrainableWeights
-from learner.backends.megatron.trainer import Trainer
+from learner.backends.base import Backend
+from learner.backends.factory import build_backend, close_world, init_world
+from learner.checkpoint.commit import latest_checkpoint, load_checkpoint, read_extra
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.demonstrations import Demonstrations
+from learner.lazy_weights import State
 from learner.model_directory import load_hf_directory, load_tokenizer, refuse_other_vocabulary
 from learner.progress import Progress
 from learner.scoring.frozen_policies import hold_frozen_policies
@@ -33,7 +32,8 @@ from learner.scratch_model import ensure_model_directory
 from learner.settings import LearnerSettings
 from learner.train import Learner
 from learner.world.channel import Channel
-from learner.world.hosts import refuse_unshared, world_rank, world_size
+from learner.world.hosts import refuse_unshared
+from learner.world.process_group import world_rank, world_size
 from learner.world.rank import Rank, in_thread
 from learner.world.world import World
 from storage.client.reader import ReplayReader
@@ -112,13 +112,13 @@ def build(
     latest = latest_checkpoint(settings.checkpoints)
     progress = Progress.from_json(read_extra(latest)) if latest else Progress()
     optimizer = settings.warmup.optimizer if progress.stage == "warmup" else settings.learner.optimizer
-    trainer = new_trainer(settings, initial, optimizer, settings.learner.parallel)
+    backend = new_backend(settings, initial, optimizer, settings.learner.parallel)
     if latest is not None:
-        load_checkpoint(trainer, latest)
+        load_checkpoint(backend, latest)
         progress.stage = "rl" if progress.stage == "done" else progress.stage
         log.info("resumed", checkpoint=str(latest), stage=progress.stage, step=progress.step)
-    hold_frozen_policies(trainer, settings, settings.learner, stage=progress.stage, step=progress.step)
-    rank = Rank(trainer, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread)
+    hold_frozen_policies(backend, settings, settings.learner, stage=progress.stage, step=progress.step)
+    rank = Rank(backend, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread)
     return Built(World(channel, rank, settings), progress)
 
 
@@ -148,18 +148,11 @@ def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
     return Initial(hf_config, state, _demonstrations(settings, demonstrations, tokenizer, hf_config))
 
 
-def new_trainer(
+def new_backend(
     settings: LearnerSettings, initial: Initial, optimizer: OptimizerConfig, parallel: ParallelConfig
-) -> Trainer:
-    """The trainer of the initial model, in a world that is divided as `parallel` says."""
-    return Trainer(
-        initial.hf_config,
-        initial.state,
-        optimizer,
-        dtype=getattr(torch, settings.model.dtype),
-        trainable=TrainableWeights(settings.model.freeze, settings.model.train_only),
-        parallel=parallel,
-    )
+) -> Backend:
+    """The backend with the initial model, in a world that is divided as `parallel` says."""
+    return build_backend(settings.model, initial.hf_config, initial.state, optimizer, parallel)
 
 
 def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

@@ -18,7 +18,7 @@ from bus.status import report_status
 from bus.waiting import ended_before
 from learner import lineage
 from learner.algorithms.rl_step import lineage_line
-from learner.backends.megatron.trainer import StepResult
+from learner.backends.base import StepResult
 from learner.colocation import Device
 from learner.data.batches import StepBatch
 from learner.evaluation import HeldOut

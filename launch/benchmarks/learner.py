@@ -21,12 +21,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bus.codec import Json
 from launch.benchmarks.learner_bare_megatron import BareLoop
 from launch.benchmarks.model_shapes import SHAPES
-from learner.backends.megatron.process_groups import close_world, device, init_world
+from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import MicroBatch, Sample, pack
+from learner.world.process_group import device
 
 PEAK_FLOPS = 989e12
 """Dense bfloat16 of one H100 or H200 SXM, by the vendor's datasheet."""

@@ -24,8 +24,8 @@ from learner.backends.megatron.core import (
     get_megatron_optimizer,
     tensor_parallel,
 )
-from learner.backends.megatron.process_groups import device
 from learner.data.packing import MicroBatch
+from learner.world.process_group import device
 
 LOSS_CHUNK = 4096
 """Rows of logits in float32 at a time."""

@@ -8,9 +8,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from actors.config import SglangEngineConfig
 from bus.errors import ConfigError
 from launch.benchmarks.model_shapes import SHAPES
-from learner.backends.megatron.process_groups import device
 from learner.model_directory import save_hf_directory
 from learner.scratch_model import character_tokenizer
+from learner.world.process_group import device
 
 
 def shape(name: str) -> Qwen3Config:

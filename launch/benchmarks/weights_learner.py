@@ -14,12 +14,12 @@ from transformers import Qwen3ForCausalLM
 
 from launch.benchmarks.learner import Workload, qwen3
 from launch.benchmarks.random_models import shape
-from learner.backends.megatron.process_groups import device
 from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import TISLoss
 from learner.config.learner import LearnerConfig
 from learner.data.packing import pack
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
+from learner.world.process_group import device
 
 T = TypeVar("T")
 SEQUENCE = 2048

@@ -73,10 +73,7 @@ def _retrain(
     run: RunDirectory, config: RunConfig, changed: RunConfig, steps: tuple[int, int | None],
     stop: asyncio.Event, reward: Callable[[Trajectory], float] | None,
 ) -> dict[str, Json]:  # fmt: skip
-    from learner.backends.megatron.cpu.patches import adapt_megatron_to_cpu
-
-    adapt_megatron_to_cpu()
-    from learner.backends.megatron.process_groups import close_world, init_world
+    from learner.backends.factory import close_world, init_world
     from learner.history.retrain import last_step, retrain_steps, summary
     from learner.service import prepare
 

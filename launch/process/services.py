@@ -118,11 +118,8 @@ async def serve_learner(
 
 
 async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asyncio.Event) -> None:
-    from learner.backends.megatron.cpu.patches import adapt_megatron_to_cpu
-
-    adapt_megatron_to_cpu()
     from learner.service import run
-    from learner.world.hosts import world_rank
+    from learner.world.process_group import world_rank
 
     settings, demonstrations = learner_settings(config, directory)
     if world_rank() == 0:
@@ -169,9 +166,6 @@ async def serve_shadow(
         config = await joined(bus, where, overrides, stop)
         if config is None:
             return
-        from learner.backends.megatron.cpu.patches import adapt_megatron_to_cpu
-
-        adapt_megatron_to_cpu()
         from learner.history.shadow import ShadowSettings, run_shadow
 
         settings, demonstrations = learner_settings(config, RunDirectory(config.directory, config.run))

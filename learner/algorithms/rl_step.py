@@ -6,7 +6,7 @@ from math import isfinite
 from bus.requests import GroupRef
 from bus.trajectory import Trajectory
 from learner.algorithms.objective import Objective
-from learner.backends.megatron.trainer import StepResult, Trainer
+from learner.backends.base import Backend, StepResult
 from learner.config.learner import LearnerConfig
 from learner.data.batches import StepBatch, make_step_batch
 from learner.data.data_parallel import equally_many, of_all_ranks
@@ -19,7 +19,7 @@ Groups = Sequence[Sequence[Trajectory]]
 
 
 def train_on(
-    trainer: Trainer, groups: Groups, weights: Sequence[float], learner: LearnerConfig, *,
+    backend: Backend, groups: Groups, weights: Sequence[float], learner: LearnerConfig, *,
     step: int, policy_version: int, temperature: float,
 ) -> tuple[StepBatch, StepResult]:  # fmt: skip
     """Update the weights, which are of `policy_version`, on these groups with their importance weights.
@@ -34,21 +34,24 @@ def train_on(
             weights=weights,
             policy_version=policy_version,
             advantage=learner.advantage,
-        )
+        ),
+        backend.data_parallel_group,
     )
     if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
         refuse_oversized(batch.samples, budget)
-    samples = with_logprobs(trainer, batch.samples, learner, temperature=temperature)
+    samples = with_logprobs(backend, batch.samples, learner, temperature=temperature)
     results = [
-        trainer.train_step(
-            equally_many(pack([s for s in samples if s.part % updates == n], budget)),
+        backend.train_step(
+            equally_many(
+                pack([s for s in samples if s.part % updates == n], budget), backend.data_parallel_group
+            ),
             Objective.of(learner),
             temperature=temperature,
             policy_version=policy_version,
         )
         for n in range(updates)
     ]
-    refresh_reference(trainer, learner, step)
+    refresh_reference(backend, learner, step)
     return batch, _together(results)
 
 

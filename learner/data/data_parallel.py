@@ -6,37 +6,27 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from learner.backends.megatron.core import parallel_state
-from learner.backends.megatron.process_groups import device
 from learner.data.batches import DIGESTS, StepBatch
 from learner.data.packing import MicroBatch, empty_micro_batch
+from learner.world.process_group import device
 
 WORDS = range(0, 128, 32)
 """Where the words of a digest begin; as float64 a million of them add up exactly."""
 
 
-def data_parallel_rank() -> int:
-    """Which share of a step this rank trains on; the ranks that share a model with it have the same."""
-    return int(parallel_state.get_data_parallel_rank())
+def equally_many(micro_batches: Sequence[MicroBatch], group: dist.ProcessGroup) -> list[MicroBatch]:
+    """This rank's micro-batches, then empty ones until it has as many as the rank of `group` with the most.
 
-
-def data_parallel_size() -> int:
-    """Into how many shares a step is divided."""
-    return int(parallel_state.get_data_parallel_world_size())
-
-
-def equally_many(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """This rank's micro-batches, and empty ones until it has as many as the rank with the most, at least one.
-
+    Every rank has one at least.
     Ranks that took different numbers of turns could wait for each other for ever.
     """
-    [most] = _reduced([max(1, len(micro_batches))], dist.ReduceOp.MAX)
+    [most] = _reduced([max(1, len(micro_batches))], dist.ReduceOp.MAX, group)
     missing = int(most) - len(micro_batches)
     return [*micro_batches, *(empty_micro_batch() for _ in range(missing))]
 
 
-def of_all_ranks(batch: StepBatch) -> StepBatch:
-    """This rank's samples, with counts and digest of all ranks together."""
+def of_all_ranks(batch: StepBatch, group: dist.ProcessGroup) -> StepBatch:
+    """This rank's samples, with counts and digest of all ranks of `group` together."""
     names = (
         "trajectories",
         "tokens",
@@ -46,9 +36,9 @@ def of_all_ranks(batch: StepBatch) -> StepBatch:
         "staleness_sum",
         "response_tokens",
     )
-    sums = _reduced([getattr(batch, name) for name in names], dist.ReduceOp.SUM)
-    words = _reduced([batch.digest >> shift & 0xFFFFFFFF for shift in WORDS], dist.ReduceOp.SUM)
-    [staleness_max] = _reduced([batch.staleness_max], dist.ReduceOp.MAX)
+    sums = _reduced([getattr(batch, name) for name in names], dist.ReduceOp.SUM, group)
+    words = _reduced([batch.digest >> shift & 0xFFFFFFFF for shift in WORDS], dist.ReduceOp.SUM, group)
+    [staleness_max] = _reduced([batch.staleness_max], dist.ReduceOp.MAX, group)
     return replace(
         batch,
         staleness_max=int(staleness_max),
@@ -57,7 +47,7 @@ def of_all_ranks(batch: StepBatch) -> StepBatch:
     )
 
 
-def _reduced(values: Sequence[float], how: dist.ReduceOp.RedOpType) -> list[float]:
+def _reduced(values: Sequence[float], how: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> list[float]:
     reduced = torch.tensor(values, dtype=torch.float64, device=device())
-    dist.all_reduce(reduced, how, group=parallel_state.get_data_parallel_group())
+    dist.all_reduce(reduced, how, group=group)
     return [float(value) for value in reduced]

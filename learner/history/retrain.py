@@ -12,10 +12,10 @@ from bus.topology import shard_of
 from bus.trajectory import Trajectory
 from learner import lineage
 from learner.algorithms.rl_step import train_on
-from learner.backends.megatron.checkpoint.checkpoint import read_extra
-from learner.backends.megatron.trainer import Trainer
+from learner.backends.base import Backend
+from learner.checkpoint.commit import read_extra
 from learner.config.learner import LearnerConfig
-from learner.history.restore import trainer_at
+from learner.history.restore import backend_at
 from learner.lineage import TrainedStep
 from learner.progress import Progress
 from learner.scoring.frozen_policies import hold_frozen_policies
@@ -34,7 +34,7 @@ class RetrainedStep:
 
     step: int
     batch_equal: bool | None
-    """Whether the trainer got the same batch, bit for bit."""
+    """Whether the backend got the same batch, bit for bit."""
     loss: float
     recorded_loss: float | None
     grad_norm: float
@@ -67,7 +67,7 @@ def retrain_steps(
     """Train steps `from_step` + 1 to `to_step` of a run again, one at each turn of the iterator.
 
     It starts from the newest checkpoint up to `from_step`, and silently trains what is between; from step 0
-    it starts from the initial model and repeats the warm-up. `learner.parallel.init_world` comes first.
+    it starts from the initial model and repeats the warm-up. `init_world` comes first.
 
     Args:
         settings: as the run was trained.
@@ -81,19 +81,19 @@ def retrain_steps(
     Raises `ConfigError` when there is no checkpoint to start from or the lineage lacks a step, `StorageError`
     for groups that are no longer there and for a checkpoint that is damaged or of another history.
     """
-    trainer, progress = _begin(settings, initial, from_step)
+    backend, progress = _begin(settings, initial, from_step)
     lines = _lines(settings, progress.step, to_step)
     lineage.refuse_other_groups(settings.lineage, {int(s): g for s, g in progress.groups.items()})
     for line in lines:
         groups = _groups(stores, line)
         if line.step <= from_step:
-            _train(trainer, settings, settings.learner, line, groups)
+            _train(backend, settings, settings.learner, line, groups)
             continue
         if changed is not None and line.step == from_step + 1:
-            hold_frozen_policies(trainer, settings, changed, stage="rl", step=from_step)
+            hold_frozen_policies(backend, settings, changed, stage="rl", step=from_step)
         if reward is not None:
             groups = [[replace(t, reward=reward(t)) for t in group] for group in groups]
-        yield _train(trainer, settings, changed or settings.learner, line, groups)
+        yield _train(backend, settings, changed or settings.learner, line, groups)
 
 
 def last_step(settings: LearnerSettings) -> int:
@@ -117,7 +117,7 @@ def summary(steps: Sequence[RetrainedStep]) -> dict[str, Json]:
     }
 
 
-def _begin(settings: LearnerSettings, initial: Initial, step: int) -> tuple[Trainer, Progress]:
+def _begin(settings: LearnerSettings, initial: Initial, step: int) -> tuple[Backend, Progress]:
     """The newest state up to `step` that there is; of step 0 always the initial model."""
     root = settings.checkpoints
     while step > 0:
@@ -130,16 +130,16 @@ def _begin(settings: LearnerSettings, initial: Initial, step: int) -> tuple[Trai
         directory = checkpoints.directory(root, max(s for s in found if s <= step))
         try:
             progress = Progress.from_json(read_extra(directory))
-            trainer = trainer_at(settings, initial, progress, directory)
+            backend = backend_at(settings, initial, progress, directory)
         except StorageError:
             if directory.exists():
                 raise  # else the run, which goes on, has pruned it meanwhile
         else:
             log.info("retraining_starts", checkpoint=str(directory), step=progress.step)
-            return trainer, progress
+            return backend, progress
     log.info("retraining_starts", model=str(settings.model_directory), warmup_steps=settings.warmup.steps)
     progress = Progress()
-    return trainer_at(settings, initial, progress, None), progress
+    return backend_at(settings, initial, progress, None), progress
 
 
 def _lines(settings: LearnerSettings, after: int, to_step: int) -> list[TrainedStep]:
@@ -162,12 +162,12 @@ def _groups(stores: Sequence[ReplayStore], line: TrainedStep) -> list[list[Traje
 
 
 def _train(
-    trainer: Trainer, settings: LearnerSettings, learner: LearnerConfig, line: TrainedStep,
+    backend: Backend, settings: LearnerSettings, learner: LearnerConfig, line: TrainedStep,
     groups: list[list[Trajectory]],
 ) -> RetrainedStep:  # fmt: skip
-    trainer.optimizer_config = learner.optimizer  # read at each step; the optimizer's state stays
+    backend.optimizer_config = learner.optimizer  # read at each step; the optimizer's state stays
     batch, result = train_on(
-        trainer,
+        backend,
         groups,
         line.weights or [1.0] * len(groups),
         learner,

@@ -30,11 +30,10 @@ from bus.trajectory import Trajectory
 from bus.waiting import ended_before, set_within
 from learner import lineage
 from learner.algorithms.rl_step import lineage_line, train_on
-from learner.backends.megatron.checkpoint.checkpoint import latest_checkpoint, read_extra, save_checkpoint
-from learner.backends.megatron.checkpoint.writer import CopyRoom
-from learner.backends.megatron.process_groups import close_world, init_world
-from learner.backends.megatron.trainer import Trainer
-from learner.history.restore import trainer_at
+from learner.backends.base import Backend
+from learner.backends.factory import close_world, init_world
+from learner.checkpoint.commit import latest_checkpoint, read_extra, save_checkpoint
+from learner.history.restore import backend_at
 from learner.metrics import batch_values, step_values
 from learner.progress import Progress, values_to_save
 from learner.service import Initial, prepare
@@ -104,8 +103,7 @@ class Shadow:
         self._reader = ReplayReader(bus, incarnation, read=settings.learner.learner.read)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._initial: Initial | None = None
-        self._trainer: Trainer | None = None
-        self._copies = CopyRoom()
+        self._backend: Backend | None = None
         self._followed: str | None = None
         """The learner's incarnation whose steps ours are known to agree with."""
         self._doing = "starting"
@@ -214,14 +212,14 @@ class Shadow:
 
     async def _train_on(self, given: Given, groups: list[list[Trajectory]]) -> None:
         started = time.monotonic()
-        progress, settings, trainer = self.progress, self._settings.learner, self._trainer
-        if trainer is None:
+        progress, settings, backend = self.progress, self._settings.learner, self._backend
+        if backend is None:
             raise RuntimeError("nothing to train")
         self._doing = f"training step {given.step}"
         version, weights = given.trains_from + given.step - 1, [group.weight for group in given.groups]
         batch, result = await self._in_thread(
             lambda: train_on(
-                trainer,
+                backend,
                 groups,
                 weights,
                 settings.learner,
@@ -253,8 +251,8 @@ class Shadow:
             self.progress = ShadowProgress.from_json(read_extra(own))
         else:
             self.progress = _beginning_at(start)
-        self._trainer = None  # the one before, if there is one, goes first
-        self._trainer = trainer_at(settings, self._initial, self.progress, start, stopped=self._stop.is_set)
+        self._backend = None  # the one before, if there is one, goes first
+        self._backend = backend_at(settings, self._initial, self.progress, start, stopped=self._stop.is_set)
         log.info("shadow_begins", checkpoint=str(start), step=self.progress.step)
 
     def _roll_back(self, step: int) -> None:
@@ -268,11 +266,10 @@ class Shadow:
         self.progress.rollbacks = rollbacks
 
     def _save(self) -> None:
-        if self._trainer is not None:
+        if self._backend is not None:
             settings, step = self._settings.learner, self.progress.step
             values, keep = values_to_save(settings, self.progress), settings.learner.checkpoint.keep
-            root, room = settings.checkpoints, self._copies
-            save_checkpoint(self._trainer, root, step, values, keep=keep, room=room)
+            save_checkpoint(self._backend, settings.checkpoints, step, values, keep=keep)
             write_json(settings.progress, values)
 
     # --- what others see ---

@@ -7,11 +7,12 @@ from concurrent.futures import Executor
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from learner.backends.megatron.process_groups import device
-from learner.backends.megatron.trainer import Exported, Trainer
+from learner.backends.base import Backend, Exported
 from learner.publication.transfer import host_memory
+from learner.world.process_group import device
 from storage.weights.tensors import TORCH_DTYPES, WORD, HostTensor
 
 NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
@@ -72,19 +73,20 @@ class HostCopy:
         return torch.cuda.stream(self._beside)
 
 
-async def copy_weights(host: HostCopy, trainer: Trainer, thread: Executor) -> Copied:
-    """Begin to copy the trainer's weights, on rank 0, while no other work of torch is under way.
+async def copy_weights(host: HostCopy, backend: Backend, thread: Executor) -> Copied:
+    """Begin to copy the backend's weights, on rank 0, while no other work of torch is under way.
 
     Returns when training may go on, on `thread`, where torch works."""
-    if trainer.alone_on_cpu and trainer.size_bytes <= SHORT_BYTES:
-        return _copy(host, trainer)
-    return await asyncio.get_running_loop().run_in_executor(thread, _copy, host, trainer)
+    alone_on_cpu = device().type == "cpu" and dist.get_world_size() == 1
+    if alone_on_cpu and backend.size_bytes <= SHORT_BYTES:
+        return _copy(host, backend)
+    return await asyncio.get_running_loop().run_in_executor(thread, _copy, host, backend)
 
 
-def _copy(host: HostCopy, trainer: Trainer) -> Copied:
-    copied = host.take(trainer.exported())
+def _copy(host: HostCopy, backend: Backend) -> Copied:
+    copied = host.take(backend.exported())
     if copied.done is not None:
-        trainer.keep_until(copied.done)
+        backend.keep_until(copied.done)
     return copied
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from bus.errors import ConfigError
 from learner.algorithms.objective import Objective
-from learner.backends.megatron.checkpoint.manifest import differences
-from learner.backends.megatron.frozen import FrozenPolicies
-from learner.backends.megatron.trainer import Trainer
+from learner.backends.base import Backend
+from learner.backends.frozen import FrozenPolicies
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig
 from learner.model_directory import has_tokenizer, load_hf_directory, load_tokenizer
@@ -19,27 +18,27 @@ from learner.settings import LearnerSettings
 
 
 def hold_frozen_policies(
-    trainer: Trainer, settings: LearnerSettings, learner: LearnerConfig, *, stage: Stage, step: int
+    backend: Backend, settings: LearnerSettings, learner: LearnerConfig, *, stage: Stage, step: int
 ) -> None:
     """Load the frozen policies that `learner` wants and no checkpoint has brought; drop all others.
 
     Every rank calls this before the first step and again when reinforcement learning begins, since a
-    reference without a directory is the policy at that moment. `stage` and `step` are those of the trainer's
+    reference without a directory is the policy at that moment. `stage` and `step` are those of the backend's
     weights.
 
     Raises `ConfigError` when a directory does not fit the policy, and when the policy that reinforcement
     learning began with is no longer there.
     """
-    wanted, frozen = Objective.of(learner).frozen, trainer.frozen
+    wanted, frozen = Objective.of(learner).frozen, backend.frozen
     frozen.keep_only(set(wanted))
     teacher, reference = learner.teacher, learner.reference
     if "teacher" in wanted and teacher.path is not None and frozen.sources.get("teacher") != teacher.path:
-        _load(trainer, settings, "teacher", teacher.path)
+        _load(backend, settings, "teacher", teacher.path)
     source = reference.path or (None if settings.warmup.steps else settings.model_directory)
     if "reference" not in wanted or _is_held(frozen, reference, source):
         return
     if source is not None:
-        _load(trainer, settings, "reference", source)
+        _load(backend, settings, "reference", source)
     elif stage == "rl" and step == 0:
         frozen.hold("reference")
     elif stage != "warmup":
@@ -50,11 +49,11 @@ def hold_frozen_policies(
         )
 
 
-def refresh_reference(trainer: Trainer, learner: LearnerConfig, step: int) -> None:
+def refresh_reference(backend: Backend, learner: LearnerConfig, step: int) -> None:
     """Make the policy the reference if `step` is a multiple of `refresh_every`. Every rank calls this."""
     every = learner.reference.refresh_every
     if every is not None and step % every == 0:
-        trainer.frozen.hold("reference")
+        backend.frozen.hold("reference")
 
 
 def _is_held(frozen: FrozenPolicies, reference: ReferenceConfig, source: Path | None) -> bool:
@@ -67,9 +66,9 @@ def _is_held(frozen: FrozenPolicies, reference: ReferenceConfig, source: Path | 
     return "reference" in frozen and frozen.sources["reference"] == source
 
 
-def _load(trainer: Trainer, settings: LearnerSettings, tag: str, directory: Path) -> None:
+def _load(backend: Backend, settings: LearnerSettings, tag: str, directory: Path) -> None:
     hf_config, state = load_hf_directory(directory)
-    if different := differences(hf_config, trainer.hf_config):
+    if different := backend.other_hyperparameters(hf_config):
         raise ConfigError(
             f"the {tag} in {directory} takes the policy's place in the model, so all of it must be the same, "
             f"but {', '.join(different)}: choose a model like the policy"
@@ -82,4 +81,4 @@ def _load(trainer: Trainer, settings: LearnerSettings, tag: str, directory: Path
                 f"{settings.model_directory}: {len(other)} tokens have other ids, as {min(other)!r}; choose "
                 "a model with the policy's tokenizer"
             )
-    trainer.frozen.load(tag, hf_config, state, directory)
+    backend.frozen.load(tag, hf_config, state, directory)

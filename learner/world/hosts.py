@@ -1,6 +1,5 @@
-"""Which process of the learner's world this is, and whether its hosts see the same files."""
+"""Whether the hosts of the learner's world see the same files."""
 
-import os
 import time
 from pathlib import Path
 
@@ -8,21 +7,11 @@ import torch
 import torch.distributed as dist
 
 from bus.errors import ConfigError
-from learner.backends.megatron.process_groups import device
+from learner.world.process_group import device
 from storage.disk.atomic_files import make_directory
 
 SEEN_WITHIN_S = 10.0
 """Network file systems show a new file to other hosts after some seconds."""
-
-
-def world_rank() -> int:
-    """This process's number in the world, from 0; known before the world is."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def world_size() -> int:
-    """How many processes there are."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def refuse_unshared(directory: Path) -> None:

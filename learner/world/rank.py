@@ -14,14 +14,12 @@ from bus.errors import WorldError
 from bus.requests import GroupRef
 from bus.trajectory import Trajectory
 from learner.algorithms.rl_step import train_on
-from learner.backends.megatron.checkpoint.checkpoint import PendingCheckpoint, start_checkpoint
-from learner.backends.megatron.checkpoint.writer import CopyRoom
-from learner.backends.megatron.device_memory import make_room
-from learner.backends.megatron.trainer import StepResult, Trainer
+from learner.backends.base import Backend, StepResult
+from learner.checkpoint.commit import PendingCheckpoint, start_checkpoint
 from learner.config.algorithm import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.batches import StepBatch
-from learner.data.data_parallel import data_parallel_rank, data_parallel_size, equally_many
+from learner.data.data_parallel import equally_many
 from learner.data.demonstrations import Demonstrations
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
 from learner.scoring.frozen_policies import hold_frozen_policies
@@ -40,19 +38,19 @@ class Rank:
     """
 
     def __init__(
-        self, trainer: Trainer, settings: LearnerSettings, *,
+        self, backend: Backend, settings: LearnerSettings, *,
         reader: ReplayReader, demonstrations: Demonstrations | None, thread: Executor,
     ) -> None:  # fmt: skip
-        self.hf_config = trainer.hf_config
-        self.share, self.shares = data_parallel_rank(), data_parallel_size()
-        self._trainer = trainer
+        self.hf_config = backend.hf_config
+        self._data_parallel = backend.data_parallel_group
+        self.share, self.shares = self._data_parallel.rank(), self._data_parallel.size()
+        self._backend = backend
         self._settings = settings
         self._reader = reader
         self._demonstrations = demonstrations
         self._thread = thread
         self._host = HostCopy(getattr(torch, settings.learner.publish_dtype))
         self._saving: PendingCheckpoint | None = None
-        self._copies = CopyRoom()
         self._fetching: dict[int, tuple[tuple[GroupRef, ...], asyncio.Task[Groups]]] = {}
         """By step: which groups, and their trajectories."""
 
@@ -94,15 +92,15 @@ class Rank:
 
     async def export(self) -> dict[str, Tensor]:
         """The weights by Hugging Face name."""
-        return await self.in_thread(self._trainer.export)
+        return await self.in_thread(self._backend.export)
 
     async def copy_weights(self) -> Copied:
         """The weights on their way to the host; rank 0 alone calls this, for `export`."""
-        return await translated(copy_weights(self._host, self._trainer, self._thread))
+        return await translated(copy_weights(self._host, self._backend, self._thread))
 
     async def make_room(self) -> None:
         """Leave to others what the next step does not need of the device; the step takes it again."""
-        await self.in_thread(lambda: make_room(self._trainer.ddp))
+        await self.in_thread(self._backend.release_memory)
 
     @property
     def copy_s(self) -> float:
@@ -112,9 +110,9 @@ class Rank:
     async def save(self, step: int, extra: Mapping[str, JsonValue]) -> None:
         """Begin to write a checkpoint, while training goes on; `extra` counts at rank 0."""
         root, keep, before = self._settings.checkpoints, self._settings.learner.checkpoint.keep, self._saving
-        trainer, room = self._trainer, self._copies
+        backend = self._backend
         self._saving = await self.in_thread(
-            lambda: start_checkpoint(trainer, root, step, extra, keep=keep, after=before, room=room)
+            lambda: start_checkpoint(backend, root, step, extra, keep=keep, after=before)
         )
 
     @property
@@ -132,13 +130,13 @@ class Rank:
         return await in_thread(self._thread, work)
 
     def _begin_afresh(self, command: Begin, optimizer: OptimizerConfig) -> None:
-        self._trainer.set_optimizer(optimizer)
+        self._backend.set_optimizer(optimizer)
         learner = self._settings.learner
-        hold_frozen_policies(self._trainer, self._settings, learner, stage=command.stage, step=0)
+        hold_frozen_policies(self._backend, self._settings, learner, stage=command.stage, step=0)
 
     def _train(self, groups: Groups, weights: list[float], command: Train) -> tuple[StepBatch, StepResult]:
         return train_on(
-            self._trainer,
+            self._backend,
             groups,
             weights,
             self._settings.learner,
@@ -153,7 +151,9 @@ class Rank:
         batches = self._demonstrations.step(
             step, self._settings.warmup, self._settings.learner.batch, share=self.share, shares=self.shares
         )
-        return self._trainer.train_step(equally_many(batches), SFTLoss(), temperature=1.0, policy_version=0)
+        return self._backend.train_step(
+            equally_many(batches, self._data_parallel), SFTLoss(), temperature=1.0, policy_version=0
+        )
 
 
 async def in_thread(thread: Executor, work: Callable[[], T]) -> T:

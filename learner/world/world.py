@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bus.codec import Message, decode, encode
 from bus.requests import BatchLease, GroupRef
-from learner.backends.megatron.trainer import StepResult
+from learner.backends.base import StepResult
 from learner.data.balancing import balanced, group_flops
 from learner.data.batches import StepBatch
 from learner.publication.host_copy import Copied

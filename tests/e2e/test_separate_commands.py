@@ -10,9 +10,9 @@ from commands import SMALL, Command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bus.server import free_port
-from learner.backends.megatron.checkpoint.checkpoint import latest_checkpoint, load_checkpoint
-from learner.backends.megatron.process_groups import close_world, init_world
+from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import latest_checkpoint, load_checkpoint
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import Sample, pack
 from learner.model_directory import load_hf_directory

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from learner.backends.megatron.process_groups import close_world, init_world
+from learner.backends.factory import close_world, init_world
 from tests.learner.mini_run import in_one_process
 from tests.learner.worlds import Worlds
 

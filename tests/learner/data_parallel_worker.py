@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from learner.backends.megatron.checkpoint.checkpoint import (
+from learner.backends.factory import close_world, init_world
+from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import (
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from learner.backends.megatron.process_groups import close_world, init_world
-from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack

@@ -14,18 +14,17 @@ import torch.distributed as dist
 
 from bus.trajectory import Trajectory
 from learner.algorithms.rl_step import train_on
-from learner.backends.megatron.checkpoint.checkpoint import (
+from learner.backends.factory import close_world, init_world
+from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import (
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from learner.backends.megatron.process_groups import close_world, init_world
-from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import PPOClipLoss, TISLoss
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import BatchConfig, LearnerConfig
 from learner.config.optimizer import OptimizerConfig
-from learner.data.data_parallel import data_parallel_rank, data_parallel_size
 from learner.publication.host_copy import HostCopy, copy_weights, host_tensors
 from tests.factories import make_trajectory
 from tests.learner.tiny import VOCAB, tiny_model
@@ -59,7 +58,8 @@ def step(loss: str) -> dict[str, list[float] | str]:
     model = tiny_model()
     trainer = Trainer(model.config, model.state_dict(), OptimizerConfig(lr=1e-3))
     trainer.frozen.load("reference", model.config, tiny_model(seed=1).state_dict(), Path("elsewhere"))
-    groups = [group(n) for n in SHARES[data_parallel_size()][data_parallel_rank()]]
+    ranks = trainer.data_parallel_group
+    groups = [group(n) for n in SHARES[ranks.size()][ranks.rank()]]
     learner = LearnerConfig(**{"batch": BatchConfig(tokens_per_micro_batch=16), **LOSSES[loss]})
     weights = [0.5 for _ in groups]
     batch, result = train_on(trainer, groups, weights, learner, step=1, policy_version=4, temperature=0.7)

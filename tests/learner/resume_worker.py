@@ -7,18 +7,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from learner.backends.megatron.checkpoint.checkpoint import (
+from learner.backends.factory import close_world, init_world
+from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import (
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from learner.backends.megatron.conversion.lazy import tensor_digest
-from learner.backends.megatron.process_groups import close_world, init_world
-from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.schedule import CosineSchedule
 from learner.data.packing import pack
+from learner.lazy_weights import tensor_digest
 from tests.learner.tiny import hf_state, random_samples, tiny_model
 
 ADAM = OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.1, schedule=CosineSchedule(decay_steps=6))

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from bus.errors import ConfigError, StorageError
-from learner.backends.megatron.checkpoint.checkpoint import (
-    SHARDING,
+from learner.backends.megatron.checkpoint.state import SHARDING
+from learner.backends.megatron.checkpoint.writer import Staged
+from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
+from learner.backends.megatron.trainable import TrainableWeights
+from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import (
     latest_checkpoint,
     load_checkpoint,
     read_extra,
     save_checkpoint,
     start_checkpoint,
 )
-from learner.backends.megatron.checkpoint.writer import Staged
-from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
-from learner.backends.megatron.trainable import TrainableWeights
-from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
@@ -107,9 +107,7 @@ def test_an_interrupted_save_is_not_a_checkpoint(tmp_path, monkeypatch):
     trainer = trainer_of(tiny_model())
     save_checkpoint(trainer, tmp_path, 1, {}, keep=2)
     with monkeypatch.context() as patched:
-        patched.setattr(
-            "learner.backends.megatron.checkpoint.checkpoint.write_manifest", lambda *_, **__: 1 / 0
-        )
+        patched.setattr("learner.checkpoint.commit.write_manifest", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             save_checkpoint(trainer, tmp_path, 2, {}, keep=2)
     assert read_extra(latest_checkpoint(tmp_path)) == {}
@@ -244,7 +242,7 @@ def test_with_the_stock_loader_a_resumed_run_departs(tmp_path, monkeypatch):
     train(first, range(3))
     save_checkpoint(first, tmp_path, 3, {}, keep=2)
     monkeypatch.setattr(
-        "learner.backends.megatron.checkpoint.checkpoint.load_optimizer_state",
+        "learner.backends.megatron.checkpoint.state.load_optimizer_state",
         lambda optimizer, state: optimizer.load_state_dict(state),
     )
     stock = trainer_of(tiny_model(seed=1))

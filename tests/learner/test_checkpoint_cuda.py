@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from learner.backends.megatron.checkpoint.checkpoint import (
+from learner.backends.megatron.checkpoint.writer import CopyBuffers
+from learner.checkpoint.commit import (
     latest_checkpoint,
     load_checkpoint,
     start_checkpoint,
 )
-from learner.backends.megatron.checkpoint.writer import CopyRoom
 from tests.learner.test_checkpoint import train, trainer_of
 from tests.learner.tiny import tiny_model
 
@@ -18,24 +18,24 @@ pytestmark = [
 ]
 
 
-def test_a_room_is_used_again_by_tensors_of_the_same_shapes_only():
-    room, tensor = CopyRoom(), torch.arange(6.0, device="cuda")
-    [first] = room.copied([tensor])
+def test_buffers_are_used_again_by_tensors_of_the_same_shapes_only():
+    buffers, tensor = CopyBuffers(), torch.arange(6.0, device="cuda")
+    [first] = buffers.copied([tensor])
     address = first.data_ptr()
-    [again] = room.copied([tensor + 1])
+    [again] = buffers.copied([tensor + 1])
     assert again.is_pinned()
     assert again.data_ptr() == address
     assert torch.equal(again, torch.arange(1.0, 7.0))
-    [other] = room.copied([tensor.reshape(2, 3)])
+    [other] = buffers.copied([tensor.reshape(2, 3)])
     assert torch.equal(other, torch.arange(6.0).reshape(2, 3))
 
 
-def test_checkpoints_that_share_a_room_each_have_their_own_weights_and_no_more(tmp_path):
-    trainer, room, pending, exported = trainer_of(tiny_model(), dtype=torch.bfloat16), CopyRoom(), None, {}
+def test_checkpoints_that_share_buffers_each_have_their_own_weights_and_no_more(tmp_path):
+    trainer, pending, exported = trainer_of(tiny_model(), dtype=torch.bfloat16), None, {}
     for step in (1, 2):
         train(trainer, [step])
         exported[step] = trainer.export()
-        pending = start_checkpoint(trainer, tmp_path / str(step), step, {}, keep=2, after=pending, room=room)
+        pending = start_checkpoint(trainer, tmp_path / str(step), step, {}, keep=2, after=pending)
         train(trainer, [step + 10])  # beside the writing
     pending.finish()
     held_bytes = sum(p.numel() for p in trainer.chunks[0].parameters()) * 14

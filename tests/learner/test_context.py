@@ -3,8 +3,8 @@ import torch
 import torch.nn.functional as F
 
 from learner.backends.megatron.model.context_attention import attend, context_layout
+from learner.backends.megatron.sharding import share_of_rank
 from learner.data.packing import pack
-from learner.data.sharding import share_of_rank
 from tests.learner.tiny import random_samples
 
 LENGTHS = [16, 8, 16, 24, 8]

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from bus.errors import ConfigError, StorageError
-from learner.backends.megatron.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from learner.backends.megatron.conversion.convert import hf_to_megatron, megatron_to_hf
 from learner.backends.megatron.core import dist_checkpointing
 from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import load_checkpoint, save_checkpoint
 from learner.config.algorithm import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.backends.megatron.trainer import TISLoss, Trainer
+from learner.backends.megatron.trainer import Trainer
+from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from learner.publication import host_copy

@@ -5,10 +5,10 @@ import torch
 from pydantic import ValidationError
 
 from bus.errors import ConfigError
+from learner.backends.factory import init_world
 from learner.backends.megatron.conversion.families import shape_of
 from learner.backends.megatron.layout import layout_problems, padded_vocabulary, refuse_world
 from learner.backends.megatron.model.model import build_chunks
-from learner.backends.megatron.process_groups import init_world
 from learner.config.parallel import ParallelConfig
 from tests.learner.tiny import tiny_config
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from bus.errors import TrainingError
 from learner.algorithms.objective import Objective
+from learner.backends.base import StepResult
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.process_groups import divide_world
-from learner.backends.megatron.trainer import StepResult, Trainer
+from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import PPOClipLoss, TISLoss
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
 from learner.config.learner import BatchConfig, LearnerConfig

@@ -5,13 +5,13 @@ import torch
 from pydantic import ValidationError
 
 from bus.errors import ConfigError
-from learner.backends.megatron.checkpoint.checkpoint import (
+from learner.backends.megatron.optimizer.offload import OffloadedAdamW
+from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import (
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from learner.backends.megatron.optimizer.offload import OffloadedAdamW
-from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig

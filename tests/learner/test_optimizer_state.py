@@ -3,14 +3,14 @@ import torch
 from pydantic import ValidationError
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.backends.megatron.checkpoint.checkpoint import (
+from learner.backends.megatron.optimizer.bf16_adamw import MOMENTS, BFloat16StateAdamW
+from learner.backends.megatron.optimizer.optimizer import _prime
+from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import (
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from learner.backends.megatron.optimizer.bf16_adamw import MOMENTS, BFloat16StateAdamW
-from learner.backends.megatron.optimizer.optimizer import _prime
-from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bus.errors import ConfigError
+from learner.backends.base import StepResult
 from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.model.model import build_chunks
 from learner.backends.megatron.process_groups import divide_world
-from learner.backends.megatron.trainer import StepResult, Trainer
+from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig

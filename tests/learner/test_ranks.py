@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bus.errors import ConfigError
 from learner.backends.megatron.trainer import Trainer
@@ -43,8 +44,8 @@ def test_a_step_of_nothing_but_empty_micro_batches_is_skipped():
 
 
 def test_a_rank_without_groups_takes_an_empty_turn():
-    assert equally_many(batches := pack(random_samples([5, 5, 5]), 5)) == batches
-    assert [batch.lengths for batch in equally_many([])] == [(1,)]
+    assert equally_many(batches := pack(random_samples([5, 5, 5]), 5), dist.group.WORLD) == batches
+    assert [batch.lengths for batch in equally_many([], dist.group.WORLD)] == [(1,)]
 
 
 def test_a_trajectory_over_the_budget_is_refused_by_name_where_that_is_asked_for():

@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bus.errors import ConfigError
-from learner.backends.megatron.conversion.lazy import LazyWeights, Spec
 from learner.backends.megatron.conversion.weights import export_hf_weights, load_hf_weights
 from learner.backends.megatron.model.model import build_chunks
 from learner.backends.megatron.process_groups import divide_world
 from learner.config.parallel import ParallelConfig
+from learner.lazy_weights import LazyWeights, Spec
 from learner.model_directory import HFWeights
 from tests.learner.tiny import hf_state, tiny_model
 

@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bus.errors import ConfigError
 from learner import service
-from learner.backends.megatron.checkpoint.checkpoint import (
+from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import (
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from learner.backends.megatron.process_groups import divide_world
-from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import PPOClipLoss
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
 from learner.config.learner import BatchConfig, LearnerConfig
@@ -169,7 +169,7 @@ def trainer_and_settings(tmp_path, **learner):
     run = MiniRun(None, tmp_path, None, tmp_path / "none")  # of which only the settings are asked for
     settings = run.settings(**learner)
     initial = service.prepare(replace(settings, warmup=WarmupConfig(steps=0)), None)
-    trainer = service.new_trainer(settings, initial, settings.learner.optimizer, settings.learner.parallel)
+    trainer = service.new_backend(settings, initial, settings.learner.optimizer, settings.learner.parallel)
     return trainer, settings
 
 

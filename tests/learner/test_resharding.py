@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from learner.backends.megatron.checkpoint.checkpoint import (
+from learner.backends.megatron.core import parallel_state
+from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import (
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from learner.backends.megatron.core import parallel_state
-from learner.backends.megatron.process_groups import divide_world
-from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig

@@ -11,8 +11,8 @@ import torch
 
 from bus.errors import ConfigError, StorageError
 from learner import service
-from learner.backends.megatron.checkpoint.checkpoint import read_extra
 from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import read_extra
 from learner.config.algorithm import PPOClipLoss
 from learner.history.retrain import last_step, retrain_steps, summary
 from storage.disk import checkpoints

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from learner.backends.megatron.sharding import share_of_rank
 from learner.data.packing import pack
-from learner.data.sharding import share_of_rank
 from tests.learner.tiny import random_samples
 
 LENGTHS = [5, 17, 1, 32, 9]

@@ -15,7 +15,7 @@ import torch
 TIMEOUT_S = 60
 IMPORTED_BEFORE_FORKING = [
     "learner.backends.megatron.trainer",
-    "learner.backends.megatron.checkpoint.checkpoint",
+    "learner.checkpoint.commit",
     "tests.learner.tiny",
 ]
 
@@ -94,7 +94,7 @@ def _free_port() -> int:
 
 
 def _serve(rank: int, ranks: int, port: int, pipe: connection.Connection) -> None:
-    from learner.backends.megatron.process_groups import init_world
+    from learner.backends.factory import init_world
 
     torch.set_num_threads(1)
     os.environ |= {

@@ -8,15 +8,15 @@ from torch import Tensor
 from learner.backends.megatron.core import DistributedDataParallel
 
 
-def make_room(chunks: Iterable[DistributedDataParallel]) -> None:
-    """Free the memory for gradients, and what torch keeps for later; `take_room` comes before their use."""
+def release_gradients(chunks: Iterable[DistributedDataParallel]) -> None:
+    """Free the memory for gradients, and what torch keeps; `restore_gradients` comes before their use."""
     for gradients in _gradients(chunks):
         gradients.untyped_storage().resize_(0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def take_room(chunks: Iterable[DistributedDataParallel]) -> None:
+def restore_gradients(chunks: Iterable[DistributedDataParallel]) -> None:
     """Have memory for gradients again, which are to be set to zero; where it was not freed, do nothing.
 
     Views of them, which parameters and optimizer have, are views of it."""

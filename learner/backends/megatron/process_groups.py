@@ -1,6 +1,5 @@
-"""The learner's world of processes and megatron-core's process groups in it."""
+"""megatron-core's process groups in the learner's world of processes."""
 
-import os
 from datetime import timedelta
 from typing import TypeVar
 
@@ -10,37 +9,19 @@ import torch.distributed as dist
 from learner.backends.megatron.core import parallel_state, tensor_parallel
 from learner.backends.megatron.layout import refuse_world
 from learner.config.parallel import UNDIVIDED, ParallelConfig
+from learner.world.process_group import init_process_group, world_size
 
-INIT_TIMEOUT = timedelta(minutes=5)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 T = TypeVar("T")
-
-
-def device() -> torch.device:
-    """Return where this process computes: its own GPU where CUDA exists, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def init_world(parallel: ParallelConfig = UNDIVIDED) -> None:
     """Join the world that torchrun describes in the environment, or be a world of one.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. NCCL where CUDA exists, else gloo.
     Raises `ConfigError` when the world cannot be divided as `parallel` says, before it waits for anybody.
     """
-    refuse_world(parallel, int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1)
-    backend, device_id = "gloo", None
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        backend, device_id = "nccl", device()
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=INIT_TIMEOUT, device_id=device_id)
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it, its stubs do not
-        dist.init_process_group(
-            backend, store=store, rank=0, world_size=1, timeout=INIT_TIMEOUT, device_id=device_id
-        )
+    refuse_world(parallel, world_size())
+    init_process_group()
     divide_world(parallel)
 
 
@@ -101,17 +82,3 @@ def tensor_from_last_stage(values: torch.Tensor) -> torch.Tensor:
     if group.size() > 1:
         dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
     return values
-
-
-def gathered(value: T) -> list[T]:
-    """Return the `value` of every rank, in the order of ranks. Every rank calls this."""
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def most_over_ranks(count: int) -> int:
-    """Return the largest `count` of any rank. Every rank calls this."""
-    counts = torch.tensor(count, device=device())
-    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
-    return int(counts)

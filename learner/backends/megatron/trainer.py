@@ -1,37 +1,36 @@
 """One optimizer step at a time: model, gradients, update, diagnostics."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import JsonValue
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import TrainingError
 from learner.algorithms.diagnostics import off_policy_diagnostics, off_policy_sums
 from learner.algorithms.objective import DISTANCES, Objective, compute_loss
-from learner.backends.megatron.conversion.base import State
-from learner.backends.megatron.conversion.weights import (
-    Holders,
-    exported_shapes,
-    find_holders,
-    load_hf_weights,
-    stream_hf_weights,
-    whole_on_rank_0,
+from learner.backends.base import Exported, Loss, StepResult
+from learner.backends.frozen import FrozenPolicies
+from learner.backends.megatron.checkpoint.fingerprint import fingerprint
+from learner.backends.megatron.checkpoint.state import (
+    load_state,
+    refuse_other_training,
+    stage_state,
+    training_state,
 )
-from learner.backends.megatron.core import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-    get_forward_backward_func,
-    parallel_state,
-    tensor_parallel,
-)
-from learner.backends.megatron.device_memory import take_room
-from learner.backends.megatron.frozen import FrozenPolicies
+from learner.backends.megatron.checkpoint.writer import CopyBuffers, Staged
+from learner.backends.megatron.conversion.weights import load_hf_weights
+from learner.backends.megatron.core import DistributedDataParallel, get_forward_backward_func, parallel_state
+from learner.backends.megatron.ddp import data_parallel
+from learner.backends.megatron.device_memory import release_gradients, restore_gradients
+from learner.backends.megatron.export import WeightExport
+from learner.backends.megatron.forward import forward_logprobs
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.optimizer.optimizer import (
     build_optimizer,
@@ -42,57 +41,26 @@ from learner.backends.megatron.optimizer.optimizer import (
 from learner.backends.megatron.optimizer.schedule import learning_rate
 from learner.backends.megatron.process_groups import (
     data_parallel_sum,
-    device,
     from_last_stage,
-    most_over_ranks,
     tensor_from_last_stage,
 )
+from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.trainable import EVERYTHING, TrainableWeights
-from learner.config.algorithm import PPOClipLoss, SFTLoss, TISLoss
+from learner.checkpoint.manifest import differences
+from learner.config.algorithm import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, TrainedTokens, empty_micro_batch
-from learner.data.sharding import share_of_rank
+from learner.lazy_weights import State
+from learner.world.process_group import device, most_over_ranks
 
-Loss = TISLoss | PPOClipLoss | SFTLoss
 Sums = dict[str, Tensor]
-LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
 CLIP_EPS = 1e-6
 """Added to the gradient norm before clipping, as in torch."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """What one optimizer step did, over all data-parallel ranks."""
-
-    loss: float
-    """Mean over the trained tokens."""
-    grad_norm: float
-    """Before clipping."""
-    lr: float
-    tokens: int
-    """Trained tokens."""
-    skipped: bool
-    """The loss or the gradient was not finite, or no token was trained: the weights are as before. Where
-    several updates share a step (learner/algorithms/rl_step.py): at least one of them was skipped."""
-    diagnostics: dict[str, float]
-    """Means over the trained tokens; names and units in learner/algorithms/diagnostics.py."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """The weights by Hugging Face name, where they lie; `find_holders` says who has which."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    """Of all of them."""
-    here: Mapping[str, Tensor]
-    """Views of those that this rank has whole, their elements in order."""
-    rest: Callable[[], Iterator[tuple[str, Tensor]]]
-    """Gathers the others from all ranks, one after another, each good until the next."""
-
-
 class Trainer:
-    """A model and its optimizer on this rank. `learner.parallel.init_world` comes first."""
+    """A model and its optimizer on this rank, the `Backend` of megatron-core. `init_world` comes first."""
 
     def __init__(
         self,
@@ -112,15 +80,14 @@ class Trainer:
         load_hf_weights(self.chunks, hf_config, state)
         self.trainable = trainable
         trainable.freeze_others(self.chunks, hf_config)
-        self._parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
-        self._holders: Holders | None = None
-        self._exported: Exported | None = None
-        self._places: list[int] = []
-        """Where the parameters lay when `_exported` was made."""
+        self._export = WeightExport(self.chunks, hf_config)
+        self._checkpoint_buffers = CopyBuffers()
         self._read: torch.cuda.Event | None = None
         """Until when no weight may change."""
-        self.ddp = _data_parallel(self.chunks, parallel)
-        self.frozen = FrozenPolicies(self.chunks, self.settle_parameters)
+        self.ddp = data_parallel(self.chunks, parallel)
+        self.frozen = FrozenPolicies(
+            self.chunks, settle=self.settle_parameters, load=partial(load_hf_weights, self.chunks)
+        )
         self.steps_done = 0
         """Calls of `train_step`, skipped ones included."""
         self.set_optimizer(optimizer)
@@ -206,42 +173,40 @@ class Trainer:
                 f"optimizer.lr below {self.optimizer_config.lr}, or raise optimizer.max_skipped_in_a_row"
             )
 
+    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """Log-probs and entropy in nats, float32 [2, T] on the host; NaN where nothing is trained."""
+        return forward_logprobs(self.ddp, micro_batches, self.shares(micro_batches), temperature)
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that train other trajectories on the same weights."""
+        group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
+        return group
+
+    # --- weights out ---
+
     def export(self) -> dict[str, Tensor]:
         """Return copies of the weights by Hugging Face name, on rank 0; nothing on the others.
 
         Every rank calls this.
         """
-        return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.stream()}
+        self.settle_parameters()
+        return self._export.copies()
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights one after another on rank 0, each good until the next; every rank exhausts it."""
         self.settle_parameters()
-        self._holders = self._holders or find_holders(self.chunks)
-        yield from stream_hf_weights(self.chunks, self.hf_config, self._holders)
+        yield from self._export.stream()
 
     def exported(self) -> Exported:
         """The weights as rank 0 has them, to copy them at once; every other rank exhausts `stream`."""
         self.settle_parameters()
-        places = [parameter.data_ptr() for parameter in self._parameters]
-        if self._exported is None or self._places != places:
-            holders = self._holders = self._holders or find_holders(self.chunks)
-            here = whole_on_rank_0(self.chunks, self.hf_config, holders)
-            shapes = exported_shapes(self.hf_config, holders)
-            rest = partial(stream_hf_weights, self.chunks, self.hf_config, holders, without=here)
-            if len(here) == len(shapes):
-                rest = partial(iter, ())  # nobody sends any
-            self._exported, self._places = Exported(shapes, here, rest), places
-        return self._exported
-
-    @property
-    def alone_on_cpu(self) -> bool:
-        """Whether no other rank and no device takes part in what this one does."""
-        return device().type == "cpu" and dist.get_world_size() == 1
+        return self._export.views()
 
     @property
     def size_bytes(self) -> int:
-        """Of the weights on this rank."""
-        return sum(parameter.nbytes for parameter in self._parameters)
+        """Size of the weights on this rank."""
+        return sum(parameter.nbytes for chunk in self.chunks for parameter in chunk.parameters())
 
     def keep_until(self, read: torch.cuda.Event) -> None:
         """Have the device change no weight before `read`; the host does not wait."""
@@ -260,6 +225,36 @@ class Trainer:
             torch.cuda.current_stream().wait_event(self._read)
             self._read = None
 
+    def release_memory(self) -> None:
+        """Free the memory for gradients, and what torch keeps for later; the next step takes it again."""
+        release_gradients(self.ddp)
+
+    # --- checkpoints ---
+
+    def fingerprint(self) -> dict[str, JsonValue]:
+        """The model's hyperparameters that decide which weights fit it."""
+        return fingerprint(self.hf_config)
+
+    def other_hyperparameters(self, hf_config: PretrainedConfig) -> list[str]:
+        """List, for people, those by which weights of a model `hf_config` do not fit this one."""
+        return differences(fingerprint(hf_config), self.fingerprint())
+
+    def training_state(self) -> dict[str, JsonValue]:
+        """Where training stands, and what of it must be the same to go on from there."""
+        return training_state(self)
+
+    def stage_checkpoint(self, directory: Path) -> Staged:
+        """Copy weights, optimizer, random generators and own frozen policies, to be written there."""
+        return stage_state(self, directory, self._checkpoint_buffers)
+
+    def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` when a checkpoint of that `training_state` does not fit."""
+        refuse_other_training(directory, training, self)
+
+    def load_checkpoint(self, directory: Path, training: Mapping[str, Any]) -> None:
+        """Restore what `stage_checkpoint` wrote, and `training_state`. Raises `StorageError` if it cannot."""
+        load_state(self, directory, training)
+
     @property
     def model(self) -> PolicyModel:
         """The model, where this rank has all of it."""
@@ -273,7 +268,7 @@ class Trainer:
         temperature: float,
         policy_version: int,
     ) -> tuple[list[str], Tensor]:
-        take_room(self.ddp)
+        restore_gradients(self.ddp)
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -306,35 +301,6 @@ class Trainer:
             ).to(device())
             for batch in (*micro_batches, *idle)
         ]
-
-
-def _data_parallel(chunks: Sequence[PolicyModel], parallel: ParallelConfig) -> list[DistributedDataParallel]:
-    config = chunks[0].config
-    settings = DistributedDataParallelConfig(
-        use_distributed_optimizer=parallel.distributed_optimizer,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
-        grad_reduce_in_fp32=True,
-    )
-    wrapped = [
-        DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
-        for number, chunk in enumerate(chunks)
-    ]
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, LINEAR):
-            module.gradient_accumulation_fusion = True  # now that their weights have a place for the sum
-    config.finalize_model_grads_func = _finalize_gradients
-    if parallel.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in wrapped]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    return wrapped
-
-
-def _finalize_gradients(
-    chunks: list[DistributedDataParallel], _tokens: Tensor | None, **settings: object
-) -> None:
-    """Megatron-core's, but for dividing by the tokens, which the update does in passing."""
-    finalize_model_grads(chunks, None, **settings)
 
 
 def _forward_step(

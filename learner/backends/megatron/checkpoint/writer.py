@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.backends.megatron.checkpoint.manifest import file_digest
 from learner.backends.megatron.core import FileSystemWriterAsync, filesystem_async, torch_dist_strategy
+from learner.checkpoint.manifest import file_digest
 from learner.publication.transfer import host_memory
 
 
@@ -47,7 +47,7 @@ def install_in_process_writer() -> None:
     torch_dist_strategy.FileSystemWriterAsync = InProcessWriter
 
 
-class CopyRoom:
+class CopyBuffers:
     """Main memory for the copies of one checkpoint after another: locking the pages of as much takes seconds.
 
     Tensors that lie in main memory themselves are copied to memory that goes when they are written."""
@@ -61,9 +61,9 @@ class CopyRoom:
         if wanted != [(memory.shape, memory.dtype) for memory in self._memory]:
             self._memory = []  # before there is more
             self._memory = host_memory(wanted, page_locked=True)
-        room = iter(self._memory)
+        places = iter(self._memory)
         copies = [
-            next(room).copy_(tensor.detach(), non_blocking=True) if tensor.is_cuda else tensor.clone()
+            next(places).copy_(tensor.detach(), non_blocking=True) if tensor.is_cuda else tensor.clone()
             for tensor in tensors
         ]
         if wanted:
@@ -90,19 +90,19 @@ class Staged:
             finalizer()
 
 
-def stage(request: Any, room: CopyRoom) -> Staged:
+def stage(request: Any, buffers: CopyBuffers) -> Staged:
     """Copy what `dist_checkpointing.save(..., async_sharded_save=True)` says is to be written."""
     if request.async_fn is None:
         return Staged(lambda: None, [], request.finalize_fns)
-    rank, whole, results = request.async_fn_args  # its own way to copy would pin the tensors one by one
-    copies = iter(room.copied([tensor for _, _, (_, tensors) in whole for _, tensor in tensors]))
-    buckets = [
+    rank, buckets, results = request.async_fn_args  # its own way to copy would pin the tensors one by one
+    copies = iter(buffers.copied([tensor for _, _, (_, tensors) in buckets for _, tensor in tensors]))
+    parts = [
         (file, key, (objects, [(item, next(copies)) for item, _ in tensors]))
-        for file, key, (objects, tensors) in whole
+        for file, key, (objects, tensors) in buckets
     ]
 
     def writes() -> None:
-        request.async_fn(rank, buckets, results)
-        buckets.clear()  # copies outside the room are as large as what was copied
+        request.async_fn(rank, parts, results)
+        parts.clear()  # copies outside the buffers are as large as what was copied
 
-    return Staged(writes, [Path(file) for file, *_ in buckets], request.finalize_fns)
+    return Staged(writes, [Path(file) for file, *_ in parts], request.finalize_fns)

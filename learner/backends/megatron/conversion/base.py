@@ -4,7 +4,7 @@ A rule names one tensor of megatron-core and the Hugging Face tensors it is made
 parallelism belongs between the two: cut each Hugging Face part for the rank, then merge.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,7 +200,3 @@ class Family:
 def _written_out(rule: Rule, *numbers: int) -> Rule:
     parts = tuple(part.format(*numbers) for part in rule.parts)
     return Rule(rule.megatron.format(*numbers), parts, rule.layout)
-
-
-State = Mapping[str, Tensor]
-"""Weights by their Hugging Face name."""

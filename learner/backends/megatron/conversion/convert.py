@@ -12,7 +12,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from bus.errors import ConfigError, StorageError
-from learner.backends.megatron.checkpoint.manifest import (
+from learner.backends.megatron.checkpoint.fingerprint import fingerprint
+from learner.backends.megatron.conversion.base import OUTPUT, Rule, Shape
+from learner.backends.megatron.conversion.families import FAMILIES, shape_of
+from learner.backends.megatron.conversion.torch_dist import MegatronWeights, write_tensors
+from learner.backends.megatron.core import CheckpointingConfig, save_config
+from learner.backends.megatron.model.model import unsupported
+from learner.checkpoint.manifest import (
     MANIFEST,
     damaged_files,
     read_manifest,
@@ -20,12 +26,7 @@ from learner.backends.megatron.checkpoint.manifest import (
     refuse_other_model,
     write_manifest,
 )
-from learner.backends.megatron.conversion.base import OUTPUT, Rule, Shape
-from learner.backends.megatron.conversion.families import FAMILIES, shape_of
-from learner.backends.megatron.conversion.lazy import LazyWeights, Spec, tensor_digest
-from learner.backends.megatron.conversion.torch_dist import MegatronWeights, write_tensors
-from learner.backends.megatron.core import CheckpointingConfig, save_config
-from learner.backends.megatron.model.model import unsupported
+from learner.lazy_weights import LazyWeights, Spec, tensor_digest
 from learner.model_directory import (
     SHARD_BYTES,
     HFWeights,
@@ -82,7 +83,7 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
         hf_config.save_pretrained(temporary)
         copy_tokenizer(source, temporary)
         size_bytes = _verify(MegatronWeights(temporary, list(rules.values()), shape), seen.digests)
-        write_manifest(temporary, hf_config, training=None, extra={}, digests={})
+        write_manifest(temporary, model=fingerprint(hf_config), training=None, extra={}, digests={})
     return Converted(target, len(seen.digests), size_bytes)
 
 
@@ -108,7 +109,7 @@ def megatron_to_hf(
     described = model or source
     hf_config = load_hf_config(described)
     _refuse_unsupported(hf_config)
-    refuse_other_model(source, manifest, hf_config)
+    refuse_other_model(source, manifest, fingerprint(hf_config))
     tokenizer_dir = described if has_tokenizer(described) else None
     if tokenizer_dir is not None:
         refuse_other_vocabulary(hf_config, load_tokenizer(tokenizer_dir), tokenizer_dir)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from bus.errors import StorageError
 from learner.backends.megatron.conversion.base import Rule, Shape
-from learner.backends.megatron.conversion.lazy import LazyWeights, Spec
+from learner.lazy_weights import LazyWeights, Spec
 
 TENSORS = "__0_0.distcp"
 """The file that holds all tensors of a converted model."""

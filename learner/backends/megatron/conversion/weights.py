@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, SAME, Rule, Shape, State
+from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, SAME, Rule, Shape
 from learner.backends.megatron.conversion.families import FAMILIES, shape_of
-from learner.backends.megatron.conversion.lazy import part_of, spec_of
 from learner.backends.megatron.core import parallel_state
-from learner.backends.megatron.process_groups import device, gathered
+from learner.lazy_weights import State, part_of, spec_of
+from learner.world.process_group import device, gathered
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.local_experts\.(\d+)\.")

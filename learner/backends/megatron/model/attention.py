@@ -6,7 +6,8 @@ Here everything that depends on the lengths is computed once per micro-batch, in
 travels in the place of megatron-core's `PackedSeqParams`.
 
 Ranks that share the tokens of each sequence (context parallelism) hold them zig-zag, as
-learner/data/sharding.py cuts them; each gathers all keys and values, and attends from its own queries.
+learner/backends/megatron/sharding.py cuts them; each gathers all keys and values, and attends from its own
+queries.
 """
 
 import math

@@ -29,9 +29,9 @@ from learner.backends.megatron.model.attention import (
 )
 from learner.backends.megatron.model.norm import RMSNorm
 from learner.backends.megatron.model.output_layer import TokenLoss, label_logprobs, output_layer_loss
-from learner.backends.megatron.process_groups import device
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch
+from learner.world.process_group import device
 
 LOGITS_BYTES = 2 * 2**30 if torch.cuda.is_available() else 4 * 2**20
 """What the logits alive at a time may take, were they float32: longer packs go through in chunks. On CPU what
@@ -72,7 +72,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
 
         Without a loss, log-probabilities and entropy only, which then carry gradient; all float32 [N]. A
         pipeline stage before the last returns hidden states instead. `batch` is this rank's share
-        (learner/data/sharding.py).
+        (learner/backends/megatron/sharding.py).
         """
         hidden = self._hidden(batch)
         if not self.post_process:

@@ -30,8 +30,8 @@ from learner.backends.megatron.core import (
 )
 from learner.backends.megatron.optimizer.bf16_adamw import BFloat16StateAdamW
 from learner.backends.megatron.optimizer.offload import offload
-from learner.backends.megatron.process_groups import device
 from learner.config.optimizer import OptimizerConfig
+from learner.world.process_group import device
 
 
 @torch.no_grad()  # its shards are views of the parameters that must stay leaves

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from learner.backends.megatron.conversion.base import State
-from learner.backends.megatron.conversion.weights import load_hf_weights
+from learner.lazy_weights import State
 from learner.publication.transfer import host_memory
 
 Weights = list[dict[str, Tensor]]
@@ -26,12 +25,20 @@ class FrozenPolicies:
     again from the first switch on; where there is CUDA all of it is page-locked, in whole pages.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], settle: Callable[[], None]) -> None:
-        """`settle` is called before the parameters of `chunks` are read, to finish what still writes them."""
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], *, settle: Callable[[], None],
+        load: Callable[[PretrainedConfig, State], None],
+    ) -> None:  # fmt: skip
+        """Lend weights to `chunks`, this rank's pieces of the model.
+
+        `settle` is called before their parameters are read, to finish what still writes them; `load` gives
+        them weights by Hugging Face name, and raises `ConfigError` where they do not fit.
+        """
         self.sources: dict[str, Path] = {}
         """The directories that tags were read from."""
         self._chunks = chunks
         self._settle = settle
+        self._load = load
         self._held: dict[str, Weights] = {}
         self._current: Weights | None = None
 
@@ -50,10 +57,10 @@ class FrozenPolicies:
     def load(self, tag: str, hf_config: PretrainedConfig, state: State, source: Path) -> None:
         """Read the policy of `tag` from weights by their Hugging Face names. Every rank calls this.
 
-        `source` is where to find them again. Raises `ConfigError` as `load_hf_weights` does.
+        `source` is where to find them again. Raises `ConfigError` where they do not fit the model.
         """
         with self._current_kept() as live:
-            load_hf_weights(self._chunks, hf_config, state)
+            self._load(hf_config, state)
             self._put(tag, live, source)
 
     def restore(self, tag: str, weights: Weights) -> None:
@@ -61,8 +68,8 @@ class FrozenPolicies:
         self._put(tag, weights, None)
 
     def weights(self, tag: str) -> Weights:
-        """What is held of `tag`; or room for it, whose contents mean nothing yet."""
-        return self._held.get(tag) or _room(self._live())
+        """What is held of `tag`; or buffers for it, whose contents mean nothing yet."""
+        return self._held.get(tag) or _buffers_like(self._live())
 
     def keep_only(self, tags: set[str]) -> None:
         """Forget all others."""
@@ -84,7 +91,7 @@ class FrozenPolicies:
     @contextmanager
     def _current_kept(self) -> Iterator[Weights]:
         live = self._live()
-        self._current = self._current or _room(live)
+        self._current = self._current or _buffers_like(live)
         _copy(live, self._current)
         try:
             yield live
@@ -93,7 +100,7 @@ class FrozenPolicies:
 
     def _put(self, tag: str, weights: Weights, source: Path | None) -> None:
         if tag not in self._held:
-            self._held[tag] = _room(weights)
+            self._held[tag] = _buffers_like(weights)
         _copy(weights, self._held[tag])
         self.sources.pop(tag, None)
         if source is not None:
@@ -106,7 +113,7 @@ class FrozenPolicies:
         return [dict(chunk.named_parameters()) for chunk in self._chunks]
 
 
-def _room(weights: Sequence[Mapping[str, Tensor]]) -> Weights:
+def _buffers_like(weights: Sequence[Mapping[str, Tensor]]) -> Weights:
     return [dict(zip(chunk, _like(list(chunk.values())), strict=True)) for chunk in weights]
 
 

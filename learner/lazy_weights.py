@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from learner.backends.megatron.conversion.base import State
+State = Mapping[str, Tensor]
+"""Weights by their Hugging Face name."""
 
 
 class Spec(NamedTuple):

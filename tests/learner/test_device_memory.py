@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from learner.backends.megatron.device_memory import make_room, take_room
+from learner.backends.megatron.device_memory import restore_gradients
 from learner.backends.megatron.trainer import Trainer
 from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
@@ -29,10 +29,10 @@ def test_steps_are_the_same_though_the_gradients_gave_way_between_them(offload):
             assert not result.skipped
             if trainer is yielding:
                 before = gradient_bytes(trainer)
-                make_room(trainer.ddp)
+                trainer.release_memory()
                 assert (before > 0, gradient_bytes(trainer)) == (True, 0)
-                make_room(trainer.ddp)  # once more does no harm
+                trainer.release_memory()  # once more does no harm
         exported = yielding.export()
         assert all(torch.equal(exported[name], tensor) for name, tensor in kept.export().items())
-    take_room(yielding.ddp)
+    restore_gradients(yielding.ddp)
     assert gradient_bytes(yielding) == gradient_bytes(kept)

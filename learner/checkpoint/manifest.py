@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
-from transformers import PretrainedConfig
 from xxhash import xxh3_128
 
 from bus.errors import ConfigError, StorageError
-from learner.backends.megatron.conversion.families import shape_of
-from learner.backends.megatron.model.model import rope_theta
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -20,8 +17,8 @@ READ_BYTES = 1 << 20
 
 def write_manifest(
     directory: Path,
-    hf_config: PretrainedConfig,
     *,
+    model: Mapping[str, JsonValue],
     training: Mapping[str, JsonValue] | None,
     extra: Mapping[str, JsonValue],
     digests: Mapping[str, str],
@@ -30,8 +27,8 @@ def write_manifest(
 
     Args:
         directory: of the checkpoint, everything else in it is complete.
-        hf_config: of the model.
-        training: where the trainer stands; `None` where there are weights only.
+        model: its hyperparameters that decide which weights fit (`Backend.fingerprint`).
+        training: where the backend stands; `None` where there are weights only.
         extra: what the caller wants kept.
         digests: of files whose digest is known already; the others are read.
     """
@@ -41,7 +38,7 @@ def write_manifest(
     }
     manifest = {
         "format": FORMAT,
-        "model": fingerprint(hf_config),
+        "model": dict(model),
         "training": training,
         "extra": dict(extra),
         "files": files,
@@ -86,31 +83,18 @@ def refuse_damage(directory: Path, damaged: Iterable[str]) -> None:
         )
 
 
-def refuse_other_model(directory: Path, manifest: Mapping[str, Any], hf_config: PretrainedConfig) -> None:
+def refuse_other_model(
+    directory: Path, manifest: Mapping[str, Any], fingerprint: Mapping[str, JsonValue]
+) -> None:
     """Raise `ConfigError` with all differences when the checkpoint is of another model."""
-    if different := _differences(manifest["model"], hf_config):
+    if different := differences(manifest["model"], fingerprint):
         raise ConfigError(f"checkpoint {directory} is of another model: {', '.join(different)}")
 
 
-def differences(found: PretrainedConfig, wanted: PretrainedConfig) -> list[str]:
+def differences(found: Mapping[str, JsonValue], wanted: Mapping[str, JsonValue]) -> list[str]:
     """List, for people, the hyperparameters by which weights of `found` do not fit a model of `wanted`."""
-    return _differences(fingerprint(found), wanted)
-
-
-def _differences(found: Mapping[str, JsonValue], wanted: PretrainedConfig) -> list[str]:
-    return [
-        f"{key} is {found.get(key)}, not {value}"
-        for key, value in fingerprint(wanted).items()
-        if found.get(key) != value
-    ]
-
-
-def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
-    """Return all hyperparameters that decide which weights fit, as they read back from JSON."""
-    shape = vars(shape_of(hf_config)).copy()
-    experts = shape.pop("experts")
-    routing = {} if experts is None else {"experts": json.loads(json.dumps(vars(experts)))}
-    return {"model_type": hf_config.model_type, "rope_theta": rope_theta(hf_config), **shape, **routing}
+    other = [key for key in wanted if found.get(key) != wanted[key]]
+    return [f"{key} is {found.get(key)}, not {wanted[key]}" for key in other]
 
 
 def file_digest(path: Path) -> str:

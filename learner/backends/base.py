@@ -1,0 +1,156 @@
+"""What the learner asks of whatever holds and trains the model: its weights, its optimizer, their files.
+
+The loop, the objective, scoring, publication and the commit of checkpoints know this module alone. Which
+backend is built is decided in learner/backends/factory.py.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from pydantic import JsonValue
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from learner.algorithms.objective import Objective
+from learner.backends.frozen import FrozenPolicies
+from learner.config.algorithm import PPOClipLoss, SFTLoss, TISLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.data.packing import MicroBatch
+
+Loss = TISLoss | PPOClipLoss | SFTLoss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one optimizer step did, over all data-parallel ranks."""
+
+    loss: float
+    """Mean over the trained tokens."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    tokens: int
+    """Trained tokens."""
+    skipped: bool
+    """The loss or the gradient was not finite, or no token was trained: the weights are as before. Where
+    several updates share a step (learner/algorithms/rl_step.py): at least one of them was skipped."""
+    diagnostics: dict[str, float]
+    """Means over the trained tokens; names and units in learner/algorithms/diagnostics.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """The weights by Hugging Face name, where they lie."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shape of every weight."""
+    here: Mapping[str, Tensor]
+    """Views of those that this rank has complete, their elements in order."""
+    rest: Callable[[], Iterator[tuple[str, Tensor]]]
+    """Gathers the others from all ranks, one after another, each good until the next."""
+
+
+class StagedFiles(Protocol):
+    """A rank's part of a checkpoint, copied to the host; training may go on, and nothing is written yet."""
+
+    def write(self) -> dict[str, str]:
+        """Write this rank's files on a thread, without any collective; return their xxh3-128 by name."""
+
+    def finalize(self) -> None:
+        """Write what describes all files. Every rank calls this, where its collectives are called."""
+
+
+class Backend(Protocol):
+    """A model and its optimizer on this rank. `factory.init_world` comes first.
+
+    Every rank calls the same methods in the same order, on the thread where torch works: most are collective.
+    T is the tokens of a micro-batch, padding between its sequences left out.
+    """
+
+    hf_config: PretrainedConfig
+    optimizer_config: OptimizerConfig
+    """Read at each step: retraining changes it between two, while the optimizer's state stays."""
+    frozen: FrozenPolicies
+    """Other policies that lend the model their weights: reference and teacher."""
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that train other trajectories on the same weights; its rank says which share is ours.
+
+        The rank calls it to fetch its groups, `rl_step` to add up the counts of a batch."""
+
+    # --- training: learner/algorithms/rl_step.py, learner/scoring, learner/warmup.py ---
+
+    def train_step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Loss | Objective,
+        *,
+        temperature: float,
+        policy_version: int,
+    ) -> StepResult:
+        """Update the weights once, on the mean loss over the trained tokens of all ranks and micro-batches.
+
+        Args:
+            micro_batches: those of this data-parallel rank; equal on the ranks that share a model with it.
+            loss: which loss to compute; one that wants other policies' log-probs finds them in the
+                micro-batches.
+            temperature: at which the tokens were sampled; 1 for SFT.
+            policy_version: of the weights before the update, to tell fresh tokens from stale ones.
+
+        Raises `TrainingError` after `optimizer.max_skipped_in_a_row` updates that were not finite.
+        """
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+        """Log-probs and entropy in nats, float32 [2, T] on the host, of the labels of each micro-batch.
+
+        NaN where no label is trained. Nothing of the backend changes."""
+
+    def set_optimizer(self, config: OptimizerConfig) -> None:
+        """Start over with a fresh optimizer state and learning-rate warm-up; the weights stay."""
+
+    def release_memory(self) -> None:
+        """Leave to other processes what the next step does not need of the device; that step takes it back.
+
+        The learner calls it before it yields a device that it shares with actors."""
+
+    # --- weights out: learner/publication/host_copy.py and the export at the end ---
+
+    def export(self) -> dict[str, Tensor]:
+        """Return copies of the weights by Hugging Face name, on rank 0; nothing on the others.
+
+        The other ranks call this as well where rank 0 calls `exported` and exhausts `Exported.rest`."""
+
+    def exported(self) -> Exported:
+        """The weights as rank 0 has them, to copy them at once."""
+
+    def keep_until(self, read: torch.cuda.Event) -> None:
+        """Have the device change no weight before `read`; the host does not wait."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the weights on this rank."""
+
+    # --- checkpoints: learner/checkpoint/commit.py ---
+
+    def fingerprint(self) -> dict[str, JsonValue]:
+        """The model's hyperparameters that decide which weights fit it."""
+
+    def other_hyperparameters(self, hf_config: PretrainedConfig) -> list[str]:
+        """List, for people, those by which weights of a model `hf_config` do not fit this one."""
+
+    def training_state(self) -> dict[str, JsonValue]:
+        """Where training stands, and what of it must be the same to go on from there."""
+
+    def stage_checkpoint(self, directory: Path) -> StagedFiles:
+        """Copy weights, optimizer, random generators and own frozen policies, to be written there."""
+
+    def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` when a checkpoint of that `training_state` does not fit this backend."""
+
+    def load_checkpoint(self, directory: Path, training: Mapping[str, Any]) -> None:
+        """Restore what `stage_checkpoint` wrote, and `training_state`. Raises `StorageError` if it cannot."""

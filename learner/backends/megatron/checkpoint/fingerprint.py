@@ -1,0 +1,17 @@
+"""The hyperparameters of a model that decide which weights fit it."""
+
+import json
+
+from pydantic import JsonValue
+from transformers import PretrainedConfig
+
+from learner.backends.megatron.conversion.families import shape_of
+from learner.backends.megatron.model.model import rope_theta
+
+
+def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
+    """Return all hyperparameters that decide which weights fit, as they read back from JSON."""
+    shape = vars(shape_of(hf_config)).copy()
+    experts = shape.pop("experts")
+    routing = {} if experts is None else {"experts": json.loads(json.dumps(vars(experts)))}
+    return {"model_type": hf_config.model_type, "rope_theta": rope_theta(hf_config), **shape, **routing}

@@ -1,0 +1,46 @@
+"""The wrapper that adds up gradients over the ranks that train other trajectories."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from learner.backends.megatron.core import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+    tensor_parallel,
+)
+from learner.backends.megatron.model.model import PolicyModel
+from learner.config.parallel import ParallelConfig
+
+LINEAR = (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)
+
+
+def data_parallel(chunks: Sequence[PolicyModel], parallel: ParallelConfig) -> list[DistributedDataParallel]:
+    """Wrap this rank's pieces of the model so that gradients are added up over the data-parallel ranks."""
+    config = chunks[0].config
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        grad_reduce_in_fp32=True,
+    )
+    wrapped = [
+        DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, LINEAR):
+            module.gradient_accumulation_fusion = True  # now that their weights have a place for the sum
+    config.finalize_model_grads_func = _finalize_gradients
+    if parallel.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
+
+
+def _finalize_gradients(
+    chunks: list[DistributedDataParallel], _tokens: Tensor | None, **settings: object
+) -> None:
+    """Megatron-core's, but for dividing by the tokens, which the update does in passing."""
+    finalize_model_grads(chunks, None, **settings)

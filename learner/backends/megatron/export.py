@@ -1,0 +1,57 @@
+"""The weights leave the model under the names and in the layout that Hugging Face files have."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from learner.backends.base import Exported
+from learner.backends.megatron.conversion.weights import (
+    Holders,
+    exported_shapes,
+    find_holders,
+    stream_hf_weights,
+    whole_on_rank_0,
+)
+from learner.backends.megatron.model.model import PolicyModel
+
+
+class WeightExport:
+    """Gathers weights at rank 0. The parameters must be settled (`Trainer.settle_parameters`) before."""
+
+    def __init__(self, chunks: Sequence[PolicyModel], hf_config: PretrainedConfig) -> None:
+        self._chunks = chunks
+        self._hf_config = hf_config
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._known_holders: Holders | None = None
+        self._exported: Exported | None = None
+        self._addresses: list[int] = []
+        """Where the parameters lay when `_exported` was made."""
+
+    def stream(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights one after another on rank 0, each good until the next; every rank exhausts it."""
+        yield from stream_hf_weights(self._chunks, self._hf_config, self._holders())
+
+    def copies(self) -> dict[str, Tensor]:
+        """Copies of all weights on rank 0; nothing on the others."""
+        return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.stream()}
+
+    def views(self) -> Exported:
+        """The weights as rank 0 has them; every other rank exhausts `stream`."""
+        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        if self._exported is None or self._addresses != addresses:
+            holders = self._holders()
+            here = whole_on_rank_0(self._chunks, self._hf_config, holders)
+            shapes = exported_shapes(self._hf_config, holders)
+            rest = partial(stream_hf_weights, self._chunks, self._hf_config, holders, without=here)
+            if len(here) == len(shapes):
+                rest = partial(iter, ())  # nobody sends any
+            self._exported, self._addresses = Exported(shapes, here, rest), addresses
+        return self._exported
+
+    def _holders(self) -> Holders:
+        """Which rank has which weight; to find out is a collective, once."""
+        self._known_holders = self._known_holders or find_holders(self._chunks)
+        return self._known_holders

@@ -1,0 +1,170 @@
+"""The learner's state in checkpoint directories (storage/disk/checkpoints.py), whatever backend trains.
+
+Each holds the backend's files, the model's `config.json` and a manifest (learner/checkpoint/manifest.py) with
+where the backend stands and what the caller wants kept with them. A directory gets its name when all of it is
+on disk.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from pydantic import JsonValue
+
+from bus.errors import ConfigError, StorageError
+from learner.backends.base import Backend, StagedFiles
+from learner.checkpoint.manifest import (
+    damaged_files,
+    read_manifest,
+    refuse_damage,
+    refuse_other_model,
+    write_manifest,
+)
+from learner.world.process_group import gathered
+from storage.disk import checkpoints
+from storage.disk.atomic_files import TEMPORARY_PREFIX
+
+WRITING_TIMEOUT_S = 3600.0
+"""A rank that has not written its files by then has failed."""
+
+
+class PendingCheckpoint:
+    """A checkpoint whose files are being written while training goes on; nobody sees it before `finish`."""
+
+    def __init__(
+        self, staged: StagedFiles, publish: Callable[[Mapping[str, str]], None], final: Path
+    ) -> None:
+        """Begin to write on a thread. `start_checkpoint` makes one of these."""
+        self.finished = False
+        self._staged = staged
+        self._publish = publish
+        self._final = final
+        thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing = thread.submit(staged.write)
+        thread.shutdown(wait=False)
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's files are on disk, so that `finish` need not wait for them."""
+        return self._writing.done()
+
+    def finish(self) -> None:
+        """Wait for the files of all ranks, and give the checkpoint its name; then it survives a power cut.
+
+        Every rank calls this, at the same point between its other collectives. Once is enough. Raises
+        `StorageError` on all of them when any could not write.
+        """
+        if self.finished:
+            return
+        self.finished = True
+        # Every rank learns of a failure here: one that raised alone would leave the others waiting.
+        failures = [failure for failure in gathered(self._failure()) if failure]
+        if failures:
+            raise StorageError(f"cannot write checkpoint {self._final}: {'; '.join(failures)}")
+        self._staged.finalize()
+        digests = {name: digest for part in gathered(self._writing.result()) for name, digest in part.items()}
+        if dist.get_rank() == 0:
+            self._publish(digests)
+        dist.barrier()  # nobody prunes or commits before the checkpoint has its name
+
+    def _failure(self) -> str:
+        """What went wrong on this rank, or nothing."""
+        try:
+            error = self._writing.exception(WRITING_TIMEOUT_S)
+        except TimeoutError:
+            return f"rank {dist.get_rank()} is not done after {WRITING_TIMEOUT_S:.0f} s"
+        return f"rank {dist.get_rank()}: {error}" if error else ""
+
+
+def start_checkpoint(
+    backend: Backend,
+    root: Path,
+    step: int,
+    extra: Mapping[str, JsonValue],
+    *,
+    keep: int,
+    after: PendingCheckpoint | None = None,
+) -> PendingCheckpoint:
+    """Copy everything `load_checkpoint` needs, and begin to write it. Every rank calls this.
+
+    There is one such checkpoint at a time: `after`, the one before, is finished first.
+
+    Args:
+        backend: may train on as soon as this returns.
+        root: directory of the checkpoints.
+        step: names the checkpoint; one of the same step is replaced.
+        extra: kept with it; that of rank 0 counts.
+        keep: how many of the newest checkpoints remain.
+        after: the checkpoint before, if it may be unfinished.
+    """
+    if after is not None:
+        after.finish()
+    if dist.get_rank() == 0:
+        checkpoints.remove_leftovers(root)
+        checkpoints.temporary(root, step)
+    dist.barrier()  # the directory is there before another rank writes into it
+    temporary, final = checkpoints.temporary(root, step), checkpoints.directory(root, step)
+    staged, training = backend.stage_checkpoint(temporary), backend.training_state()
+
+    def publish(digests: Mapping[str, str]) -> None:
+        backend.hf_config.save_pretrained(temporary)
+        write_manifest(
+            temporary, model=backend.fingerprint(), training=training, extra=extra, digests=digests
+        )
+        _replace(temporary, final)
+        checkpoints.prune(root, keep)
+
+    return PendingCheckpoint(staged, publish, final)
+
+
+def save_checkpoint(
+    backend: Backend, root: Path, step: int, extra: Mapping[str, JsonValue], *, keep: int
+) -> None:
+    """Write a checkpoint; on return it survives a power cut. Every rank calls this."""
+    start_checkpoint(backend, root, step, extra, keep=keep).finish()
+
+
+def load_checkpoint(backend: Backend, directory: Path) -> dict[str, JsonValue]:
+    """Restore `backend` to what it was, and return what was saved as `extra`. Every rank calls this.
+
+    Another number of ranks, or another layout of them, may have saved it; then their random generators go
+    on as they are. Raises `StorageError` for a checkpoint that is missing or damaged, `ConfigError` for one
+    of another model, or with other weights frozen.
+    """
+    manifest = read_manifest(directory)
+    refuse_other_model(directory, manifest, backend.fingerprint())
+    training: dict[str, Any] | None = manifest["training"]
+    if training is None:
+        raise ConfigError(f"{directory} holds weights only: training starts from it with --model.path")
+    backend.refuse_other_training(directory, training)  # before all files are read
+    _refuse_damage_on_any_rank(directory, manifest)
+    backend.load_checkpoint(directory, training)
+    return dict(manifest["extra"])
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """Return the checkpoint of the highest step, if there is one."""
+    return checkpoints.latest(root)
+
+
+def read_extra(directory: Path) -> dict[str, JsonValue]:
+    """Return what was saved as `extra`, before there is a backend to load. Raises `StorageError`."""
+    return dict(read_manifest(directory)["extra"])
+
+
+def _refuse_damage_on_any_rank(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise on every rank when a file is damaged. Each rank reads its share of the files."""
+    share = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
+    damaged = gathered(damaged_files(directory, manifest, share))
+    refuse_damage(directory, [name for names in damaged for name in names])
+
+
+def _replace(temporary: Path, final: Path) -> None:
+    replaced = final.with_name(f"{TEMPORARY_PREFIX}replaced-{final.name}")
+    if final.exists():
+        final.rename(replaced)
+    checkpoints.publish(temporary, final)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,60 @@
+"""The learner's processes as torch's default process group, whatever backend divides them."""
+
+import os
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+INIT_TIMEOUT = timedelta(minutes=5)
+T = TypeVar("T")
+
+
+def device() -> torch.device:
+    """Return where this process computes: its own GPU where CUDA exists, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def world_rank() -> int:
+    """This process's number in the world, from 0; known before the world is."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """How many processes there are; known before the world is."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
+
+
+def init_process_group() -> None:
+    """Join the world that torchrun describes in the environment, or be a world of one.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. NCCL where CUDA exists, else gloo.
+    """
+    backend, device_id = "gloo", None
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        backend, device_id = "nccl", device()
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=INIT_TIMEOUT, device_id=device_id)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it, its stubs do not
+        dist.init_process_group(
+            backend, store=store, rank=0, world_size=1, timeout=INIT_TIMEOUT, device_id=device_id
+        )
+
+
+def gathered(value: T) -> list[T]:
+    """Return the `value` of every rank, in the order of ranks. Every rank calls this."""
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def most_over_ranks(count: int) -> int:
+    """Return the largest `count` of any rank. Every rank calls this."""
+    counts = torch.tensor(count, device=device())
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+    return int(counts)
