@@ -317,8 +317,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
             return f"{key}.type: no {wanted!r}: {_nearest(wanted, there.split(', '))}there are: {there}"
         case "model_type":
             return f"{key} is a table of settings, not a value (got {value!r})"
-    said = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"{key}: {said[:1].lower()}{said[1:]} (got {value!r})"
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"{key}: {message[:1].lower()}{message[1:]} (got {value!r})"
 
 
 def _fields(location: Iterable[str]) -> Mapping[str, FieldInfo]:

@@ -21,7 +21,7 @@ from bus.errors import SluiceError
 from bus.waiting import cancelled, ended_before, set_within
 from launch.benchmarks.overlap_record import Heard, Turn
 from launch.benchmarks.overlap_report import MODES, account_of, figures, staleness, trained
-from launch.chaos.faults import END_TIMEOUT_S, Victim
+from launch.chaos.faults import END_TIMEOUT_S, LocalRun
 from launch.config import RunConfig
 from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
@@ -85,7 +85,7 @@ async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> d
     run = RunDirectory(config.directory, config.run)
     given = config.directory / f"{config.run}.json"
     await asyncio.to_thread(write_json, given, json.loads(config.model_dump_json(exclude={"bus"})))
-    local = Victim(run, ("--config", str(given)), random.Random(0), log_name="overlap.log")
+    local = LocalRun(run, ("--config", str(given)), random.Random(0), log_name="overlap.log")
     measurement = Measurement(local, config, plan, stop)
     try:
         await local.start()
@@ -110,7 +110,7 @@ def measured(measurement: "Measurement", failure: SluiceError | None) -> dict[st
     return figures(measurement.config, measurement.local.run, measurement.heard, turns)
 
 
-async def end_run(local: Victim, plan: Plan, stop: asyncio.Event) -> str:
+async def end_run(local: LocalRun, plan: Plan, stop: asyncio.Event) -> str:
     """`WELL`, or what was wrong with it: what was measured before is true all the same."""
     left_s = plan.ending_s - plan.elapsed_s()
     log.info("run_ends", at_s=round(plan.elapsed_s(), 1), log=str(local.log))
@@ -145,7 +145,7 @@ async def accounted(
 class Measurement:
     """The turns of a run, as far as they came."""
 
-    def __init__(self, local: Victim, config: RunConfig, plan: Plan, stop: asyncio.Event) -> None:
+    def __init__(self, local: LocalRun, config: RunConfig, plan: Plan, stop: asyncio.Event) -> None:
         self.local = local
         self.config = config
         self.turns: list[Turn] = []
@@ -213,7 +213,7 @@ class Measurement:
         began = time.monotonic()
         quiet, step = began + first_s, -1
         while True:
-            self.local.refuse_end()
+            self.local.raise_if_ended()
             await self._listen()
             if it := found(self.heard):
                 return it

@@ -1,4 +1,4 @@
-"""The harm a soak does to a `launch local`: processes killed and suspended, disks full, streams damaged."""
+"""Faults that a soak injects into a `launch local`: killed processes, full disks, damaged streams."""
 
 import asyncio
 import os
@@ -24,13 +24,13 @@ PARTS = ("actors", "storage", "learner", "bus")
 END_TIMEOUT_S = 180.0
 ORPHAN_TIMEOUT_S = 60.0
 GONE_TIMEOUT_S = 3.0
-"""What was killed is gone after that, unless the kernel holds it."""
+"""Longest wait until killed processes are gone; the kernel may hold one for longer."""
 CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass
-class Victim:
-    """A `launch local` under fire."""
+class LocalRun:
+    """A `launch local` in a child process, into which faults are injected."""
 
     run: RunDirectory
     settings: Sequence[str]
@@ -39,8 +39,8 @@ class Victim:
     log_name: str = "soak.log"
     faults: Counter[str] = field(default_factory=Counter)
     process: asyncio.subprocess.Process | None = None
-    deaf: ExitStack = field(default_factory=ExitStack)
-    """Connections that take nothing of what the bus sends them."""
+    slow_consumers: ExitStack = field(default_factory=ExitStack)
+    """Connections to the bus that read nothing of what they subscribed to."""
 
     @property
     def kills(self) -> int:
@@ -49,7 +49,7 @@ class Victim:
 
     @property
     def log(self) -> Path:
-        """What its processes said."""
+        """File with the output of its processes."""
         return self.run.path.parent / self.log_name
 
     async def start(self) -> None:
@@ -62,8 +62,11 @@ class Victim:
             )  # fmt: skip
 
     async def end(self, timeout_s: float = END_TIMEOUT_S) -> None:
-        """Stop kindly. Raises `SluiceError` when the run does not end (`kill` does it), or not well."""
-        self.deaf.close()
+        """Interrupt the run and wait for its end.
+
+        Raises `SluiceError` when it does not end in time (then call `kill`), or ends with an error.
+        """
+        self.slow_consumers.close()
         if self.process is None:
             return
         with suppress(ProcessLookupError):
@@ -77,11 +80,12 @@ class Victim:
             raise SluiceError(f"the run ended with status {status}: see {self.log}")
 
     async def kill(self, patience_s: float = ORPHAN_TIMEOUT_S) -> None:
-        """Stop by force what still runs: the supervisor, and what does not end soon because it is gone.
+        """Kill the supervisor, then those of its children that did not end by themselves.
 
         Args:
-            patience_s: how soon; 0 kills every process at once."""
-        self.deaf.close()
+            patience_s: time that the children have to end; 0 kills every process at once.
+        """
+        self.slow_consumers.close()
         if self.process is None or self.process.returncode is not None:
             return
         children: list[psutil.Process] = []
@@ -93,7 +97,7 @@ class Victim:
             _kill_all(orphan)
         await asyncio.to_thread(psutil.wait_procs, orphans, timeout=GONE_TIMEOUT_S)
 
-    def refuse_end(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raise `SluiceError` if the run has given up."""
         if self.process is not None and self.process.returncode is not None:
             raise SluiceError(
@@ -102,16 +106,16 @@ class Victim:
             )
 
     def terminate(self, name: str) -> None:
-        """Have a part end kindly; its supervisor starts it again."""
+        """Send SIGTERM to a part; its supervisor starts it again."""
         for process in self._find(name):
             with suppress(psutil.NoSuchProcess):
                 process.terminate()
 
-    # --- what is done to it ---
+    # --- faults ---
 
-    async def harm(self, left_s: float) -> None:
-        """Do one harm, drawn at random, of those that are over in `left_s`; a short one if none is left."""
-        harms: list[tuple[float, float, Callable[[], Coroutine[Any, Any, None]]]] = [
+    async def inject_fault(self, left_s: float) -> None:
+        """Inject one fault, drawn at random among those that are over within `left_s`; most take no time."""
+        faults: list[tuple[float, float, Callable[[], Coroutine[Any, Any, None]]]] = [
             (60, 0, self._kill_part),
             (12, 0, self._kill_server),
             (8, 0, self._kill_supervisor),
@@ -121,7 +125,7 @@ class Victim:
             (4, 0, self._connect_slow_consumer),
             (6, 0, self._damage_bus),
         ]
-        possible = [(weight, do) for weight, needs_s, do in harms if needs_s <= max(left_s, 0)]
+        possible = [(weight, do) for weight, needs_s, do in faults if needs_s <= max(left_s, 0)]
         [chosen] = self.random.choices([do for _, do in possible], weights=[weight for weight, _ in possible])
         await chosen()
 
@@ -136,15 +140,15 @@ class Victim:
         await self.start()
 
     async def _suspend_briefly(self) -> None:
-        """Longer, now and then, than roles stay with a silent holder."""
+        """Suspend a part, sometimes for longer than a silent holder keeps its role."""
         await self._suspend(self.random.choice(PARTS[:3]), self.random.uniform(2, 9))
 
     async def _suspend_beyond_ack_wait(self) -> None:
-        """What it holds of the streams goes to others meanwhile."""
+        """Suspend a part until the messages that it fetched are delivered to others."""
         await self._suspend(self.random.choice(PARTS[:3]), ACK_WAIT_S + 5)
 
     async def _fill_disk(self) -> None:
-        """No file may grow for a while: the writes fail, with EFBIG in the place of ENOSPC."""
+        """Let no file of a process grow for a while: its writes fail, with EFBIG for ENOSPC."""
         name = self.random.choice(("storage", "learner", "nats-server"))
         for process in self._find(name):
             with suppress(psutil.NoSuchProcess):
@@ -155,16 +159,18 @@ class Victim:
                 process.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
 
     async def _connect_slow_consumer(self) -> None:
-        """Somebody who wants every message of the run, and reads none."""
+        """Connect a client that subscribes to every message of the run and reads none."""
         for process in self._find("nats-server"):
             with suppress(psutil.Error, OSError):
                 ports = [c.laddr.port for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
                 subject = f"sluice.{self.run.path.name}.>"
-                self.deaf.enter_context(closing(await asyncio.to_thread(_deaf, ports[0], subject)))
+                self.slow_consumers.enter_context(
+                    closing(await asyncio.to_thread(_slow_consumer, ports[0], subject))
+                )
                 self.faults["slow consumer"] += 1
 
     async def _damage_bus(self) -> None:
-        """The faults with which Jepsen broke NATS 2.12.1: the directory truncated, a bit flipped, wiped."""
+        """Truncate a block, flip a bit or wipe the directory, as Jepsen did when it broke NATS 2.12.1."""
         how = self.random.choice(["truncated", "flipped", "wiped"])
         await self._kill_everything()
         store = self.run.bus / "jetstream"
@@ -192,45 +198,53 @@ class Victim:
                 process.resume()
 
     async def _kill_everything(self) -> None:
-        self.refuse_end()
+        self.raise_if_ended()
         await self.kill()
         self.faults["killed supervisor"] += 1
 
     def _find(self, name: str) -> Iterator[psutil.Process]:
-        """Running processes of one part."""
+        """Find the running processes of one part."""
         if self.process is None or self.process.returncode is not None:
             return
         with suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess, IndexError):
+                with suppress(psutil.NoSuchProcess):
                     command = child.cmdline()
-                    if name in (command[3], Path(command[0]).name):
+                    program = Path(command[0]).name if command else ""  # a zombie has no command
+                    if name in (launch_command(command), program):
                         yield child
 
 
-def _kill(process: psutil.Process) -> list[psutil.Process]:
-    """Kill a process, whatever is raised; returns those that it had begun, and theirs.
+def launch_command(arguments: Sequence[str]) -> str:
+    """Return which command of `launch` a process with these arguments runs; empty for another program."""
+    words = iter(arguments)
+    return next(words, "") if "-m" in words and next(words, "") == "launch" else ""
 
-    It is suspended before they are looked for: it must begin no more of them meanwhile."""
-    begun: list[psutil.Process] = []
+
+def _kill(process: psutil.Process) -> list[psutil.Process]:
+    """Kill a process, whatever is raised; return its descendants.
+
+    It is suspended before they are looked up, so that it starts no more of them meanwhile.
+    """
+    started: list[psutil.Process] = []
     try:
         with suppress(psutil.NoSuchProcess):
             process.suspend()
-            begun = process.children(recursive=True)
+            started = process.children(recursive=True)
     finally:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    return begun
+    return started
 
 
 def _kill_all(process: psutil.Process) -> None:
-    """Kill a process before those that it had begun, so that none is begun in their place."""
+    """Kill a process before its descendants, so that it starts none in their place."""
     for child in _kill(process):
         _kill_all(child)
 
 
-def _deaf(port: int, subject: str) -> socket.socket:
-    """A client of the server that subscribes, and leaves everything else in a small buffer."""
+def _slow_consumer(port: int, subject: str) -> socket.socket:
+    """Connect a client that subscribes and never reads again; its receive buffer is small."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.settimeout(CONNECT_TIMEOUT_S)

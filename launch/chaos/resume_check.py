@@ -26,16 +26,16 @@ async def retrain(run: RunDirectory, *, timeout_s: float) -> dict[str, Json]:
     )  # fmt: skip
     try:
         async with asyncio.timeout(START_S + timeout_s):
-            said, complaint = await process.communicate()
+            output, complaint = await process.communicate()
     except TimeoutError:
         raise SluiceError(f"{run.path} was not trained again within {START_S + timeout_s:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if not said:
+    if not output:
         raise SluiceError(f"{run.path} could not be trained again:\n{complaint.decode(errors='replace')}")
-    report = json.loads(said)  # also with status 1, of batches that differ
+    report = json.loads(output)  # also with status 1, of batches that differ
     return {
         "resumes": lineage.resumes(run.path / "lineage.jsonl"),
         "retrained_batches": report["batches"],

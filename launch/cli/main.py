@@ -1,4 +1,4 @@
-"""`launch ...`: every command, and what is said about a wrong one. Loads no torch: help is quick."""
+"""`launch ...`: every command, and the error for a wrong one. Loads no torch, so that help is quick."""
 
 import sys
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _complaint(error: CycloptsError) -> str:
-    """What is wrong with a command line, in the form of our own messages."""
+    """Return what is wrong with a command line, in the form of our own messages."""
     command, *_ = [*(error.command_chain or ()), ""]
     processes: dict[str, type[ProcessConfig]] = {
         "shards": ProcessConfig,
@@ -45,5 +45,5 @@ def _complaint(error: CycloptsError) -> str:
         return "there is no command 'replay': `launch retrain` trains the steps of a run again"
     if isinstance(error, UnusedCliTokensError):
         return f"unexpected argument {(error.unused_tokens or [''])[0]!r}: settings are given as --name VALUE"
-    said = str(error)
-    return said[:1].lower() + said[1:].removesuffix(".")
+    message = str(error)
+    return message[:1].lower() + message[1:].removesuffix(".")

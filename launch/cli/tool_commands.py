@@ -145,10 +145,8 @@ def reward_command(
     configure_logging("warning")
     given = run(partial(give_rewards, resolve(short_forms(bus), {"run": run_name}), file))
     account = {"taken": given.taken, "refused": len(given.refused)}
-    said = (
-        json.dumps(account) if as_json else f"{given.taken} rewards given, {len(given.refused)} lines refused"
-    )
-    print(said, flush=True)  # noqa: T201 - the user's terminal
+    summary = f"{given.taken} rewards given, {len(given.refused)} lines refused"
+    print(json.dumps(account) if as_json else summary, flush=True)  # noqa: T201 - the user's terminal
     if given.refused:
         fail(*(ConfigError(refusal) for refusal in given.refused))
 
@@ -208,14 +206,14 @@ def soak(
     directory: Path = Path("runs/soaks"),
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
-    """Kill the processes of a real run at random, and account for every trajectory afterwards.
+    """Inject faults into a real run, such as killed processes, and account for every trajectory afterwards.
 
     Parameters
     ----------
     minutes
-        How long the harm goes on: at least four kills a minute, longer if need be.
+        How long faults are injected; it goes on until there were four kills a minute.
     seed
-        Decides what is harmed, and when.
+        Seed of the random choice of faults and of their times.
     directory
         Each soak leaves its run in a folder of its own there.
     as_json

@@ -133,7 +133,7 @@ async def _parts(
                         await supervisor.start(part)
                     yield
                 finally:
-                    await supervisor.end(but="bus")
+                    await supervisor.end(except_part="bus")
                     gone.set()
                     await asyncio.wait(screens)  # a failure must not cut off their last words
     finally:

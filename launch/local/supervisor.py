@@ -1,4 +1,4 @@
-"""Child processes of one run on one machine: start, watch, restart, stop in order, leave none behind."""
+"""The supervisor of a run's child processes on one machine: it starts, watches, restarts and stops them."""
 
 import asyncio
 import contextlib
@@ -31,20 +31,20 @@ class Part:
     name: str
     command: Sequence[str]
     drain_s: float = 60.0
-    """How long it may take to end after SIGTERM."""
+    """Longest time that it may take to end after SIGTERM."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that it has besides those of this process."""
+    """Environment variables that it has besides those of this process."""
     ends_run: bool = False
-    """Its ending with status 0 means that the run is over."""
+    """Whether the run is over when it ends with status 0."""
     process: asyncio.subprocess.Process | None = None
     started: list[float] = field(default_factory=list)
-    """When it was started, each time."""
+    """Monotonic time of each start."""
     log_start: int = 0
-    """Where in its log file the newest process begins."""
+    """Position in its log file where the output of the latest process begins."""
 
     @property
     def running(self) -> asyncio.subprocess.Process | None:
-        """Its process, unless that has ended."""
+        """The process, unless it has ended."""
         return self.process if self.process is not None and self.process.returncode is None else None
 
 
@@ -97,14 +97,14 @@ class Supervisor:
             for task in (*watching, stopping, ending):
                 task.cancel()
 
-    async def end(self, *, but: str = "") -> None:
-        """Stop every part kindly, the last started first, and by force what does not end in its time.
+    async def end(self, *, except_part: str = "") -> None:
+        """Send SIGTERM to every part, the last started first, and kill those that do not end in time.
 
-        Cancelled, it kills every part at once.
+        When it is cancelled, it kills every part at once.
         """
         try:
             for part in reversed(self.parts):
-                if part.name != but:
+                if part.name != except_part:
                     await self._end(part)
         except asyncio.CancelledError:
             for part in self.parts:
@@ -163,12 +163,12 @@ class Supervisor:
             await process.wait()
 
     def _failure(self, part: Part, status: int, when: str) -> SluiceError:
-        """Why the run cannot go on: the part's own words if it had any for the user, else its last lines."""
+        """Return why the run cannot go on, in the part's own message to the user or by its last lines."""
         self._longest_drain_s = self._policy.failed_drain_s
-        said = self._said(part)
-        if status == USAGE and (own := complaints(said)):
+        output = self._latest_output(part)
+        if status == USAGE and (own := complaints(output)):
             return ConfigError("\n".join(dict.fromkeys(own)))  # the ranks of a learner say the same
-        last = "\n".join(said.splitlines()[-TAIL_LINES:])
+        last = "\n".join(output.splitlines()[-TAIL_LINES:])
         return SluiceError(
             f"{part.name} ended {when}, last with {_ending(status)}; "
             f"the end of {self._log_file(part)}:\n{last}"
@@ -177,8 +177,8 @@ class Supervisor:
     def _log_file(self, part: Part) -> Path:
         return self._logs / f"{part.name}.log"
 
-    def _said(self, part: Part) -> str:
-        """What the part's newest process wrote last."""
+    def _latest_output(self, part: Part) -> str:
+        """Return the end of what the part's latest process wrote."""
         with self._log_file(part).open("rb") as written:
             size = written.seek(0, 2)
             written.seek(max(part.log_start, size - TAIL_BYTES))
@@ -186,16 +186,16 @@ class Supervisor:
 
 
 def _ending(status: int) -> str:
-    """What an exit status says."""
+    """Describe an exit status."""
     return f"status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
 
 
 def _kill(part: Part) -> None:
-    """End a part by force, with every process that it started."""
+    """Kill a part and every process that it started."""
     if part.running is None:
         return
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(part.running.pid)
-        for victim in (process, *process.children(recursive=True)):
+        for child in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                victim.kill()
+                child.kill()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from launch.chaos.faults import launch_command
+
 SMALL = (
     "--preset", "sort", "--warmup.steps", "4", "--warmup.threads", "1", "--learner.steps", "4",
     "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
@@ -75,7 +77,7 @@ def part(launcher: Command, name: str) -> psutil.Process:
     while time.monotonic() < deadline:
         for child in psutil.Process(launcher.process.pid).children():
             with suppress(psutil.NoSuchProcess):  # it has just ended
-                if child.cmdline()[3:4] == [name]:
+                if launch_command(child.cmdline()) == name:
                     return child
     raise AssertionError(f"{name} does not run:\n{launcher.said()}")
 

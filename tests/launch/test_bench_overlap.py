@@ -12,7 +12,7 @@ from launch.benchmarks.overlap import LimitError, Measurement, Plan, end_run, me
 from launch.benchmarks.overlap_record import Heard, Turn
 from launch.benchmarks.overlap_report import trained
 from launch.benchmarks.overlap_settings import defaults, make, settings
-from launch.chaos.faults import Victim
+from launch.chaos.faults import LocalRun
 from launch.cli.bench_commands import age_of_process
 from launch.watch.metrics import append_records
 from storage.disk.run_directory import RunDirectory
@@ -85,7 +85,7 @@ def timed(first, time_s, each_s, *, staleness=STALENESS, read=True):
     return records
 
 
-class Scripted(Victim):
+class Scripted(LocalRun):
     """A run that has no processes: storage's restart makes it say what it says next."""
 
     def terminate(self, name):
@@ -218,7 +218,7 @@ async def test_a_cut_before_a_burst_is_known_is_an_error(measurement, records, w
 
 
 async def test_a_stop_while_the_run_ends_waits_for_nothing(run):
-    class Lasting(Victim):
+    class Lasting(LocalRun):
         async def end(self, timeout_s: float = 0.0) -> None:
             stop.set()
             await asyncio.Event().wait()

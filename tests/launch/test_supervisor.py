@@ -139,7 +139,7 @@ async def test_parts_stop_one_after_the_other_the_first_started_last(supervisor:
         await supervisor.start(started)
         await until(lambda name=name: "ready" in (tmp_path / f"{name}.log").read_text())
 
-    await supervisor.end(but="bus")
+    await supervisor.end(except_part="bus")
     assert (tmp_path / "ends").read_text().split() == ["learner", "actors", "storage"]
     assert supervisor.pids("bus")
 

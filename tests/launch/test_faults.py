@@ -1,4 +1,4 @@
-"""How a run under fire is killed: all of it, whatever ends meanwhile."""
+"""Killing a run ends every process of it, whatever ends meanwhile."""
 
 import asyncio
 import random
@@ -9,19 +9,20 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from launch.chaos.faults import Victim
+from bus.child_process import module_command
+from launch.chaos.faults import LocalRun, launch_command
 from storage.disk.run_directory import RunDirectory
 
 TIMEOUT_S = 30.0
 
 
 @pytest.fixture
-async def victim(tmp_path):
+async def start_run(tmp_path):
     """Starts one whose supervisor is a shell command; kills what is left of it."""
     started = []
 
     async def start(command):
-        local = Victim(RunDirectory(tmp_path, "harmed"), (), random.Random(0))
+        local = LocalRun(RunDirectory(tmp_path, "faulty"), (), random.Random(0))
         local.process = await asyncio.create_subprocess_exec("sh", "-c", command, start_new_session=True)
         started.append(local.process)
         return local
@@ -49,11 +50,11 @@ async def until(condition):
             await asyncio.sleep(0.05)
 
 
-async def test_an_orphan_begins_nothing_while_it_is_killed(victim, tmp_path):
+async def test_an_orphan_begins_nothing_while_it_is_killed(start_run, tmp_path):
     word = f"86399.{time.time_ns()}"
     script = tmp_path / "part.sh"
     script.write_text(f"while :; do sleep {word}; done\n")
-    local = await victim(f"sh {script} & sh {script} & wait")
+    local = await start_run(f"sh {script} & sh {script} & wait")
     await until(lambda: len(running(word)) == 2)
     try:
         await local.kill(patience_s=0)
@@ -65,24 +66,31 @@ async def test_an_orphan_begins_nothing_while_it_is_killed(victim, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["suspend", "children"])
-async def test_a_supervisor_that_ends_meanwhile_is_no_error(victim, monkeypatch, where):
+async def test_a_supervisor_that_ends_meanwhile_is_no_error(start_run, monkeypatch, where):
     def gone(process, **_):
         raise psutil.NoSuchProcess(process.pid)
 
-    local = await victim("exec sleep 86399")
+    local = await start_run("exec sleep 86399")
     monkeypatch.setattr(psutil.Process, where, gone)
     async with asyncio.timeout(TIMEOUT_S):
         await local.kill(patience_s=0)
     assert local.process.returncode == -signal.SIGKILL
 
 
-async def test_what_cannot_be_looked_for_does_not_keep_the_supervisor_running(victim, monkeypatch):
+async def test_what_cannot_be_looked_for_does_not_keep_the_supervisor_running(start_run, monkeypatch):
     def refused(process, **_):
         raise psutil.AccessDenied(process.pid)
 
-    local = await victim("exec sleep 86399")
+    local = await start_run("exec sleep 86399")
     monkeypatch.setattr(psutil.Process, "children", refused)
     async with asyncio.timeout(TIMEOUT_S):
         with pytest.raises(psutil.AccessDenied):
             await local.kill(patience_s=0)
         assert await local.process.wait() == -signal.SIGKILL
+
+
+def test_a_part_is_found_by_the_command_that_starts_it():
+    assert launch_command(module_command("launch", "storage", "--run", "bus")) == "storage"
+    assert launch_command(module_command("launch.benchmarks.bus", "storage")) == ""
+    assert launch_command(("nats-server", "--config", "bus.conf")) == ""
+    assert launch_command(()) == ""
