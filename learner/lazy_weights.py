@@ -13,14 +13,14 @@ State = Mapping[str, Tensor]
 
 
 class Spec(NamedTuple):
-    """What is known of a tensor before it is read."""
+    """Shape and dtype of a tensor, known before it is read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def size_bytes(self) -> int:
-        """Size of its elements."""
+        """Size of all its elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -29,7 +29,7 @@ class LazyWeights(Mapping[str, Tensor]):
 
     @abstractmethod
     def __contains__(self, name: object) -> bool:
-        """Tell without reading, as the look-up that `Mapping` would try does not."""
+        """Tell without reading; the look-up that `Mapping` does by default would read."""
 
     @abstractmethod
     def spec(self, name: str) -> Spec:

@@ -1,4 +1,4 @@
-"""Policies that are not trained, and lend the model their weights for a pass."""
+"""Frozen policies, whose weights take the model's place for a pass."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,17 +12,17 @@ from learner.lazy_weights import State
 from learner.publication.transfer import host_memory
 
 Weights = list[dict[str, Tensor]]
-"""Of each piece of the model on this rank, by the names of its parameters."""
+"""Weights of each piece of the model on this rank, by the names of its parameters."""
 
 
 class FrozenPolicies:
-    """Weights by tag, such as "reference": this rank's part of each, in main memory, as the model has them.
+    """Weights by tag, such as "reference": this rank's part of each in host memory, laid out like the model.
 
-    To switch is to copy, bit for bit, so it works however the ranks share the model. The copy needs no other
-    rank, but the current parameters are settled before it, a collective under `overlap_param_gather`: every
-    rank calls `hold`, `load` and `in_place`, and `weights` of a tag that is not held, in the same order.
-    Each tag takes as much main memory on a rank as the rank's parameters, and the current policy as much
-    again from the first switch on; where there is CUDA all of it is page-locked, in whole pages.
+    A switch copies bit for bit, so it works in any layout of ranks. The copy needs no other rank. The current
+    parameters are settled before it, which is a collective under `overlap_param_gather`: every rank calls
+    `hold`, `load`, `in_place`, and `weights` of a tag that is not held, in the same order. Each tag takes as
+    much host memory on a rank as the rank's parameters, and the current policy as much again from the first
+    switch on. With CUDA all of it is page-locked, in whole pages.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class FrozenPolicies:
         them weights by Hugging Face name, and raises `ConfigError` where they do not fit.
         """
         self.sources: dict[str, Path] = {}
-        """The directories that tags were read from."""
+        """Directories that tags were read from."""
         self._chunks = chunks
         self._settle = settle
         self._load = load
@@ -47,11 +47,11 @@ class FrozenPolicies:
 
     @property
     def own(self) -> set[str]:
-        """Tags of what was this run's policy once: only its checkpoints keep it."""
+        """Tags of policies that this run trained itself: only its checkpoints hold them."""
         return self._held.keys() - self.sources.keys()
 
     def hold(self, tag: str) -> None:
-        """Make the current policy that of `tag`, in the place of the one it had."""
+        """Hold the current policy under `tag`, instead of the one held there."""
         self._put(tag, self._live(), None)
 
     def load(self, tag: str, hf_config: PretrainedConfig, state: State, source: Path) -> None:
@@ -64,7 +64,7 @@ class FrozenPolicies:
             self._put(tag, live, source)
 
     def restore(self, tag: str, weights: Weights) -> None:
-        """Make `weights`, which a checkpoint kept, those of `tag`."""
+        """Hold `weights` from a checkpoint under `tag`."""
         self._put(tag, weights, None)
 
     def weights(self, tag: str) -> Weights:
@@ -72,13 +72,13 @@ class FrozenPolicies:
         return self._held.get(tag) or _buffers_like(self._live())
 
     def keep_only(self, tags: set[str]) -> None:
-        """Forget all others."""
+        """Drop all other policies."""
         self._held = {tag: weights for tag, weights in self._held.items() if tag in tags}
         self.sources = {tag: source for tag, source in self.sources.items() if tag in tags}
 
     @contextmanager
     def in_place(self, tag: str) -> Iterator[None]:
-        """The model has the weights of `tag` inside; no gradient or update may be made there.
+        """Give the model the weights of `tag` while inside, where no gradient or update may be made.
 
         Raises `ValueError` when nothing is held under that name.
         """
@@ -106,7 +106,7 @@ class FrozenPolicies:
         if source is not None:
             self.sources[tag] = source
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # a checkpoint reads it from the host
+            torch.cuda.synchronize()  # on the host: a checkpoint reads it from there
 
     def _live(self) -> Weights:
         self._settle()

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: which model, where training stood, and a digest of every file."""
+"""Manifest of a checkpoint: its model, where training stood, and a digest of every file."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -47,7 +47,7 @@ def write_manifest(
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Read it, and check that all files are there and of their size.
+    """Read the manifest, and check that all files exist with their sizes.
 
     Raises `StorageError` when something is missing, torn or of another format.
     """
@@ -86,7 +86,7 @@ def refuse_damage(directory: Path, damaged: Iterable[str]) -> None:
 def refuse_other_model(
     directory: Path, manifest: Mapping[str, Any], fingerprint: Mapping[str, JsonValue]
 ) -> None:
-    """Raise `ConfigError` with all differences when the checkpoint is of another model."""
+    """Raise `ConfigError` with all differences when the checkpoint belongs to another model."""
     if different := differences(manifest["model"], fingerprint):
         raise ConfigError(f"checkpoint {directory} is of another model: {', '.join(different)}")
 

@@ -1,4 +1,4 @@
-"""The only place that imports megatron-core, which is untyped and wants adapting first."""
+"""The only module that imports megatron-core, which is untyped and has to be adapted first."""
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ def _tensor_parallel_group(group: dist.ProcessGroup | None, **_: object) -> dist
 
 
 class _WeightGradients:
-    """In the place of Apex's extension of that name."""
+    """Replaces Apex's extension of that name."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: torch.Tensor, grad: torch.Tensor, total: torch.Tensor) -> None:
@@ -81,7 +81,7 @@ if not hasattr(moe_utils, "te_general_gemm"):  # without Transformer Engine the 
 def _splits_to_numpy(
     dispatcher: MoEAlltoAllTokenDispatcher, point: str, tokens_per_expert: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Do on CPU what the dispatcher does with a side stream: its counts are on the host already."""
+    """Do on a CPU what the dispatcher does with a side stream: the counts are on the host already."""
     for name in ("input_splits", "output_splits", "output_splits_tp"):
         splits = getattr(dispatcher, name)
         if isinstance(splits, torch.Tensor):

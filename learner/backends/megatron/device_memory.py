@@ -1,4 +1,4 @@
-"""A learner that leaves its device to others keeps the weights there, and what the optimizer remembers."""
+"""Frees device memory of a learner that leaves its device to others: all but weights and optimizer state."""
 
 from collections.abc import Iterable, Iterator
 
@@ -17,9 +17,9 @@ def release_gradients(chunks: Iterable[DistributedDataParallel]) -> None:
 
 
 def restore_gradients(chunks: Iterable[DistributedDataParallel]) -> None:
-    """Have memory for gradients again, which are to be set to zero; where it was not freed, do nothing.
+    """Allocate the memory of gradients again, not yet zeroed; do nothing if it was not freed.
 
-    Views of them, which parameters and optimizer have, are views of it."""
+    The views of it that parameters and optimizer have stay valid."""
     for gradients in _gradients(chunks):
         storage = gradients.untyped_storage()
         if storage.nbytes() == 0:

@@ -26,7 +26,7 @@ def init_world(parallel: ParallelConfig = UNDIVIDED) -> None:
 
 
 def divide_world(parallel: ParallelConfig) -> None:
-    """Make megatron-core's process groups, in the place of those there were. Every rank calls this."""
+    """Make megatron-core's process groups, instead of earlier ones. Every rank calls this."""
     refuse_world(parallel, dist.get_world_size())
     _end_groups()
     parallel_state.initialize_model_parallel(
@@ -45,7 +45,7 @@ def divide_world(parallel: ParallelConfig) -> None:
 
 
 def _end_groups() -> None:
-    """End the groups there were; megatron-core alone would forget them, and leave their threads running."""
+    """End the present groups; megatron-core would only forget them and leave their threads running."""
     for group in (parallel_state._global_process_group_list or [None])[1:]:
         dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()

@@ -30,7 +30,7 @@ class TrainableWeights:
         """
         frozen = self.frozen(hf_config)
         if EMBEDDING.megatron in frozen and hf_config.tie_word_embeddings:
-            frozen.add(OUTPUT.megatron)  # the last stage of a pipeline has its own copy
+            frozen.add(OUTPUT.megatron)  # the last stage of a pipeline has a copy of its own
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 if global_name(chunk, name) in frozen:
@@ -75,7 +75,7 @@ def _compiled(setting: str, expressions: Sequence[str], names: Sequence[str]) ->
 
 
 def _all_or_none(parts: Sequence[str], trained: Callable[[str], bool]) -> bool:
-    """Whether all parts are trained, or none is."""
+    """Return whether all parts are trained or none is."""
     kept = [part for part in parts if trained(part)]
     if kept and len(kept) < len(parts):
         frozen = [part for part in parts if part not in kept]
@@ -87,5 +87,5 @@ def _all_or_none(parts: Sequence[str], trained: Callable[[str], bool]) -> bool:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Names of the first layer and what lies beside the layers: the others are like them."""
+    """Return the names of the first layer and of what lies beside the layers; other layers are like it."""
     return ", ".join(name for name in names if ".layers." not in name or ".layers.0." in name)

@@ -1,8 +1,8 @@
 """megatron-core's checkpoint writer without its processes.
 
-Stock, every save forks a process per file, and the first one spawns a manager that stays: in a learner full
-of threads a fork may inherit a held lock and hang, and a spawn imports the main program again. Here the state
-is copied and a thread of the caller's writes the copies.
+Originally every save forks a process per file, and the first one spawns a manager that stays. In a learner
+full of threads a fork may inherit a held lock and hang, and a spawn imports the main program again. Here the
+state is copied, and a thread of the caller writes the copies.
 """
 
 import queue
@@ -20,7 +20,7 @@ from learner.publication.transfer import host_memory
 
 
 class InProcessWriter(FileSystemWriterAsync):  # type: ignore[misc]  # megatron-core is untyped
-    """Writes this rank's files one after another, each fsynced. What it writes, `stage` copies before."""
+    """Writes this rank's files one after another, each fsynced. `stage` copies their contents before."""
 
     @staticmethod
     def write_preloaded_data_multiproc(
@@ -48,18 +48,18 @@ def install_in_process_writer() -> None:
 
 
 class CopyBuffers:
-    """Main memory for the copies of one checkpoint after another: locking the pages of as much takes seconds.
+    """Host memory that one checkpoint after another reuses, since page-locking it takes seconds.
 
-    Tensors that lie in main memory themselves are copied to memory that goes when they are written."""
+    Copies of tensors that lie on the host themselves are freed when they are written."""
 
     def __init__(self) -> None:
         self._memory: list[Tensor] = []
 
     def copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies, complete on return. Those of the time before are overwritten."""
+        """Return copies, complete on return, which overwrite those of the call before."""
         wanted = [(tensor.shape, tensor.dtype) for tensor in tensors if tensor.is_cuda]
         if wanted != [(memory.shape, memory.dtype) for memory in self._memory]:
-            self._memory = []  # before there is more
+            self._memory = []  # freed before more is allocated
             self._memory = host_memory(wanted, page_locked=True)
         places = iter(self._memory)
         copies = [
@@ -73,7 +73,7 @@ class CopyBuffers:
 
 @dataclass(frozen=True)
 class Staged:
-    """A rank's part of a checkpoint, copied; nothing of it is written yet."""
+    """Copies of a rank's part of a checkpoint, which are not written yet."""
 
     writes: Callable[[], None]
     files: Sequence[Path]
@@ -85,7 +85,7 @@ class Staged:
         return {file.name: file_digest(file) for file in self.files}
 
     def finalize(self) -> None:
-        """Write what describes all files. Every rank calls this, where its collectives are called."""
+        """Write the metadata of all files. Every rank calls this, on the thread of its collectives."""
         for finalizer in self.finalizers:
             finalizer()
 

@@ -1,4 +1,4 @@
-"""Between Hugging Face's names and layouts of weights and megatron-core's: one table for both directions.
+"""Maps Hugging Face's names and layouts of weights to megatron-core's and back, by one table of rules.
 
 A rule names one tensor of megatron-core and the Hugging Face tensors it is made of, and says how. Tensor
 parallelism belongs between the two: cut each Hugging Face part for the rank, then merge.
@@ -19,18 +19,18 @@ class Experts:
 
     count: int
     per_token: int
-    """Experts that each token passes through."""
+    """Number of experts that each token passes through."""
     intermediate: int
     """Width of one expert."""
     sparse_layers: tuple[bool, ...]
     """Which layers have experts; the others have a dense MLP."""
     renormalize: bool = True
-    """The weights of a token's experts are made to add up to 1."""
+    """Whether the weights of a token's experts are normalised to a sum of 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What merging and splitting need to know about a model."""
+    """Sizes of a model that merging and splitting need."""
 
     layers: int
     hidden: int
@@ -64,9 +64,9 @@ class Layout:
 
     merge: Callable[[Sequence[Tensor], Shape], Tensor]
     split: Callable[[Tensor, Shape], Sequence[Tensor]]
-    """Views of the parts, with their elements in order; `part_shapes` are the shapes to give them."""
+    """Returns views of the parts with their elements in order; `part_shapes` has their shapes."""
     part_shapes: Callable[[tuple[int, ...], Shape], Sequence[tuple[int, ...]]]
-    """Shapes of the parts, from the shape of the whole."""
+    """Returns the shapes of the parts from the shape of the whole."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ SHARED_LAYER = (
     layer_rule("self_attention.linear_proj.weight", ["self_attn.o_proj.weight"]),
     layer_rule("pre_mlp_layernorm.weight", ["post_attention_layernorm.weight"]),
 )
-"""What a layer of every family has."""
+"""Rules of a layer that every family shares."""
 
 QKV_BIAS = layer_rule(
     "self_attention.linear_qkv.bias", [f"self_attn.{x}_proj.bias" for x in ("q", "k", "v")], QKV
@@ -151,25 +151,25 @@ def expert_rules(gate: str, up: str, down: str) -> tuple[Rule, ...]:
 
 
 Requirement = tuple[str, Callable[[Any, PretrainedConfig], bool], str]
-"""Name in the configuration, is this value supported, why not."""
+"""Name in the configuration, a function whether its value is supported, and the reason if it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What sets one model family apart."""
+    """Describes a model family."""
 
     layer_rules: tuple[Rule, ...]
-    """Of every layer, without its MLP."""
+    """Rules of every layer, without its MLP."""
     dense_rules: tuple[Rule, ...] = DENSE_MLP
-    """Of the MLP in layers without experts."""
+    """Rules of the MLP in layers without experts."""
     router_rules: tuple[Rule, ...] = ()
-    """Of sparse layers, once a layer."""
+    """Rules of sparse layers, once per layer."""
     expert_rules: tuple[Rule, ...] = ()
-    """Of sparse layers, once an expert."""
+    """Rules of sparse layers, once per expert."""
     experts: Callable[[PretrainedConfig], Experts] | None = None
     """Reads the experts from a configuration; `None` for families without."""
     requirements: tuple[Requirement, ...] = ()
-    """Beside those of every family."""
+    """Requirements in addition to those of every family."""
     qkv_bias: bool = False
     qk_norm: bool = False
 

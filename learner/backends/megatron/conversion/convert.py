@@ -44,7 +44,7 @@ from storage.disk.atomic_files import make_directory, publish, temporary_sibling
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written, and read back."""
+    """Account of what was written and read back."""
 
     directory: Path
     tensors: int
@@ -97,7 +97,7 @@ def megatron_to_hf(
         target: must not exist yet.
         model: Hugging Face directory whose configuration and tokenizer go along; without it those that
             lie in `source`.
-        shard_bytes: weights in one file at most.
+        shard_bytes: largest size of one file of weights.
 
     Raises `StorageError` for a damaged checkpoint, `ConfigError` for a configuration or a tokenizer that is
     not its own; then, and after any other failure, there is no `target`.
@@ -160,7 +160,7 @@ def _verify(written: LazyWeights, digests: Mapping[str, str]) -> int:
 
 
 def _whole(rule: Rule, shape: Shape, state: LazyWeights) -> Spec:
-    """Tell what the parts will be merged to."""
+    """Return shape and dtype of the tensor that the parts will be merged to."""
     specs = [state.spec(part) for part in rule.parts]
     if len({spec.dtype for spec in specs}) > 1:
         raise ConfigError(f"{', '.join(rule.parts)} are of different dtypes: {[str(s.dtype) for s in specs]}")

@@ -15,7 +15,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
 }
-"""By `model_type` of the transformers configuration."""
+"""Families by `model_type` of the transformers configuration."""
 
 
 def family_of(hf_config: PretrainedConfig) -> Family:

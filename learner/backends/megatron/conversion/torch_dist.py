@@ -44,7 +44,7 @@ class Place:
 
     key: str
     index: int | None = None
-    """Along the first dimension of the stack."""
+    """Index along the first dimension of the stack."""
 
 
 def place_of(megatron: str) -> Place:
@@ -72,7 +72,7 @@ class MegatronWeights(LazyWeights):
 
     def __getitem__(self, name: str) -> Tensor:
         rule, part = self._rule_of[name]
-        if self._last is None or self._last[0] is not rule:  # the parts of a tensor are asked for together
+        if self._last is None or self._last[0] is not rule:  # parts of a tensor come in turn
             self._last = None
             self._last = rule, rule.layout.split(self._read(rule), self._shape)
         return self._last[1][part].reshape(self.spec(name).shape)
@@ -96,7 +96,7 @@ class MegatronWeights(LazyWeights):
         place = place_of(rule.megatron)
         stored = self._stored(place)
         size = tuple(stored.size) if place.index is None else tuple(stored.size[1:])
-        if _counts_tokens(rule):  # padded so that it divides among ranks
+        if _counts_tokens(rule):  # without the padding that makes it divide among ranks
             size = (self._shape.vocab, *size[1:])
         return Spec(size, stored.properties.dtype)
 

@@ -1,4 +1,4 @@
-"""Weights into a model and out of it, under their Hugging Face names, however its ranks share them.
+"""Loads weights into a model and exports them, by their Hugging Face names, in any layout of ranks.
 
 Each rank reads its slice of each tensor, and of safetensors files nothing else. On export, rank 0 receives
 the slices of one tensor at a time from the first ranks that hold them, so that it never has more of the model
@@ -121,14 +121,14 @@ def whole_on_rank_0(
 
 @dataclass(frozen=True)
 class Cut:
-    """Which part of a tensor a rank holds."""
+    """Says which part of a tensor a rank holds."""
 
     dimension: int | None
-    """Along which the ranks share it; `None` where each holds all of it."""
+    """Dimension along which the ranks share the tensor; `None` if each holds all of it."""
     ranks: int
     rank: int
     sizes: tuple[int, ...]
-    """Of the slice."""
+    """Sizes of the slice."""
 
     def whole_sizes(self) -> tuple[int, ...]:
         """Return the sizes of the tensor that was cut."""
@@ -169,14 +169,14 @@ class Slice(Cut):
 
 @dataclass(frozen=True)
 class Holder(Cut):
-    """Who has a slice that rank 0 needs."""
+    """Rank that has a slice that rank 0 needs."""
 
     global_rank: int
     dtype: torch.dtype
 
 
 def _slices(chunks: Sequence[torch.nn.Module]) -> dict[str, Slice]:
-    """All parameters of this rank, by their name in the whole model."""
+    """Return all parameters of this rank by their names in the whole model."""
     slices = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -217,12 +217,12 @@ Holders = dict[str, list[Holder]]
 
 
 def find_holders(chunks: Sequence[torch.nn.Module]) -> Holders:
-    """Who has the slices that rank 0 needs, as long as the world stays divided so. Every rank calls this."""
+    """Find the ranks that have the slices rank 0 needs, for this layout of ranks. Every rank calls this."""
     return _holders(_slices(chunks))
 
 
 def _holders(slices: Mapping[str, Slice]) -> Holders:
-    """Of every tensor of the model, the first ranks that together hold all of it, in the order of slices."""
+    """Return for every tensor the first ranks that together hold all of it, in the order of slices."""
     mine = {
         name: Holder(s.dimension, s.ranks, s.rank, s.sizes, dist.get_rank(), s.parameter.dtype)
         for name, s in slices.items()
@@ -278,7 +278,7 @@ def _problems(
 
 
 def _part_shapes(rule: Rule, cut: Cut, shape: Shape) -> Sequence[tuple[int, ...]]:
-    """Shapes of the Hugging Face tensors that a rule's tensor is made of."""
+    """Return the shapes of the Hugging Face tensors that a rule's tensor is made of."""
     whole = cut.whole_sizes()
     if rule in (EMBEDDING, OUTPUT):
         whole = (shape.vocab, *whole[1:])
@@ -291,7 +291,7 @@ def _misfit(state: State, name: str, expected: tuple[int, ...]) -> Iterator[str]
         return
     try:
         found = spec_of(state, name).shape
-    except ConfigError as error:  # for all ranks to raise together
+    except ConfigError as error:  # all ranks raise it together
         yield str(error)
         return
     if found != expected:

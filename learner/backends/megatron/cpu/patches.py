@@ -120,7 +120,7 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
 
 def _adapt(function: FunctionType) -> bool:
     """Replace the code of one function; return whether it named CUDA."""
-    if "is_available" in function.__code__.co_names:  # it asks for CUDA itself
+    if "is_available" in function.__code__.co_names:  # this function asks itself whether there is CUDA
         return False
     adapted = _without_cuda(function.__code__)
     changed = adapted != function.__code__

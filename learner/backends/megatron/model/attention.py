@@ -44,21 +44,21 @@ class Bucket(NamedTuple):
 
     sequences: int
     length: int
-    """Tokens of the longest; the others are padded on the right, where a causal mask hides the padding."""
+    """Tokens of the longest one. Others are padded on the right, where a causal mask hides the padding."""
 
 
 @dataclass
 class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is untyped
-    """The lengths of the sequences in a pack, with what every layer needs to know about them."""
+    """Lengths of the sequences in a pack, with everything that each layer needs to know about them."""
 
     rotation: tuple[Tensor, ...] = ()
-    """Twice [T, 1, d], cosine and sine of the rotary angle of each token, as `split_heads` takes them."""
+    """Cosine and sine of the rotary angle of each token, twice [T, 1, d], for `split_heads`."""
     buckets: tuple[Bucket, ...] = ()
-    """Sequences by length, longest first; empty where attention takes the lengths as they are."""
+    """Sequences by length, longest first; empty if the attention kernel takes any lengths."""
     slots: Tensor | None = None
-    """int64 [T], where each token lies in the padded buckets laid end to end; `None` means just there."""
+    """int64 [T], place of each token in the padded buckets laid end to end; `None` means the same place."""
     context: ContextLayout | None = None
-    """What this rank's queries see of the keys of all ranks; `None` where it holds whole sequences."""
+    """Keys of all ranks that this rank's queries see; `None` if the rank holds whole sequences."""
 
 
 def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
@@ -84,9 +84,9 @@ def pack_layout(
         lengths: the differences of `cu_seqlens`, on the host.
         position_ids: [T], position of each token of this rank in its own sequence.
         frequencies: [d / 2], from `rotary_frequencies`.
-        dtype: of the queries and keys.
-        context_ranks: how many ranks share the tokens.
-        context_rank: which of them this is.
+        dtype: dtype of the queries and keys.
+        context_ranks: number of ranks that share the tokens.
+        context_rank: number of this rank among them.
     """
     angles = torch.outer(position_ids.float(), frequencies)[:, None]
     cos, sin = angles.cos(), angles.sin()
@@ -134,7 +134,7 @@ def bucket_by_length(lengths: Sequence[int]) -> tuple[tuple[Bucket, ...], Tensor
 
 
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core is untyped
-    """Megatron-core's layer with queries, keys and values in one pass, not in a dozen."""
+    """Megatron-core's layer, with queries, keys and values made in one pass instead of a dozen."""
 
     def forward(
         self, hidden_states: Tensor, attention_mask: None = None, *, packed_seq_params: PackedLayout, **_: Any
@@ -218,7 +218,7 @@ def _pad(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
     sizes = [bucket.sequences * bucket.length for bucket in layout.buckets]
     if layout.slots is not None:
         packed = packed.new_zeros(sum(sizes), *packed.shape[1:]).index_copy(0, layout.slots, packed)
-    parts = torch.split(packed, sizes) if len(sizes) > 1 else (packed,)  # its gradient is a copy
+    parts = torch.split(packed, sizes) if len(sizes) > 1 else (packed,)  # the gradient of this is a copy
     return [
         part.view(*bucket, *part.shape[1:]).transpose(1, 2)
         for part, bucket in zip(parts, layout.buckets, strict=True)

@@ -23,19 +23,19 @@ class ContextLayout:
     """Runs of consecutive queries of this rank, two a sequence, each with the keys up to its end."""
 
     runs: tuple[tuple[int, int, int], ...]
-    """(how many runs, queries of each, keys of each), runs of one size together."""
+    """(number of runs, queries of each, keys of each), runs of one size together."""
     queries: Tensor | None
-    """int64 [T], the queries in the order of `runs`; `None` where they are in that order."""
+    """int64 [T], the queries in the order of `runs`; `None` if they are in that order already."""
     back: Tensor | None
     """int64 [T], the inverse of `queries`."""
     keys: Tensor
-    """int64, the keys of every run in turn, as they lie when the ranks' keys are gathered."""
+    """int64, indices of the keys of every run in turn, in the ranks' gathered keys."""
     cu_queries: Tensor
     """int32 [runs + 1], where each run's queries start."""
     cu_keys: Tensor
     """int32 [runs + 1], where each run's keys start."""
     by_length: bool
-    """Whether runs of one size are attended to together, for want of a kernel that takes any lengths."""
+    """Whether runs of one size are attended to together, since no kernel takes any lengths here."""
 
     def to(self, device: torch.device) -> "ContextLayout":
         """Copy to `device`; a no-op when already there."""
@@ -88,12 +88,12 @@ def attend_across_ranks(
     """Attend causally within each sequence.
 
     Args:
-        query: [T, heads, d], of this rank.
-        key: [T, groups, d], of this rank.
-        value: [T, groups, d], of this rank.
-        layout: from `context_layout`, for the same micro-batch.
+        query: [T, heads, d] of this rank.
+        key: [T, groups, d] of this rank.
+        value: [T, groups, d] of this rank.
+        layout: made by `context_layout` for the same micro-batch.
         group: the ranks that share the tokens.
-        scale: of the scores.
+        scale: factor of the scores.
 
     Returns [T, heads, d].
     """
@@ -167,7 +167,7 @@ def _attend_by_length(
 
 
 def _runs(lengths: Sequence[int], ranks: int, rank: int) -> "list[_Run]":
-    """Two runs of each sequence, in the order in which this rank holds their queries."""
+    """Return two runs of each sequence, in the order in which this rank holds their queries."""
     tokens_per_rank = sum(lengths) // ranks
     runs, first_query = [], 0
     for length in lengths:
@@ -182,7 +182,7 @@ def _runs(lengths: Sequence[int], ranks: int, rank: int) -> "list[_Run]":
 
 
 def _gathered_chunk(i: int, ranks: int, chunk: int, tokens_per_rank: int, first_of_sequence: int) -> Tensor:
-    """Where chunk i of a sequence lies when every rank's tokens are laid end to end."""
+    """Return the place of chunk i of a sequence when every rank's tokens are laid end to end."""
     holder = min(i, 2 * ranks - 1 - i)
     second = i >= ranks
     start = holder * tokens_per_rank + first_of_sequence + second * chunk

@@ -34,10 +34,10 @@ from learner.data.packing import MicroBatch
 from learner.world.process_group import device
 
 LOGITS_BYTES = 2 * 2**30 if torch.cuda.is_available() else 4 * 2**20
-"""What the logits alive at a time may take, were they float32: longer packs go through in chunks. On CPU what
-its caches hold, so that passes over them are quick."""
+"""Bytes of logits in memory at a time, counted as float32; longer packs are processed in chunks. On a CPU
+it is the size of its caches, so that passes over the logits are quick."""
 LEAST_ROWS = 256
-"""Of logits at a time, for the sake of the matrix products."""
+"""Least rows of logits at a time: matrix products of fewer rows are slow."""
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
@@ -58,7 +58,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
-            position_embedding_type="none",  # PackedAttention rotates
+            position_embedding_type="none",  # PackedSelfAttention applies the rotary embedding
             vp_stage=stage,
         )
         self.frequencies = rotary_frequencies(config.kv_channels, rope_theta(hf_config), device())
@@ -123,7 +123,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=layout)  # type: ignore[no-any-return]
 
     def _of_all_tokens(self, hidden: Tensor) -> Tensor:
-        """Return [T, H] from what tensor-parallel ranks share as [T / ranks, 1, H], or all have."""
+        """Return [T, H] of hidden states that tensor-parallel ranks share, [T / ranks, 1, H], or all have."""
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             return tensor_parallel.gather_from_sequence_parallel_region(hidden, group=group)[:, 0]  # type: ignore[no-any-return]
@@ -142,9 +142,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
 
 
 def _finish_gathering(layer: torch.nn.Module) -> None:
-    """Do what a call of `layer` would do first: megatron-core's hooks wait there for its updated weights.
+    """Wait for the updated weights of `layer`, as megatron-core's hooks do when a layer is called.
 
-    Without a call nothing waits for them, and a gather that outlives the pass takes the place of the next.
+    This layer is not called. Without the wait its gather would outlive the pass and replace the next one.
     """
     for hook in layer._forward_pre_hooks.values():
         hook(layer, ())
@@ -222,7 +222,7 @@ REQUIREMENTS: list[Requirement] = [
         "must be at most num_experts, and more than 1 where norm_topk_prob makes a single weight 1",
     ),
 ]
-"""Of every family."""
+"""Requirements of every family."""
 
 
 def _routable(chosen: int, hf_config: PretrainedConfig) -> bool:
@@ -241,7 +241,7 @@ def _rope(hf_config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron-core's own layers, but for attention over packed sequences and the norms."""
+    """Return megatron-core's own layers, except for attention over packed sequences and the norms."""
     dense, sparse = _layer_spec(config), _layer_spec(config, num_experts=config.num_moe_experts)
     first = get_transformer_layer_offset(config, vp_stage=stage)
     kinds = config.moe_layer_freq[first : first + get_num_layers_to_build(config, vp_stage=stage)]
@@ -322,7 +322,7 @@ def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
         "variable_seq_lengths": parallel.pipeline > 1,  # packs differ in length
-        "moe_token_dispatcher_type": "alltoall",  # the only one for which they may
+        "moe_token_dispatcher_type": "alltoall",  # the only dispatcher for which they may
     }
     if parallel.virtual_pipeline > 1:
         # One message at a time: two ranks would take one direction's for the other's in a batch of them.
@@ -343,11 +343,11 @@ def _parallel_settings(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _mark_cut_weights(model: torch.nn.Module) -> None:
-    """Say along which dimension tensor-parallel ranks share a weight, as megatron-core's initialisation does.
+    """Mark the dimension along which tensor-parallel ranks share a weight, like megatron's initialisation.
 
-    Weights come from a file, so that never runs; the gradient norm and `learner.conversion` read it.
+    Weights come from a file, so that initialisation never runs. The gradient norm and the conversion read it.
 
-    Stock, the weights of experts count as experts' only where there is expert parallelism. Elsewhere their
+    Originally weights of experts count as experts' only where there is expert parallelism. Elsewhere their
     gradients are then not added up over tensor-parallel ranks that do not share each expert, and the
     optimizer's state has another form, so that a checkpoint cannot be resumed with another `expert`.
     """
@@ -366,4 +366,4 @@ CUT_DIMENSIONS = (
     (tensor_parallel.ColumnParallelLinear, 0),
     (tensor_parallel.RowParallelLinear, 1),
 )
-"""Along which dimension of its weight tensor-parallel ranks share a layer."""
+"""Dimension of the weight along which tensor-parallel ranks share a layer."""

@@ -8,7 +8,7 @@ from learner.backends.megatron.core import TransformerConfig
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm (arXiv:1910.07467) in the place of megatron-core's, which wants Apex.
+    """Root-mean-square norm (arXiv:1910.07467, eq. 4) instead of megatron-core's, which needs Apex.
 
     On CPU in float32 it has its own backward pass, a third faster than torch's composite one; on CUDA it is
     compiled, three times faster than torch's own kernel on rows as short as a head.
@@ -36,7 +36,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 _compiled = torch.compile(_rms_norm)
-torch._dynamo.config.recompile_limit = 64  # for every layout of its input, with and without gradient
+torch._dynamo.config.recompile_limit = 64  # compiled for every layout of the input, with and without gradient
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -49,7 +49,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """With n = x * scale and g = grad * weight: d/dx = scale * (g - n * mean(g * n))."""
+        """Return gradients: with n = x * scale, g = grad * weight, d/dx = scale * (g - n * mean(g * n))."""
         x, weight, scale = ctx.saved_tensors
         normed = x * scale
         scaled = grad * weight

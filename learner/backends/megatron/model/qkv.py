@@ -1,4 +1,4 @@
-"""From the output of the qkv projection to queries and keys, normed and rotated, and values, in one pass."""
+"""Splits the output of the qkv projection into normed, rotated queries and keys, and values, in one pass."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ if torch.cuda.is_available():  # triton comes with torch for CUDA only
 
 
 class HeadSettings(NamedTuple):
-    """What `split_heads` does besides splitting."""
+    """Sizes and constants of `split_heads`."""
 
     groups: int
-    """Key-value heads."""
+    """Number of key-value heads."""
     width: int
-    """Of a head, d."""
+    """Width of a head, d."""
     eps: float
-    """Of the norm."""
+    """Constant added under the root of the norm."""
 
 
 def split_heads(
@@ -32,7 +32,7 @@ def split_heads(
 
     Args:
         mixed: [T, 1, groups * (heads / groups + 2) * d], each group's queries, its key and its value.
-        query_weight: [d], of the root-mean-square norm of each query; `None` for families without.
+        query_weight: [d], weight of the root-mean-square norm of each query; `None` for families without.
         key_weight: [d], the same for keys.
         rotation: twice [T, 1, d], the cosine of the rotary angle of each token, the halves of d paired as in
             Llama, and its sine, negated in the first half of d.
@@ -82,7 +82,7 @@ def _split(
     sin: Tensor,
     eps: float,
 ) -> list[Tensor]:
-    """Queries and keys [T, heads, d] of `heads` [T, groups, heads / groups + 2, d]."""
+    """Return queries and keys [T, heads, d] of `heads` [T, groups, heads / groups + 2, d]."""
     result = []
     for place, weight in _queries_and_keys(heads, query_weight, key_weight):
         x = _wide(heads[:, :, place])
@@ -101,7 +101,7 @@ def _join(
     eps: float,
     *grads: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `heads`, in its form, and of the weights, from those of queries, keys and values.
+    """Return the gradients of `heads` and of the weights from those of queries, keys and values.
 
     With n = x * scale and g = grad * weight, d/dx = scale * (g - n * mean(g * n)).
     """
@@ -129,7 +129,7 @@ def _join(
 def _queries_and_keys(
     heads: Tensor, query_weight: Tensor | None, key_weight: Tensor | None
 ) -> tuple[tuple[slice, Tensor | None], tuple[slice, Tensor | None]]:
-    """Where they lie among the heads of a group, and the weights of their norms."""
+    """Return their places among the heads of a group, and the weights of their norms."""
     queries = heads.shape[2] - 2
     return (slice(0, queries), query_weight), (slice(queries, queries + 1), key_weight)
 
@@ -139,13 +139,13 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _scale(x: Tensor, eps: float) -> Tensor:
-    """One over the root of the mean square, [..., 1]."""
+    """Return one over the root of the mean square, [..., 1]."""
     mean_square: Tensor = torch.linalg.vecdot(x, x)[..., None] / x.shape[-1]
     return torch.rsqrt(mean_square + eps)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn [T, groups, n, d] by the angles of each token; with -sin, back. Contiguous."""
+    """Rotate [T, groups, n, d] by the angles of each token; with -sin, back. The result is contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     half = x.shape[-1] // 2
     cos, sin = cos[..., None, :half].to(x.dtype), sin[..., None, half:].to(x.dtype)

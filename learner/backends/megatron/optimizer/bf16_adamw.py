@@ -11,9 +11,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class BFloat16StateAdamW(AdamW):
-    """Torch's AdamW, but for the rounding of its moments after each update.
+    """Torch's AdamW (arXiv:1711.05101) with its moments rounded to bfloat16 after each update.
 
-    As there, `grad_scale` and `found_inf` are attributes that the next update reads.
+    Like there, `grad_scale` and `found_inf` are attributes that the next update reads.
 
     The update itself is computed in float32, one parameter after another, so that the float32 moments of
     only one are alive.
@@ -21,7 +21,7 @@ class BFloat16StateAdamW(AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would widen all moments to the dtype of the parameters: there may be no room."""
+        """Load the state. Torch's method would widen the moments to the dtype of the parameters: no room."""
         saved = state_dict["state"]
         rest = {
             number: {name: value for name, value in values.items() if name not in MOMENTS}
@@ -64,7 +64,7 @@ def fused_update(
     parameter: Tensor, grad: Tensor, moments: Sequence[Tensor], step: Tensor, group: dict[str, Any], *,
     grad_scale: Tensor | None, found_inf: Tensor | None,
 ) -> None:  # fmt: skip
-    """Torch's fused AdamW on one parameter, its two moments and its count of steps, in place."""
+    """Apply torch's fused AdamW to one parameter, its two moments and its count of steps, in place."""
     beta1, beta2 = group["betas"]
     adamw(
         [parameter],

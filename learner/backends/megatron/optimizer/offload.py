@@ -19,7 +19,7 @@ from learner.backends.megatron.optimizer.bf16_adamw import fused_update
 from learner.publication.transfer import host_memory
 
 BUCKET_BYTES = 64 * 2**20
-"""Of gradients, copied and updated at a time."""
+"""Bytes of gradients that are copied and updated at a time."""
 
 
 _Bucket = list[tuple[Tensor, dict[str, Any]]]
@@ -30,11 +30,11 @@ class _Shard(NamedTuple):
     """This rank's part of a parameter."""
 
     main: Tensor
-    """float32 [n], what the optimizer updates."""
+    """float32 [n], the main weights, which the optimizer updates."""
     gradient: Tensor
     """float32 [n], on the device."""
     model: Tensor
-    """[n], what the forward pass computes with, on the device."""
+    """[n], the weights of the forward pass, on the device."""
 
 
 class OffloadedAdamW(AdamW):
@@ -43,7 +43,7 @@ class OffloadedAdamW(AdamW):
     grad_scale: Tensor
     found_inf: Tensor
     gradients: dict[Tensor, Tensor]
-    """Of the parameters on the host, where backward left them."""
+    """Gradients of the parameters on the host, where the backward pass left them."""
     received: dict[Tensor, Tensor]
     """The same, pinned on the host."""
 
@@ -63,7 +63,7 @@ class OffloadedAdamW(AdamW):
                 self._update(parameter, group, grad_scale, found_inf)
 
     def _receive(self, bucket: _Bucket) -> torch.cuda.Event | None:
-        """Begin to copy the gradients; the event is when they are there."""
+        """Begin to copy the gradients; the returned event is set when they have arrived."""
         for parameter, _ in bucket:
             self.received[parameter].copy_(self.gradients[parameter], non_blocking=True)
         if not self.gradients[bucket[0][0]].is_cuda:
@@ -99,7 +99,7 @@ class OffloadedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatro
                 shard.main.grad = shard.gradient
 
     def get_main_grads_for_grad_norm(self) -> list[Tensor]:
-        """Those of the host are still on the device."""
+        """Return the gradients; those of parameters on the host are still on the device."""
         return super().get_main_grads_for_grad_norm() + [  # type: ignore[no-any-return]
             gradient
             for main, gradient in self.optimizer.gradients.items()
@@ -111,14 +111,14 @@ class OffloadedOptimizer(DistributedOptimizer):  # type: ignore[misc]  # megatro
         for shard in _shards(self):
             weights = shard.main
             gradient = self.optimizer.received.get(shard.main)
-            if gradient is not None and shard.model.dtype != weights.dtype:  # it is done with, and pinned
+            if gradient is not None and shard.model.dtype != weights.dtype:  # no longer needed, and pinned
                 weights = gradient.view(shard.model.dtype)[: len(weights)].copy_(weights)
             shard.model.copy_(weights, non_blocking=True)
 
 
 @torch.no_grad()
 def offload(part: DistributedOptimizer, fraction: float) -> None:
-    """Move `fraction` of the main weights to the host; before the optimizer has any state."""
+    """Move `fraction` of the main weights to the host. Call it before the optimizer has any state."""
     part.__class__, part.optimizer.__class__ = OffloadedOptimizer, OffloadedAdamW
     mains = part.get_parameters()
     left = fraction * sum(main.numel() for main in mains)
@@ -137,7 +137,7 @@ def offload(part: DistributedOptimizer, fraction: float) -> None:
 
 
 def _shards(part: DistributedOptimizer) -> Iterator[_Shard]:
-    """As the methods of megatron-core that are replaced here find them."""
+    """Find the shards like the methods of megatron-core that are replaced here."""
     pairs = (
         (part.model_float16_groups, part.shard_fp32_from_float16_groups),
         (part.model_fp32_groups, part.shard_fp32_groups),

@@ -80,9 +80,9 @@ def configure_optimizer(optimizer: MegatronOptimizer, config: OptimizerConfig, l
 
 @torch.no_grad()
 def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
-    """Global norm, float32 [] on the device, of the gradient as it was added up, ready for `update` then.
+    """Return the global norm of the summed gradient, float32 [] on the device, and prepare it for `update`.
 
-    Megatron-core's own gives a number, for which the host waits until the device has done everything.
+    Megatron-core's own function returns a number, for which the host waits until the device is done.
     """
     optimizer.prepare_grads()
     gradients: dict[dist.ProcessGroup, list[Tensor]] = {}
@@ -99,12 +99,12 @@ def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
 
 @torch.no_grad()
 def update(optimizer: MegatronOptimizer, *, divisor: Tensor, skip: Tensor) -> None:
-    """Update the parameters with the gradient over `divisor`, or leave all as it is.
+    """Update the parameters with the gradient over `divisor`, or leave everything as it is.
 
-    Nothing here waits for the device.
+    The host does not wait for the device.
 
     Args:
-        optimizer: after `gradient_norm`.
+        optimizer: `gradient_norm` was called before.
         divisor: float32 [], on the device; the gradient itself is divided as well.
         skip: float32 [], 1 to leave weights, moments and step counts as they are, else 0.
     """
@@ -123,7 +123,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
 
 
 def _prime(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that the first update would make: in its dtype, for there may be no room for a wider."""
+    """Make the state that the first update would make, in its dtype: a wider one may not fit."""
     dtype = torch.bfloat16 if isinstance(optimizer, BFloat16StateAdamW) else None
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -159,7 +159,7 @@ def _keep_gaps_on_save(optimizer: DistributedOptimizer) -> None:
 
 
 def _with_gaps(dense: Tensor, buffer: Any) -> Tensor:
-    """Put the contents of the buckets, laid end to end, to where the buckets are in their buffer."""
+    """Move the contents of the buckets, laid end to end, to the places of the buckets in their buffer."""
     spread = dense.new_zeros(buffer.numel)
     contents = torch.split(dense, [bucket.numel_unpadded for bucket in buffer.buckets])
     for bucket, content in zip(buffer.buckets, contents, strict=True):

@@ -1,4 +1,4 @@
-"""The learning rate of each update."""
+"""Learning rate of each update."""
 
 import math
 
