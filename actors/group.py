@@ -7,10 +7,10 @@ from itertools import chain, count
 
 from actors.environments.base import AgentTrajectory, Episode
 from bus.messages import Lease, trajectory_name
-from bus.requests import Siblings
+from bus.requests import GroupStatus
 from bus.trajectory import AgentReward, Parent, Trajectory, TrajectoryBatch
 
-NOTHING = Siblings(group_size=0)
+NOTHING = GroupStatus(group_size=0)
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Group:
     lease: Lease
     each: int | None
     actor: str
-    stored: Siblings = NOTHING
+    stored: GroupStatus = NOTHING
     """What another actor left in the shard."""
     episodes: dict[int, Episode] = field(default_factory=dict)
     """Those finished here, by sample."""

@@ -18,7 +18,7 @@ from bus.consume import Inbox, Received, consume_received
 from bus.errors import EngineLostError, HandBackError, SchemaError, SluiceError
 from bus.messages import GroupRejected, Lease
 from bus.publish import Publisher, together
-from bus.requests import LeaseRequest, LeaseState, Siblings, SiblingsRequest
+from bus.requests import GroupStatus, GroupStatusRequest, LeaseRequest, LeaseState
 from bus.topology import shard_of
 from storage.dispatch.lease_status import FREE_DELIVERIES
 
@@ -190,12 +190,12 @@ class Worker:
             raise SchemaError(f"lease {lease.lease_id}: quarantined, since its rollouts ended their actors")
         return found
 
-    async def _stored(self, lease: Lease) -> Siblings:
+    async def _stored(self, lease: Lease) -> GroupStatus:
         """What the shard has of the group. Without an answer all is rolled out: ids make that harmless."""
-        subject = self._bus.subject("rpc", "siblings", shard_of(lease.lease_id, self._shards))
-        request = SiblingsRequest(lease_id=lease.lease_id)
+        subject = self._bus.subject("rpc", "group_status", shard_of(lease.lease_id, self._shards))
+        request = GroupStatusRequest(lease_id=lease.lease_id)
         try:
-            return await self._bus.request(subject, request, Siblings, timeout_s=ANSWER_TIMEOUT_S)
+            return await self._bus.request(subject, request, GroupStatus, timeout_s=ANSWER_TIMEOUT_S)
         except SluiceError as error:
             log.warning("siblings_not_known", lease_id=lease.lease_id, reason=str(error))
             return NOTHING

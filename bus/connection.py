@@ -1,7 +1,6 @@
 """One connection to the bus, and everything on it that is not a durable stream: requests, notices, keys."""
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -19,6 +18,7 @@ from nats.js.kv import KeyValue
 
 from bus.codec import M, Message, decode, encode
 from bus.config import BusConfig
+from bus.credentials import without_credentials
 from bus.errors import BusError, ConfigError, SchemaError, SluiceError
 from bus.requests import Done, Refused
 from bus.topology import Topology
@@ -302,7 +302,7 @@ async def _connected(config: BusConfig, name: str) -> Client:
     except (OSError, ValueError, nats.errors.Error) as error:  # TimeoutError is an OSError
         reason = complaint or str(error) or "no answer"
         raise ConfigError(
-            f"cannot use the bus at {_without_password(config.url)} ({reason}, tried for "
+            f"cannot use the bus at {without_credentials(config.url)} ({reason}, tried for "
             f"{time.monotonic() - began:.1f} s): start one with `launch bus`, or name another with --bus.url"
         ) from error
     finally:
@@ -310,10 +310,6 @@ async def _connected(config: BusConfig, name: str) -> Client:
         if client.options and not client.is_connected:  # no options: the URL did not parse
             await client.close()
     return client
-
-
-def _without_password(url: str) -> str:
-    return re.sub(r"(//[^:/@,]*):[^@,]*@", r"\1:***@", url)
 
 
 async def _drain(client: Client) -> None:

@@ -18,7 +18,7 @@ from nats.js.errors import NotFoundError
 from bus.codec import M, decode
 from bus.connection import RETRY_S, Bus
 from bus.errors import BusError, HandBackError, SchemaError
-from bus.message_parts import Parts, Whole
+from bus.message_parts import Parts, StreamMessage
 from bus.topology import ACK_WAIT_S
 from bus.waiting import cancelled, set_within
 
@@ -137,24 +137,24 @@ class Received(Generic[M]):
     """A decoded message and its handle on the stream."""
 
     message: M
-    whole: Whole
+    handle: StreamMessage
 
     @property
     def deliveries(self) -> int:
         """Number of deliveries of the message, this one and those that came back unread included."""
-        return int(self.whole.raws[0].metadata.num_delivered)
+        return int(self.handle.raws[0].metadata.num_delivered)
 
     async def ack(self) -> None:
         """Acknowledge the message, which the stream forgets. Raises `BusError` on a closed connection."""
-        await self.whole.ack()
+        await self.handle.ack()
 
     async def hand_back(self) -> None:
         """Let the stream deliver it to another consumer at once."""
         try:
-            for raw in self.whole.raws:
+            for raw in self.handle.raws:
                 await raw.nak()
         except nats.errors.Error as error:  # the bus is away: the ack wait gives it back
-            log.warning("message_not_handed_back", subject=self.whole.subject, reason=str(error))
+            log.warning("message_not_handed_back", subject=self.handle.subject, reason=str(error))
 
 
 async def consume(
@@ -189,9 +189,9 @@ async def consume_received(
             await _while_reporting_progress(received, handle)
             await received.ack()
         except SchemaError as error:  # a retry cannot help
-            await received.whole.set_aside(bus, error)
+            await received.handle.set_aside(bus, error)
         except HandBackError as error:
-            log.info("message_handed_back", subject=received.whole.subject, reason=str(error))
+            log.info("message_handed_back", subject=received.handle.subject, reason=str(error))
             await received.hand_back()
         finally:
             busy -= 1
@@ -207,7 +207,7 @@ async def consume_received(
             for received in arrived:
                 await slots.acquire()
                 busy += 1
-                tasks.create_task(process(received), name=f"consume {received.whole.subject}")
+                tasks.create_task(process(received), name=f"consume {received.handle.subject}")
         await inbox.give_back()
 
 
@@ -266,7 +266,7 @@ class _Ahead(Generic[M]):
                 raw = await self._inbox.take(self._limit, POLL_S)
                 arrived = await understood(raw, self._bus, self._expected, self._inbox.parts)
                 self.ready += arrived
-                self._size_bytes += sum(len(received.whole.data) for received in arrived)
+                self._size_bytes += sum(len(received.handle.data) for received in arrived)
                 self._changed.set()
         finally:
             self._ended = True
@@ -282,7 +282,7 @@ class _Ahead(Generic[M]):
                 break
             await self._next_change(left)
         batch = [self.ready.popleft() for _ in range(min(self._limit, len(self.ready)))]
-        self._size_bytes -= sum(len(received.whole.data) for received in batch)
+        self._size_bytes -= sum(len(received.handle.data) for received in batch)
         self._changed.set()
         return batch
 
@@ -301,7 +301,7 @@ async def _handled(
         await handle([received.message for received in batch])
     except SchemaError as error:
         if len(batch) == 1:
-            await batch[0].whole.set_aside(bus, error)
+            await batch[0].handle.set_aside(bus, error)
             return []
     else:
         return batch
@@ -316,11 +316,11 @@ async def understood(
     Incomplete messages wait in `parts` for their other parts.
     """
     good: list[Received[M]] = []
-    for whole in await (parts or Parts(bus)).collect(arrived):
+    for handle in await (parts or Parts(bus)).collect(arrived):
         try:
-            good.append(Received(decode(whole.data, expected), whole))
+            good.append(Received(decode(handle.data, expected), handle))
         except SchemaError as error:
-            await whole.set_aside(bus, error)
+            await handle.set_aside(bus, error)
     return good
 
 
@@ -340,10 +340,10 @@ async def _report_progress(held: Callable[[], Sequence[Received[M]]]) -> None:
         await asyncio.sleep(ACK_WAIT_S / 3)
         for received in held():
             try:
-                for raw in received.whole.raws:
+                for raw in received.handle.raws:
                     await raw.in_progress()
             except nats.errors.MsgAlreadyAckdError:  # it was acked since the list was made
                 continue
             except nats.errors.Error as error:  # the bus is away: try again later, the work goes on
-                log.warning("progress_not_reported", subject=received.whole.subject, reason=str(error))
+                log.warning("progress_not_reported", subject=received.handle.subject, reason=str(error))
                 break

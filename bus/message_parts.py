@@ -25,7 +25,7 @@ from bus.topology import ACK_WAIT_S, DUPLICATE_WINDOW_S
 log = structlog.get_logger()
 PART_BYTES = 512 << 10
 SET = "Sluice-Set"
-"""Header of a part: `<n>/<parts>/<bytes of the whole>/<xxh3-128 of the whole>`, n from 0."""
+"""Header of a part: `<n>/<parts>/<bytes of the message>/<xxh3-128 of the message>`, n from 0."""
 MAX_PARTS = 1 << 14
 """A consumer may have 65536 messages unacked; one set must not take them all."""
 HELD_BYTES = 512 << 20
@@ -82,7 +82,7 @@ def _place(raw: Msg) -> tuple[SetKey, int]:
 
 
 @dataclass(frozen=True)
-class Whole:
+class StreamMessage:
     """A message as it was published, and the messages of the stream that carried it."""
 
     data: bytes
@@ -134,7 +134,7 @@ class _Progress:
 class Parts:
     """Puts the parts that one consumer receives together. Incomplete messages wait here, within bounds.
 
-    A set reserves the size of its whole when its first part comes. Without room the part is sent back for
+    A set reserves the size of its message when its first part comes. Without memory the part is sent back for
     later, so sets that began first are completed first. Nothing here outlives the process: unacked parts
     are redelivered.
     """
@@ -157,21 +157,21 @@ class Parts:
         """Bytes that incomplete sets hold now."""
         return sum(held.size_bytes for held in self._sets.values())
 
-    async def collect(self, raws: Sequence[Msg]) -> list[Whole]:
-        """Return the messages that `raws` completes: those that came whole, and sets that are now full."""
+    async def collect(self, raws: Sequence[Msg]) -> list[StreamMessage]:
+        """Return the messages that `raws` completes: unsplit ones, and sets that are now full."""
         self._tick()
-        wholes = []
+        messages = []
         for raw in raws:
             if not (raw.headers and SET in raw.headers):
-                wholes.append(Whole(raw.data, (raw,)))
+                messages.append(StreamMessage(raw.data, (raw,)))
                 continue
             try:
-                whole = await self._add(raw)
+                completed = await self._add(raw)
             except SchemaError as error:
                 await set_aside([raw], raw.data, self._bus, str(error))
             else:
-                wholes += [whole] if whole is not None else []
-        return wholes
+                messages += [completed] if completed is not None else []
+        return messages
 
     async def settle(self, key: SetKey) -> None:
         """Note that a message was handled: drop other attempts to publish it, and parts that come again."""
@@ -212,7 +212,7 @@ class Parts:
             self._looked_s += min(now - self._looked_at, LONGEST_LOOK_S)
         self._looked_at = now
 
-    async def _add(self, raw: Msg) -> Whole | None:
+    async def _add(self, raw: Msg) -> StreamMessage | None:
         key, n = _place(raw)
         if key.size_bytes > self._limit_bytes:
             raise SchemaError(f"a message of {key.size_bytes} bytes, this consumer holds {self._limit_bytes}")
@@ -222,17 +222,17 @@ class Parts:
             return None
         if key in self._handed_out:  # redelivered meanwhile: the ack to come covers it
             return None
-        if key not in self._sets and not await self._make_room(key):
+        if key not in self._sets and not await self._reserve(key):
             await _try(raw.nak(delay=min(2.0**raw.metadata.num_delivered, LONGEST_DELAY_S)))
             return None
         superfluous = self._keep(key, n, raw)
-        whole = await self._completed(key)
+        completed = await self._completed(key)
         if superfluous is not None:
             await _try(superfluous.ack())
-        return whole
+        return completed
 
-    async def _make_room(self, key: SetKey) -> bool:
-        """Reserve the size of the whole, at the cost of sets that gain no parts; return False if it fails."""
+    async def _reserve(self, key: SetKey) -> bool:
+        """Reserve the message's size, at the cost of sets that gain no parts; return False if it fails."""
         for other in list(self._sets):
             if self._fits(key):
                 break
@@ -265,7 +265,7 @@ class Parts:
         again = known is not None and known.metadata.sequence.stream != raw.metadata.sequence.stream
         return known if again else None
 
-    async def _completed(self, key: SetKey) -> Whole | None:
+    async def _completed(self, key: SetKey) -> StreamMessage | None:
         held = self._sets[key]
         if len(held.raws) < key.parts:
             return None
@@ -276,9 +276,9 @@ class Parts:
             await set_aside(raws, data, self._bus, f"{key.message_id}: the parts do not have their digest")
             return None
         for raw in raws:
-            raw.data = b""  # the whole has them
+            raw.data = b""  # the message has them
         self._handed_out.add(key)
-        return Whole(data, raws, key, self)
+        return StreamMessage(data, raws, key, self)
 
     async def _release(self, key: SetKey, delay_s: float) -> None:
         held = self._sets.pop(key, None)

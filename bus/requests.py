@@ -48,14 +48,14 @@ class LeaseState(Message, tag="lease_state"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SiblingsRequest(Message, tag="siblings_request"):
-    """Asks a shard what it has of a group."""
+class GroupStatusRequest(Message, tag="group_status_request"):
+    """Asks a shard which trajectories of a group it has stored."""
 
     lease_id: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Siblings(Message, tag="siblings", version=2):
+class GroupStatus(Message, tag="group_status", version=2):
     """The trajectories that are stored of a group."""
 
     group_size: int
@@ -113,15 +113,15 @@ class Waiting(Message, tag="waiting"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GivenRequest(Message, tag="given_request"):
+class StepGroupsRequest(Message, tag="step_groups_request"):
     """Asks which groups a step was given. Anybody may ask: it changes nothing."""
 
     step: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Given(Message, tag="given"):
-    """The groups of a step, and where the learner stands."""
+class StepGroups(Message, tag="step_groups"):
+    """The groups that a step was given, and how far the learner is."""
 
     step: int
     groups: tuple[GroupRef, ...]
@@ -265,14 +265,14 @@ class Issued(Message, tag="issued"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WholeRequest(Message, tag="whole_request"):
-    """Asks a shard which of these groups it has whole, though their rewards may still be due."""
+class FullGroupsRequest(Message, tag="full_groups_request"):
+    """Asks a shard of which of these groups it has every trajectory; rewards may still be due."""
 
     lease_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WholeGroups(Message, tag="whole_groups"):
+class FullGroups(Message, tag="full_groups"):
     """Groups of which every trajectory is stored: rolling them out again would be useless."""
 
     lease_ids: tuple[int, ...]
@@ -292,14 +292,14 @@ class Unsettled(Message, tag="unsettled"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloseRequest(Message, tag="close_request"):
-    """Asks a shard to call these groups complete, though siblings are missing."""
+    """Asks a shard to call these groups complete, though some of their trajectories are missing."""
 
     lease_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Closed(Message, tag="closed"):
-    """Groups that are complete now, whole or closed short; too little is stored of the others."""
+    """Groups that are complete now, in full or closed short; too little is stored of the others."""
 
     lease_ids: tuple[int, ...]
 

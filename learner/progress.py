@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from bus.errors import StorageError
-from bus.requests import Given
+from bus.requests import StepGroups
 from learner import lineage
 from learner.settings import LearnerSettings
 from storage.disk import checkpoints
@@ -71,7 +71,7 @@ def values_to_save(settings: LearnerSettings, progress: Progress) -> dict[str, A
 
 
 async def refuse_other_history(
-    progress: Progress, path: Path, given: Callable[[int], Awaitable[Given]]
+    progress: Progress, path: Path, given: Callable[[int], Awaitable[StepGroups]]
 ) -> None:
     """Raise `StorageError` when the lineage at `path`, or storage, knows other groups than the checkpoint."""
     groups = {int(step): leases for step, leases in progress.groups.items()}

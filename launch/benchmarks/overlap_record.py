@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 
 from bus.errors import SluiceError
-from launch.watch.metrics import Record, number, read_records, whole
+from launch.watch.metrics import Record, integer, number, read_records
 from storage.disk.run_directory import RunDirectory
 
 
@@ -46,7 +46,7 @@ class Heard:
         heard = cls({}, [])
         for record in read_records(run.metrics):
             if record.get("train/stage") == "rl":
-                step = whole(record, "step")
+                step = integer(record, "step")
                 if heard.steps.setdefault(step, record) != record:  # equal ones are one, sent twice
                     raise SluiceError(f"step {step} was trained twice, so the learner died: see {run.logs}")
             elif "engine/busy_s" in record:
@@ -65,7 +65,7 @@ class Heard:
     @property
     def engines(self) -> int:
         """How many the actors have."""
-        return whole(self.readings[-1], "engine/count")
+        return integer(self.readings[-1], "engine/count")
 
     def ended_s(self, step: int) -> float:
         """When a step ended, in seconds since the epoch."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from bus.errors import ConfigError
 from launch.benchmarks.random_models import shape, write_model
 from launch.config import Layer, RunConfig, resolve
-from launch.watch.metrics import whole
+from launch.watch.metrics import integer
 from storage.disk.atomic_files import make_directory, write_file
 
 FOREVER = 1_000_000
@@ -88,7 +88,7 @@ def _context(config: RunConfig, model: str) -> int:
     if config.model.path is None or not config.model.path.exists():
         return int(shape(model).max_position_embeddings)
     found = json.loads((config.model.path / "config.json").read_text())
-    return whole(found, "max_position_embeddings") or FOREVER
+    return integer(found, "max_position_embeddings") or FOREVER
 
 
 def make(config: RunConfig, model: str, *, prompt_tokens: int) -> None:

@@ -26,7 +26,7 @@ from launch.config import RunConfig
 from launch.local.supervisor import Part, Supervisor
 from launch.process.runtime import locked
 from launch.watch.curves import draw_curves
-from launch.watch.monitor import RunFacts, RunMonitor, watch
+from launch.watch.monitor import RunMonitor, RunSettings, watch
 from launch.watch.summary import Summary, print_summary, summarise, write_summary
 from launch.watch.view import TerminalView
 from storage.disk.run_directory import RunDirectory
@@ -101,7 +101,7 @@ async def _supervise(
     run.config.write_text(config.model_dump_json(indent=2))
     run.write_provenance()
     started = time.monotonic()
-    monitor = RunMonitor(_facts(config))
+    monitor = RunMonitor(_run_settings(config))
     supervisor = Supervisor(run.logs, policy=config.supervision, inherited=[lock])
     async with _parts(config, run, supervisor, monitor, console, own_bus=own_bus):
         await supervisor.watch(stop)
@@ -173,8 +173,8 @@ async def _listens(port: int) -> bool:
     return True
 
 
-def _facts(config: RunConfig) -> RunFacts:
-    return RunFacts(
+def _run_settings(config: RunConfig) -> RunSettings:
+    return RunSettings(
         name=config.run,
         steps=config.learner.steps,
         warmup_steps=config.warmup.steps,

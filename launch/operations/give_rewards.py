@@ -38,12 +38,16 @@ async def _arriving(source: BinaryIO, stop: asyncio.Event) -> AsyncIterator[list
     """The lines that came since the last ones, as soon as there are some.
 
     They are read in a daemon thread: one that waits for a pipe cannot be stopped otherwise."""
-    loop, lines, room = asyncio.get_running_loop(), asyncio.Queue[bytes | None](), threading.Semaphore(CHUNK)
+    loop, lines, free_lines = (
+        asyncio.get_running_loop(),
+        asyncio.Queue[bytes | None](),
+        threading.Semaphore(CHUNK),
+    )
 
     def read() -> None:
         with suppress(RuntimeError):  # the loop has ended
             for line in source:
-                room.acquire()
+                free_lines.acquire()
                 loop.call_soon_threadsafe(lines.put_nowait, line)
             loop.call_soon_threadsafe(lines.put_nowait, None)
 
@@ -54,7 +58,7 @@ async def _arriving(source: BinaryIO, stop: asyncio.Event) -> AsyncIterator[list
         chunk = [line]
         while not lines.empty() and len(chunk) < CHUNK and (line := lines.get_nowait()) is not None:
             chunk.append(line)
-        room.release(len(chunk))
+        free_lines.release(len(chunk))
         yield chunk
         if line is None:
             break

@@ -76,7 +76,7 @@ def number(values: Mapping[str, Json], key: str) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else nan
 
 
-def whole(values: Mapping[str, Json], key: str) -> int:
+def integer(values: Mapping[str, Json], key: str) -> int:
     """The value as an int; 0 when it is missing or no finite number."""
     value = number(values, key)
     return int(value) if isfinite(value) else 0
@@ -176,24 +176,24 @@ class History:
             self._add_step(record)
 
     def _add_evaluation(self, record: Record) -> None:
-        version = whole(record, "policy_version")
+        version = integer(record, "policy_version")
         record = {"oldest_version": version, "newest_version": version} | record  # older builds say neither
         evaluation = Evaluation(
             policy_version=version,
             time_s=number(record, "time_s"),
             sampled=number(record, "sampled"),
             greedy=number(record, "greedy"),
-            drawn_by=(whole(record, "oldest_version"), whole(record, "newest_version")),
-            failed=whole(record, "failed"),
+            drawn_by=(integer(record, "oldest_version"), integer(record, "newest_version")),
+            failed=integer(record, "failed"),
         )
         self.evaluations[evaluation.policy_version] = evaluation
         self.evaluations = dict(sorted(self.evaluations.items()))
 
     def _add_step(self, record: Record) -> None:
         step = Step(
-            step=whole(record, "step"),
+            step=integer(record, "step"),
             time_s=number(record, "time_s"),
-            policy_version=whole(record, "train/policy_version"),
+            policy_version=integer(record, "train/policy_version"),
             reward_mean=number(record, "reward/mean"),
             staleness_mean=number(record, "staleness/mean_versions"),
             staleness_max=number(record, "staleness/max_versions"),

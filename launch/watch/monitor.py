@@ -19,10 +19,10 @@ from launch.watch.metrics import (
     Record,
     append_records,
     evaluation_record,
+    integer,
     metrics_record,
     number,
     read_records,
-    whole,
 )
 
 log = structlog.get_logger()
@@ -35,7 +35,7 @@ DRAIN_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunSettings:
     """What the configuration says and no process repeats."""
 
     name: str
@@ -62,8 +62,8 @@ class Process:
 class RunMonitor:
     """Pure state, fed by `on_...`; nothing here waits or writes. `clock` counts seconds."""
 
-    def __init__(self, facts: RunFacts, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.facts = facts
+    def __init__(self, settings: RunSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings = settings
         self.history = History()
         self.processes: dict[str, Process] = {}
         """By source, everyone ever heard."""
@@ -84,7 +84,7 @@ class RunMonitor:
         starts = 1 if known is None else known.starts + (known.status.pid != status.pid)
         self.processes[status.source] = Process(status, self._clock(), starts)
         if status.role == "actor":
-            self._published[status.source, status.pid] = whole(status.values, "trajectories")
+            self._published[status.source, status.pid] = integer(status.values, "trajectories")
         self._remember_memory(status.source, status.peak_rss_bytes)
 
     def on_metrics(self, metrics: Metrics) -> Record:
@@ -151,7 +151,7 @@ class RunMonitor:
         """Version with which reinforcement learning began; 0 as long as nobody knows."""
         learner = self.values("learner")
         if learner.get("stage") in ("rl", "done"):
-            return whole(learner, "policy_version") - whole(learner, "step")
+            return integer(learner, "policy_version") - integer(learner, "step")
         return self.history.trains_from or 0
 
     @property
@@ -163,13 +163,15 @@ class RunMonitor:
     @property
     def trajectories_published(self) -> int:
         """As counted by the actors this monitor heard, also those that left; or stored, if more are."""
-        return max(sum(self._published.values()), whole(self.values("storage"), "trajectories_stored"))
+        return max(sum(self._published.values()), integer(self.values("storage"), "trajectories_stored"))
 
     @property
     def max_staleness_allowed(self) -> int:
         """As storage admits it; before storage speaks, as configured."""
         storage = self.values("storage")
-        return whole(storage, "max_staleness") if "max_staleness" in storage else self.facts.max_staleness
+        return (
+            integer(storage, "max_staleness") if "max_staleness" in storage else self.settings.max_staleness
+        )
 
 
 async def watch(bus: Bus, monitor: RunMonitor, metrics_path: Path | None, stop: asyncio.Event) -> None:

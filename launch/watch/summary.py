@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.codec import Json
-from launch.watch.metrics import Evaluation, number, remarks, whole
+from launch.watch.metrics import Evaluation, integer, number, remarks
 from launch.watch.monitor import RunMonitor
 from launch.watch.units import UNKNOWN, count, duration, fraction, size
 from storage.disk.run_directory import RunDirectory
@@ -41,13 +41,13 @@ def summarise(
         "rl_wall_s": progress.get("rl_s"),
         "steps": _latest(monitor, progress, "step"),
         "policy_version": _latest(monitor, progress, "policy_version"),
-        "target_accuracy": monitor.facts.target_accuracy,
+        "target_accuracy": monitor.settings.target_accuracy,
         "target_reached_s": progress.get("target_reached_s"),
         "target_reached_step": progress.get("target_reached_step"),
         **_groups(monitor, _latest(monitor, progress, "trajectories_trained")),
         "max_staleness_allowed": monitor.max_staleness_allowed,
         "max_staleness_seen": max(
-            whole(progress, "max_staleness_seen"), whole(monitor.values("learner"), "max_staleness_seen")
+            integer(progress, "max_staleness_seen"), integer(monitor.values("learner"), "max_staleness_seen")
         ),
         "peak_rss_bytes": dict(sorted(monitor.peak_rss_bytes.items())),
         "peak_rss_bytes_total": monitor.peak_rss_bytes_total,
@@ -65,7 +65,7 @@ def write_summary(run: RunDirectory, summary: Summary) -> None:
 
 def _latest(monitor: RunMonitor, progress: Mapping[str, Json], key: str) -> int:
     """As the checkpoint says, since later steps are lost; without one, as the learner last said."""
-    return whole(progress if key in progress else monitor.values("learner"), key)
+    return integer(progress if key in progress else monitor.values("learner"), key)
 
 
 # --- accuracy ---
@@ -74,7 +74,7 @@ def _latest(monitor: RunMonitor, progress: Mapping[str, Json], key: str) -> int:
 def _accuracies(monitor: RunMonitor, progress: Mapping[str, Json]) -> Summary:
     """Held-out accuracy of the first version, of the one that warm-up made, and of the last."""
     measured = _evaluations(monitor, progress)
-    trains_from = whole(progress, "trains_from") if "trains_from" in progress else monitor.trains_from
+    trains_from = integer(progress, "trains_from") if "trains_from" in progress else monitor.trains_from
     last = _latest(monitor, progress, "policy_version")
     heard = monitor.history.evaluations
     return {
@@ -117,21 +117,21 @@ def _sampled(measured: Mapping[int, tuple[float, float]], version: int) -> float
 
 def _groups(monitor: RunMonitor, trained: int) -> Summary:
     """Trajectories by fate; the ledger counts groups, of `samples_per_prompt` trajectories each."""
-    storage, samples = monitor.values("storage"), monitor.facts.samples_per_prompt
+    storage, samples = monitor.values("storage"), monitor.settings.samples_per_prompt
     rejected = _counts(storage, "reasons")
     groups: dict[str, Json] = {
-        state: whole(storage, state) if storage else None
+        state: integer(storage, state) if storage else None
         for state in ("issued", "trained", "stored", "rolling_out", "rejected")
     }
     return {
         "trajectories_published": monitor.trajectories_published,
         "trajectories_trained": trained,
         "trajectories_rejected": {reason: n * samples for reason, n in rejected.items()},
-        "trajectories_in_store": whole(storage, "stored") * samples if storage else None,
-        "trajectories_rolling_out": whole(storage, "rolling_out") * samples if storage else None,
+        "trajectories_in_store": integer(storage, "stored") * samples if storage else None,
+        "trajectories_rolling_out": integer(storage, "rolling_out") * samples if storage else None,
         "groups": groups,
         "groups_rejected": dict(rejected),
-        "messages_set_aside": whole(storage, "dead") if storage else None,
+        "messages_set_aside": integer(storage, "dead") if storage else None,
         "messages_set_aside_reasons": dict(_counts(storage, "dead_reasons")),
         "accounted": _accounted(storage, trained=trained, samples=samples) if storage else None,
     }
@@ -140,8 +140,8 @@ def _groups(monitor: RunMonitor, trained: int) -> Summary:
 def _accounted(storage: Mapping[str, Json], *, trained: int, samples: int) -> bool:
     """Whether every group issued is in one known place, and nothing was trained on that no step was given."""
     places = ("trained", "rejected", "stored", "rolling_out")
-    balanced = whole(storage, "issued") == sum(whole(storage, place) for place in places)
-    return balanced and trained <= whole(storage, "trained") * samples
+    balanced = integer(storage, "issued") == sum(integer(storage, place) for place in places)
+    return balanced and trained <= integer(storage, "trained") * samples
 
 
 def _existing(path: Path) -> str | None:
@@ -169,7 +169,7 @@ def print_summary(console: Console, summary: Summary) -> None:
 
 def _result_rows(summary: Summary) -> list[tuple[str, str]]:
     wall, warmup, rl = (duration(_known(summary, key)) for key in ("wall_s", "warmup_wall_s", "rl_wall_s"))
-    steps, version = whole(summary, "steps"), whole(summary, "policy_version")
+    steps, version = integer(summary, "steps"), integer(summary, "policy_version")
     return [
         ("Held-out accuracy, untrained", _accuracy(summary, "heldout_accuracy_start", 0)),
         ("... after warm-up (SFT)", _accuracy(summary, "heldout_accuracy_after_sft", version - steps)),
@@ -186,7 +186,7 @@ def _accuracy(summary: Summary, key: str, version: int) -> str:
     row = evaluations.get(str(version)) if isinstance(evaluations, dict) else None
     if measured is None or not isinstance(row, dict):
         return fraction(measured)
-    failed = whole(row, "failed")
+    failed = integer(row, "failed")
     match row.get("drawn_by"):
         case [int(oldest), int(newest)]:
             return fraction(measured) + remarks((oldest, newest), failed)
@@ -226,7 +226,7 @@ def _memory(summary: Summary, most: int = 6) -> str:
     peaks = sorted(_counts(summary, "peak_rss_bytes").items(), key=lambda item: -item[1])
     shares = [f"{process} {size(peak)}" for process, peak in peaks[:most]]
     more = [f"{len(peaks) - most} more"] if len(peaks) > most else []
-    total = size(whole(summary, "peak_rss_bytes_total"))
+    total = size(integer(summary, "peak_rss_bytes_total"))
     return f"{total} together: {', '.join(shares + more)}" if peaks else UNKNOWN
 
 
@@ -238,7 +238,7 @@ def _file_rows(summary: Summary) -> list[tuple[str, str]]:
 def _counts(values: Mapping[str, Json], key: str) -> dict[str, int]:
     """A table of counts by name; empty when it is missing."""
     found = values.get(key)
-    return {name: whole(found, name) for name in found} if isinstance(found, dict) else {}
+    return {name: integer(found, name) for name in found} if isinstance(found, dict) else {}
 
 
 def _known(summary: Summary, key: str) -> float | None:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from bus.codec import Json
 from bus.waiting import set_within
-from launch.watch.metrics import Evaluation, Step, number, whole
+from launch.watch.metrics import Evaluation, Step, integer, number
 from launch.watch.monitor import Process, RunMonitor
 from launch.watch.units import UNKNOWN, count, duration, fraction, size
 
@@ -75,8 +75,8 @@ class TerminalView:
 
 def screen(monitor: RunMonitor, width: int) -> list[Text]:
     """The whole screen, at most `MAX_LINES` lines of at most `width` columns."""
-    lines = [_title(monitor), *_facts(monitor)]
-    lines += _process_lines(monitor, width, room=MAX_LINES - len(lines))
+    lines = [_title(monitor), *_rows(monitor)]
+    lines += _process_lines(monitor, width, max_lines=MAX_LINES - len(lines))
     for line in lines:
         line.no_wrap = True
         line.overflow = "ellipsis"
@@ -84,44 +84,44 @@ def screen(monitor: RunMonitor, width: int) -> list[Text]:
 
 
 def _title(monitor: RunMonitor) -> Text:
-    line = Text(monitor.facts.name, style="bold")
+    line = Text(monitor.settings.name, style="bold")
     return line.append(f"  {_stage(monitor)}  {duration(monitor.elapsed_s)}", style="not bold")
 
 
 def _stage(monitor: RunMonitor) -> str:
-    learner, facts = monitor.values("learner"), monitor.facts
+    learner, settings = monitor.values("learner"), monitor.settings
     stage = STAGES.get(monitor.stage, monitor.stage)
     if monitor.stage == "warmup":
-        return f"{stage}, step {whole(learner, 'warmup_step')} of {facts.warmup_steps}"
+        return f"{stage}, step {integer(learner, 'warmup_step')} of {settings.warmup_steps}"
     if monitor.stage in ("rl", "done"):
-        version = whole(learner, "policy_version")
-        return f"{stage}, step {whole(learner, 'step')} of {facts.steps}, policy v{version}"
+        version = integer(learner, "policy_version")
+        return f"{stage}, step {integer(learner, 'step')} of {settings.steps}, policy v{version}"
     return stage
 
 
-def _facts(monitor: RunMonitor) -> Iterator[Text]:
+def _rows(monitor: RunMonitor) -> Iterator[Text]:
     learner, storage, last = monitor.values("learner"), monitor.values("storage"), monitor.history.last
     recent, latest = monitor.history.recent_reward(), last.reward_mean if last else None
-    yield _fact("reward", f"{fraction(recent)} mean of the last 10 steps, latest {fraction(latest)}")
-    yield _fact("held-out", _held_out(monitor))
+    yield _row("reward", f"{fraction(recent)} mean of the last 10 steps, latest {fraction(latest)}")
+    yield _row("held-out", _held_out(monitor))
     trained = count(number(learner, "trained_tokens_per_s"))
-    yield _fact("tokens/s", f"{count(monitor.generated_tokens_per_s)} generated, {trained} trained")
-    yield _fact("step time", _step_time(last))
-    yield _fact("staleness", f"{_staleness(monitor)} (policy versions)")
-    yield _fact("queues", _queues(storage))
-    published, used = count(monitor.trajectories_published), count(whole(learner, "trajectories_trained"))
-    closed = whole(storage, "closed_short")
+    yield _row("tokens/s", f"{count(monitor.generated_tokens_per_s)} generated, {trained} trained")
+    yield _row("step time", _step_time(last))
+    yield _row("staleness", f"{_staleness(monitor)} (policy versions)")
+    yield _row("queues", _queues(storage))
+    published, used = count(monitor.trajectories_published), count(integer(learner, "trajectories_trained"))
+    closed = integer(storage, "closed_short")
     short = f"; {count(closed)} groups closed short" if closed else ""
-    yield _fact("rollouts", f"{published} trajectories published, {used} trained on{short}")
-    yield _fact("rejected", _rejected(storage))
+    yield _row("rollouts", f"{published} trajectories published, {used} trained on{short}")
+    yield _row("rejected", _rejected(storage))
 
 
-def _fact(label: str, text: str) -> Text:
+def _row(label: str, text: str) -> Text:
     return Text(f"{label:<{LABEL}}", style="cyan").append(text, style="default")
 
 
 def _held_out(monitor: RunMonitor) -> str:
-    target = monitor.facts.target_accuracy
+    target = monitor.settings.target_accuracy
     wanted = "" if target is None else f", target {fraction(target)}"
     evaluations = monitor.history.evaluations
     if not evaluations:
@@ -147,7 +147,7 @@ def _step_time(step: Step | None) -> str:
 def _staleness(monitor: RunMonitor) -> str:
     last = monitor.history.last
     now = count(last.staleness_max) if last else UNKNOWN
-    worst = whole(monitor.values("learner"), "max_staleness_seen")
+    worst = integer(monitor.values("learner"), "max_staleness_seen")
     return f"{now} now, {worst} worst, {monitor.max_staleness_allowed} allowed"
 
 
@@ -155,9 +155,9 @@ def _queues(storage: dict[str, Json]) -> str:
     if not storage:
         return UNKNOWN
     return (
-        f"{whole(storage, 'rolling_out')} groups rolling out, {whole(storage, 'stored')} stored; "
-        f"on the bus {whole(storage, 'tasks_pending')} tasks, "
-        f"{whole(storage, 'trajectories_pending')} results"
+        f"{integer(storage, 'rolling_out')} groups rolling out, {integer(storage, 'stored')} stored; "
+        f"on the bus {integer(storage, 'tasks_pending')} tasks, "
+        f"{integer(storage, 'trajectories_pending')} results"
     )
 
 
@@ -165,7 +165,7 @@ def _rejected(storage: dict[str, Json]) -> str:
     reasons = storage.get("reasons")
     found = reasons.items() if isinstance(reasons, dict) else ()
     groups = ", ".join(f"{number} {reason}" for reason, number in found)
-    dead, kinds = whole(storage, "dead"), storage.get("dead_reasons")
+    dead, kinds = integer(storage, "dead"), storage.get("dead_reasons")
     why = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) if isinstance(kinds, dict) else ""
     return (f"groups: {groups}" if groups else "none") + (f"; set aside: {why or dead}" if dead else "")
 
@@ -173,17 +173,17 @@ def _rejected(storage: dict[str, Json]) -> str:
 # --- one line a process ---
 
 
-def _process_lines(monitor: RunMonitor, width: int, room: int) -> list[Text]:
+def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text]:
     """Every process, or as many as fit, and how many more there are."""
     shown = monitor.shown()
     if not shown:
         return [Text("no process has reported yet", style="yellow")]
     blocks = [_process(monitor, process, width, rows=2) for process in shown]
-    if sum(map(len, blocks)) > room:
+    if sum(map(len, blocks)) > max_lines:
         blocks = [_process(monitor, process, width, rows=1) for process in shown]
-    left = len(blocks) - room + 1
-    if len(blocks) > room:
-        blocks = [*blocks[: room - 1], [Text(f"... and {left} more", style="dim")]]
+    left = len(blocks) - max_lines + 1
+    if len(blocks) > max_lines:
+        blocks = [*blocks[: max_lines - 1], [Text(f"... and {left} more", style="dim")]]
     return [line for block in blocks for line in block]
 
 
@@ -212,9 +212,9 @@ def _activity(process: Process, silence_s: float) -> str:
     if status.role != "actor":
         return f"{status.doing} ({size(status.peak_rss_bytes)}{again})"
     values = status.values
-    running, waiting = whole(values, "running"), whole(values, "waiting")
-    rate, version = count(number(values, "generated_tokens_per_s")), whole(values, "policy_version")
-    failed = f", {whole(values, 'failed')} failed" if whole(values, "failed") else ""
+    running, waiting = integer(values, "running"), integer(values, "waiting")
+    rate, version = count(number(values, "generated_tokens_per_s")), integer(values, "policy_version")
+    failed = f", {integer(values, 'failed')} failed" if integer(values, "failed") else ""
     load = f"{running} running, {waiting} queued{failed}, {rate} tok/s"
     return f"{status.doing}; {load}, v{version}, {size(status.peak_rss_bytes)}{_engines(values)}"
 
@@ -223,18 +223,18 @@ def _engines(values: Mapping[str, Json]) -> str:
     """What each engine of an actor does, when there are several or one was lost."""
     found = values.get("engines")
     engines = {name: e for name, e in found.items() if isinstance(e, dict)} if isinstance(found, dict) else {}
-    if len(engines) == 1 and not any(whole(engine, "restarts") for engine in engines.values()):
+    if len(engines) == 1 and not any(integer(engine, "restarts") for engine in engines.values()):
         return ""
     return "".join(f"; {name} {_engine(engine)}" for name, engine in engines.items())
 
 
 def _engine(engine: Mapping[str, Json]) -> str:
-    restarts = whole(engine, "restarts")
+    restarts = integer(engine, "restarts")
     again = f", restarted {restarts} times" if restarts else ""
     if engine.get("state") != "serving":
         return f"{engine.get('state')}{again}"
-    running, waiting = whole(engine, "running"), whole(engine, "waiting")
-    return f"{running} running, {waiting} queued, v{whole(engine, 'policy_version')}{again}"
+    running, waiting = integer(engine, "running"), integer(engine, "waiting")
+    return f"{running} running, {waiting} queued, v{integer(engine, 'policy_version')}{again}"
 
 
 def _short(source: str) -> str:
@@ -258,7 +258,7 @@ def status_line(monitor: RunMonitor) -> str:
         f"held-out {held_out}",
         f"tokens/s {count(monitor.generated_tokens_per_s)} generated {count(trained)} trained",
         f"staleness {_staleness(monitor)}",
-        f"groups {whole(storage, 'rolling_out')} rolling out {whole(storage, 'stored')} stored",
+        f"groups {integer(storage, 'rolling_out')} rolling out {integer(storage, 'stored')} stored",
         *(f"{p.status.source}: {p.status.doing}" for p in monitor.shown() if p.status.role == "learner"),
         f"{len(monitor.actors())} actors",
     ]

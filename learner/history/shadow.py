@@ -23,7 +23,7 @@ from bus.codec import Json
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import Metrics
-from bus.requests import Given
+from bus.requests import StepGroups
 from bus.roles import guarded, hold_role
 from bus.status import report_status
 from bus.trajectory import Trajectory
@@ -151,7 +151,7 @@ class Shadow:
             await self._pause("waiting for the learner's first policy version")
         return False
 
-    async def _next_step(self) -> Given | None:
+    async def _next_step(self) -> StepGroups | None:
         """The step after ours once the learner has trained it; None when it trains no more, or on `stop`."""
         while (given := await self._asked(self.progress.step + 1)) is not None:
             step, over = self.progress.step, given.stage == "done"
@@ -181,7 +181,7 @@ class Shadow:
                     return step
         return None
 
-    async def _asked(self, step: int) -> Given | None:
+    async def _asked(self, step: int) -> StepGroups | None:
         """What storage says of a step; None if `stop` came first."""
         asking = asyncio.create_task(self._reader.given(step))
         if self._stop.is_set() or not await ended_before(self._stop, asking):
@@ -189,7 +189,7 @@ class Shadow:
             return None
         return asking.result()
 
-    async def _fetch(self, given: Given) -> list[list[Trajectory]] | None:
+    async def _fetch(self, given: StepGroups) -> list[list[Trajectory]] | None:
         """The groups of a step; None when they were retired, which is counted, or on `stop`."""
         self._doing = f"reading step {given.step}"
         fetching = asyncio.create_task(self._reader.fetch(given.groups, on_wait=self._on_wait))
@@ -203,14 +203,14 @@ class Shadow:
             self._pass_over(given, str(error))
         return None
 
-    def _pass_over(self, given: Given, reason: str) -> None:
+    def _pass_over(self, given: StepGroups, reason: str) -> None:
         self.progress.step = given.step
         self.progress.steps_retired += 1
         log.warning("step_passed_over", step=given.step, so_far=self.progress.steps_retired, reason=reason)
 
     # --- training ---
 
-    async def _train_on(self, given: Given, groups: list[list[Trajectory]]) -> None:
+    async def _train_on(self, given: StepGroups, groups: list[list[Trajectory]]) -> None:
         started = time.monotonic()
         progress, settings, backend = self.progress, self._settings.learner, self._backend
         if backend is None:

@@ -18,12 +18,12 @@ from bus.requests import (
     BatchLease,
     BatchRequest,
     Done,
-    Given,
-    GivenRequest,
     GroupRef,
     LearnerResumed,
     ReadRequest,
     StepCommitted,
+    StepGroups,
+    StepGroupsRequest,
     Waiting,
 )
 from bus.trajectory import Trajectory, TrajectoryBatch
@@ -109,9 +109,9 @@ class ReplayReader:
         """Tell storage that training goes on from `step`: what was leased for later steps is free again."""
         await self._ask("resumed", LearnerResumed(step=step, incarnation=self._incarnation), Done)
 
-    async def given(self, step: int) -> Given:
+    async def given(self, step: int) -> StepGroups:
         """Return the groups that `step` was given, to this learner or another one. Changes nothing."""
-        return await self._ask("given", GivenRequest(step=step), Given)
+        return await self._ask("step_groups", StepGroupsRequest(step=step), StepGroups)
 
     async def _ask(self, what: str, message: Message, expected: type[R]) -> R:
         """Ask until storage answers or `SILENCE_LIMIT_S` has passed, since it may be restarting."""

@@ -10,13 +10,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from bus.codec import Json
+from bus.credentials import without_credentials
 from bus.errors import ConfigError
 from storage.disk.atomic_files import make_directory, write_json
 
 __all__ = ["RunDirectory", "provenance", "write_json"]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_CREDENTIALS = re.compile(r"(?<=://)[^@/\s]+(?=@)")
 _SOURCE = Path(__file__).parents[2]
 _PACKAGES = (
     "sluice-rl",
@@ -155,7 +155,7 @@ def provenance() -> dict[str, Json]:
         "python": platform.python_version(),
         "packages": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
         "git_commit": _git_commit(),
-        "argv": [_CREDENTIALS.sub("***", argument) for argument in sys.argv],
+        "argv": [without_credentials(argument) for argument in sys.argv],
     }
 
 

@@ -16,13 +16,13 @@ from bus.requests import (
     BatchLease,
     BatchRequest,
     Done,
-    Given,
-    GivenRequest,
     GroupRef,
     IssuedRequest,
     LearnerResumed,
     LeaseRequest,
     StepCommitted,
+    StepGroups,
+    StepGroupsRequest,
     StoredGroups,
     StoredRequest,
     Unsettled,
@@ -103,7 +103,7 @@ class Dispatcher:
         await self._republish(everything=reissue)
         serving = [
             await self._bus.serve(self._bus.subject("rpc", "batch"), BatchRequest, self._on_batch),
-            await self._bus.serve(self._bus.subject("rpc", "given"), GivenRequest, self._on_given),
+            await self._bus.serve(self._bus.subject("rpc", "step_groups"), StepGroupsRequest, self._on_given),
             await self._bus.serve(self._bus.subject("rpc", "committed"), StepCommitted, self._on_committed),
             await self._bus.serve(self._bus.subject("rpc", "resumed"), LearnerResumed, self._on_resumed),
             await self._bus.serve(self._bus.subject("rpc", "issued"), IssuedRequest, self._on_issued),
@@ -305,9 +305,9 @@ class Dispatcher:
             for use in groups
         )
 
-    async def _on_given(self, request: GivenRequest) -> list[Message]:
+    async def _on_given(self, request: StepGroupsRequest) -> list[Message]:
         policy = self.policy
-        answer = Given(
+        answer = StepGroups(
             step=request.step,
             groups=self._refs(self.ledger.steps.get(request.step, ())),
             incarnation=self.ledger.facts.get("incarnation", ""),

@@ -7,7 +7,7 @@ import structlog
 
 from bus.connection import Bus
 from bus.errors import BusError
-from bus.requests import WholeGroups, WholeRequest
+from bus.requests import FullGroups, FullGroupsRequest
 from bus.topology import by_shard
 
 log = structlog.get_logger()
@@ -54,10 +54,10 @@ class LostLeases:
         try:
             for shard, asked in by_shard(lease_ids, self._shards).items():
                 subject, request = (
-                    self._bus.subject("rpc", "whole", shard),
-                    WholeRequest(lease_ids=tuple(asked)),
+                    self._bus.subject("rpc", "full_groups", shard),
+                    FullGroupsRequest(lease_ids=tuple(asked)),
                 )
-                answer = await self._bus.request(subject, request, WholeGroups, timeout_s=ANSWER_TIMEOUT_S)
+                answer = await self._bus.request(subject, request, FullGroups, timeout_s=ANSWER_TIMEOUT_S)
                 whole.update(answer.lease_ids)
         except BusError as error:
             log.debug("shard_does_not_answer", reason=str(error))

@@ -15,13 +15,13 @@ from bus.messages import GroupRejected, RewardGiven
 from bus.publish import Publisher, together
 from bus.requests import (
     Done,
+    FullGroups,
+    FullGroupsRequest,
     Located,
     LocateRequest,
     ReadRequest,
     StoredGroups,
     StoredRequest,
-    WholeGroups,
-    WholeRequest,
 )
 from bus.topology import shard_of
 from bus.trajectory import Trajectory, TrajectoryBatch, episode_rewards
@@ -75,7 +75,7 @@ class Shard:
             await serve_siblings(self._bus, self.store, self._number),
             await serve_closing(self._bus, self.store, self._number),
             await self._bus.serve(
-                self._bus.subject("rpc", "whole", self._number), WholeRequest, self._on_whole
+                self._bus.subject("rpc", "full_groups", self._number), FullGroupsRequest, self._on_whole
             ),
         ]
         inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}")
@@ -163,8 +163,8 @@ class Shard:
             return 0.0
         return float(np.concatenate([np.abs(values - values.mean()) for values in rewards]).mean())
 
-    async def _on_whole(self, request: WholeRequest) -> list[Message]:
-        return [WholeGroups(lease_ids=tuple(self.store.whole(request.lease_ids)))]
+    async def _on_whole(self, request: FullGroupsRequest) -> list[Message]:
+        return [FullGroups(lease_ids=tuple(self.store.whole(request.lease_ids)))]
 
     async def _on_read(self, request: ReadRequest) -> list[Message]:
         try:

@@ -430,7 +430,7 @@ async def test_rest_of_a_set_whose_consumer_died_while_it_acked_does_not_stay_fo
     await send(bus, *pieces(make("m")))
 
     async def ack_one(received: Received[Routed]) -> None:
-        await received.whole.raws[0].ack()
+        await received.handle.raws[0].ack()
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patched:

@@ -2,10 +2,10 @@
 
 from bus.codec import Json
 from bus.messages import EvaluationResult, Metrics, Status
-from launch.watch.monitor import RunFacts
+from launch.watch.monitor import RunSettings
 
 MIB = 1 << 20
-FACTS = RunFacts(
+FACTS = RunSettings(
     name="demo", steps=400, warmup_steps=100, max_staleness=4, samples_per_prompt=8, target_accuracy=0.9
 )
 

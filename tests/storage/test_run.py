@@ -46,7 +46,7 @@ def test_json_is_replaced_whole(tmp_path):
 
 def test_provenance_keeps_every_start_and_no_password(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        sys, "argv", ["launch", "actors", "--bus.url=nats://me:secret@host:4222,nats://you:pw@b"]
+        sys, "argv", ["launch", "actors", "--bus.url=nats://me:sec@ret@host:4222,nats://you:pw@b"]
     )
     run = RunDirectory(tmp_path, "a")
     run.write_provenance()
