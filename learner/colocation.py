@@ -30,13 +30,13 @@ class Device:
 
     def __init__(
         self, bus: Bus, config: ColocationConfig, *,
-        incarnation: str, make_room: Callable[[], Awaitable[None]], on_wait: Callable[[str], None],
+        incarnation: str, release_memory: Callable[[], Awaitable[None]], on_wait: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.figures: dict[str, Json] = {}
         """Of the latest hold."""
         self._bus = bus
         self._config = config
-        self._make_room = make_room
+        self._release_memory = release_memory
         self._on_wait = on_wait
         self._host = host_identity()
         if config.enabled and not self._host:
@@ -72,7 +72,7 @@ class Device:
                 log.info("device_held", hold=self._hold.name, at_s=time.monotonic())
             yield ours
             if ours:
-                await self._make_room()
+                await self._release_memory()
         finally:
             ended.set()
             await asyncio.wait([beating])

@@ -49,6 +49,12 @@ class Progress:
         evaluations = {version: (pair[0], pair[1]) for version, pair in values["evaluations"].items()}
         return cls(**{**values, "evaluations": evaluations})
 
+    def end_warm_up(self, *, has_trained: bool) -> None:
+        """Enter reinforcement learning, from a new policy version if the warm-up changed the weights."""
+        self.policy_version += has_trained
+        self.trains_from = self.policy_version
+        self.stage = "rl"
+
     def sampled_accuracy(self, policy_version: int) -> float | None:
         """Held-out sampled accuracy of a version, if it was measured."""
         pair = self.evaluations.get(str(policy_version))

@@ -9,26 +9,17 @@ from functools import partial
 from pathlib import Path
 
 import structlog
-import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.connection import Bus
-from bus.errors import ConfigError
 from bus.process_tuning import few_collections
 from bus.roles import guarded, hold_role
 from bus.status import report_status
 from learner.algorithms.advantages.estimator import advantage_estimator
-from learner.backends.base import Backend
-from learner.backends.factory import build_backend, close_world, init_world
-from learner.checkpoint.commit import latest_checkpoint, load_checkpoint, read_extra
-from learner.config.optimizer import OptimizerConfig
-from learner.config.parallel import ParallelConfig
-from learner.data.demonstrations import Demonstrations
-from learner.lazy_weights import State
-from learner.model_directory import load_hf_directory, load_tokenizer, refuse_other_vocabulary
+from learner.backends.factory import close_world, init_world
+from learner.checkpoint.commit import latest_checkpoint, read_extra
+from learner.initial import prepare
 from learner.progress import Progress
-from learner.scoring.frozen_policies import hold_frozen_policies
-from learner.scratch_model import ensure_model_directory
+from learner.restore import restore_backend
 from learner.settings import LearnerSettings
 from learner.train import Learner
 from learner.world.channel import Channel
@@ -37,8 +28,6 @@ from learner.world.process_group import world_rank, world_size
 from learner.world.rank import Rank, in_thread
 from learner.world.world import World
 from storage.client.reader import ReplayReader
-from storage.disk.atomic_files import one_at_a_time
-from storage.prompts.generators import load_demonstrations
 
 log = structlog.get_logger()
 
@@ -111,70 +100,6 @@ def build(
     channel = Channel(stop)
     latest = latest_checkpoint(settings.checkpoints)
     progress = Progress.from_json(read_extra(latest)) if latest else Progress()
-    optimizer = settings.warmup.optimizer if progress.stage == "warmup" else settings.learner.optimizer
-    backend = new_backend(settings, initial, optimizer, settings.learner.parallel)
-    if latest is not None:
-        load_checkpoint(backend, latest)
-        progress.stage = "rl" if progress.stage == "done" else progress.stage
-        log.info("resumed", checkpoint=str(latest), stage=progress.stage, step=progress.step)
-    hold_frozen_policies(backend, settings, settings.learner, stage=progress.stage, step=progress.step)
+    backend = restore_backend(settings, initial, latest, progress, settings.learner.parallel)
     rank = Rank(backend, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread)
     return Built(World(channel, rank, settings), progress)
-
-
-@dataclass(frozen=True)
-class Initial:
-    """What a run trains from, before its first step."""
-
-    hf_config: PretrainedConfig
-    state: State
-    """Weights by Hugging Face name."""
-    demonstrations: Demonstrations | None
-    """For the warm-up, if the run has one."""
-
-
-def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
-    """Read the initial model, making the scratch model if need be, and the demonstrations.
-
-    Raises `ConfigError` when model, tokenizer or demonstrations do not belong together.
-    """
-    torch.manual_seed(settings.seed)
-    if settings.model.path is None:
-        with one_at_a_time(settings.model_directory):
-            ensure_model_directory(settings.model_directory, settings.model.scratch, seed=settings.seed)
-    hf_config, state = load_hf_directory(settings.model_directory)
-    tokenizer = load_tokenizer(settings.model_directory)
-    refuse_misfit(hf_config, tokenizer, settings.model_directory)
-    return Initial(hf_config, state, _demonstrations(settings, demonstrations, tokenizer, hf_config))
-
-
-def new_backend(
-    settings: LearnerSettings, initial: Initial, optimizer: OptimizerConfig, parallel: ParallelConfig
-) -> Backend:
-    """The backend with the initial model, in a world that is divided as `parallel` says."""
-    return build_backend(settings.model, initial.hf_config, initial.state, optimizer, parallel)
-
-
-def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Raise `ConfigError` when the tokenizer is not this model's."""
-    refuse_other_vocabulary(hf_config, tokenizer, directory)
-    if tokenizer.chat_template is None:
-        raise ConfigError(f"{directory}: the tokenizer has no chat template; prompts are rendered with it")
-
-
-def _demonstrations(
-    settings: LearnerSettings,
-    path: Path | None,
-    tokenizer: PreTrainedTokenizerBase,
-    hf_config: PretrainedConfig,
-) -> Demonstrations | None:
-    if settings.warmup.steps == 0:
-        return None
-    if path is None:
-        raise ConfigError("warmup.steps needs warmup.demonstrations, or data.task to generate some")
-    return Demonstrations(
-        load_demonstrations(path),
-        tokenizer,
-        context=hf_config.max_position_embeddings,
-        seed=settings.seed,
-    )

@@ -29,7 +29,7 @@ from learner.publication.broadcast import Broadcaster
 from learner.publication.host_copy import Copied
 from learner.publication.publisher import WeightPublisher, publishing_threads
 from learner.settings import LearnerSettings
-from learner.world.commands import Begin
+from learner.world.rank import Rank
 from learner.world.world import World
 from storage.client.reader import ReplayReader
 from storage.disk.atomic_files import write_json
@@ -67,7 +67,7 @@ class Learner:
         )  # fmt: skip
         self._device = Device(
             bus, settings.colocation,
-            incarnation=incarnation, make_room=world.make_room,
+            incarnation=incarnation, release_memory=partial(world.call, Rank.release_memory),
             on_wait=partial(self._waits.__setitem__, "devices"),
         )  # fmt: skip
         self._heldout = HeldOut(bus, incarnation, self._on_evaluation, settings.evaluation.patience_s)
@@ -122,14 +122,12 @@ class Learner:
     async def _warm_up(self) -> None:
         progress = self.progress
         if progress.stage != "warmup":
-            await self._world.begin(Begin(stage="rl"))
             return
         async with self._device.held(self._stop) as ours:
             if not ours or not await self._warmed_up():
                 return
-            progress.stage = "rl"
-            progress.trains_from = progress.policy_version
-            await self._world.begin(Begin(stage="rl", fresh_optimizer=True))
+            await self._world.call(Rank.begin_reinforcement_learning)
+            progress.end_warm_up(has_trained=self._settings.warmup.steps > 0)
             await self._publish()
         await self._published()
         if progress.policy_version > 0:
@@ -139,20 +137,14 @@ class Learner:
     async def _warmed_up(self) -> bool:
         """All steps on demonstrations; False if `stop` came before the last."""
         progress, warmup = self.progress, self._settings.warmup
-        if not warmup.steps:
-            return True
-        await self._world.begin(Begin(stage="warmup"))
         while progress.warmup_step < warmup.steps and not self._stop.is_set():
             started = time.monotonic()
             self._doing = f"warming up on demonstrations, step {progress.warmup_step + 1} of {warmup.steps}"
-            result = await self._world.warm_up(progress.warmup_step)
+            result = await self._world.call(Rank.warm_up, progress.warmup_step)
             progress.warmup_step += 1
             progress.warmup_s += time.monotonic() - started
             self._report("warmup", progress.warmup_step, step_values(result))
-        if self._stop.is_set():
-            return False
-        progress.policy_version += 1
-        return True
+        return not self._stop.is_set()
 
     # --- reinforcement learning ---
 
@@ -236,7 +228,7 @@ class Learner:
     async def _train_on(self, lease: BatchLease) -> tuple[StepBatch, StepResult]:
         """Train, and write down what the step consumed and what came of it."""
         version = self.progress.policy_version
-        batch, result = await self._world.train(lease.step, version)
+        batch, result = await self._world.call(Rank.train, lease.step, version)
         line = lineage_line(lease.step, version + 1, self._incarnation, lease.groups, batch, result)
         await asyncio.to_thread(lineage.record, self._settings.lineage, line)
         return batch, result
@@ -294,11 +286,11 @@ class Learner:
             if ours:
                 self._doing = "exporting"
                 await self._export()
-                copied = await self._world.copy_weights()
+                copied = await self._world.call(Rank.copy_weights)
         return copied
 
     async def _export(self) -> None:
-        rank, state = self._world.rank, await self._world.export()
+        rank, state = self._world.rank, await self._world.call(Rank.export)
         await rank.in_thread(
             lambda: save_hf_directory(
                 self._settings.export, rank.hf_config, state, self._settings.model_directory
@@ -310,7 +302,7 @@ class Learner:
     async def _publish(self) -> None:
         """Copy the weights, then publish them while training goes on; one publication at a time."""
         await self._published()
-        self._announce(await self._world.copy_weights())
+        self._announce(await self._world.call(Rank.copy_weights))
 
     def _announce(self, copied: Copied) -> None:
         progress = self.progress
@@ -351,7 +343,7 @@ class Learner:
         self._doing = "copying the state for a checkpoint"
         values = await asyncio.to_thread(values_to_save, self._settings, self.progress)
         self._saving = self.progress.step, values
-        await self._world.save(*self._saving)
+        await self._world.call(Rank.save, *self._saving)
 
     async def _checkpointed(self) -> None:
         """See the save through; only then may storage forget that these groups could be needed again."""
@@ -359,7 +351,7 @@ class Learner:
             return
         self._doing = "finishing a checkpoint"
         (step, progress), self._saving = self._saving, None
-        await self._world.saved()
+        await self._world.call(Rank.saved)
         await asyncio.to_thread(write_json, self._settings.progress, progress)
         await self._tell(self._reader.committed(step))
 

@@ -75,7 +75,7 @@ def _retrain(
 ) -> dict[str, Json]:  # fmt: skip
     from learner.backends.factory import close_world, init_world
     from learner.history.retrain import last_step, retrain_steps, summary
-    from learner.service import prepare
+    from learner.initial import prepare
 
     began = time.monotonic()
     settings, demonstrations = learner_settings(config, run)

@@ -15,11 +15,11 @@ from learner.algorithms.rl_step import train_on
 from learner.backends.base import Backend
 from learner.checkpoint.commit import read_extra
 from learner.config.learner import LearnerConfig
-from learner.history.restore import backend_at
+from learner.initial import Initial
 from learner.lineage import TrainedStep
 from learner.progress import Progress
+from learner.restore import restore_alone
 from learner.scoring.frozen_policies import hold_frozen_policies
-from learner.service import Initial
 from learner.settings import LearnerSettings
 from storage.disk import checkpoints
 from storage.store.replay import ReplayStore
@@ -71,7 +71,7 @@ def retrain_steps(
 
     Args:
         settings: as the run was trained.
-        initial: what it began from, by `learner.service.prepare`.
+        initial: what it began from, by `learner.initial.prepare`.
         stores: its replay shards, by number, opened for reading; their writer may be at work.
         from_step: the steps after it are compared; 0 is the beginning.
         to_step: the last.
@@ -130,7 +130,7 @@ def _begin(settings: LearnerSettings, initial: Initial, step: int) -> tuple[Back
         directory = checkpoints.directory(root, max(s for s in found if s <= step))
         try:
             progress = Progress.from_json(read_extra(directory))
-            backend = backend_at(settings, initial, progress, directory)
+            backend = restore_alone(settings, initial, directory, progress)
         except StorageError:
             if directory.exists():
                 raise  # else the run, which goes on, has pruned it meanwhile
@@ -139,7 +139,7 @@ def _begin(settings: LearnerSettings, initial: Initial, step: int) -> tuple[Back
             return backend, progress
     log.info("retraining_starts", model=str(settings.model_directory), warmup_steps=settings.warmup.steps)
     progress = Progress()
-    return backend_at(settings, initial, progress, None), progress
+    return restore_alone(settings, initial, None, progress), progress
 
 
 def _lines(settings: LearnerSettings, after: int, to_step: int) -> list[TrainedStep]:

@@ -33,10 +33,10 @@ from learner.algorithms.rl_step import lineage_line, train_on
 from learner.backends.base import Backend
 from learner.backends.factory import close_world, init_world
 from learner.checkpoint.commit import latest_checkpoint, read_extra, save_checkpoint
-from learner.history.restore import backend_at
+from learner.initial import Initial, prepare
 from learner.metrics import batch_values, step_values
 from learner.progress import Progress, values_to_save
-from learner.service import Initial, prepare
+from learner.restore import restore_alone
 from learner.settings import LearnerSettings
 from storage.client.reader import RETIRED, ReplayReader
 from storage.disk import checkpoints
@@ -252,7 +252,9 @@ class Shadow:
         else:
             self.progress = _beginning_at(start)
         self._backend = None  # the one before, if there is one, goes first
-        self._backend = backend_at(settings, self._initial, self.progress, start, stopped=self._stop.is_set)
+        self._backend = restore_alone(
+            settings, self._initial, start, self.progress, stopped=self._stop.is_set
+        )
         log.info("shadow_begins", checkpoint=str(start), step=self.progress.step)
 
     def _roll_back(self, step: int) -> None:

@@ -1,7 +1,7 @@
 """What every rank of the learner's world does in a step: its own share of the data, its part of the model."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
@@ -16,15 +16,11 @@ from bus.trajectory import Trajectory
 from learner.algorithms.rl_step import train_on
 from learner.backends.base import Backend, StepResult
 from learner.checkpoint.commit import PendingCheckpoint, start_checkpoint
-from learner.config.algorithm import SFTLoss
-from learner.config.optimizer import OptimizerConfig
 from learner.data.batches import StepBatch
-from learner.data.data_parallel import equally_many
 from learner.data.demonstrations import Demonstrations
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
-from learner.scoring.frozen_policies import hold_frozen_policies
 from learner.settings import LearnerSettings
-from learner.world.commands import Begin, Fetch, Train, WarmUp
+from learner.warmup import begin_reinforcement_learning, warm_up_step
 from storage.client.reader import ReplayReader
 
 T = TypeVar("T")
@@ -34,6 +30,8 @@ Groups = list[list[Trajectory]]
 class Rank:
     """This process's part. All ranks call the same methods in the same order; most are collective.
 
+    `World.call` calls any of them on all ranks: a coroutine in its turn, a plain method at once.
+
     Torch works on `thread` alone, which keeps the bus responsive: a CUDA device is chosen for each thread.
     """
 
@@ -42,8 +40,7 @@ class Rank:
         reader: ReplayReader, demonstrations: Demonstrations | None, thread: Executor,
     ) -> None:  # fmt: skip
         self.hf_config = backend.hf_config
-        self._data_parallel = backend.data_parallel_group
-        self.share, self.shares = self._data_parallel.rank(), self._data_parallel.size()
+        self.share, self.shares = backend.data_parallel_group.rank(), backend.data_parallel_group.size()
         self._backend = backend
         self._settings = settings
         self._reader = reader
@@ -54,51 +51,66 @@ class Rank:
         self._fetching: dict[int, tuple[tuple[GroupRef, ...], asyncio.Task[Groups]]] = {}
         """By step: which groups, and their trajectories."""
 
-    def fetch(self, command: Fetch) -> None:
-        """Begin to fetch this rank's groups."""
-        refs = command.shares[self.share]
-        task = asyncio.create_task(self._reader.fetch(refs), name=f"fetch batch {command.step}")
-        self._fetching[command.step] = refs, task
+    def fetch(self, step: int, shares: Sequence[tuple[GroupRef, ...]]) -> None:
+        """Begin to fetch this rank's share of the groups of `step`, whatever else goes on."""
+        refs = shares[self.share]
+        task = asyncio.create_task(self._reader.fetch(refs), name=f"fetch batch {step}")
+        self._fetching[step] = refs, task
 
     async def fetched(self, step: int) -> None:
         """Return when this rank's groups of `step` are here; raises what fetching raised."""
         _, task = self._fetching[step]
         await asyncio.shield(task)
 
-    def forget(self) -> None:
+    def cancel_fetches(self) -> None:
         """Fetch no more."""
         for _, task in self._fetching.values():
             task.cancel()
         self._fetching.clear()
 
-    async def train(self, command: Train) -> tuple[StepBatch, StepResult]:
-        """One optimizer step on what was fetched for it; the counts are those of all ranks."""
-        refs, task = self._fetching[command.step]
+    async def train(self, step: int, policy_version: int) -> tuple[StepBatch, StepResult]:
+        """One optimizer step on what was fetched for it, from weights of `policy_version`.
+
+        The counts and the result are those of all ranks."""
+        refs, task = self._fetching[step]
         groups = await task
-        del self._fetching[command.step]
-        weights = [ref.weight for ref in refs]
-        return await self.in_thread(lambda: self._train(groups, weights, command))
+        del self._fetching[step]
+        return await self.in_thread(
+            lambda: train_on(
+                self._backend,
+                groups,
+                [ref.weight for ref in refs],
+                self._settings.learner,
+                step=step,
+                policy_version=policy_version,
+                temperature=self._settings.temperature,
+            )
+        )
 
-    async def warm_up(self, command: WarmUp) -> StepResult:
-        """One optimizer step on demonstrations."""
-        return await self.in_thread(lambda: self._warm_up(command.step))
+    async def warm_up(self, step: int) -> StepResult:
+        """One optimizer step on the `step`-th batch of demonstrations, from 0."""
+        return await self.in_thread(
+            lambda: warm_up_step(self._backend, self._settings, self._demonstrations, step)
+        )
 
-    async def begin(self, command: Begin) -> None:
-        """Give torch the stage's threads, and the model a fresh optimizer if it is to have one."""
-        stage = self._settings.warmup if command.stage == "warmup" else self._settings.learner
-        await self.in_thread(lambda: torch.set_num_threads(stage.threads))
-        if command.fresh_optimizer:
-            await self.in_thread(lambda: self._begin_afresh(command, stage.optimizer))
+    async def begin_reinforcement_learning(self) -> None:
+        """Leave the warm-up (learner/warmup.py)."""
+        await self.in_thread(lambda: begin_reinforcement_learning(self._backend, self._settings))
 
     async def export(self) -> dict[str, Tensor]:
-        """The weights by Hugging Face name."""
+        """Copies of the weights by Hugging Face name, on rank 0."""
         return await self.in_thread(self._backend.export)
 
     async def copy_weights(self) -> Copied:
-        """The weights on their way to the host; rank 0 alone calls this, for `export`."""
+        """The weights on their way to rank 0's host, to be published; nothing on the others.
+
+        They stay until the copy after the next."""
+        if dist.get_rank() > 0:
+            await self.export()  # sends rank 0 what it gathers
+            return Copied({}, None)
         return await translated(copy_weights(self._host, self._backend, self._thread))
 
-    async def make_room(self) -> None:
+    async def release_memory(self) -> None:
         """Leave to others what the next step does not need of the device; the step takes it again."""
         await self.in_thread(self._backend.release_memory)
 
@@ -128,32 +140,6 @@ class Rank:
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run torch work where all of it runs. Raises `WorldError` when another rank was lost meanwhile."""
         return await in_thread(self._thread, work)
-
-    def _begin_afresh(self, command: Begin, optimizer: OptimizerConfig) -> None:
-        self._backend.set_optimizer(optimizer)
-        learner = self._settings.learner
-        hold_frozen_policies(self._backend, self._settings, learner, stage=command.stage, step=0)
-
-    def _train(self, groups: Groups, weights: list[float], command: Train) -> tuple[StepBatch, StepResult]:
-        return train_on(
-            self._backend,
-            groups,
-            weights,
-            self._settings.learner,
-            step=command.step,
-            policy_version=command.policy_version,
-            temperature=self._settings.temperature,
-        )
-
-    def _warm_up(self, step: int) -> StepResult:
-        if self._demonstrations is None:
-            raise RuntimeError("no demonstrations to warm up on")
-        batches = self._demonstrations.step(
-            step, self._settings.warmup, self._settings.learner.batch, share=self.share, shares=self.shares
-        )
-        return self._backend.train_step(
-            equally_many(batches, self._data_parallel), SFTLoss(), temperature=1.0, policy_version=0
-        )
 
 
 async def in_thread(thread: Executor, work: Callable[[], T]) -> T:

@@ -49,7 +49,9 @@ class Room:
 
 def device(bus, journal, config=STEADY, incarnation="first", waits=None) -> Device:
     waits = [] if waits is None else waits
-    return Device(bus, config, incarnation=incarnation, make_room=Room(journal).make, on_wait=waits.append)
+    return Device(
+        bus, config, incarnation=incarnation, release_memory=Room(journal).make, on_wait=waits.append
+    )
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bus.errors import ConfigError
-from learner import service
+from learner.backends.factory import build_backend
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
@@ -26,6 +26,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.config.warmup import WarmupConfig
 from learner.history.retrain import retrain_steps
+from learner.initial import prepare
 from learner.model_directory import save_hf_directory
 from learner.scoring.frozen_policies import hold_frozen_policies
 from storage.store.replay import ReplayStore
@@ -48,7 +49,7 @@ def retrained(run: MiniRun, from_step: int, to_step: int, settings: dict, **opti
             stack.enter_context(closing(ReplayStore.open(run.directory / str(n), writable=False)))
             for n in range(SHARDS)
         ]
-        initial = service.prepare(told, run.demonstrations)
+        initial = prepare(told, run.demonstrations)
         return list(retrain_steps(told, initial, stores, from_step=from_step, to_step=to_step, **options))
 
 
@@ -168,8 +169,10 @@ def test_a_checkpoint_keeps_a_policy_that_was_held_for_any_layout(worlds, tmp_pa
 def trainer_and_settings(tmp_path, **learner):
     run = MiniRun(None, tmp_path, None, tmp_path / "none")  # of which only the settings are asked for
     settings = run.settings(**learner)
-    initial = service.prepare(replace(settings, warmup=WarmupConfig(steps=0)), None)
-    trainer = service.new_backend(settings, initial, settings.learner.optimizer, settings.learner.parallel)
+    initial = prepare(replace(settings, warmup=WarmupConfig(steps=0)), None)
+    trainer = build_backend(
+        settings.model, initial.hf_config, initial.state, settings.learner.optimizer, ParallelConfig()
+    )
     return trainer, settings
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from bus.errors import ConfigError, StorageError
-from learner import service
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import read_extra
 from learner.config.algorithm import PPOClipLoss
 from learner.history.retrain import last_step, retrain_steps, summary
+from learner.initial import prepare
 from storage.disk import checkpoints
 from storage.store.replay import ReplayStore
 from tests.learner.mini_run import LEARNER, MiniRun, in_one_process, mini_run, past_run
@@ -30,7 +30,7 @@ def retrained(run: MiniRun, from_step: int, to_step: int, **options):
             stack.enter_context(closing(ReplayStore.open(run.directory / str(n), writable=False)))
             for n in range(SHARDS)
         ]
-        initial = service.prepare(settings, run.demonstrations)
+        initial = prepare(settings, run.demonstrations)
         return list(retrain_steps(settings, initial, stores, from_step=from_step, to_step=to_step, **options))
 
 

@@ -1,0 +1,67 @@
+"""What a run trains from: its model directory, made where there is none, and its demonstrations."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from bus.errors import ConfigError
+from learner.data.demonstrations import Demonstrations
+from learner.lazy_weights import State
+from learner.model_directory import load_hf_directory, load_tokenizer, refuse_other_vocabulary
+from learner.scratch_model import ensure_model_directory
+from learner.settings import LearnerSettings
+from storage.disk.atomic_files import one_at_a_time
+from storage.prompts.generators import load_demonstrations
+
+
+@dataclass(frozen=True)
+class Initial:
+    """What a run trains from, before its first step."""
+
+    hf_config: PretrainedConfig
+    state: State
+    """Weights by Hugging Face name."""
+    demonstrations: Demonstrations | None
+    """For the warm-up, if the run has one."""
+
+
+def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:
+    """Read the initial model, making the scratch model if need be, and the demonstrations.
+
+    Raises `ConfigError` when model, tokenizer or demonstrations do not belong together.
+    """
+    torch.manual_seed(settings.seed)
+    if settings.model.path is None:
+        with one_at_a_time(settings.model_directory):
+            ensure_model_directory(settings.model_directory, settings.model.scratch, seed=settings.seed)
+    hf_config, state = load_hf_directory(settings.model_directory)
+    tokenizer = load_tokenizer(settings.model_directory)
+    refuse_misfit(hf_config, tokenizer, settings.model_directory)
+    return Initial(hf_config, state, _demonstrations(settings, demonstrations, tokenizer, hf_config))
+
+
+def refuse_misfit(hf_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Raise `ConfigError` when the tokenizer is not this model's."""
+    refuse_other_vocabulary(hf_config, tokenizer, directory)
+    if tokenizer.chat_template is None:
+        raise ConfigError(f"{directory}: the tokenizer has no chat template; prompts are rendered with it")
+
+
+def _demonstrations(
+    settings: LearnerSettings,
+    path: Path | None,
+    tokenizer: PreTrainedTokenizerBase,
+    hf_config: PretrainedConfig,
+) -> Demonstrations | None:
+    if settings.warmup.steps == 0:
+        return None
+    if path is None:
+        raise ConfigError("warmup.steps needs warmup.demonstrations, or data.task to generate some")
+    return Demonstrations(
+        load_demonstrations(path),
+        tokenizer,
+        context=hf_config.max_position_embeddings,
+        seed=settings.seed,
+    )

@@ -1,0 +1,60 @@
+"""A backend as the run's learner had it at some step: for its resume, and for those who look on or back."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+import torch
+
+from learner.backends.base import Backend
+from learner.backends.factory import build_backend
+from learner.checkpoint.commit import load_checkpoint
+from learner.config.parallel import ParallelConfig
+from learner.initial import Initial
+from learner.progress import Progress
+from learner.scoring.frozen_policies import hold_frozen_policies
+from learner.settings import LearnerSettings
+from learner.warmup import finish_warm_up
+
+log = structlog.get_logger()
+
+
+def restore_backend(
+    settings: LearnerSettings, initial: Initial, checkpoint: Path | None, progress: Progress,
+    parallel: ParallelConfig,
+) -> Backend:  # fmt: skip
+    """The backend of `checkpoint`, whose `progress` this is; without one, of the initial model.
+
+    Model, optimizer, frozen policies, random generators and the stage's threads are as they were then. A run
+    that was done trains on. Every rank calls this, in a world divided as `parallel` says. Raises
+    `StorageError` for a checkpoint that is missing or damaged, `ConfigError` for another model's.
+    """
+    stage = settings.warmup if progress.stage == "warmup" else settings.learner
+    backend = build_backend(settings.model, initial.hf_config, initial.state, stage.optimizer, parallel)
+    if checkpoint is not None:
+        load_checkpoint(backend, checkpoint)
+        progress.stage = "rl" if progress.stage == "done" else progress.stage
+        log.info("resumed", checkpoint=str(checkpoint), stage=progress.stage, step=progress.step)
+    hold_frozen_policies(backend, settings, settings.learner, stage=progress.stage, step=progress.step)
+    torch.set_num_threads(stage.threads)
+    return backend
+
+
+def restore_alone(
+    settings: LearnerSettings, initial: Initial, checkpoint: Path | None, progress: Progress, *,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Backend:  # fmt: skip
+    """As `restore_backend` in one process, whatever layout the learner had, with the warm-up finished.
+
+    It takes the same steps as the learner's, so the weights after it are the same. When `stopped` comes
+    before its end, the stage stays "warmup".
+    """
+    backend = restore_backend(settings, initial, checkpoint, progress, _alone(settings.learner.parallel))
+    if progress.stage == "warmup":
+        finish_warm_up(backend, settings, initial.demonstrations, progress, stopped)
+    return backend
+
+
+def _alone(parallel: ParallelConfig) -> ParallelConfig:
+    """What of it one process has to keep, so that the learner's checkpoints fit."""
+    return ParallelConfig(distributed_optimizer=parallel.distributed_optimizer, recompute=parallel.recompute)

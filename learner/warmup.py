@@ -1,0 +1,51 @@
+"""The supervised stage before reinforcement learning, the same for the learner and for who repeats it."""
+
+from collections.abc import Callable
+
+import torch
+
+from learner.backends.base import Backend, StepResult
+from learner.config.algorithm import SFTLoss
+from learner.data.data_parallel import equally_many
+from learner.data.demonstrations import Demonstrations
+from learner.progress import Progress
+from learner.scoring.frozen_policies import hold_frozen_policies
+from learner.settings import LearnerSettings
+
+
+def warm_up_step(
+    backend: Backend, settings: LearnerSettings, demonstrations: Demonstrations | None, step: int
+) -> StepResult:
+    """One optimizer step on the `step`-th batch of demonstrations, from 0. Every rank calls this."""
+    if demonstrations is None:
+        raise RuntimeError("no demonstrations to warm up on")
+    torch.set_num_threads(settings.warmup.threads)
+    ranks = backend.data_parallel_group
+    batches = demonstrations.step(
+        step, settings.warmup, settings.learner.batch, share=ranks.rank(), shares=ranks.size()
+    )
+    return backend.train_step(equally_many(batches, ranks), SFTLoss(), temperature=1.0, policy_version=0)
+
+
+def begin_reinforcement_learning(backend: Backend, settings: LearnerSettings) -> None:
+    """Give the policy a fresh optimizer, and make it the reference if that is due. Every rank calls this."""
+    torch.set_num_threads(settings.learner.threads)
+    backend.set_optimizer(settings.learner.optimizer)
+    hold_frozen_policies(backend, settings, settings.learner, stage="rl", step=0)
+
+
+def finish_warm_up(
+    backend: Backend, settings: LearnerSettings, demonstrations: Demonstrations | None, progress: Progress,
+    stopped: Callable[[], bool],
+) -> None:  # fmt: skip
+    """Take the steps that are left and begin reinforcement learning, for a process that leads no ranks.
+
+    When `stopped` comes before the last step, the stage stays "warmup".
+    """
+    while progress.warmup_step < settings.warmup.steps:
+        if stopped():
+            return
+        warm_up_step(backend, settings, demonstrations, progress.warmup_step)
+        progress.warmup_step += 1
+    begin_reinforcement_learning(backend, settings)
+    progress.end_warm_up(has_trained=settings.warmup.steps > 0)
