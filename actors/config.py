@@ -12,155 +12,157 @@ from bus.config import Config
 from storage.weights.transport_config import RelayConfig
 
 REST_S = 90.0
-"""Longest that a SGLang server is paused, continued and ended, besides starting or loading weights."""
+"""Longest time to pause, continue and end a SGLang server, besides starting it or loading weights."""
 SglangSetting = bool | int | float | str | tuple[int | float | str, ...]
 
 
 def by_name(table: Mapping[str, SglangSetting]) -> dict[str, SglangSetting]:
-    """Settings that may be written as flags, by SGLang's own names, with underscores."""
+    """Return settings that may be written as flags by SGLang's own names, with underscores."""
     return {name.replace("-", "_"): value for name, value in table.items()}
 
 
 class SamplingConfig(Config):
-    """How tokens are drawn while rolling out."""
+    """How rollouts sample tokens."""
 
     temperature: float = Field(1.0, gt=0)
-    """Divides the logits before the softmax; the learner's log-probs use the same value."""
+    """Divisor of the logits before the softmax; the learner's log-probs use the same value."""
 
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus: keep the likeliest tokens whose mass reaches this; 1 keeps all, as the learner assumes."""
+    """Probability mass of the likeliest tokens that are kept; 1 keeps all, as the learner assumes."""
 
     top_k: int = Field(0, ge=0)
-    """Keep only this many of the likeliest tokens; 0 keeps all, as the learner assumes."""
+    """Number of the likeliest tokens that are kept; 0 keeps all, as the learner assumes."""
 
     max_new_tokens: int = Field(512, ge=1)
-    """Longest completion, in tokens; a longer one ends with finish reason `length`."""
+    """Upper bound on a completion in tokens; one that reaches it ends with finish reason `length`."""
 
 
 class EmbeddedEngineConfig(Config):
-    """Transformers in this process: for laptops, tests and small models."""
+    """Engine of transformers in the actor's process, for laptops, tests and small models."""
 
     type: Literal["embedded"] = "embedded"
-    """Discriminates the engine union."""
+    """Name of the engine."""
 
     slots: int = Field(256, ge=1)
-    """Generations decoded at once; further ones wait."""
+    """Most generations that are decoded at once; further ones wait."""
 
     threads: int = Field(1, ge=1)
-    """CPU threads of one decode step; torch has one such number per process, the engine sets it."""
+    """CPU threads of a decode step. Torch has one such number for each process, and the engine sets it."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Weights, activations and KV cache; log-probs are always float32."""
+    """Type of weights, activations and KV cache; log-probs are always float32."""
 
     attention: Literal["sdpa", "eager"] = "sdpa"
-    """The transformers attention implementation."""
+    """Implementation of attention in transformers."""
 
     prefill_tokens: int = Field(4096, ge=1)
-    """Prompt tokens, padding included, computed between two decode steps; a longer prompt goes alone."""
+    """Most prompt tokens, with padding, computed between two decode steps; a longer prompt goes alone."""
 
     seed: int | None = None
-    """Seeds the sampler for tests; without it every engine draws differently."""
+    """Seed of the sampler, for tests; without it every engine draws differently."""
 
     close_timeout_s: float = Field(30.0, gt=0)
-    """How long closing waits for the decode step under way."""
+    """Longest time that closing waits for the present decode step."""
 
     @property
     def routed_experts(self) -> bool:
-        """It does not record where tokens were routed: the sglang engine does."""
+        """Whether it records where tokens were routed: never, unlike the sglang engine."""
         return False
 
 
 class DisaggregationConfig(Config):
-    """Prompts on one SGLang server and the tokens after them on another: an engine is a pair of servers."""
+    """An engine as a pair of SGLang servers: one computes prompts, the other the tokens after them."""
 
     enabled: bool = False
-    """Whether an engine is a pair. Each of the two has all weights and devices of its own."""
+    """Whether an engine is a pair of servers. Each has all weights, on devices of its own."""
 
     transfer: str = "mooncake"
-    """By what SGLang sends keys and values from one to the other: `mooncake`, `nixl`, ... Its package has to
-    be installed beside SGLang."""
+    """Library by which SGLang sends keys and values between the two: `mooncake`, `nixl`, ... Its package has
+    to be installed beside SGLang."""
 
     prefill: dict[str, SglangSetting] = Field(default_factory=dict)
-    """Settings of the server for prompts, beside those in `server`, before which they go."""
+    """Settings of the server for prompts, in addition to those in `server`, which they override."""
 
     decode: dict[str, SglangSetting] = Field(default_factory=dict)
-    """Settings of the server for the tokens after them, likewise."""
+    """Settings of the server for the tokens after prompts, in addition to `server`, which they override."""
 
     prefill_url: str | None = None
-    """Attach to this server for prompts, and for the tokens to the one at the engine's `url`."""
+    """Running server for prompts to attach to; the engine's `url` is the one for the tokens after them."""
 
 
 class SglangEngineConfig(Config):
-    """An SGLang server: one that this process starts, or one that runs already."""
+    """Engine of an SGLang server: one that the actor starts, or one that runs already."""
 
     type: Literal["sglang"] = "sglang"
-    """Discriminates the engine union."""
+    """Name of the engine."""
 
     url: str | None = None
-    """Attach to the SGLang server at http://host:port, instead of starting one."""
+    """Running SGLang server to attach to, as http://host:port; without it the actor starts one."""
 
     urls: tuple[str, ...] = ()
-    """Attach to several: the fleet has an engine for each. More join and leave with `launch engines`."""
+    """Several running servers to attach to; the fleet has an engine for each. More join and leave with
+    `launch engines`."""
 
     python: Path | None = None
-    """Interpreter of the environment that SGLang is installed in. Without it: the one that runs this, if it
-    has SGLang, else that of `make sglang`."""
+    """Interpreter of the environment that SGLang is installed in. Without it the actor's own is
+    used if it has SGLang, else that of `make sglang`."""
 
     server: dict[str, SglangSetting] = Field(default_factory=dict)
-    """Passed on to `sglang.launch_server`, named as its flags, such as `mem_fraction_static = 0.8`."""
+    """Settings for `sglang.launch_server`, named as its flags, such as `mem_fraction_static = 0.8`."""
 
     environment: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the server."""
 
     disaggregation: DisaggregationConfig = DisaggregationConfig()
-    """Prefill and decode on servers of their own."""
+    """Whether prompts are computed by a server of their own."""
 
     update: Literal["disk", "tensor", "group"] = "disk"
-    """How weights get there: `disk` through files in `weights_directory`, which the server must see too;
-    `tensor` in the body of requests, slower, for a server on another host; `group` from the learner itself,
-    over NCCL or gloo, for a server in its cluster."""
+    """How weights get to the server. `disk`: in files in `weights_directory`, which the server must see too.
+    `tensor`: in the body of requests, which is slower, for a server on another host. `group`: from the
+    learner itself, over NCCL or gloo, for a server in its cluster."""
 
     pause: Literal["in_place", "retract", "drain"] = "in_place"
-    """What an update does to generations in flight. `in_place`: they go on with what they computed before.
+    """What an update does to running generations. `in_place`: they go on with what they computed before.
     `retract`: they compute it again with the new weights, which is all that a server before 0.5.19 can do.
     `drain`: the update waits for their end."""
 
     weights_directory: Path | None = None
-    """Where the tensors of an update lie while a server reads them, the first time of the size of the model;
-    without it in memory, /dev/shm."""
+    """Directory of the tensors of an update while a server reads them; the first update has the size of the
+    model. Without it they are in memory, in /dev/shm."""
 
     start_timeout_s: float = Field(900.0, gt=0)
-    """How long a server may take to start; the first start on a GPU compiles kernels."""
+    """Longest time that a server may take to start; the first start on a GPU compiles kernels."""
 
     request_timeout_s: float = Field(3600.0, gt=0)
-    """How long one generation may take; after it, it is aborted and counts as failed. The fleet's limit of
-    this name, unless it is longer, interrupts it before."""
+    """Longest time that one generation may take before it is aborted and counts as failed. The fleet's limit
+    of this name interrupts it before, unless that is longer."""
 
     update_timeout_s: float = Field(600.0, gt=0)
-    """How long an update may take, with `drain` from the moment on when no request is let through. With
-    `update = "group"` getting the weights ready, while the server generates, may take as long before."""
+    """Longest time that an update may take; with `drain` it starts when no new request is let through. With
+    `update = "group"` the preparation, during which the server generates, may take as long before."""
 
     stream_interval: int = Field(128, ge=0)
-    """Tokens after which a server hands out what it has drawn of a generation: one that dies costs so many of
-    each at most. 0 has it hand them out at the end only."""
+    """Tokens after which a server hands out the part of a generation that it has sampled: a server that dies
+    loses at most so many of each. With 0 it hands them out at the end only."""
 
     routed_experts: bool = False
-    """Record to which experts a mixture of experts sent each token, in every layer: trajectories carry it."""
+    """Whether trajectories record to which experts a mixture of experts sent each token, in every layer."""
 
     health_every_s: float = Field(10.0, gt=0)
-    """Between two looks at whether the server still generates."""
+    """Time from one check that the server still generates to the next."""
 
     health_timeout_s: float = Field(30.0, gt=0)
-    """A server that twice does not answer in this time is taken for dead: the fleet builds another engine."""
+    """Longest answer time of a check. A server that exceeds it twice counts as dead, and the fleet builds
+    another engine."""
 
     @property
     def settings(self) -> dict[str, SglangSetting]:
-        """`server` by SGLang's own names, with underscores."""
+        """The settings in `server` by SGLang's own names, with underscores."""
         return by_name(self.server)
 
     @property
     def in_files(self) -> bool:
-        """Whether weights that this host has get to the server in files."""
+        """Whether weights that this host has are written to files for the server."""
         return self.update == "disk" or (self.update == "group" and not self.attached)
 
     @model_validator(mode="after")
@@ -229,11 +231,11 @@ class SglangEngineConfig(Config):
 
     @property
     def attached(self) -> tuple[str, ...]:
-        """Servers that run already; empty where this process starts its own."""
+        """URLs of the running servers; empty where the actor starts its own."""
         return self.urls or (() if self.url is None else (self.url,))
 
     def attached_to(self, url: str) -> "SglangEngineConfig":
-        """The settings of an engine at one of them, or at another that somebody names."""
+        """Return the settings of an engine at one of these URLs, or at another that joins."""
         own = url in self.attached
         return self.model_copy(
             update={
@@ -251,16 +253,16 @@ EngineConfig = Annotated[EmbeddedEngineConfig | SglangEngineConfig, Field(discri
 
 
 class SingleTurnConfig(Config):
-    """One prompt, one completion, one reward."""
+    """Environment in which an episode is one prompt, one completion and one reward."""
 
     type: Literal["single_turn"] = "single_turn"
-    """Discriminates the environment union."""
+    """Name of the environment."""
 
     reward: str = "exact"
-    """A built-in reward's name, or a function of your own as `my_pkg.my_module:function`."""
+    """Name of a built-in reward, or a function of your own as `my_pkg.my_module:function`."""
 
     reward_timeout_s: float = Field(30.0, gt=0)
-    """Longest that one call of the reward may take; after it the rollout counts as failed."""
+    """Longest time that one call of the reward may take before the rollout counts as failed."""
 
 
 EnvironmentConfig = Annotated[SingleTurnConfig | LengthProfileConfig, Field(discriminator="type")]
@@ -270,53 +272,53 @@ class EvaluatorConfig(Config):
     """How an actor answers held-out prompts."""
 
     engine: Literal["own", "rollout"] | None = None
-    """`own`: an embedded engine beside the others, which keeps exactly the version asked for. `rollout`: the
-    engines that roll out, in turn with rollouts, from when they have that version; later ones may draw some
-    of the tokens, and the result says which. Without it: `own` where the rollouts' engine is embedded, and
-    `rollout` with `sglang`."""
+    """Engine that answers held-out prompts. `own`: an embedded engine beside the others, which keeps exactly
+    the version asked for. `rollout`: the engines that roll out, in turn with rollouts, once they have that
+    version; later versions may sample some of the tokens, and the result says which. `None` means `own` where
+    the rollouts' engine is embedded, and `rollout` with `sglang`."""
 
     prompts_at_once: int = Field(64, ge=1)
-    """Prompts under way at a time on the engines that roll out: rollouts wait for no more than these."""
+    """Most held-out prompts at a time on the engines that roll out: rollouts wait for no more than these."""
 
 
 class ActorsConfig(Config):
-    """One actor process: its engine, what it does with a prompt, how much at once."""
+    """One actor process: its engines, its environment, and how many prompts it rolls out at once."""
 
     engine: EngineConfig = EmbeddedEngineConfig()
-    """What generates."""
+    """Engine that generates tokens."""
 
     fleet: FleetConfig = FleetConfig()
-    """How many such engines, how requests find one, and what becomes of one that fails."""
+    """How many such engines there are, how requests are spread, and what happens to one that fails."""
 
     environment: EnvironmentConfig = SingleTurnConfig()
-    """What a rollout is, and how it is rewarded."""
+    """Environment of a rollout, with its reward."""
 
     evaluation: EvaluatorConfig = EvaluatorConfig()
-    """How it answers held-out prompts."""
+    """How the actor answers held-out prompts."""
 
     weights: RelayConfig = RelayConfig()
-    """How published weights get here, and on from here; counts where the learner publishes over HTTP."""
+    """How the actor fetches weights and relays them; it applies where the learner publishes over HTTP."""
 
     group_filter: str = "none"
-    """Which groups are worth training on: none, zero_variance, or `my_pkg.my_module:function`."""
+    """Filter of groups that are worth training on: none, zero_variance, or `my_pkg.my_module:function`."""
 
     groups_at_once: int = Field(64, ge=1)
-    """Prompt leases this process rolls out at the same time."""
+    """Most prompt leases that this process rolls out at the same time."""
 
     share_after_s: float | None = Field(5.0, ge=0)
-    """Rollouts that are finished for so long are handed to storage though their siblings still run, so that
-    an actor's death costs only what was unfinished. `None` hands over whole groups only."""
+    """Time after its end at which a rollout is stored though others of its group still run, so that an
+    actor's death costs only unfinished ones. `None` hands over complete groups only."""
 
     mask_older_versions: int | None = Field(None, ge=0)
-    """Policy versions that a token may lag the newest token of its trajectory and still be trained on; older
-    ones are masked, and recorded as such. `None` trains on all: the correction weighs them."""
+    """Policy versions that a token may lag the newest token of its trajectory and still be trained on. Older
+    tokens are masked, and recorded as such. `None` trains on all; the correction weighs them."""
 
     patience_s: float = Field(600.0, gt=0)
-    """How long start-up waits for the learner's first policy version."""
+    """Longest time that a starting actor waits for the learner's first policy version."""
 
     @property
     def evaluates_on(self) -> Literal["own", "rollout"]:
-        """The engine of held-out prompts, also where the settings leave it to that of the rollouts."""
+        """Engine of held-out prompts, also where the settings derive it from that of the rollouts."""
         default: Literal["own", "rollout"] = "rollout" if self.engine.type == "sglang" else "own"
         return self.evaluation.engine or default
 
@@ -332,7 +334,7 @@ class ActorsConfig(Config):
 
     @model_validator(mode="after")
     def _an_engine_speaks_before_the_fleet_gives_it_up(self) -> Self:
-        """An engine that ran out of time says of what; the fleet can only say that it took too long."""
+        """Refuse limits of the fleet below those of the engine, whose error says what took too long."""
         if isinstance(self.engine, SglangEngineConfig):
             for limit in ("start_timeout_s", "update_timeout_s"):
                 own, fleets = getattr(self.engine, limit), getattr(self.fleet, limit)

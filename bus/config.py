@@ -10,16 +10,16 @@ class Config(BaseModel):
 
 
 class BusConfig(Config):
-    """Where the bus is and how long to wait for it."""
+    """Address of the bus, and how long processes wait for it."""
 
     url: str = "nats://127.0.0.1:4222"
     """NATS server, as nats://[user:password@]host:port; commas separate several servers."""
 
     connect_timeout_s: float = Field(10.0, gt=0)
-    """How long start-up waits for the bus before it gives up."""
+    """Longest time that a starting process waits for the bus before it ends with an error."""
 
     join_timeout_s: float = Field(60.0, gt=0)
-    """How long a learner or actor waits for the run's storage before it gives up."""
+    """Longest time that a learner or actor waits for the run's storage before it ends with an error."""
 
 
 class ColocationConfig(Config):

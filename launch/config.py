@@ -26,23 +26,23 @@ PARTS = ("bus", "storage", "actors", "learner")
 
 
 class ProcessConfig(Config):
-    """What every process of a run has to be told."""
+    """Settings that every process of a run needs: which run, where its files lie, and its bus."""
 
     run: str = "default"
     """Name of the run: letters, digits, - and _."""
 
     directory: Path = Path("runs")
-    """Where runs lie; this one in a directory of its own name."""
+    """Directory of all runs; each run has a subdirectory of its own name."""
 
     bus: BusConfig = BusConfig()
-    """The message bus."""
+    """Address of the message bus."""
 
 
 class LearnerProcess(ProcessConfig):
-    """What a learner may have of its own, over the run's configuration."""
+    """Settings that a learner process may set over those of the run."""
 
     model: ModelConfig = ModelConfig()
-    """The policy."""
+    """Model of the policy."""
 
     warmup: WarmupConfig = WarmupConfig()
     """Supervised stage before reinforcement learning."""
@@ -52,49 +52,50 @@ class LearnerProcess(ProcessConfig):
 
 
 class RetrainProcess(Config):
-    """What may be other when steps are trained again than when they were trained."""
+    """Settings that may differ when steps are trained again."""
 
     run: str = "default"
     """Name of the run: letters, digits, - and _."""
 
     directory: Path = Path("runs")
-    """Where runs lie; this one in a directory of its own name."""
+    """Directory of all runs; each run has a subdirectory of its own name."""
 
     learner: LearnerConfig = LearnerConfig()
     """Reinforcement learning."""
 
 
 class ActorsProcess(ProcessConfig):
-    """What an actor process may have of its own, over the run's configuration."""
+    """Settings that an actor process may set over those of the run."""
 
     actors: ActorsConfig = ActorsConfig()
-    """Rollouts."""
+    """Actor processes, which roll out prompts."""
 
     colocation: ColocationConfig = ColocationConfig()
-    """Taking turns on devices with the learner."""
+    """How engines and learner take turns on the same devices."""
 
 
 class SupervisionConfig(Config):
     """How `launch local` keeps its processes alive."""
 
     restarts: int = Field(5, ge=0)
-    """A process that ends more often than this within `window_s` is given up, and the run with it."""
+    """Most restarts of one process within `window_s`; one more failure ends the run."""
 
     window_s: float = Field(300.0, gt=0)
-    """Only restarts within this count."""
+    """Length of the window, up to now, in which restarts are counted."""
 
     first_pause_s: float = Field(0.5, ge=0)
-    """Before the first restart; each further one waits twice as long."""
+    """Pause before the first restart; it doubles with each further one."""
 
     longest_pause_s: float = Field(30.0, ge=0)
-    """Before any restart."""
+    """Upper bound on the pause before a restart."""
 
     environment: dict[str, dict[str, str]] = Field(default_factory=dict)
     """Environment variables of single processes, by the name of each: bus, storage, actors, learner. On two
     GPUs: `learner.CUDA_VISIBLE_DEVICES = "0"`, `actors.CUDA_VISIBLE_DEVICES = "1"`."""
 
     failed_drain_s: float = Field(30.0, gt=0)
-    """Once a process has failed for good the others may take no longer to end: they may wait for that one."""
+    """Longest time that the other processes may take to end once one has failed for good. They may wait for
+    that one, so it is shorter than usual."""
 
     @model_validator(mode="after")
     def _processes_are_there(self) -> Self:
@@ -104,25 +105,25 @@ class SupervisionConfig(Config):
 
 
 class RunConfig(ProcessConfig):
-    """A run."""
+    """The whole configuration of a run."""
 
     seed: int = Field(0, ge=0)
-    """Of the weights, the order of prompts and what generators draw."""
+    """Seed of the initial weights, of the prompt order and of the task generators."""
 
     data: DataConfig = DataConfig()
-    """Prompts."""
+    """Prompts to train on and to measure with."""
 
     admission: AdmissionConfig = AdmissionConfig()
-    """How much is rolled out, and how stale it may get."""
+    """How many groups are rolled out, and how stale they may get."""
 
     replay: ReplayConfig = ReplayConfig()
     """The trajectory store."""
 
     sampling: SamplingConfig = SamplingConfig()
-    """How tokens are drawn."""
+    """How tokens are sampled."""
 
     model: ModelConfig = ModelConfig()
-    """The policy."""
+    """Model of the policy."""
 
     warmup: WarmupConfig = WarmupConfig()
     """Supervised stage before reinforcement learning."""
@@ -131,16 +132,16 @@ class RunConfig(ProcessConfig):
     """Reinforcement learning."""
 
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Held-out accuracy."""
+    """Measurement of the held-out accuracy."""
 
     actors: ActorsConfig = ActorsConfig()
-    """Rollouts."""
+    """Actor processes, which roll out prompts."""
 
     colocation: ColocationConfig = ColocationConfig()
-    """Learner and actors on the same devices, in turns."""
+    """How engines and learner take turns on the same devices."""
 
     supervision: SupervisionConfig = SupervisionConfig()
-    """Restarts, for `launch local`."""
+    """How `launch local` keeps its processes alive."""
 
 
 def resolve(*layers: Layer) -> RunConfig:
@@ -154,7 +155,10 @@ def resolve(*layers: Layer) -> RunConfig:
 
 
 def validate(*layers: Layer) -> RunConfig:
-    """As `resolve`, for layers of which others may follow: sections are not checked against each other."""
+    """Merge and check `layers` as `resolve` does, but do not check sections against each other.
+
+    It serves where further layers may follow.
+    """
     try:
         return RunConfig.model_validate(merge(RunConfig().model_dump(), *layers))
     except ValidationError as error:
@@ -162,7 +166,7 @@ def validate(*layers: Layer) -> RunConfig:
 
 
 def merge(*layers: Layer) -> dict[str, Any]:
-    """Tables merge key by key, the last layer wins; one with another `type` replaces what is below it."""
+    """Merge tables key by key. The last layer wins; a table with another `type` replaces those below it."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
@@ -177,7 +181,7 @@ def _same_type(old: Any, value: Any) -> bool:
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The preset of that name. Raises `ConfigError` with the nearest match for an unknown one."""
+    """Return the preset of that name. Raises `ConfigError` with the nearest match for an unknown one."""
     found = {
         entry.name.removesuffix(".toml"): entry
         for entry in (files("launch") / "presets").iterdir()
@@ -192,7 +196,7 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def config_file(path: Path) -> dict[str, Any]:
-    """A TOML or JSON file of settings. Raises `ConfigError` when it is missing or malformed."""
+    """Read a TOML or JSON file of settings. Raises `ConfigError` when it is missing or malformed."""
     try:
         text = path.read_text()
         loaded = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -207,7 +211,7 @@ def config_file(path: Path) -> dict[str, Any]:
 
 
 def flags(given: object) -> dict[str, Any]:
-    """The layer that a command line's flags make; `none` there means no value, where a setting allows it."""
+    """Return the layer that a command line's flags make; `none` means no value where a setting allows it."""
     return _without_none(given, ()) if isinstance(given, Mapping) else {}  # else it is the default
 
 
@@ -228,7 +232,7 @@ def _may_be_none(location: tuple[str, ...]) -> bool:
 
 
 def _check_together(config: RunConfig) -> None:
-    """What single sections cannot know of each other."""
+    """Refuse settings of one section that do not fit those of another."""
     environment = config.actors.environment
     if isinstance(environment, LengthProfileConfig):
         longest, limit = environment.lengths.longest, config.sampling.max_new_tokens
@@ -264,7 +268,7 @@ def _check_together(config: RunConfig) -> None:
 
 
 def _check_colocation(config: RunConfig) -> None:
-    """What makes it impossible that learner and engines take turns."""
+    """Refuse settings with which learner and engines cannot take turns on a device."""
     if not config.colocation.enabled:
         return
     engine, fleet = config.actors.engine, config.actors.fleet
@@ -304,7 +308,7 @@ def _check_colocation(config: RunConfig) -> None:
 
 
 def _explain(problem: Mapping[str, Any]) -> str:
-    """One problem that pydantic found, in a line."""
+    """Describe one problem that pydantic found, in a line."""
     location = tuple(str(part) for part in problem["loc"])
     key, value = ".".join(_keys(location)), problem["input"]
     match problem["type"]:
@@ -322,7 +326,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 def _fields(location: Iterable[str]) -> Mapping[str, FieldInfo]:
-    """The settings in the table at `location`; of a union those of the member it names, else of all."""
+    """Return the settings in the table at `location`; in a union those of the member it names, or of all."""
     section: Any = RunConfig
     for part in location:
         found = _members(section)
@@ -332,7 +336,7 @@ def _fields(location: Iterable[str]) -> Mapping[str, FieldInfo]:
 
 
 def _members(section: Any) -> list[type[BaseModel]]:
-    """The table, or each of a union of them."""
+    """Return the table, or each table of a union."""
     return [
         member
         for member in (section, *get_args(section))
@@ -345,7 +349,7 @@ def _tagged(members: Iterable[type[BaseModel]], tag: str) -> Any:
 
 
 def _keys(location: tuple[str, ...]) -> Iterator[str]:
-    """`location` as written in a file: pydantic puts in the `type` that chose a member of a union."""
+    """Return `location` as a file has it: pydantic inserts the `type` that chose a member of a union."""
     for n, part in enumerate(location):
         last = n == len(location) - 1
         if last or part in _fields(location[:n]):

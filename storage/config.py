@@ -1,4 +1,4 @@
-"""Configuration of what outlives the processes: prompts, admission, replay, evaluation."""
+"""Settings of prompts, admission, replay and evaluation. Loads without torch."""
 
 import re
 from pathlib import Path
@@ -11,26 +11,26 @@ from bus.errors import ConfigError
 
 
 class PromptKeys(Config):
-    """Which fields of a prompt file mean what."""
+    """Names of the fields in prompt files."""
 
     prompt: str = "prompt"
-    """Plain text, or chat messages [{"role": ..., "content": ...}, ...]."""
+    """Field of the prompt: plain text, or chat messages [{"role": ..., "content": ...}, ...]."""
 
     label: str = "label"
-    """What the reward compares with; may be absent."""
+    """Field that the reward compares answers with; it may be absent."""
 
     metadata: str = "metadata"
-    """An object handed to the reward and the environment; may be absent."""
+    """Field of an object for the reward and the environment; it may be absent."""
 
 
 class DataConfig(Config):
     """The prompts to train on and the held-out prompts to measure with."""
 
     prompts: Path | None = None
-    """Training prompts, .jsonl or .parquet. Without it the task's own generator writes one."""
+    """File of training prompts, .jsonl or .parquet. Without it the task's own generator writes one."""
 
     heldout: Path | None = None
-    """Held-out prompts, same format. Without it none are evaluated, or the generator's are."""
+    """File of held-out prompts, same format. Without it the generator writes one, if the run has a task."""
 
     task: str | None = None
     """Built-in task that generates prompts, held-out prompts and demonstrations: sort, addition."""
@@ -39,7 +39,7 @@ class DataConfig(Config):
     """Names of the fields in prompt files."""
 
     shuffle: bool = True
-    """Visit the prompts of each epoch in another order, drawn from the run's seed."""
+    """Whether each epoch visits the prompts in another order, drawn from the run's seed."""
 
 
 class _Sampling(Config):
@@ -49,57 +49,59 @@ class _Sampling(Config):
     """Steps that may train on the same group, within the staleness bound."""
 
     min_samples_per_insert: float = Field(1.0, gt=0)
-    """Steps that each group is to be trained in on average: admission issues no more than that allows.
-    Below 1 more is generated than trained; the rest goes stale and is refunded."""
+    """Average number of steps that train on each group: admission issues no more groups than it allows.
+    Below 1 more is generated than trained on; the rest goes stale and is refunded."""
 
     max_samples_per_insert: float | None = Field(None, gt=0)
-    """A step waits rather than exceed so many samples a stored group on average over the run.
-    `None` leaves it to `max_reuse`."""
+    """Upper bound on the steps that train on a stored group, averaged over the run. A step waits rather than
+    exceed it. `None` leaves the bound to `max_reuse`."""
 
 
 class FifoSampler(_Sampling):
-    """The oldest groups first, stragglers awaited at their deadline; groups are used again only if too few
-    are fresh."""
+    """Takes the oldest groups first and waits for stragglers at their deadline. It uses groups again only if
+    too few are fresh."""
 
     type: Literal["fifo"] = "fifo"
     """Name of the strategy."""
 
 
 class UniformSampler(_Sampling):
-    """Any group within the staleness bound, all alike. Those never drawn go stale and are refunded."""
+    """Draws any group within the staleness bound, all with equal chance. Groups that are never drawn go stale
+    and are refunded."""
 
     type: Literal["uniform"] = "uniform"
     """Name of the strategy."""
 
 
 class _Preferring(_Sampling):
-    """A strategy that draws some groups more often than others."""
+    """Base of the strategies that draw some groups more often than others."""
 
     importance_exponent: float = Field(0.5, ge=0, le=1)
-    """Weighs each drawn group's loss by (its chance * groups)^-exponent; 1 undoes the preference."""
+    """Exponent of the weight of a drawn group's loss, (its chance * groups)^-exponent; 1 undoes the
+    preference."""
 
 
 class FreshnessSampler(_Preferring):
-    """Fresh groups more often: in proportion to (1 + staleness)^-exponent."""
+    """Draws groups in proportion to (1 + staleness)^-exponent: fresh ones more often."""
 
     type: Literal["freshness"] = "freshness"
     """Name of the strategy."""
 
     exponent: float = Field(1.0, ge=0)
-    """0 is uniform."""
+    """Strength of the preference; 0 is uniform."""
 
 
 class PrioritySampler(_Preferring):
-    """Groups that teach more, and fresh ones, more often: |advantage|^a * (1 + staleness)^-f."""
+    """Draws groups in proportion to |advantage|^a * (1 + staleness)^-f: fresh ones that teach more."""
 
     type: Literal["priority"] = "priority"
     """Name of the strategy."""
 
     advantage_exponent: float = Field(1.0, ge=0)
-    """Of the mean |reward - mean reward| among siblings; 0 ignores it."""
+    """Exponent a of a group's mean |reward - mean reward|; 0 ignores it."""
 
     freshness_exponent: float = Field(1.0, ge=0)
-    """Of 1 / (1 + staleness); 0 ignores it."""
+    """Exponent f of 1 / (1 + staleness); 0 ignores it."""
 
 
 Sampler = FifoSampler | UniformSampler | FreshnessSampler | PrioritySampler
@@ -119,17 +121,17 @@ class AdmissionConfig(Config):
     """Policy versions a trained token may lag behind the learner. 0 is on-policy."""
 
     incomplete: Literal["wait", "drop", "close_short"] = "wait"
-    """What becomes of a group that a step cannot go on without: `wait` for it as long as it takes; or, when
-    patience ends, `drop` it: rejected as incomplete, counted, and another is issued in its place; or
-    `close_short`: train on the siblings that are stored, if there are two at least, else drop it. Siblings
-    are stored before their group is whole as `actors.share_after_s` says."""
+    """What happens to an incomplete group that a step cannot go on without. `wait`: the step waits for it as
+    long as it takes. `drop`: after `patience_s` it is rejected, counted, and another is issued in its place.
+    `close_short`: after `patience_s` the step trains on its stored trajectories if there are at least two,
+    else it is dropped. `actors.share_after_s` says when trajectories of an incomplete group are stored."""
 
     patience_s: float = Field(600.0, gt=0)
-    """How long a step waits, since a group last became complete, before one is dropped or closed. Keep it
-    longer than the slowest rollout that is worth its tokens."""
+    """Time since a group last became complete after which a waiting step drops or closes one. Keep it longer
+    than the slowest rollout that is worth its tokens."""
 
     max_deliver: int = Field(5, ge=3)
-    """Deliveries of a prompt to actors that die of it, before it is quarantined: never rolled out again.
+    """Deliveries of a prompt to actors that die of it before it is quarantined: not rolled out again.
 
     The first two prove nothing: the actor may have died of another prompt, or have been stopped. From the
     third on an actor rolls such prompts out one at a time and has each attempt counted as it begins; only
@@ -137,7 +139,7 @@ class AdmissionConfig(Config):
     the bus lost it, was no attempt."""
 
     sampler: SamplerConfig = FifoSampler()
-    """Which of the stored groups a step trains on, and how often."""
+    """Strategy by which a step chooses among the stored groups."""
 
     @model_validator(mode="after")
     def _ratios_can_be_kept(self) -> Self:
@@ -157,7 +159,7 @@ class AdmissionConfig(Config):
 
 
 def shard_numbers(text: str) -> tuple[int, ...]:
-    """Ascending, from text such as `2`, `0-3` or `0,2-3`. Raises `ConfigError` for any other."""
+    """Return the ascending shard numbers of text such as `0,2-3`. Raises `ConfigError` for other text."""
     numbers: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)
@@ -171,28 +173,29 @@ class ReplayConfig(Config):
     """The trajectory store."""
 
     shards: int = Field(2, ge=1)
-    """Independent stores, each with one writer; a group lives in one of them."""
+    """Number of independent stores, each with one writer; a group is in one of them."""
 
     here: str = "all"
     """Shards that the storage process keeps itself: all, none, or numbers as 0-1 or 0,2-3. The others are
     kept by `launch shards`, on any host."""
 
     linger_s: float = Field(0.02, ge=0)
-    """How long a shard gathers arriving groups before it writes them as one segment."""
+    """Time that a shard gathers arriving groups before it writes them as one segment."""
 
     retain_bytes: int | None = Field(None, ge=0)
-    """Segments kept on this disk, all shards together; beyond, the oldest settled ones go. None keeps all.
+    """Bytes of segments that all shards keep on this disk; beyond them the oldest settled ones are removed.
+    `None` keeps all.
 
-    Settled are groups that were rejected, or trained on by a step that a durable checkpoint holds."""
+    A group is settled when it was rejected, or trained on by a step that a durable checkpoint includes."""
 
     retain_age_s: float | None = Field(None, gt=0)
-    """Settled segments older than this go. None keeps all. A learner that is sent back to a checkpoint before
-    its latest needs what it trained on since: keep as long as you may want to go back."""
+    """Age at which settled segments are removed. `None` keeps all. A learner that is sent back to an earlier
+    checkpoint needs what it trained on since: keep segments as long as you may want to go back."""
 
     archive: str | None = None
-    """Where segments go before they are removed: a directory, or any fsspec URL such as s3://bucket/replay
-    (needs the extra `s3` and credentials in the AWS environment). It is tried at the start. None removes
-    them for good."""
+    """Where segments are copied before they are removed: a directory, or any fsspec URL such as
+    s3://bucket/replay (needs the extra `s3` and credentials in the AWS environment). It is tried at the
+    start. `None` removes segments for good."""
 
     @model_validator(mode="after")
     def _those_here_exist(self) -> Self:
@@ -209,12 +212,12 @@ class ReplayConfig(Config):
 
 
 class EvaluationConfig(Config):
-    """Held-out accuracy, measured by the actors as `actors.evaluation` says."""
+    """When the held-out accuracy is measured; `actors.evaluation` says how."""
 
     every_versions: int = Field(10, ge=0)
-    """Evaluate each so many versions; 0 measures only the first and the last."""
+    """Versions from one evaluation to the next; 0 measures only the first and the last."""
 
     patience_s: float = Field(300.0, gt=0)
-    """How long the learner waits for the accuracy of the version it is at, before it goes on without: at the
-    end, where `learner.target_accuracy` seems reached and, with evaluations on the engines that roll out,
-    before the first step of reinforcement learning."""
+    """Longest time that the learner waits for the accuracy of its present version. It waits at the end, where
+    `learner.target_accuracy` seems reached and, with evaluations on the engines that roll out, before the
+    first step of reinforcement learning."""

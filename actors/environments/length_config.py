@@ -1,4 +1,4 @@
-"""Settings of the environment that stands for real rollouts where weights are random. Loads without torch."""
+"""Settings of the environment that replaces real rollouts in load tests. Loads without torch."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
@@ -12,34 +12,35 @@ class LogNormalLengths(Config):
     """Lengths whose logarithm is normal: most are short, a few are very long."""
 
     type: Literal["log_normal"] = "log_normal"
-    """Discriminates the union of profiles."""
+    """Name of the profile."""
 
     median: float = Field(256.0, ge=1)
-    """Tokens; half of the answers are shorter."""
+    """Median length in tokens; half of the answers are shorter."""
 
     sigma: float = Field(1.0, ge=0)
-    """Of the logarithm: at 1.0 one answer in a hundred is ten times the median or longer."""
+    """Standard deviation of the length's logarithm. At 1.0 one answer in a hundred is ten times the median or
+    longer."""
 
     longest: int = Field(4096, ge=1)
-    """Tokens; longer draws are cut to it, as answers are at a budget. At most sampling.max_new_tokens."""
+    """Upper bound in tokens, to which longer draws are cut; at most sampling.max_new_tokens."""
 
 
 class RecordedLengths(Config):
-    """Lengths as they were counted somewhere."""
+    """Lengths drawn from a recorded histogram."""
 
     type: Literal["recorded"] = "recorded"
-    """Discriminates the union of profiles."""
+    """Name of the profile."""
 
     upper: tuple[int, ...] = Field(min_length=1)
     """Longest answer in each bin of the histogram, in tokens, rising. A bin begins above the one before it,
     the first at 1; lengths within a bin are alike. The last is at most sampling.max_new_tokens."""
 
     counts: tuple[float, ...] = Field(min_length=1)
-    """How many answers each bin had."""
+    """Number of answers in each bin."""
 
     @property
     def longest(self) -> int:
-        """Tokens."""
+        """Length of the longest answer, in tokens."""
         return self.upper[-1]
 
     @model_validator(mode="after")
@@ -60,13 +61,13 @@ class LengthProfileConfig(Config):
     """Answers of forced length with random rewards, for load tests: weights may be random."""
 
     type: Literal["length_profile"] = "length_profile"
-    """Discriminates the environment union."""
+    """Name of the environment."""
 
     lengths: LengthsConfig = LogNormalLengths()
-    """How long answers are: log_normal, where no type is named."""
+    """Distribution of the answers' lengths; it is log_normal where no type is named."""
 
     seed: int = Field(0, ge=0)
-    """Of lengths and rewards: a task's sample has the same of both whenever it is rolled out."""
+    """Seed of lengths and rewards: a sample of a prompt has the same length and reward in every rollout."""
 
     @field_validator("lengths", mode="before")
     @classmethod

@@ -19,18 +19,20 @@ class BatchConfig(Config):
     """Token budget of one packed micro-batch."""
 
     logprob_tokens_per_micro_batch: int | None = Field(None, gt=0)
-    """Token budget of a micro-batch in passes that only take log-probs (proximal, reference, teacher), which
-    keep no activations: several times as much fits; `None` means `tokens_per_micro_batch`."""
+    """Token budget of a micro-batch in passes that only compute log-probs (proximal, reference, teacher).
+    They keep no activations, so several times as much fits. `None` means `tokens_per_micro_batch`."""
 
     updates: int = Field(1, ge=1)
     """Updates that share a batch, each on as many trajectories of every group: at most as many as
     `admission.samples_per_prompt`."""
 
     oversized: Literal["alone", "refuse"] = "alone"
-    """A trajectory longer than the budget is a micro-batch by itself, or ends the run with its name."""
+    """What happens to a trajectory longer than the budget. `alone`: it is a micro-batch by itself. `refuse`:
+    it ends the run with an error that names it."""
 
     balance: Literal["tokens", "flops"] = "tokens"
-    """What data-parallel ranks get an equal share of; FLOPs count that attention grows with the square."""
+    """Measure by which data-parallel ranks get equal shares. With `flops`, attention counts by the square of
+    the length."""
 
 
 class CheckpointConfig(Config):
@@ -40,17 +42,17 @@ class CheckpointConfig(Config):
     """Steps between checkpoints."""
 
     keep: int = Field(2, gt=0)
-    """Newest checkpoints that pruning leaves."""
+    """Number of latest checkpoints that are kept."""
 
 
 class LearnerConfig(Config):
     """Reinforcement learning."""
 
     steps: int = Field(1000, gt=0)
-    """Optimizer steps at most."""
+    """Upper bound on the optimizer steps."""
 
     target_accuracy: float | None = Field(None, gt=0, le=1)
-    """Stop once the held-out sampled accuracy reaches this."""
+    """Held-out sampled accuracy at which training stops."""
 
     threads: int = Field(1, ge=1)
     """CPU threads of the learner."""
@@ -62,32 +64,32 @@ class LearnerConfig(Config):
     """How rewards become advantages."""
 
     reference: ReferenceConfig = NO_REFERENCE
-    """A policy to stay near to."""
+    """Frozen policy that training stays close to."""
 
     teacher: TeacherConfig = NO_TEACHER
-    """A policy to learn from."""
+    """Frozen policy to distil from."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW of this stage."""
+    """AdamW of reinforcement learning."""
 
     world: WorldConfig = WorldConfig()
-    """How many processes, and where."""
+    """How many learner processes there are, and where."""
 
     parallel: ParallelConfig = UNDIVIDED
     """How the ranks of a torchrun world share the model."""
 
     batch: BatchConfig = BatchConfig()
-    """Packing."""
+    """How trajectories become micro-batches."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving."""
+    """When the learner's state is saved, and how much of it is kept."""
 
     read: Literal["auto", "bus"] = "auto"
     """How trajectories come from their shards: `auto` maps the files of those on the same host and asks the
     others over the bus, `bus` asks all."""
 
     publish_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Published weights: what the engines compute with."""
+    """Type of the published weights, in which the engines compute."""
 
     publication: PublicationConfig = PublicationConfig()
-    """Versions on their way to the actors."""
+    """How policy versions reach the actors."""

@@ -34,13 +34,13 @@ class ModelConfig(Config):
     """The policy that training starts from."""
 
     path: Path | None = None
-    """Hugging Face model directory with its tokenizer. Without it a scratch model is made."""
+    """Hugging Face model directory with its tokenizer. Without it a small random model is made."""
 
     scratch: ScratchModel = ScratchModel()
     """Sizes of the scratch model."""
 
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Parameters and activations of the learner; the optimizer's main weights are float32."""
+    """Type of the learner's parameters and activations; the optimizer's main weights are float32."""
 
     freeze: tuple[str, ...] = ()
     """Regular expressions, searched in Hugging Face names: these weights stay as they are."""

@@ -15,7 +15,7 @@ class OptimizerConfig(Config):
     """Learning rate after warm-up, the highest."""
 
     schedule: ScheduleConfig = ConstantSchedule()
-    """What the learning rate does after warm-up; counts updates, not skipped steps."""
+    """Course of the learning rate after warm-up; it counts updates, not skipped steps."""
 
     warmup_steps: int = Field(0, ge=0)
     """Updates over which the learning rate rises linearly; update u of w runs at lr * u / w."""
@@ -33,17 +33,17 @@ class OptimizerConfig(Config):
     """Decoupled weight decay; biases and norm weights are exempt."""
 
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the two moments between updates; bfloat16 takes half the memory, the update itself is float32."""
+    """Type of the two moments between updates. bfloat16 takes half the memory; the update is in float32."""
 
     offload: float = Field(0.0, ge=0, le=1)
-    """Part of the main weights and moments that lies in the host's memory and is updated there, by
+    """Share of the main weights and moments that lies in the host's memory and is updated there, by
     `learner.threads` threads."""
 
     clip_grad: float = Field(1.0, gt=0)
     """Upper bound on the global gradient norm; `inf` turns clipping off."""
 
     max_skipped_in_a_row: int = Field(10, ge=1)
-    """Updates whose loss or gradient is not finite are skipped; so many one after another end the run."""
+    """Number of updates in a row, skipped since loss or gradient was not finite, that ends the run."""
 
     @model_validator(mode="after")
     def _moments_can_move(self) -> Self:

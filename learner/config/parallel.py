@@ -8,7 +8,7 @@ from bus.config import Config
 
 
 class ParallelConfig(Config):
-    """How the ranks of the learner's world share a model; what is left over is data parallel.
+    """How the ranks of the learner's world share a model; the remaining factor is data parallel.
 
     The world has a multiple of `tensor * context * pipeline` ranks; docs/parallelism.md says which to choose.
     """
@@ -17,13 +17,13 @@ class ParallelConfig(Config):
     """Ranks that share each layer: its heads, its MLP and the vocabulary."""
 
     sequence: bool = False
-    """Between the layers, these ranks share the tokens too."""
+    """Whether the tensor ranks also share the tokens between the layers."""
 
     pipeline: int = Field(1, ge=1)
     """Ranks that share the layers, one after another."""
 
     virtual_pipeline: int = Field(1, ge=1)
-    """Pieces that each pipeline rank's layers are cut into: more is less idle time, and more messages."""
+    """Stages that each pipeline rank has; more of them mean less idle time and more messages."""
 
     context: int = Field(1, ge=1)
     """Ranks that share the tokens of each sequence."""
@@ -35,16 +35,16 @@ class ParallelConfig(Config):
     """Ranks that share each expert."""
 
     distributed_optimizer: bool = True
-    """Data-parallel ranks share the optimizer's state instead of each holding all of it."""
+    """Whether data-parallel ranks share the optimizer's state instead of each holding all of it."""
 
     overlap_grad_reduce: bool = False
-    """Gradients are added up over the data-parallel ranks while the backward pass goes on."""
+    """Whether gradients are summed over the data-parallel ranks during the backward pass."""
 
     overlap_param_gather: bool = False
-    """Updated parameters are gathered while the next forward pass goes on."""
+    """Whether updated parameters are gathered during the next forward pass."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again to save memory: attention alone, or every layer."""
+    """What the backward pass computes again to save memory: nothing, attention alone, or every layer."""
 
     @model_validator(mode="after")
     def _settings_fit_each_other(self) -> Self:
@@ -64,22 +64,22 @@ UNDIVIDED = ParallelConfig()
 
 
 class WorldConfig(Config):
-    """The learner's processes, which torchrun's elastic agent starts: one on each host."""
+    """The learner's processes. Torchrun's elastic agent starts them, one agent on each host."""
 
     processes: int = Field(1, ge=1)
-    """Ranks on each host, one for each of its GPUs. With one altogether there is no agent."""
+    """Ranks on each host, one for each of its GPUs. A world of one rank has no agent."""
 
     nodes: int = Field(1, ge=1)
-    """Hosts; each runs `launch learner` and shares the run's directory."""
+    """Number of hosts. Each runs `launch learner`, and all share the run's directory."""
 
     node_rank: int | None = Field(None, ge=0)
-    """Which of them this one is, from 0; ranks are counted in this order."""
+    """Number of this host, from 0; ranks are counted in this order."""
 
     master: str | None = None
-    """host:port of node 0, where the others find it."""
+    """Address of node 0 and a free port there, as host:port, where the other hosts find it."""
 
     join_timeout_s: int = Field(600, gt=0)
     """How long a host waits for the others."""
 
     restarts: int = Field(10, ge=0)
-    """How often a world in which a rank died starts again from the last checkpoint."""
+    """Most restarts of the world, each from the latest checkpoint after a rank died."""

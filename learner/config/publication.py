@@ -10,24 +10,24 @@ class PublicationConfig(Config):
     """How policy versions reach the actors; docs/weights.md says which transport to choose."""
 
     anchor_every: int = Field(10, ge=1, le=1000)
-    """Versions between two whole snapshots, from which late joiners start; what lies between travels as
-    deltas. 1 sends every version whole."""
+    """Versions from one snapshot to the next; those between are published as deltas. A new actor starts from
+    the latest snapshot. 1 publishes every version as a snapshot."""
 
     keep: int = Field(8, ge=2)
-    """Versions that can still be fetched; those still to be evaluated stay besides."""
+    """Number of latest versions that can be fetched, besides those that still wait for their evaluation."""
 
     threads: int | None = Field(None, ge=1)
-    """CPU threads that compare, compress and hash, and copy what is broadcast, beside training; without it
-    half of the cores, 32 at most."""
+    """CPU threads that compare, compress and hash weights and copy what is broadcast, while training goes on.
+    `None` takes half of the cores, at most 32."""
 
     broadcast_timeout_s: float = Field(120.0, gt=0)
     """How long an engine with `update = "group"` may take to join the learner's group, and to take a version,
-    before it is left to fetch that by the transport."""
+    before it has to fetch that by the transport."""
 
     broadcast_device_bytes: int = Field(0, ge=0)
-    """Memory of rank 0's GPU, for each engine on CUDA with `update = "group"`: weights lie there before the
-    engine stands still, and need not cross PCIe then. Training has so much less, so grant what its largest
-    step leaves free; more than the published weights (and a few MB) is not taken."""
+    """Memory of rank 0's GPU for each engine on CUDA with `update = "group"`. Weights are copied there before
+    the engine pauses, so that they need not cross PCIe during the pause. Training has so much less: grant
+    what its largest step leaves free. More than the published weights (and a few MB) is never taken."""
 
     transport: TransportConfig = BusTransport()
-    """The way that the bytes take; what is announced goes over the bus."""
+    """Transport of the bytes; announcements go over the bus."""

@@ -1,4 +1,4 @@
-"""Configuration of what the learning rate does after warm-up; loads without torch."""
+"""Settings of the learning rate's course after warm-up. Loads without torch."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from bus.config import Config
 
 
 class ConstantSchedule(Config):
-    """The learning rate stays."""
+    """The learning rate stays constant."""
 
     type: Literal["constant"] = "constant"
     """Name of the schedule."""
@@ -43,7 +43,7 @@ class WSDSchedule(Config):
     """Learning rate at the end of the fall."""
 
     decay: Literal["linear", "sqrt"] = "sqrt"
-    """Shape of the fall: straight, or as 1 - sqrt of what has passed of it."""
+    """Shape of the fall: a straight line, or 1 - sqrt(x) where x is the share of the fall that has passed."""
 
 
 ScheduleConfig = Annotated[ConstantSchedule | CosineSchedule | WSDSchedule, Field(discriminator="type")]

@@ -22,7 +22,7 @@ class WarmupConfig(Config):
     """Supervised fine-tuning before reinforcement learning, on demonstrations."""
 
     demonstrations: Path | None = None
-    """JSONL of {"prompt": ..., "response": ...}. Without it the task's generator writes one."""
+    """JSONL file of {"prompt": ..., "response": ...}. Without it the task's generator writes one."""
 
     steps: int = Field(0, ge=0)
     """Optimizer steps; 0 leaves the stage out."""
@@ -34,4 +34,4 @@ class WarmupConfig(Config):
     """CPU threads of this stage, in which the actors are idle."""
 
     optimizer: WarmupOptimizerConfig = WarmupOptimizerConfig()
-    """Its own optimizer; the next stage starts with a fresh one."""
+    """AdamW of this stage; reinforcement learning starts with a fresh one."""

@@ -1,4 +1,4 @@
-"""Which way published weights take from the learner to the actors. Loads without torch."""
+"""Settings of the transport of published weights to the actors. Loads without torch."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -9,7 +9,7 @@ from bus.config import Config
 
 
 class BusTransport(Config):
-    """Chunks on the run's WEIGHTS stream: needs nothing else, for models up to half a gigabyte."""
+    """Chunks on the run's WEIGHTS stream, which need nothing else, for models up to half a gigabyte."""
 
     type: Literal["bus"] = "bus"
     """Name of the transport."""
@@ -22,11 +22,11 @@ class FilesTransport(Config):
     """Name of the transport."""
 
     directory: Path
-    """Where they lie, under the same path on every host; each run uses a directory of its own in it."""
+    """Directory with the same path on every host; each run uses a subdirectory of it."""
 
 
 class ServerConfig(Config):
-    """A small HTTP server of a process's own."""
+    """HTTP server that a process runs for blobs."""
 
     host: str = "0.0.0.0"
     """Address to listen at."""
@@ -35,7 +35,8 @@ class ServerConfig(Config):
     """Port to listen at; 0 takes any that is free."""
 
     advertise: str | None = Field(None, pattern=r"^https?://.+[^/]$")
-    """http://host:port by which others reach it; without it, this host's address towards the bus."""
+    """URL by which others reach it, as http://host:port. Without it they use this host's address towards the
+    bus."""
 
 
 class HttpTransport(ServerConfig):
@@ -45,26 +46,26 @@ class HttpTransport(ServerConfig):
     """Name of the transport."""
 
     serve_from: Path | None = None
-    """Where the learner keeps the files meanwhile; without it in the run's directory."""
+    """Directory of the files that the learner serves; without it they are in the run's directory."""
 
 
 TransportConfig = Annotated[BusTransport | HttpTransport | FilesTransport, Field(discriminator="type")]
 
 
 class RelayConfig(ServerConfig):
-    """How a host gets what lies behind HTTP, and whether others get it from there."""
+    """How a host fetches weights over HTTP, and whether it serves them to others."""
 
     site: str = Field("", pattern=r"^[A-Za-z0-9_-]*$")
-    """Name under which this host passes weights on; without one it does not."""
+    """Site for which this host relays weights; without one it does not relay."""
 
     via: str = Field("", pattern=r"^[A-Za-z0-9_-]*$")
-    """Site whose hosts are asked first; without one, and where they fail, the learner is."""
+    """Site whose relays are asked first. Without one, and where they fail, the learner is asked."""
 
     keep: int = Field(24, ge=2)
-    """Blobs, deltas and whole snapshots, that a relay keeps on its disk."""
+    """Number of blobs, deltas and snapshots, that a relay keeps on its disk."""
 
     timeout_s: float = Field(120.0, gt=0)
-    """How long a relay may take to have a blob before the learner is asked instead."""
+    """Longest time that a relay may take to get a blob before the learner is asked instead."""
 
     @model_validator(mode="after")
     def _not_its_own_source(self) -> Self:

@@ -86,7 +86,7 @@ def test_innocents_finish_and_a_poison_is_given_up_within_its_attempts(seed, **w
 
 def test_the_poison_of_a_full_engine_is_given_up_within_the_restarts_of_the_defaults():
     config = FleetConfig()
-    assert [config.company_after(failures) for failures in range(6)] == [256, 256, 40, 6, 1, 1]
+    assert [config.requests_after(failures) for failures in range(6)] == [256, 256, 40, 6, 1, 1]
     assert config.attempts <= config.restarts
     world = {"innocents": 300, "poisons": 1, "engines": 1, "per_engine": 256, "attempts": config.attempts}
     run_virtually(live_through(1, **world))
@@ -96,7 +96,7 @@ def test_the_poison_of_a_full_engine_is_given_up_within_the_restarts_of_the_defa
 @pytest.mark.parametrize("places", [1, 2, 256])
 def test_whoever_may_be_given_up_next_is_alone(attempts, places):
     config = FleetConfig(attempts=attempts, requests_per_engine=places)
-    companies = [config.company_after(failures) for failures in range(attempts + 2)]
+    companies = [config.requests_after(failures) for failures in range(attempts + 2)]
     assert companies == sorted(companies, reverse=True)
     assert companies[0] == places
     assert set(companies[max(1, attempts - 1) :]) == {1}

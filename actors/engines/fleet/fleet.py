@@ -307,8 +307,8 @@ class Fleet:
                 return
             if ticket.seat is None or ticket.seat.done():
                 continue
-            company = self._config.company_after(ticket.failures)
-            open_to_it = [member for member in free if member.load < company]
+            request_limit = self._config.requests_after(ticket.failures)
+            open_to_it = [member for member in free if member.load < request_limit]
             if not open_to_it and kept_free is None:
                 able = (member for member in free if member.name not in ticket.refusals)
                 kept_free = min(able, key=lambda member: member.load, default=None)

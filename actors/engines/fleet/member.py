@@ -105,15 +105,15 @@ class Member:
         return len(self.seated) + (len(self._life.ending) if self._life else 0)
 
     @property
-    def company(self) -> int:
+    def request_limit(self) -> int:
         """Requests that may be here at once, for the sake of those under which engines have failed."""
         suspicion = max((ticket.failures for ticket in self.seated), default=0)
-        return self._config.company_after(suspicion)
+        return self._config.requests_after(suspicion)
 
     def has_room(self) -> bool:
         """Whether a request may have a place here, of which those of a full engine become free together."""
-        company = self.company
-        self._full = self.load > company - (self._config.refill_of(company) if self._full else 1)
+        request_limit = self.request_limit
+        self._full = self.load > request_limit - (self._config.refill_of(request_limit) if self._full else 1)
         return self.state == "serving" and self.policy_version >= 0 and not self._full
 
     @property
