@@ -1,4 +1,4 @@
-"""What every inference engine offers the rollouts, in process or over HTTP."""
+"""Protocol of inference engines, in process or over HTTP."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request's tokens are drawn."""
+    """Settings by which one request's tokens are sampled."""
 
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token (evaluation) and reports log-probs at 1."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    """Number of likeliest tokens to keep; 0 keeps the whole vocabulary."""
     max_new_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
-    """Any of these ends the generation and is its last token."""
+    """Tokens that end the generation; the one sampled is its last token."""
     seed: int | None = None
-    """Decides the tokens, at an engine that is deterministic; others draw as they like."""
+    """Seed of the tokens at a deterministic engine; other engines ignore it."""
 
     @classmethod
     def from_config(cls, config: SamplingConfig, stop_token_ids: Iterable[int]) -> Self:
@@ -48,7 +48,7 @@ class GenerationRequest:
     """One prompt to continue."""
 
     request_id: str
-    """Unique among the requests in flight."""
+    """Name, unique among the requests in progress."""
     token_ids: Sequence[int]
     sampling: Sampling
     experts_from: int | None = None
@@ -57,14 +57,14 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """The N tokens sampled for a request, each with what the engine knew when it drew it."""
+    """The N tokens sampled for a request, with log-prob and version of each."""
 
     token_ids: np.ndarray
     """int32 [N]"""
     logprobs: np.ndarray
     """float32 [N], nats, of the whole temperature-scaled distribution: log_softmax(logits / T)."""
     policy_versions: np.ndarray
-    """int32 [N], the weights that drew each token."""
+    """int32 [N], version of the weights that sampled each token."""
     finish_reason: FinishReason
     routed_experts: np.ndarray | None = None
     """uint8 [R, layers, experts per token]: where the tokens from `experts_from` to the last but one went,
@@ -73,13 +73,13 @@ class Generation:
 
 
 NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
-"""Interrupted before the first token."""
+"""A generation that was interrupted before its first token."""
 
 
 class InterruptedGenerationError(EngineError):
-    """The engine failed under a request; `partial` is what it had sampled for it, as far as it knows.
+    """The engine failed during a request; `partial` has the tokens it had sampled, as far as known.
 
-    Here, not in bus/errors.py, since it carries a Generation."""
+    It is defined here and not in bus/errors.py, since it carries a Generation."""
 
     def __init__(self, reason: str, partial: Generation = NOTHING) -> None:
         super().__init__(reason)
@@ -87,7 +87,7 @@ class InterruptedGenerationError(EngineError):
 
 
 class Engine(Protocol):
-    """A model that continues token sequences and takes new weights while it does."""
+    """A model that continues token sequences and takes new weights meanwhile."""
 
     @property
     def policy_version(self) -> int:
@@ -106,7 +106,7 @@ class Engine(Protocol):
         """Tokens sampled since the start."""
 
     async def start(self) -> None:
-        """Make ready; called once, in the event loop that makes all further calls."""
+        """Prepare the engine. It is called once, in the event loop that makes all further calls."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Continue `request`; waits for the first weights. Cancelling the caller aborts the request.
@@ -126,12 +126,12 @@ class Engine(Protocol):
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
 
     async def close(self) -> None:
-        """Stop and release; requests in flight raise EngineError."""
+        """Stop and free everything; requests in progress raise EngineError."""
 
 
 @runtime_checkable
 class TakesPublished(Protocol):
-    """An engine to which the learner itself can send what it announced: nobody else needs to have it."""
+    """An engine to which the learner itself can send the weights that it announced."""
 
     async def load_published(self, published: "Published") -> float:
         """As `load_weights`, by the announcement alone: have the learner send it, or else have it fetched.
@@ -141,7 +141,7 @@ class TakesPublished(Protocol):
 
 @runtime_checkable
 class HealthChecked(Protocol):
-    """An engine that can say whether it is well, apart from what its generations show."""
+    """An engine that can report its health independently of its generations."""
 
     async def check_health(self) -> None:
         """Return when the engine works; the caller bounds the wait. Raises EngineError when it does not."""

@@ -1,4 +1,4 @@
-"""The engine that a configuration names."""
+"""Builds the engine that a configuration names."""
 
 from pathlib import Path
 
@@ -7,13 +7,13 @@ from actors.engines.base import Engine
 
 
 def build_engine(config: EngineConfig, model: Path, log_file: Path, *, number: int = 0) -> Engine:
-    """An engine for the model in a directory, not started.
+    """Return an engine for the model in a directory, not started.
 
     Args:
-        config: which one, and its settings.
+        config: type and settings of the engine.
         model: config.json and tokenizer; weights come by `load_weights`.
-        log_file: what an engine in a process of its own prints.
-        number: which of the process's engines, from 0: it decides on the GPUs of a server."""
+        log_file: receives the output of an engine in a process of its own.
+        number: number of the engine in its process, from 0, which decides on the GPUs of a server."""
     if isinstance(config, EmbeddedEngineConfig):
         from actors.engines.embedded.engine import EmbeddedEngine
 
@@ -24,7 +24,7 @@ def build_engine(config: EngineConfig, model: Path, log_file: Path, *, number: i
 
 
 def evaluation_engine(config: EngineConfig, model: Path) -> Engine:
-    """An engine in this process for held-out prompts alone: it keeps one version while the others go on."""
+    """Return an engine in this process for held-out prompts, which keeps one version while others go on."""
     from actors.engines.embedded.engine import EmbeddedEngine
 
     own = config if isinstance(config, EmbeddedEngineConfig) else EmbeddedEngineConfig()

@@ -1,4 +1,4 @@
-"""Waiting for engines, which may never answer: always for one of two things, or for so long."""
+"""Waiting for engines, which may never answer, with a limit or until an event."""
 
 import asyncio
 import time
@@ -12,12 +12,12 @@ T = TypeVar("T")
 AT_LEAST_S = 0.01
 """0 would be no limit."""
 CANCEL_S = 5.0
-"""What an engine that hangs was asked to do is left behind after this."""
+"""Seconds after which a cancelled call of an engine that hangs is left behind."""
 
 
 @asynccontextmanager
 async def bounded(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """As `asyncio.timeout`, but raises EngineError that says what took so long."""
+    """Limit a wait like `asyncio.timeout`, but raise EngineError that says what took so long."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -26,12 +26,12 @@ async def bounded(timeout_s: float, what: str) -> AsyncIterator[None]:
 
 
 def left_s(end_s: float) -> float:
-    """Seconds until `end_s` of the monotonic clock, as a limit of what is done next."""
+    """Return the seconds until `end_s` on the monotonic clock, as the limit of the next step."""
     return max(end_s - time.monotonic(), AT_LEAST_S)
 
 
 async def unless(event: asyncio.Event, doing: Awaitable[T]) -> T | None:
-    """The result of `doing`, or None when `event` is set before: then it is cancelled."""
+    """Return the result of `doing`, or None if `event` is set first; `doing` is then cancelled."""
     task = asyncio.ensure_future(doing)
     task.add_done_callback(hear)
     try:
@@ -44,7 +44,7 @@ async def unless(event: asyncio.Event, doing: Awaitable[T]) -> T | None:
 
 
 async def first(task: "asyncio.Future[T]", event: asyncio.Event, timeout_s: float | None) -> None:
-    """Return when the task is done, the event set, or the time over."""
+    """Return when the task is done, the event is set, or the time is over."""
     setting = asyncio.create_task(event.wait())
     either: set[asyncio.Future[Any]] = {task, setting}
     try:
@@ -54,6 +54,6 @@ async def first(task: "asyncio.Future[T]", event: asyncio.Event, timeout_s: floa
 
 
 def hear(task: "asyncio.Future[T]") -> None:
-    """Take note of a task's failure: nobody else does if they were cancelled while they waited for it."""
+    """Retrieve a task's exception, which is otherwise lost if the waiting caller was cancelled."""
     if not task.cancelled():
         task.exception()

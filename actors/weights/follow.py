@@ -1,4 +1,4 @@
-"""Follow the policy: get each newly published version outside the pause and swap it into the engine."""
+"""Follows the policy: fetches new versions outside the pause and swaps them into the engine."""
 
 import asyncio
 import time
@@ -25,15 +25,15 @@ from storage.weights.tensors import Weights
 
 log = structlog.get_logger()
 POLL_S = 1.0
-"""Notices can be lost; the key cannot."""
+"""Seconds between polls of the key, since a notice may be lost."""
 AGAIN_S = 5.0
-"""Until what was refused is fetched again, unless something else is announced."""
+"""Seconds until a version that failed is fetched again, unless another one is announced."""
 
 
 async def fetch_state(blobs: BlobSource, manifest: PolicyManifest) -> Mapping[str, torch.Tensor]:
-    """The weights of one version, by Hugging Face name.
+    """Fetch the weights of one version, by Hugging Face name.
 
-    Raises `BusError` when they are gone or damaged, `StorageError` when they are not what was announced."""
+    Raises `BusError` when they are gone or damaged, `StorageError` when they differ from the announcement."""
     weights = await Receiver(blobs).anchored(manifest)
     return torch_tensors(weights.tensors)
 
@@ -48,9 +48,9 @@ async def fetch_model_files(bus: Bus, ref: BlobRef, directory: Path) -> Path:
 async def obtain_model(
     bus: Bus, manifest: PolicyManifest, directory: Path, *, patience_s: float, stop: asyncio.Event
 ) -> Path | None:
-    """As `fetch_model_files`, of the policy announced last; the learner is asked for what the bus lost.
+    """Do `fetch_model_files` for the newest policy; ask the learner for files that the bus lost.
 
-    None on `stop`. Raises `ConfigError` after `patience_s`."""
+    Returns None on `stop`. Raises `ConfigError` after `patience_s`."""
     deadline = time.monotonic() + patience_s
     while not stop.is_set():
         try:
@@ -72,56 +72,56 @@ async def obtain_model(
 
 @dataclass(frozen=True, slots=True)
 class _Received:
-    """Weights that are here, and the announcement of them."""
+    """Weights that were received, and their announcement."""
 
     manifest: PolicyManifest
     weights: Weights
 
 
 class PolicyFollower:
-    """Keeps one engine at the latest version it can get; in between versions are skipped."""
+    """Keeps one engine at the newest version available; versions in between are skipped."""
 
     def __init__(
         self, bus: Bus, engine: Engine, blobs: BlobSource | None = None, *,
         loads_at_once: int = 1, from_learner: bool = False,
     ) -> None:  # fmt: skip
-        """Follow with `engine`, which takes the tensors from here.
+        """Follow the policy with `engine`.
 
         Args:
-            bus: the run's.
+            bus: connection of the run.
             engine: started, or about to be.
-            blobs: where what is announced comes from; the bus without it.
-            loads_at_once: above 1 for an engine in which a later call supersedes one at work.
-            from_learner: the engine is `TakesPublished`: the learner itself sends it what is announced."""
+            blobs: source of the announced weights; without it the bus.
+            loads_at_once: above 1 for an engine in which a later call replaces one in progress.
+            from_learner: the engine is `TakesPublished`, and the learner itself sends it the weights."""
         self.pause_s = 0.0
         """Seconds generation stood still for the latest swap."""
         self.receive_s = 0.0
-        """Seconds from hearing of the version received last until it was here, verified."""
+        """Seconds from the announcement of the latest received version until it was here and verified."""
         self._bus = bus
         self._engine = engine
         self._swapped = asyncio.Condition()
         self._receiver = Receiver(blobs or Blobs(bus))
         self._receiving = asyncio.Lock()
         self._given: Mapping[str, bytes] = {}
-        """Digests of the tensors that the engine was given last."""
+        """Digests of the tensors that the engine has."""
         self._learners: set[str] = set()
-        """Incarnations whose weights the engine was given; it has those of the last of them."""
+        """Learner incarnations whose weights the engine was given."""
         self._newest: Newest[_Received] | Newest[Published] = (
             Newest(self._announce, self._have_sent, loads_at_once=loads_at_once)
             if from_learner
             else Newest(self._receive, self._load, loads_at_once=loads_at_once)
         )
         self._failed: tuple[PolicyManifest | None, float] = None, 0.0
-        """What could not be had, and until when not to try it again."""
+        """Version that failed, and until when it is not tried again."""
 
     @property
     def latest(self) -> PolicyManifest | None:
-        """What was announced last."""
+        """Newest announcement."""
         return self._newest.announced
 
     @property
     def stage(self) -> str:
-        """What the learner is doing, as of its latest publication."""
+        """Stage of the learner at its latest publication."""
         return self.latest.stage if self.latest else ""
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -139,11 +139,11 @@ class PolicyFollower:
         await listening.unsubscribe()
 
     async def at_least(self, policy_version: int, *, of: str | None = None) -> None:
-        """Return once the engine's weights are `policy_version` or younger: so no token exceeds the bound.
+        """Wait until the engine's weights are `policy_version` or newer, so that no token exceeds the bound.
 
-        A lease may be of a version whose learner died and resumed from an older one. That version comes again
-        if the steps taken back leave groups enough; else storage lowers the lease's version. With `of` only
-        weights of the learner of that incarnation count.
+        The learner of a lease's version may have died and resumed from an older one. The version comes again
+        if the steps taken back leave enough groups; otherwise storage lowers the lease's version. With `of`
+        only weights of that learner incarnation count.
         """
         async with self._swapped:
             await self._swapped.wait_for(
@@ -151,7 +151,7 @@ class PolicyFollower:
             )
 
     def _is_of(self, incarnation: str) -> bool:
-        """Whether the engine's weights are of the learner of that incarnation, and it is the latest."""
+        """Return whether the engine has weights of that learner incarnation, and it is the latest."""
         latest = self.latest.incarnation if self.latest else ""
         return incarnation == latest and incarnation in self._learners
 
@@ -161,7 +161,7 @@ class PolicyFollower:
         began = time.monotonic()
         try:
             weights = await self._receiver.advance(manifest)
-        except (BusError, StorageError) as error:  # the old version goes on meanwhile
+        except (BusError, StorageError) as error:  # the old version stays in service meanwhile
             await self._not_had(manifest, error)
             return None
         self.receive_s = time.monotonic() - began
@@ -178,7 +178,7 @@ class PolicyFollower:
         return None if self._refused(manifest) else Published(self._bus, manifest, self._fetched)
 
     async def _have_sent(self, published: Published) -> bool:
-        """Have the engine take what the learner sends; False where there was no way."""
+        """Make the engine take weights from the learner; return False if that was impossible."""
         engine = self._engine
         if not isinstance(engine, TakesPublished):
             raise TypeError(f"{type(engine).__name__} takes weights from its host only")
@@ -191,7 +191,7 @@ class PolicyFollower:
         return True
 
     async def _fetched(self, manifest: PolicyManifest) -> Mapping[str, torch.Tensor]:
-        """The tensors, for engines that the learner could not send them to."""
+        """Fetch the tensors for engines that the learner could not send them to."""
         async with self._receiving:
             return torch_tensors((await self._receiver.advance(manifest)).tensors)
 
@@ -203,7 +203,7 @@ class PolicyFollower:
             self._swapped.notify_all()
 
     def _refused(self, manifest: PolicyManifest) -> bool:
-        """Whether exactly this was tried a moment ago, in vain."""
+        """Return whether this version failed a moment ago."""
         tried, until = self._failed
         return manifest == tried and time.monotonic() < until
 
@@ -212,7 +212,7 @@ class PolicyFollower:
         await self._ask_for_anchor(manifest, str(error))
 
     async def _ask_for_anchor(self, manifest: PolicyManifest, reason: str) -> None:
-        """The learner answers with a whole snapshot, unless a later version has come meanwhile."""
+        """Ask the learner for a whole snapshot, unless a later version has come meanwhile."""
         self._failed = manifest, time.monotonic() + AGAIN_S
         wanted = AnchorWanted(
             incarnation=manifest.incarnation, policy_version=manifest.policy_version, reason=reason

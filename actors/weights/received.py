@@ -1,4 +1,4 @@
-"""Weights on their way in: anchors and deltas become the newest version on the host, verified."""
+"""Receives weights: makes the newest version on the host from anchors and deltas, verified."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -24,39 +24,39 @@ DTYPES = {name: getattr(torch, dtype) for name, dtype in TORCH_DTYPES.items()}
 
 
 class Receiver:
-    """Holds the newest weights of one learner that could be had, and makes later ones of them."""
+    """Holds the newest weights received from one learner, and makes later ones from them."""
 
     def __init__(self, blobs: BlobSource) -> None:
         self.weights: Weights | None = None
         self._blobs = blobs
         self._incarnation = ""
         self._spare = SpareMemory()
-        """What the versions before were in: engines keep the last of them until they have the next."""
+        """Memory of earlier versions; engines keep the last of them until they have the next."""
 
     async def advance(self, manifest: PolicyManifest) -> Weights:
-        """The weights that `manifest` announces: from those held where deltas lead there, or from its anchor.
+        """Return the weights that `manifest` announces, by deltas from those held or from its anchor.
 
-        All of it is verified before any of it is visible. Raises `BusError` or `StorageError` when neither
-        way leads there; what was held stays.
+        Everything is verified before any of it is visible. Raises `BusError` or `StorageError` when neither
+        way works; then the weights held stay.
         """
         try:
             weights = await self._by_deltas(manifest) or await self.anchored(manifest)
         finally:
-            self._spare.trim()  # of a version more, or of other tensors
-        if self.weights is not None:  # what did not change stays where it is: engines have it from there
+            self._spare.trim()  # memory of an older version, or of other tensors
+        if self.weights is not None:  # unchanged tensors stay in place: engines use them there
             weights = weights.sharing(self.weights)
         self.weights, self._incarnation = weights, manifest.incarnation
         return weights
 
     async def anchored(self, manifest: PolicyManifest) -> Weights:
-        """The weights that `manifest` announces, from its anchor. Raises as `advance` does."""
+        """Return the weights that `manifest` announces, from its anchor. Raises as `advance` does."""
         tail = manifest.since(manifest.anchored_at) or ()
         data = await self._blobs.get(manifest.snapshot)
         anchor = await _in_threads(partial(read_snapshot, data, manifest.anchored_at, like=self._spare.like))
         return await self._later(anchor, tail)
 
     async def _by_deltas(self, manifest: PolicyManifest) -> Weights | None:
-        """From the weights held; `None` when no chain of deltas leads on from them, or it is broken."""
+        """Apply deltas to the weights held; return `None` if no unbroken chain starts from them."""
         held = self.weights
         if held is None or self._incarnation != manifest.incarnation:
             return None
@@ -82,7 +82,7 @@ class Receiver:
 
 
 def torch_tensors(tensors: Mapping[str, HostTensor]) -> dict[str, torch.Tensor]:
-    """The same memory as tensors, not to be written into. Raises `StorageError` for a dtype torch lacks."""
+    """Return the same memory as tensors, to be read only. Raises `StorageError` for a dtype torch lacks."""
     if unknown := {tensor.dtype for tensor in tensors.values()} - DTYPES.keys():
         raise StorageError(f"torch has no {', '.join(sorted(unknown))}")
     return {
@@ -94,7 +94,7 @@ def torch_tensors(tensors: Mapping[str, HostTensor]) -> dict[str, torch.Tensor]:
 
 
 async def _in_threads(work: Callable[[Executor], T]) -> T:
-    """The result of `work`, beside the event loop, with threads to share it among."""
+    """Run `work` beside the event loop, with threads that it may use."""
 
     def working() -> T:
         with ThreadPoolExecutor(spare_threads(), "weights") as threads:

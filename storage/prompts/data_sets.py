@@ -1,4 +1,4 @@
-"""The data sets of a run: which leases each is for, a copy of each, and the prompts that are quarantined."""
+"""Data sets of a run: the leases that each is for, a copy of each, and quarantined prompts."""
 
 import asyncio
 import json
@@ -18,11 +18,11 @@ from storage.prompts.dataset import DataSet, DataSetOrder, load_prompts, save_pr
 
 log = structlog.get_logger()
 _DATA_SET, _QUARANTINED, _CONFIGURED = "data_set.", "quarantined.", "data_configured"
-"""How the names of the ledger's facts begin that are kept here."""
+"""Prefixes of the names of the ledger's facts that belong here."""
 
 
 def digest_of(prompts: Sequence[Prompt]) -> str:
-    """Names these prompts in this order."""
+    """Return a digest of these prompts in this order."""
     digest = xxhash.xxh3_128()
     for prompt in prompts:
         digest.update(encode(prompt))
@@ -30,10 +30,10 @@ def digest_of(prompts: Sequence[Prompt]) -> str:
 
 
 class DataSets:
-    """What the ledger says about data sets. A change is durable once the ledger is flushed.
+    """Data sets as the ledger records them. A change is durable once the ledger is flushed.
 
-    Every data set is copied into `directory` before it is used: a lease that is open keeps its prompt,
-    whatever becomes of the file.
+    Every data set is copied into `directory` before it is used, so that an open lease keeps its prompt
+    whatever happens to the file.
     """
 
     def __init__(self, ledger: Ledger, directory: Path) -> None:
@@ -41,7 +41,7 @@ class DataSets:
         self._directory = directory
         self._prompts: dict[str, Sequence[Prompt]] = {}
         self._known = {found.first_lease: found for found in recorded(ledger.facts)}
-        """By first lease, in that order."""
+        """Data sets by their first lease, in that order."""
         self._quarantined: set[tuple[str, int]] = set()
         for name in ledger.facts:
             if name.startswith(_QUARANTINED):
@@ -51,23 +51,23 @@ class DataSets:
 
     @property
     def latest(self) -> DataSet:
-        """The one that leases are issued for now."""
+        """Data set that leases are issued for now."""
         return next(reversed(self._known.values()))
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """Those of the latest."""
+        """Prompts of the latest data set."""
         return self._prompts[self.latest.digest]
 
     @property
     def quarantined(self) -> int:
-        """Prompts of the latest that are not rolled out any more."""
+        """Number of quarantined prompts in the latest data set."""
         return sum(digest == self.latest.digest for digest, _ in self._quarantined)
 
     def configure(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, source: str) -> None:
-        """Begin with the configuration's data set, or with the ledger's latest if that has not changed.
+        """Start with the configuration's data set, or the ledger's latest if that has not changed.
 
-        Reads the copies that open leases need. Raises `StorageError` when one is gone. Blocks on the disk.
+        Reads the copies that open leases need, which blocks. Raises `StorageError` when one is gone.
         """
         digest = digest_of(prompts)
         self._copy(digest, prompts)
@@ -82,9 +82,9 @@ class DataSets:
                 self._prompts[known.digest] = _read_copy(self._directory, known)
 
     async def add(self, prompts: Sequence[Prompt], *, keep_old: bool, source: str) -> DataSet:
-        """Let `prompts` take over with the next lease, after those of the latest data set if `keep_old`.
+        """Use `prompts` from the next lease on, after those of the latest data set if `keep_old`.
 
-        Adding again what was added last changes nothing. One call at a time. Raises `StorageError`.
+        Adding the same prompts twice in a row changes nothing. One call at a time. Raises `StorageError`.
         """
         before = self.latest
         added = ("+" if keep_old else "") + await asyncio.to_thread(digest_of, prompts)
@@ -109,12 +109,12 @@ class DataSets:
         return self.latest
 
     def prompt(self, lease_id: int) -> Prompt:
-        """What an open lease is for."""
+        """Return the prompt of an open lease."""
         found, index = self._order.find(lease_id)
         return self._prompts[found.digest][index]
 
     def is_quarantined(self, lease_id: int) -> bool:
-        """Whether the prompt of a lease must not be rolled out any more."""
+        """Return whether the prompt of a lease is quarantined."""
         if not self._quarantined:
             return False
         found, index = self._order.find(lease_id)
@@ -156,10 +156,10 @@ class DataSets:
 
 
 class PastPrompts:
-    """The prompt of any lease that a run ever issued, for looking back at it."""
+    """Prompts of all leases that a run ever issued, for looking back at it."""
 
     def __init__(self, facts: Mapping[str, str], directory: Path) -> None:
-        """`facts` are the ledger's, `directory` holds the copies. Raises `ConfigError` if they name none."""
+        """Use the ledger's `facts` and the copies in `directory`. Raises `ConfigError` without a data set."""
         known = recorded(facts)
         if not known:
             raise ConfigError(f"the ledger beside {directory} names no data set: it is of an older build")
@@ -168,7 +168,7 @@ class PastPrompts:
         self._prompts: dict[str, Sequence[Prompt]] = {}
 
     def of(self, lease_id: int) -> Prompt:
-        """What the lease was for. Raises `StorageError` when the copy of its data set is gone."""
+        """Return the prompt of a lease. Raises `StorageError` when the copy of its data set is gone."""
         found, index = self._order.find(lease_id)
         if found.digest not in self._prompts:
             self._prompts[found.digest] = _read_copy(self._directory, found)
@@ -176,7 +176,7 @@ class PastPrompts:
 
 
 def recorded(facts: Mapping[str, str]) -> list[DataSet]:
-    """The data sets that the facts of a ledger name, by their first lease."""
+    """Return the data sets that the facts of a ledger name, by their first lease."""
     return [DataSet(**json.loads(facts[name])) for name in sorted(facts) if name.startswith(_DATA_SET)]
 
 

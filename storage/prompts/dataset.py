@@ -1,4 +1,4 @@
-"""The prompt dataset: files in, checked prompts out, visited in an order that one integer resumes."""
+"""Prompt data sets: reading and checking files, and an order of visits that one integer resumes."""
 
 import json
 from bisect import bisect_right
@@ -20,7 +20,7 @@ _MESSAGES = 'a text or a list of messages like {"role": "user", "content": "..."
 
 
 def load_prompts(path: Path, keys: PromptKeys) -> list[Prompt]:
-    """The prompts of a .jsonl or .parquet file, or of a slice of it: `file.jsonl@[a:b]`.
+    """Read the prompts of a .jsonl or .parquet file, or of a slice of it: `file.jsonl@[a:b]`.
 
     Raises `ConfigError` naming the line (from 1) or row (from 0), what is wrong with it and what to do."""
     return [_prompt(row, keys) for row in read_rows(path)]
@@ -33,7 +33,7 @@ def save_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
 
 
 def prompt_content(row: Row, key: str) -> str | list[Json]:
-    """The text or chat messages under `key`; raises `ConfigError` when it is neither, or empty."""
+    """Return the text or chat messages under `key`; raises `ConfigError` for anything else, or if empty."""
     content = row.required(key)
     if isinstance(content, str):
         empty = not content.strip()
@@ -92,12 +92,12 @@ def _metadata(row: Row, keys: PromptKeys) -> dict[str, Json]:
 
 
 def _optional(row: Row, key: str, default: str) -> Json:
-    """The value of a key that may be absent unless the user named it."""
+    """Return the value of a key that may be absent unless the user named it."""
     return row.values.get(key) if key == default else row.required(key)
 
 
 def _kind(value: object) -> str:
-    """How an error message calls `value`."""
+    """Return what an error message calls `value`."""
     if value == "":
         return "an empty text"
     names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", type(None): "null"}
@@ -118,11 +118,11 @@ class PromptOrder:
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
 
     def epoch(self, position: int) -> int:
-        """Which epoch the position-th prompt belongs to."""
+        """Return the epoch of the position-th prompt."""
         return position // self._count
 
     def index(self, position: int) -> int:
-        """Index of the position-th prompt, counting from 0 over all epochs: all that a resume needs."""
+        """Return the index of the position-th prompt, counted from 0 over all epochs."""
         epoch, place = divmod(position, self._count)
         if not self._shuffle:
             return place
@@ -142,26 +142,26 @@ class DataSet:
 
     first_lease: int
     digest: str
-    """Names the prompts, in their order."""
+    """Digest of the prompts in their order."""
     count: int
     seed: int
     shuffle: bool
     source: str
-    """Where they came from, for a human."""
+    """Origin of the prompts, for a human."""
     added: str = ""
-    """Names what was added while the run went on, so that doing so twice adds it once."""
+    """Digest of prompts that were added while the run went on, so that adding twice adds once."""
 
 
 class DataSetOrder:
-    """Which prompt of which data set each lease is for: a pure function of the data sets and its number."""
+    """Maps the number of a lease to a data set and a prompt in it, as a pure function."""
 
     def __init__(self, data_sets: Sequence[DataSet]) -> None:
-        """`data_sets` in the order of their first leases, which begin at 0."""
+        """Use `data_sets` in the order of their first leases, which begin at 0."""
         self._data_sets = data_sets
         self._orders = [PromptOrder(known.count, known.seed, known.shuffle) for known in data_sets]
 
     def find(self, lease_id: int) -> tuple[DataSet, int]:
-        """The data set of a lease, and the index of its prompt there."""
+        """Return the data set of a lease, and the index of its prompt there."""
         n = bisect_right(self._data_sets, lease_id, key=lambda known: known.first_lease) - 1
         found = self._data_sets[n]
         return found, self._orders[n].index(lease_id - found.first_lease)

@@ -15,24 +15,24 @@ from storage.prompts.dataset import prompt_content
 from storage.prompts.rows import read_rows
 
 GENERATOR_VERSION = 1
-"""Raise it when a generator writes other rows for the same parameters."""
+"""Version of the generators; raise it when one writes other rows for the same parameters."""
 
 HELDOUT_SEED = 12345
-"""Of the held-out prompts, whatever the seed of the run."""
+"""Seed of the held-out prompts, whatever the seed of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A family of numbered problems and how its files are drawn from it."""
+    """A family of numbered problems, from which files are drawn."""
 
     problem: Callable[[int], tuple[str, str]]
-    """Prompt and label of the problem with this number."""
+    """Function from a number to the prompt and label of that problem."""
     demonstration: Callable[[int, Random, bool], str]
-    """A worked answer to the problem with this number: right, or wrong in a way worth unlearning."""
+    """Function from a number to a worked answer of that problem, right or plausibly wrong."""
     problems: int
-    """How many there are, counted from 0."""
+    """Number of problems, counted from 0."""
     wrong_share: float
-    """Share of demonstrations that are wrong, which is what reinforcement learning then repairs."""
+    """Share of wrong demonstrations, which reinforcement learning then corrects."""
     prompts: int = 20_000
     heldout: int = 256
     demonstrations: int = 26_000
@@ -61,14 +61,14 @@ def generate_task(name: str, directory: Path, *, seed: int) -> TaskFiles:
     wanted = _manifest(name, task, seed)
     if not _already_there(files, manifest, wanted):
         make_directory(directory)
-        manifest.unlink(missing_ok=True)  # a crash from here on leaves files that nobody trusts
+        manifest.unlink(missing_ok=True)  # after a crash the files are written again
         _write(task, files, seed)
         write_json(manifest, wanted)
     return files
 
 
 def load_demonstrations(path: Path) -> list[tuple[Prompt, str]]:
-    """Prompts with worked answers, from a .jsonl or .parquet file with the keys `prompt` and `response`.
+    """Read prompts with worked answers, from a .jsonl or .parquet file with the keys `prompt` and `response`.
 
     Raises `ConfigError` naming the line (from 1) or row (from 0), what is wrong with it and what to do."""
     pairs = []
@@ -139,7 +139,7 @@ def _sort_problem(number: int) -> tuple[str, str]:
 
 
 def _sort_demonstration(number: int, rng: Random, wrong: bool) -> str:
-    """Wrong is, half of the time each, descending or a copy of the input."""
+    """Return the sorted digits. A wrong answer is descending or a copy, half of the time each."""
     digits = f"{number:06d}"
     answer = "".join(sorted(digits))
     if not wrong:
@@ -156,9 +156,9 @@ def _addition_problem(number: int) -> tuple[str, str]:
 
 
 def _addition_demonstration(number: int, rng: Random, wrong: bool) -> str:
-    """For each column from the right "<digit><digit><carry in><sum> ", then "=<total>".
+    """Return "<digit><digit><carry in><sum> " for each column from the right, then "=<total>".
 
-    Wrong is a carry into the tens that is not the one out of the units: the total is off by ten."""
+    A wrong answer has the wrong carry into the tens, so that the total is off by ten."""
     a, b = divmod(number, 100)
     units = a % 10 + b % 10
     carry = units // 10 ^ wrong

@@ -1,4 +1,4 @@
-"""Are all prompts short enough for the model? Known before the first lease, not at step 40."""
+"""Checks before the first lease that all prompts are short enough for the model."""
 
 import asyncio
 import tempfile
@@ -16,7 +16,7 @@ BATCH = 1024
 
 
 async def check_lengths(bus: Bus, model: BlobRef, prompts: Iterable[Prompt], *, max_new_tokens: int) -> None:
-    """As `check_prompt_lengths`, with the model files on the bus. Raises `BusError` when they are gone."""
+    """Do `check_prompt_lengths` with the model files on the bus. Raises `BusError` when they are gone."""
     files = decode(await get_blob(bus, model), ModelFiles)
     with tempfile.TemporaryDirectory(prefix="sluice-model-") as directory:
         await asyncio.to_thread(unbundle, files, Path(directory))
@@ -26,7 +26,7 @@ async def check_lengths(bus: Bus, model: BlobRef, prompts: Iterable[Prompt], *, 
 def check_prompt_lengths(prompts: Iterable[Prompt], model_directory: Path, *, max_new_tokens: int) -> None:
     """Raise `ConfigError` for the first prompt that leaves no room for `max_new_tokens` in the context, or
     that the model's chat template refuses."""
-    from jinja2.exceptions import TemplateError  # what transformers renders chat templates with
+    from jinja2.exceptions import TemplateError  # transformers renders chat templates with it
     from transformers import AutoConfig, AutoTokenizer  # slow to import, needed once
 
     context = AutoConfig.from_pretrained(model_directory).get_text_config().max_position_embeddings

@@ -1,4 +1,4 @@
-"""Rows of a .jsonl or .parquet file, with errors that say where and what to do."""
+"""Reads rows of a .jsonl or .parquet file, with errors that say where and what to do."""
 
 import difflib
 import json
@@ -15,20 +15,20 @@ _SLICE = re.compile(r"(.+)@\[(-?\d*):(-?\d*)\]")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row and where it stands, for error messages."""
+    """One row and its place in the file, for error messages."""
 
     where: str
     values: dict[str, Json]
 
     def required(self, key: str) -> Json:
-        """The value of `key`; raises `ConfigError` naming the keys there are."""
+        """Return the value of `key`; raises `ConfigError` naming the keys there are."""
         if key not in self.values:
             raise ConfigError(f"{self.where}: {missing_key(key, self.values)}")
         return self.values[key]
 
 
 def missing_key(key: str, present: Iterable[str]) -> str:
-    """What to say when `key` is not among the keys that are `present`."""
+    """Return the error message for a `key` that is not among those `present`."""
     names = list(present)
     close = difflib.get_close_matches(key, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
@@ -37,7 +37,7 @@ def missing_key(key: str, present: Iterable[str]) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows, or those of a slice given as `file.jsonl@[a:b]`, which counts rows from 0.
+    """Read all rows, or those of a slice `file.jsonl@[a:b]`, which counts rows from 0.
 
     Raises `ConfigError`; lines of .jsonl count from 1 and blank ones are skipped, rows of .parquet from 0."""
     file, wanted = _split(path)
@@ -55,7 +55,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def _split(path: Path) -> tuple[Path, slice]:
-    """The file and which of its rows."""
+    """Return the file and the slice of its rows."""
     if "@[" not in path.name:
         return path, slice(None)
     match = _SLICE.fullmatch(str(path))

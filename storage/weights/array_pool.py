@@ -1,4 +1,4 @@
-"""Memory of arrays that nobody holds any more, for others of the same size.
+"""Pool of array memory: the memory of arrays that nobody holds serves new ones of the same size.
 
 New memory comes from the system a page at a time, zeroed: that takes longer than writing into it."""
 
@@ -11,19 +11,19 @@ from storage.weights.tensors import Words
 
 
 class _Piece(np.ndarray):
-    """Owns memory. Arrays given out are of another class, so that they are the base of what is made of them:
-    else numpy would take the owner, and nobody could tell when the last of them is gone."""
+    """Owner of memory. Arrays given out have another class, so that views of them have them as base. Numpy
+    would otherwise take the owner as base, and the end of the last view could not be noticed."""
 
 
 class SpareMemory:
-    """Gives out arrays; the memory of each comes back when nothing refers to it any more, from any thread."""
+    """Gives out arrays. The memory of an array returns when nothing refers to it any more, on any thread."""
 
     def __init__(self) -> None:
         self._idle: defaultdict[int, list[_Piece]] = defaultdict(list)
-        """By size in bytes."""
+        """Unused memory by size in bytes."""
 
     def like(self, words: Words) -> Words:
-        """An array of the same size and dtype, with anything in it."""
+        """Return an array of the same size and dtype with undefined contents."""
         idle = self._idle[words.nbytes]
         try:
             piece = idle.pop()
@@ -34,6 +34,6 @@ class SpareMemory:
         return array
 
     def trim(self) -> None:
-        """Give back to the system what nobody uses."""
+        """Return unused memory to the system."""
         for idle in list(self._idle.values()):
             idle.clear()

@@ -1,4 +1,4 @@
-"""Blobs as files: in a directory that others mount, or that a server shows."""
+"""Stores blobs as files, in a directory that others mount or that a server serves."""
 
 import asyncio
 import errno
@@ -18,12 +18,12 @@ from storage.weights.tensors import spare_threads
 
 SUFFIX = ".blob"
 READ_BYTES = 32 << 20
-"""Of a file, for one thread."""
+"""Bytes of a file that one thread reads."""
 SETTING = "learner.publication.transport."
 
 
 class FileBlobs:
-    """A directory of this run's own. Readers find it under `origin`, a URL."""
+    """A directory for blobs of this run. Readers find it under `origin`, a URL."""
 
     def __init__(self, directory: Path, origin: str = "", *, setting: str = SETTING + "directory") -> None:
         self.directory = directory
@@ -31,28 +31,28 @@ class FileBlobs:
         self.origin = origin or directory.absolute().as_uri()
 
     async def start(self) -> None:
-        """Make the directory, and remove what an earlier learner left in it.
+        """Create the directory, and remove blobs of an earlier learner.
 
         Raises `ConfigError` when it cannot be written."""
         await asyncio.to_thread(self._start)
 
     async def put(self, content: Content, *tokens: object) -> BlobRef:
-        """Write a file and give it its name when it is whole."""
+        """Write a file, which gets its name when it is complete."""
         return await asyncio.to_thread(self._put, content, tokens)
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
-        """Whether all are there in their full size."""
+        """Return whether all blobs are there in their full size."""
         return await asyncio.to_thread(lambda: all(self._has(ref) for ref in refs))
 
     async def delete(self, ref: BlobRef) -> None:
-        """Remove the file. Who reads it now can read to the end."""
+        """Remove the file. A process that is reading it can read to the end."""
         await asyncio.to_thread((self.directory / file_name(ref)).unlink, missing_ok=True)
 
     async def close(self) -> None:
-        """Nothing is open; the files stay for those who still read."""
+        """Do nothing: no file is open, and files stay for readers."""
 
     def keep(self, ref: BlobRef, data: Data) -> None:
-        """Write what was fetched from elsewhere under its own name."""
+        """Write a blob that was fetched from elsewhere, under its own name."""
         self._write(file_name(ref), [data])
 
     def _start(self) -> None:
@@ -81,7 +81,7 @@ class FileBlobs:
         return ref
 
     def _write(self, name: str, content: Content) -> None:
-        """Not made durable: what a power cut takes is published again."""
+        """Write without fsync: what a power cut takes is published again."""
         path = self.directory / name
         temporary = temporary_sibling(path)
         try:
@@ -98,19 +98,19 @@ class FileBlobs:
 
 
 def file_name(ref: BlobRef) -> str:
-    """Name of the file that holds `ref`. Raises `BusError` for one that leads elsewhere."""
+    """Return the name of the file that holds `ref`. Raises `BusError` for a name that leads elsewhere."""
     if "/" in ref.subject or ref.subject.startswith("."):
         raise BusError(f"{ref.subject!r} is no name of a blob")
     return ref.subject + SUFFIX
 
 
 def new_memory(size_bytes: int) -> memoryview:
-    """To read into. A bytearray's would be cleared first, which for all weights takes seconds."""
+    """Return memory to read into. A bytearray would be zeroed first, which takes seconds for all weights."""
     return np.empty(size_bytes, np.uint8).data
 
 
 def read_file(directory: Path, ref: BlobRef) -> memoryview:
-    """The bytes behind `ref`. Raises `BusError` when they are gone or are not what was stored."""
+    """Read the bytes behind `ref`. Raises `BusError` when they are gone or differ from what was stored."""
     path = directory / file_name(ref)
     try:
         if path.stat().st_size != ref.size_bytes:  # before all of it is read
@@ -123,7 +123,7 @@ def read_file(directory: Path, ref: BlobRef) -> memoryview:
 
 
 def _read_parts(descriptor: int, size_bytes: int) -> memoryview:
-    """The first `size_bytes` of a file, by as many threads as may work beside what this process is for.
+    """Read the first `size_bytes` of a file, on as many threads as this process can spare.
 
     Raises `OSError`, also where the file has fewer."""
     data = new_memory(size_bytes)

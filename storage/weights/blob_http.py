@@ -1,4 +1,4 @@
-"""Blobs over HTTP: a process serves the files it has, readers fetch them in ranges, several at a time."""
+"""Serves blobs over HTTP. Readers fetch them in ranges, several at a time."""
 
 import asyncio
 import socket
@@ -19,12 +19,12 @@ from storage.weights.transport_config import ServerConfig
 
 RANGE_BYTES = 8 << 20
 WINDOW = 8
-"""Ranges asked for at once."""
+"""Ranges that are requested at a time."""
 TIMEOUT = aiohttp.ClientTimeout(total=None, connect=10, sock_read=30)
 
 
 class BlobServer:
-    """Serves the blobs in a directory, and nothing else of it."""
+    """Serves the blobs in a directory, and no other file."""
 
     def __init__(self, directory: Path, config: ServerConfig, *, setting: str) -> None:
         self._directory = directory
@@ -33,9 +33,9 @@ class BlobServer:
         self._runner: web.AppRunner | None = None
 
     async def start(self, bus: Bus) -> str:
-        """Begin to serve; returns the URL by which others reach this.
+        """Begin to serve; return the URL by which others reach this server.
 
-        Raises `ConfigError` when the address cannot be had."""
+        Raises `ConfigError` when the address is not available."""
         app = web.Application()
         app.router.add_get("/{name}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
@@ -63,7 +63,7 @@ class BlobServer:
         path = self._directory / name
         if "/" in name or name.startswith(".") or not name.endswith(SUFFIX) or not path.is_file():
             raise web.HTTPNotFound
-        return web.FileResponse(path)  # which knows ranges, and sends them without copying
+        return web.FileResponse(path)  # it knows ranges, and sends them without copying
 
 
 class HttpBlobs:
@@ -84,7 +84,7 @@ class HttpBlobs:
         return await self._files.put(content, *tokens)
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
-        """Whether all files are there."""
+        """Return whether all files are there."""
         return await self._files.holds(refs)
 
     async def delete(self, ref: BlobRef) -> None:
@@ -97,9 +97,9 @@ class HttpBlobs:
 
 
 async def download(url: str, ref: BlobRef) -> Data:
-    """The bytes behind `ref` from the server at `url`, in ranges.
+    """Fetch the bytes behind `ref` from the server at `url`, in ranges.
 
-    Raises `BusError` when it does not answer, has not got them, or has others.
+    Raises `BusError` when it does not answer, does not have them, or has others.
     """
     data = new_memory(ref.size_bytes)
     target = f"{url}/{file_name(ref)}"
@@ -123,10 +123,12 @@ async def download(url: str, ref: BlobRef) -> Data:
 
 
 def own_address(bus: Bus, host: str) -> str:
-    """The address of this host that others see, where `host` does not name one."""
+    """Return the address by which others reach this host, unless `host` names one."""
     if host not in ("0.0.0.0", "::", ""):
         return host
     url = bus.client.connected_url
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as looking:  # sends nothing: it asks the routes
+    with socket.socket(
+        socket.AF_INET, socket.SOCK_DGRAM
+    ) as looking:  # connect sends nothing: it asks the routes
         looking.connect((url.hostname if url else "127.0.0.1", (url.port if url else None) or 4222))
         return str(looking.getsockname()[0])

@@ -1,4 +1,4 @@
-"""Where actors get published weights from: what the reference says, by way of a relay where there is one."""
+"""Sources of published weights for actors: the origin in the reference, or a relay if there is one."""
 
 import asyncio
 import math
@@ -26,29 +26,29 @@ from storage.weights.transport_config import RelayConfig
 
 log = structlog.get_logger()
 UNREACHABLE_S = 60.0
-"""How long a relay is not asked that did not serve what it offered."""
+"""Seconds for which a relay is not asked after it did not serve what it offered."""
 CANCEL_S = 5.0
-"""A fetch that does not end in this time is left behind."""
+"""Seconds after which a cancelled fetch is left behind."""
 
 
 class BlobSource(Protocol):
-    """Anything that blobs come from."""
+    """A source of blobs."""
 
     async def get(self, ref: BlobRef) -> Data:
-        """The bytes behind `ref`, verified. Raises `BusError` when they cannot be had."""
+        """Return the bytes behind `ref`, verified. Raises `BusError` when they are not available."""
 
 
 class Blobs:
-    """Fetches by the transport that the reference names; over HTTP from a relay first, if there is one."""
+    """Fetches blobs by the transport that their reference names; HTTP asks a relay first, if there is one."""
 
     def __init__(self, bus: Bus, config: RelayConfig | None = None) -> None:
         self._bus = bus
         self._config = config or RelayConfig()
         self._dropped: dict[str, float] = {}
-        """Relays that are not asked, and until when by the monotonic clock."""
+        """Relays that are not asked, and until when on the monotonic clock."""
 
     async def get(self, ref: BlobRef) -> Data:
-        """The bytes behind `ref`. Raises `BusError` when they are gone or damaged."""
+        """Fetch the bytes behind `ref`. Raises `BusError` when they are gone or damaged."""
         match urlsplit(ref.origin).scheme:
             case "":
                 return await get_blob(self._bus, ref)
@@ -61,7 +61,7 @@ class Blobs:
                 raise BusError(f"{ref.subject} lies at {ref.origin}: this build knows no transport {other!r}")
 
     async def _relayed(self, ref: BlobRef) -> Data | None:
-        """From a relay; `None` when none has it or what it has is not right: then the origin has to serve."""
+        """Fetch from a relay; return `None` if none has the right bytes: then the origin serves."""
         subject = self._bus.subject("relay", self._config.via)
         try:
             offer = await self._bus.request(
@@ -82,7 +82,7 @@ class Blobs:
 
 
 class Relay:
-    """Gets each blob once, keeps it as a file, and serves it to whoever comes by way of its site."""
+    """Fetches each blob once, keeps it as a file, and serves it to hosts that name its site."""
 
     def __init__(self, bus: Bus, source: BlobSource, config: RelayConfig, directory: Path) -> None:
         self.url = ""
@@ -95,13 +95,13 @@ class Relay:
         self._fetching: dict[BlobRef, asyncio.Task[Data]] = {}
 
     async def start(self) -> None:
-        """Begin to serve. Raises `ConfigError` for an address that cannot be had."""
+        """Begin to serve. Raises `ConfigError` for an address that is not available."""
         await self._files.start()
         self.url = await self._server.start(self._bus)
         await self._bus.serve(self._bus.subject("relay", self._config.site), BlobAsked, self._offer)
 
     async def close(self) -> None:
-        """Serve no longer, and fetch nothing more."""
+        """Stop serving and fetching."""
         fetching = list(self._fetching.values())
         for task in fetching:
             task.cancel()
@@ -110,7 +110,7 @@ class Relay:
         await self._server.close()
 
     async def get(self, ref: BlobRef) -> Data:
-        """The bytes behind `ref`, fetched once however many ask for them at a time."""
+        """Return the bytes behind `ref`, fetched once however many ask for them at the same time."""
         if not ref.origin.startswith("http"):  # the bus and shared directories need no relay
             return await self._source.get(ref)
         if ref in self._kept:
@@ -118,7 +118,7 @@ class Relay:
                 return await asyncio.to_thread(read_file, self._files.directory, ref)
             except BusError as error:
                 log.warning("relayed_file_is_damaged", reason=str(error))
-                self._kept.pop(ref, None)  # another that asked may have found it, too
+                self._kept.pop(ref, None)  # another request may have dropped it already
         if ref not in self._fetching:
             task = self._fetching[ref] = asyncio.create_task(self._fetch(ref), name=f"relay {ref.subject}")
             task.add_done_callback(lambda _: self._fetching.pop(ref, None))
@@ -147,7 +147,7 @@ class Relay:
 
 @asynccontextmanager
 async def blob_source(bus: Bus, config: RelayConfig) -> AsyncIterator[BlobSource]:
-    """What an actor process gets weights from; inside, it relays them if it has a site."""
+    """Return the source of weights of an actor process, which relays them meanwhile if it has a site."""
     blobs = Blobs(bus, config)
     if not config.site:
         yield blobs

@@ -1,4 +1,4 @@
-"""Where published weights lie while actors fetch them: one protocol, one class for each kind of place."""
+"""Stores of published weights, from which actors fetch: a protocol, and one class for each transport."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ from storage.weights.blob_http import HttpBlobs
 from storage.weights.transport_config import FilesTransport, HttpTransport, TransportConfig
 
 SHARE = 4
-"""Part of the stream that one blob may take: several anchors are on it at a time, and everything else."""
+"""One blob may take a fourth of the stream, which holds several anchors and all deltas at a time."""
 PATIENCE_S = 60.0
 
 
@@ -28,7 +28,7 @@ class BlobStore(Protocol):
     """The publishing side of a transport. A blob never changes; readers check its digest."""
 
     async def start(self) -> None:
-        """Make ready, and forget what an earlier learner left.
+        """Prepare the store, and remove blobs of an earlier learner.
 
         Raises `ConfigError` when it cannot work here."""
 
@@ -36,7 +36,7 @@ class BlobStore(Protocol):
         """Store `content` under a name made of `tokens`; it can be fetched when this returns."""
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
-        """Whether all of them are still there."""
+        """Return whether all of them are still there."""
 
     async def delete(self, ref: BlobRef) -> None:
         """Free its space; deleting twice is no error."""
@@ -54,7 +54,7 @@ class BusBlobs:
         self._stream = bus.topology.stream("WEIGHTS")
 
     async def start(self) -> None:
-        """Take the weights of the learner before this one off the bus."""
+        """Remove the weights of the learner before this one from the bus."""
         try:
             await self._bus.js.purge_stream(self._stream, subject=self._bus.subject("weights", "policy", ">"))
         except nats.errors.Error as error:
@@ -67,7 +67,7 @@ class BusBlobs:
         return await put_blob(self._bus, self._publisher, data, "policy", *tokens)
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
-        """Whether every chunk is on the stream."""
+        """Return whether every chunk is on the stream."""
         return await on_bus(self._bus, refs)
 
     async def delete(self, ref: BlobRef) -> None:
@@ -75,7 +75,7 @@ class BusBlobs:
         await delete_blob(self._bus, ref)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     async def _refuse_too_large(self, size: int) -> None:
         if size < 64 << 20:
@@ -89,7 +89,7 @@ class BusBlobs:
 
 
 def blob_store(bus: Bus, config: TransportConfig, directory: Path) -> BlobStore:
-    """Where a learner publishes as configured; `directory` is the run's own for files that it serves."""
+    """Return the configured store; `directory` is the run's own, for files that the learner serves."""
     if isinstance(config, FilesTransport):
         return FileBlobs(config.directory / bus.topology.run)
     if isinstance(config, HttpTransport):
@@ -98,15 +98,15 @@ def blob_store(bus: Bus, config: TransportConfig, directory: Path) -> BlobStore:
 
 
 async def on_bus(bus: Bus, refs: Iterable[BlobRef]) -> bool:
-    """Whether every chunk of `refs` is on the run's stream, by one look at its subjects.
+    """Return whether every chunk of `refs` is on the run's stream, by one look at its subjects.
 
-    A server that is starting is waited for. Raises `BusError` after `PATIENCE_S`."""
+    It waits for a server that is starting. Raises `BusError` after `PATIENCE_S`."""
     stream = bus.topology.stream("WEIGHTS")
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             found = await bus.js.stream_info(stream, subjects_filter=bus.subject("weights", ">"))
-        except NotFoundError:  # its disk was wiped, and storage has not made it again
+        except NotFoundError:  # the bus lost its disk, and storage has not created the stream again
             return False
         except nats.errors.Error as error:
             if time.monotonic() > deadline:

@@ -1,10 +1,10 @@
-"""A delta of weights as bytes.
+"""Encoding of a delta of weights as bytes.
 
-It is `MAGIC`, the length of its header, the header, and one zstd frame for each part of a tensor that
-changed: the gaps between the positions of changed words, then how far each word moved, as whole numbers
-modulo the word: a small update moves most of them to a neighbour, which takes a quarter of the space of new
-values. Both lie in planes, lowest bytes first: the high bytes are nearly all 0, and zstd finds that. The
-header names the digest of what it applies to and of every result, so that nothing drifts.
+A delta is `MAGIC`, the length of its header, the header, and one zstd frame for each part of a tensor that
+changed. A frame holds the gaps between the positions of changed words, then how far each word moved, as
+whole numbers modulo the word. A small update moves most words to a neighbour, so moves take a quarter of the
+space of new values. Both are stored in planes, lowest bytes first: the high bytes are nearly all 0, which
+zstd finds. The header names the digest of the base and of every result, so that errors cannot accumulate.
 """
 
 import struct
@@ -29,18 +29,18 @@ GAP_BYTES = (1, 2, 4)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartChange(Message, tag="part_change"):
-    """One part of a tensor that is not what it was."""
+    """One part of a tensor that changed."""
 
     number: int
     changed: int
-    """Words that follow."""
+    """Number of words in the body."""
     gap_bytes: int
-    """Of each gap between their positions; 0 when all words follow as they are, whatever the base."""
+    """Bytes of each gap between their positions; 0 if the body has all words as they are."""
     body_bytes: int
-    """Of its zstd frame."""
+    """Bytes of its zstd frame."""
 
     def describes(self, words: int) -> bool:
-        """Whether it can be of a part of so many words."""
+        """Return whether it can describe a part of so many words."""
         whole = self.gap_bytes == 0 and self.changed == words
         sparse = self.gap_bytes in GAP_BYTES and 0 < self.changed <= words
         return (whole or sparse) and self.body_bytes >= 0
@@ -48,15 +48,15 @@ class PartChange(Message, tag="part_change"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorChange(Message, tag="tensor_change"):
-    """One tensor that is not what it was."""
+    """One tensor that changed."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[PartChange, ...]
-    """Those that changed, ascending."""
+    """Parts that changed, ascending."""
     digest: bytes
-    """Of the tensor that results, see `storage.weights.whole_digest`."""
+    """Digest of the resulting tensor, by `storage.weights.tensors.whole_digest`."""
 
     def check(self) -> None:
         """Refuse what cannot describe a tensor."""
@@ -78,7 +78,7 @@ class TensorChange(Message, tag="tensor_change"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaHeader(Message, tag="weight_delta"):
-    """What a delta applies to, and what comes of it."""
+    """Base and result of a delta."""
 
     base_version: int
     policy_version: int
@@ -86,18 +86,18 @@ class DeltaHeader(Message, tag="weight_delta"):
     digest: bytes
     """`Weights.digest` of the result."""
     removed: tuple[str, ...]
-    """Tensors that are no more."""
+    """Names of tensors that no longer exist."""
     changes: tuple[TensorChange, ...]
 
 
 def write_delta(header: DeltaHeader, bodies: Iterable[bytes]) -> bytes:
-    """The whole delta; `bodies` are of all parts that the header names, in its order."""
+    """Return the encoded delta; `bodies` belong to the parts that the header names, in its order."""
     said = encode(header)
     return b"".join([MAGIC, struct.pack("<I", len(said)), said, *bodies])
 
 
 def read_delta(data: Data) -> tuple[DeltaHeader, Iterator[memoryview]]:
-    """The header, and the bodies of all parts that it names. Raises `StorageError` when it is malformed."""
+    """Return the header and the bodies of all its parts. Raises `StorageError` for a malformed delta."""
     start = len(MAGIC) + 4
     if len(data) < start or data[: len(MAGIC)] != MAGIC:
         raise StorageError(f"these {len(data)} bytes are no delta of weights")
@@ -118,29 +118,29 @@ def read_delta(data: Data) -> tuple[DeltaHeader, Iterator[memoryview]]:
 
 
 def pack_whole(words: Words) -> bytes:
-    """The body of a part all of whose words follow."""
+    """Return the body of a part with all its words."""
     return _compressed(_planes(words))
 
 
 def pack_moves(gaps: Words, moves: Words) -> bytes:
-    """The body of a part of which words moved so far, modulo the word, with so many others between them."""
+    """Return the body of a part from the moves of its changed words, modulo the word, and their gaps."""
     return _compressed(np.concatenate([_planes(gaps), _planes(_zigzag(moves))]))
 
 
 def unpack_whole(change: PartChange, body: memoryview, word: type[np.unsignedinteger]) -> Words:
-    """The words of such a part. Raises `StorageError` for a body that is damaged, or of another size."""
+    """Return the words of a part. Raises `StorageError` for a body that is damaged or of another size."""
     return _from_planes(_content(change, body, word().itemsize), change.changed, word)
 
 
 def unpack_moves(change: PartChange, body: memoryview, word: type[np.unsignedinteger]) -> tuple[Words, Words]:
-    """The gaps and moves of such a part. Raises `StorageError` as `unpack_whole` does."""
+    """Return the gaps and moves of a part. Raises `StorageError` as `unpack_whole` does."""
     content = _content(change, body, word().itemsize)
     moves = _from_planes(content[change.changed * change.gap_bytes :], change.changed, word)
     return _from_planes(content, change.changed, WORD[change.gap_bytes]), _unzigzag(moves)
 
 
 def _zigzag(moves: Words) -> Words:
-    """0, -1, 1, -2, 2, ..., modulo the word, as 0, 1, 2, 3, 4, ..."""
+    """Map 0, -1, 1, -2, 2, ..., modulo the word, to 0, 1, 2, 3, 4, ..."""
     sign = moves >> (8 * moves.itemsize - 1)
     coded: Words = (moves << 1) ^ np.negative(sign)
     return coded
@@ -152,13 +152,13 @@ def _unzigzag(coded: Words) -> Words:
 
 
 def _planes(words: Words) -> NDArray[np.uint8]:
-    """The lowest byte of each word, then the next byte of each, and so on."""
+    """Return the lowest byte of each word, then the next byte of each, and so on."""
     order = f"<u{words.itemsize}"
     return words.astype(order, copy=False).view(np.uint8).reshape(-1, words.itemsize).T.ravel()
 
 
 def _from_planes(planes: NDArray[np.uint8], count: int, word: type[np.unsignedinteger]) -> Words:
-    """`count` words from their planes, which `planes` begins with."""
+    """Return `count` words from their planes, with which `planes` begins."""
     words = planes[:count].astype(word)
     for byte in range(1, words.itemsize):
         words |= planes[byte * count : (byte + 1) * count].astype(word) << word(8 * byte)
@@ -170,7 +170,7 @@ def _compressed(planes: NDArray[np.uint8]) -> bytes:
 
 
 def _content(change: PartChange, body: memoryview, itemsize: int) -> NDArray[np.uint8]:
-    """A body's content, whose size is known beforehand: a frame that claims another is not opened."""
+    """Return a body's content, whose size is known: a frame that claims another size is not opened."""
     expected = change.changed * (change.gap_bytes + itemsize)
     try:
         size = zstandard.frame_content_size(body)

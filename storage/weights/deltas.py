@@ -1,7 +1,7 @@
-"""What changed between two versions of the weights, exact to the bit; `delta_format.py` has it as bytes.
+"""Makes and applies deltas between versions of weights, exact to the bit; `delta_format.py` encodes them.
 
-All work is done in parts of tensors, on threads: numpy, zstd and xxhash let go of the interpreter, but each
-call has to get it back, so that many small ones would wait for each other."""
+All work is done in parts of tensors, on threads. numpy, zstd and xxhash release the interpreter lock, but
+each call has to take it again, so many small calls would wait for each other."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -45,23 +45,23 @@ from storage.weights.tensors import (
 
 Positions = NDArray[np.int64]
 MAY_ADD_BYTES = 16 << 20
-"""What a delta may add to weights that are smaller than this."""
+"""Bytes that a delta may add to weights that are smaller than this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Delta:
-    """An encoded delta and what it leads to."""
+    """An encoded delta and its result."""
 
     data: bytes
     weights: Weights
     sent_words: int
-    """Those whose bits differ, and all of a part that travels whole."""
+    """Number of words that were sent: those whose bits differ, and all words of a part that travels whole."""
 
 
 def encode_delta(
     base: Weights, policy_version: int, tensors: Mapping[str, HostTensor], threads: Executor | None = None
 ) -> Delta:
-    """What makes `tensors` out of `base`. What did not change takes no space at all."""
+    """Return the delta that makes `tensors` out of `base`. Tensors that did not change take no space."""
     items = [(name, tensor, n) for name, tensor in tensors.items() for n in range(tensor.parts)]
     encoded = in_order(threads, partial(_encoded, base), items)
     digests: dict[str, bytes] = {}
@@ -92,39 +92,39 @@ def encode_delta(
 
 
 class Moved(NamedTuple):
-    """What a delta said of one part of a tensor."""
+    """Changes of one part of a tensor, as a delta describes them."""
 
     start: int
-    """Where the part begins, in words."""
+    """Start of the part, in words."""
     gaps: Words
-    """How many words lie between each that moved and the one before it, or the beginning."""
+    """Number of words between each changed word and the one before it, or the start."""
     words: Words
-    """Those that moved, as they are now."""
+    """New values of the changed words."""
 
     @property
     def positions(self) -> Positions:
-        """Where these are in the tensor."""
+        """Positions of the changed words in the tensor."""
         return self.start + _positions(self.gaps)
 
     @property
     def last(self) -> int:
-        """Where the last of them is in the tensor, if there is one."""
+        """Position of the last changed word in the tensor, if there is one."""
         return self.start + int(self.gaps.sum(dtype=np.int64)) + len(self.gaps) - 1
 
 
 Note = Callable[[Words, Words, Sequence[Moved]], None]
-"""Is told of a tensor the words before and after, and all that moved, in order."""
+"""Function that gets a tensor's words before and after, and all its changes in order."""
 
 
 def apply_delta(
     base: Weights, data: Data, threads: Executor | None = None, *,
     note: Note | None = None, like: NewWords = np.empty_like,
 ) -> Weights:  # fmt: skip
-    """What `data` makes of `base`, which stays as it is; tensors that did not change are shared.
+    """Apply the delta `data` to `base`, which stays as it is; unchanged tensors are shared.
 
-    `note` is told of every tensor of which some words moved, on any of the threads; `like` makes room for
-    tensors that were there before.
-    Takes no more memory than the tensors that changed, and refuses to make `base` more than twice as large.
+    `note` is called for every tensor with changed words, on any of the threads; `like` allocates tensors that
+    `base` has too.
+    It takes no more memory than the changed tensors, and refuses to make `base` more than twice as large.
     Raises `StorageError` when the delta is malformed or for another base, or a result has another digest.
     """
     header, bodies = read_delta(data)
@@ -154,7 +154,7 @@ def apply_delta(
 
 
 def changed_positions(old: Words, new: Words, *, at_most: int) -> Positions | None:
-    """Where two arrays of equally many words differ, ascending; `None` if at more than `at_most`."""
+    """Return the positions at which two arrays of equal length differ; `None` if more than `at_most`."""
     found, count = [], 0
     for n in range(part_count(len(new), new.itemsize)):
         place = place_of(n, len(new), new.itemsize)
@@ -173,7 +173,7 @@ class _Encoded(NamedTuple):
 
     digest: bytes
     change: PartChange | None
-    """`None` when it did not change."""
+    """Its change; `None` if there is none."""
     body: bytes
 
 
@@ -194,7 +194,7 @@ def _encoded(base: Weights, item: tuple[str, HostTensor, int]) -> _Encoded:
 
 
 def _sparse(old: Words, new: Words) -> tuple[Words, Words] | None:
-    """The gaps between changed words, and how far each moved; `None` where all words take less space."""
+    """Return gaps and moves of the changed words; `None` if all words take less space."""
     positions = np.flatnonzero(old != new)
     if len(positions) > new.nbytes // (GAP_BYTES[0] + new.itemsize):
         return None
@@ -224,17 +224,17 @@ def _fits(old: HostTensor | None, change: TensorChange) -> bool:
 
 
 class _Begun(NamedTuple):
-    """A tensor in the making."""
+    """A tensor that is being made."""
 
     name: str
     old: HostTensor
-    """What it was; where there was none, the room for what it will be."""
+    """The tensor before; for a new tensor, the memory of the result."""
     new: HostTensor
-    """The room for what it will be."""
+    """Memory of the result."""
     changes: Mapping[int, tuple[PartChange, memoryview]]
-    """By number of the part, with their bodies."""
+    """Changes and bodies by number of the part."""
     digest: bytes
-    """What it has to have."""
+    """Digest that the result must have."""
 
 
 def _begun(base: Weights, change: TensorChange, bodies: Iterator[memoryview], like: NewWords) -> _Begun:
@@ -254,11 +254,11 @@ def _begun(base: Weights, change: TensorChange, bodies: Iterator[memoryview], li
 
 
 class _Applied(NamedTuple):
-    """One part of a tensor that is made."""
+    """One part of a tensor that was made."""
 
     digest: bytes
     moved: Moved | None
-    """`None` where it came whole."""
+    """Its changes; `None` if the part came whole."""
 
 
 def _applied(item: tuple[_Begun, int]) -> _Applied:
@@ -274,7 +274,7 @@ def _applied(item: tuple[_Begun, int]) -> _Applied:
 def _written(
     found: tuple[PartChange, memoryview] | None, number: int, old: Words, new: Words
 ) -> Moved | None:
-    """Write a part into `new`, and return what moved; `None` where it came whole."""
+    """Write a part into `new`; return its changes, or `None` if it came whole."""
     start = number * part_words(new.itemsize)
     if found is None:
         new[:] = old
@@ -294,12 +294,12 @@ def _written(
 
 
 def _positions(gaps: Words) -> Positions:
-    """Where words are of which so many others are before each."""
+    """Return the positions of words from the gaps before them."""
     return np.cumsum(gaps, dtype=np.int64) + np.arange(len(gaps))
 
 
 def _finished(note: Note | None, item: tuple[_Begun, Sequence[_Applied]]) -> HostTensor:
-    """A tensor all of whose parts are there. Raises `StorageError` when it is not the right one."""
+    """Return a tensor all of whose parts are there. Raises `StorageError` when its digest is wrong."""
     tensor, parts = item
     if whole_digest([part.digest for part in parts]) != tensor.digest:
         raise StorageError(f"{tensor.name} has not the digest {tensor.digest.hex()}: the delta is damaged")

@@ -1,4 +1,4 @@
-"""The small files of a model directory (config, tokenizer, chat template) as one message."""
+"""Packs the small files of a model directory (config, tokenizer, chat template) into one message."""
 
 import json
 from pathlib import Path
@@ -10,20 +10,20 @@ WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
 
 def bundle(directory: Path) -> ModelFiles:
-    """Everything in `directory` but weights and folders."""
+    """Return all files in `directory` except weights; folders are left out."""
     files = sorted(p for p in directory.iterdir() if p.is_file() and p.suffix not in WEIGHT_SUFFIXES)
     return ModelFiles(names=tuple(p.name for p in files), contents=tuple(p.read_bytes() for p in files))
 
 
 def unbundle(files: ModelFiles, directory: Path) -> None:
-    """Write the files into `directory`, made if missing; a name never leads out of it."""
+    """Write the files into `directory`, which is created if missing; a name never leads out of it."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in zip(files.names, files.contents, strict=True):
         (directory / Path(name).name).write_bytes(content)
 
 
 def vocabulary_size(files: ModelFiles) -> int | None:
-    """Rows of the model's embedding, by its config.json: token ids are below it. None where it says none.
+    """Return the rows of the model's embedding by its config.json; token ids are smaller. None if not said.
 
     Raises `StorageError` for a config.json that is no JSON object."""
     try:

@@ -1,4 +1,4 @@
-"""A version's weights on the host: tensors as words compared bit for bit, their digests, and snapshots.
+"""Weights of one version on the host: tensors as words that compare bit for bit, digests, and snapshots.
 
 A snapshot is a safetensors file. `storage/weights/deltas.py` holds what changed between two versions.
 """
@@ -25,7 +25,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 Words = NDArray[np.unsignedinteger]
 NewWords = Callable[[Words], Words]
-"""Makes an array of the same size and dtype, with anything in it."""
+"""Function that makes an array of the same size and dtype with undefined contents."""
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2, "U16": 2,
     "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
@@ -36,12 +36,13 @@ TORCH_DTYPES = {
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-"""What torch, which is not imported here, calls its dtypes among them."""
+"""torch's names of these dtypes; torch itself is not imported here."""
 WORD: dict[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 PART_BYTES = 32 << 20
-"""Of a tensor, for one thread. A learner and its actors have the same: digests are of parts."""
+"""Bytes of a part of a tensor, which one thread handles. Digests are taken over parts, so the learner and its
+actors must have the same value."""
 MAX_HEADER_BYTES = 100_000_000
-"""As safetensors has it."""
+"""Limit of safetensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,28 +50,28 @@ class HostTensor:
     """A tensor's elements as unsigned words, so that NaN equals itself and -0.0 is not 0.0."""
 
     dtype: str
-    """By the name of safetensors, a key of `ITEM_BYTES`."""
+    """Name of the dtype in safetensors, a key of `ITEM_BYTES`."""
     shape: tuple[int, ...]
     words: Words
-    """[elements], contiguous, of the element's size; whoever shares it does not write into it."""
+    """[elements], contiguous, of the element's size. It may be shared, so nobody writes into it."""
 
     @property
     def parts(self) -> int:
-        """How many it has for threads to work on."""
+        """Number of parts of the tensor."""
         return part_count(len(self.words), self.words.itemsize)
 
     def part(self, number: int) -> Words:
-        """One of them, in the same memory."""
+        """Return one part, in the same memory."""
         return self.words[place_of(number, len(self.words), self.words.itemsize)]
 
     def same_kind(self, other: "HostTensor") -> bool:
-        """Whether both have the same dtype and shape."""
+        """Return whether both have the same dtype and shape."""
         return self.dtype == other.dtype and self.shape == other.shape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """One version's tensors by Hugging Face name, each with its digest: see `whole_digest`."""
+    """Tensors of one version by Hugging Face name, each with its digest (`whole_digest`)."""
 
     policy_version: int
     tensors: Mapping[str, HostTensor]
@@ -88,12 +89,12 @@ class Weights:
 
     @property
     def size_bytes(self) -> int:
-        """Of all elements."""
+        """Bytes of all elements."""
         return sum(tensor.words.nbytes for tensor in self.tensors.values())
 
     @property
     def words(self) -> int:
-        """Elements of all tensors."""
+        """Number of elements of all tensors."""
         return sum(len(tensor.words) for tensor in self.tensors.values())
 
     def digest(self) -> bytes:
@@ -105,13 +106,13 @@ class Weights:
         return whole.digest()
 
     def changed_since(self, digests: Mapping[str, bytes]) -> dict[str, HostTensor]:
-        """The tensors whose digest is another one in `digests`, or is not there."""
+        """Return the tensors whose digest differs from the one in `digests`, or is missing there."""
         return {
             name: tensor for name, tensor in self.tensors.items() if digests.get(name) != self.digests[name]
         }
 
     def sharing(self, other: "Weights") -> "Weights":
-        """The same weights; those tensors that `other` has too are its."""
+        """Return the same weights, with the tensors of `other` where it has the same ones."""
         tensors = dict(self.tensors)
         for name in tensors.keys() & other.tensors.keys():
             same = self.digests[name] == other.digests[name]
@@ -121,45 +122,45 @@ class Weights:
 
 
 def part_words(itemsize: int) -> int:
-    """Elements of each part of a tensor but the last."""
+    """Return the number of elements of each part of a tensor but the last."""
     return PART_BYTES // itemsize
 
 
 def part_count(words: int, itemsize: int) -> int:
-    """How many parts so many elements have: one at least."""
+    """Return the number of parts of so many elements, at least one."""
     return max(1, -(-words // part_words(itemsize)))
 
 
 def place_of(number: int, words: int, itemsize: int) -> slice:
-    """Where a part lies among so many elements."""
+    """Return the place of a part among so many elements."""
     start = number * part_words(itemsize)
     return slice(start, min(start + part_words(itemsize), words))
 
 
 def part_digest(words: Words) -> bytes:
-    """xxh3-128 of the elements' bytes."""
+    """Return the xxh3-128 of the elements' bytes."""
     return xxhash.xxh3_128_digest(words.data)
 
 
 def whole_digest(parts: Sequence[bytes]) -> bytes:
-    """A tensor's digest, of those of its parts: of several together xxh3-128."""
+    """Return the digest of a tensor from those of its parts; several are hashed together by xxh3-128."""
     return parts[0] if len(parts) == 1 else xxhash.xxh3_128_digest(b"".join(parts))
 
 
 def in_order(threads: Executor | None, work: Callable[[T], U], items: Iterable[T]) -> Iterator[U]:
-    """`map`, on `threads` if there are any: numpy, zstd and xxhash let go of the interpreter."""
+    """Map in order, on `threads` if there are any: numpy, zstd and xxhash release the interpreter lock."""
     return map(work, items) if threads is None else threads.map(work, items)
 
 
 def spare_threads() -> int:
-    """How many threads may work on weights beside what this process is for: half of its cores, at most 32."""
+    """Return how many threads may work on weights beside the main work: half of the cores, at most 32."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(32, max(1, cores // 2))
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor's bytes lie in a file."""
+    """Place of a tensor's bytes in a file."""
 
     start: int
     end: int
@@ -168,9 +169,9 @@ class Place:
 def laid_out(
     kinds: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, Place]]:
-    """How a safetensors file begins that holds tensors of these dtypes and shapes, and where each belongs.
+    """Return the header of a safetensors file for tensors of these dtypes and shapes, and their places.
 
-    The widest lie first, so that each lies at a multiple of its element's size."""
+    The widest dtypes come first, so that each tensor is aligned to its element's size."""
     order = sorted(kinds, key=lambda name: (-ITEM_BYTES[kinds[name][0]], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end, offsets = 0, {}
@@ -186,7 +187,7 @@ def laid_out(
 
 
 def snapshot_content(weights: Weights) -> Content:
-    """All tensors as a safetensors file, in their own memory."""
+    """Return all tensors as the content of a safetensors file, in their own memory."""
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
     beginning, places = laid_out(kinds, {"policy_version": str(weights.policy_version)})
     return [beginning, *(weights.tensors[name].words.data for name in places)]
@@ -196,7 +197,7 @@ def read_snapshot(
     data: Data, policy_version: int, threads: Executor | None = None, *,
     like: NewWords = np.empty_like,
 ) -> Weights:  # fmt: skip
-    """The tensors of a safetensors file, copied into room that `like` makes.
+    """Read the tensors of a safetensors file into memory that `like` allocates.
 
     Raises `StorageError` when it is malformed."""
     try:
@@ -224,7 +225,7 @@ def _tensor(data: Data, start: int, like: NewWords, entry: Mapping[str, object])
 
 
 def whole_numbers(value: object) -> tuple[int, ...]:
-    """`value` as sizes. Raises `ValueError` when it is no list of integers from 0 on."""
+    """Return `value` as sizes. Raises `ValueError` when it is no list of integers from 0 on."""
     if not isinstance(value, list | tuple) or not all(type(n) is int and n >= 0 for n in value):
         raise ValueError(f"{value!r} are no sizes")
     return tuple(value)

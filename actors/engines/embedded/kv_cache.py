@@ -31,7 +31,7 @@ ROW = np.dtype(
 
 @dataclass(slots=True)
 class Cursor:
-    """Where a decode step writes: one new position in each of n rows."""
+    """Positions that a decode step writes: one new position in each of n rows."""
 
     rows: Tensor
     """int64 [n], 0 to n - 1."""
