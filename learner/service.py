@@ -14,7 +14,7 @@ from bus.connection import Bus
 from bus.process_tuning import few_collections
 from bus.roles import guarded, hold_role
 from bus.status import report_status
-from learner.algorithms.advantages.estimator import advantage_estimator
+from learner.algorithms.plugin import refuse_bad_plugins
 from learner.backends.factory import close_world, init_world
 from learner.checkpoint.commit import latest_checkpoint, read_extra
 from learner.initial import prepare
@@ -93,7 +93,7 @@ def build(
     thread: ThreadPoolExecutor, stop: asyncio.Event,
 ) -> Built:  # fmt: skip
     """Everything that torch needs before the first step; takes seconds. Every rank calls it in `thread`."""
-    advantage_estimator(settings.learner.advantage)  # a wrong name shows before the model is loaded
+    refuse_bad_plugins(settings.learner)  # a wrong name shows before the model is loaded
     initial = prepare(settings, demonstrations)
     init_world(settings.learner.parallel)
     refuse_unshared(settings.checkpoints)

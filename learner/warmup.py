@@ -24,7 +24,7 @@ def warm_up_step(
     batches = demonstrations.step(
         step, settings.warmup, settings.learner.batch, share=ranks.rank(), shares=ranks.size()
     )
-    return backend.train_step(equally_many(batches, ranks), SFTLoss(), temperature=1.0, policy_version=0)
+    return backend.train_step(equally_many(batches, ranks), SFTLoss(), policy_version=0)
 
 
 def begin_reinforcement_learning(backend: Backend, settings: LearnerSettings) -> None:

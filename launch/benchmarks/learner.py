@@ -21,9 +21,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bus.codec import Json
 from launch.benchmarks.learner_bare_megatron import BareLoop
 from launch.benchmarks.model_shapes import SHAPES
+from learner.algorithms.objective import Objective
 from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import TISLoss
+from learner.config.algorithm import ReinforceLoss, TokenTIS
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import MicroBatch, Sample, pack
@@ -32,6 +33,7 @@ from learner.world.process_group import device
 PEAK_FLOPS = 989e12
 """Dense bfloat16 of one H100 or H200 SXM, by the vendor's datasheet."""
 OPTIMIZER = OptimizerConfig(lr=1e-6)
+OBJECTIVE = Objective(ReinforceLoss(), TokenTIS())
 LIMITS: dict[str, Json] = {"step_over_bare": 0.95, "step_over_hf": 0.9}
 LIMITS_CUDA: dict[str, Json] = {"step_over_bare": 2.0, "step_over_hf": 1.0, "mfu": 0.45}
 
@@ -62,9 +64,11 @@ class Workload:
             Sample(
                 token_ids=rng.integers(0, self.model.vocab_size, self.sequence).astype(np.int32),
                 loss_mask=mask,
-                behaviour_logprobs=np.where(mask, -np.log(self.model.vocab_size), 0).astype(np.float32),
-                policy_versions=np.zeros(self.sequence, np.int32),
-                advantage=float(rng.normal()),
+                streams={
+                    "behaviour_logprobs": -float(np.log(self.model.vocab_size)),
+                    "policy_versions": 0,
+                    "advantages": float(rng.normal()),
+                },
             )
             for _ in range(self.tokens // self.sequence)
         ]
@@ -124,8 +128,8 @@ def ours(workload: Workload, *, recompute: bool = False) -> Step:
     model = Qwen3ForCausalLM(workload.model)
     parallel = ParallelConfig(recompute="full" if recompute else "none")
     trainer = Trainer(workload.model, model.state_dict(), OPTIMIZER, dtype=workload.dtype, parallel=parallel)
-    batches, loss = pack(workload.samples(), workload.micro_batch), TISLoss()
-    return lambda: trainer.train_step(batches, loss, temperature=1.0, policy_version=0)
+    batches, loss = pack(workload.samples(), workload.micro_batch), OBJECTIVE
+    return lambda: trainer.train_step(batches, loss, policy_version=0)
 
 
 def bare(workload: Workload) -> Step:

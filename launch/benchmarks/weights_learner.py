@@ -14,8 +14,9 @@ from transformers import Qwen3ForCausalLM
 
 from launch.benchmarks.learner import Workload, qwen3
 from launch.benchmarks.random_models import shape
+from learner.algorithms.objective import Objective
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import TISLoss
+from learner.config.algorithm import ReinforceLoss
 from learner.config.learner import LearnerConfig
 from learner.data.packing import pack
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
@@ -67,7 +68,7 @@ class Learning:
             for s in self._samples
         ]
         batches = pack(fresh, self._micro_batch)
-        self._trainer.train_step(batches, TISLoss(), temperature=1.0, policy_version=0)
+        self._trainer.train_step(batches, Objective(ReinforceLoss()), policy_version=0)
 
     async def copy(self) -> Copied:
         """As the learner copies before it publishes."""

@@ -5,39 +5,29 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from learner.algorithms.tokens import LARGEST_LOG_RATIO, LossTokens
 
-def off_policy_sums(
-    logprobs: Tensor,
-    behaviour_logprobs: Tensor,
-    advantages: Tensor,
-    policy_versions: Tensor,
-    loss_mask: Tensor,
-    *,
-    policy_version: int,
-    truncation_cap: float,
-) -> dict[str, Tensor]:
-    """Sums over the mask that `off_policy_diagnostics` turns into means.
+
+def off_policy_sums(tokens: LossTokens, *, policy_version: int, truncation_cap: float) -> dict[str, Tensor]:
+    """Return the sums over tokens that `off_policy_diagnostics` turns into means, float64 [].
 
     Args:
-        logprobs: [T] nats, current policy.
-        behaviour_logprobs: [T] nats, recorded by the engine when it sampled.
-        advantages: [T].
-        policy_versions: int32 [T], the weights that sampled each token.
-        loss_mask: [T] bool; elsewhere inputs may be anything, NaN included.
-        policy_version: that of `logprobs`.
+        tokens: N trained tokens.
+        policy_version: that of the current policy.
         truncation_cap: the ratio above which a token counts as truncated.
     """
-    log_ratio = torch.where(loss_mask, logprobs.detach() - behaviour_logprobs, 0.0).double()
-    ratio = log_ratio.exp()
+    advantages, versions = tokens.streams["advantages"], tokens.streams["policy_versions"]
+    log_ratio = (tokens.logprobs.detach() - tokens.streams["behaviour_logprobs"]).double()
+    # One impossible log-prob among the recorded ones must not overflow the squares of a step that is trained.
+    ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
     distance = log_ratio.abs()
     truncated = ratio > truncation_cap
-    fresh = loss_mask & (policy_versions == policy_version)
-    stale = loss_mask & (policy_versions != policy_version)
-    positive, negative = loss_mask & (advantages > 0), loss_mask & (advantages < 0)
+    fresh = versions == policy_version
+    positive, negative = advantages > 0, advantages < 0
     sums = {
-        "tokens": loss_mask,
-        "ratio": torch.where(loss_mask, ratio, 0.0),
-        "ratio_squared": torch.where(loss_mask, ratio.square(), 0.0),
+        "tokens": torch.ones_like(ratio),
+        "ratio": ratio,
+        "ratio_squared": ratio.square(),
         "k1": -log_ratio,
         "k3": ratio - 1 - log_ratio,
         "positive": positive,
@@ -46,8 +36,8 @@ def off_policy_sums(
         "negative_truncated": negative & truncated,
         "fresh": fresh,
         "fresh_distance": torch.where(fresh, distance, 0.0),
-        "stale": stale,
-        "stale_distance": torch.where(stale, distance, 0.0),
+        "stale": ~fresh,
+        "stale_distance": torch.where(fresh, 0.0, distance),
     }
     return {name: values.sum(dtype=torch.float64) for name, values in sums.items()}
 

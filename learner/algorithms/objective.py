@@ -1,44 +1,75 @@
-"""From the configuration of an objective to the loss."""
+"""From the configuration of an objective to the loss of each token."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from learner.algorithms.corrections.token_tis import token_tis
+from learner.algorithms.losses.gspo import gspo_loss
 from learner.algorithms.losses.kl import kl_estimates
 from learner.algorithms.losses.ppo_clip import ppo_clip_loss
+from learner.algorithms.losses.reinforce import reinforce_loss
 from learner.algorithms.losses.sft import sft_loss
-from learner.algorithms.losses.tis import tis_loss
-from learner.config.algorithm import PPOClipLoss, SFTLoss, TISLoss
+from learner.algorithms.plugin import load_plugin
+from learner.algorithms.tokens import LossTokens
+from learner.config.algorithm import (
+    GSPOLoss,
+    NoCorrection,
+    Plugin,
+    PluginLoss,
+    PPOClipLoss,
+    ReinforceLoss,
+    SFTLoss,
+    TokenTIS,
+    UsedCorrection,
+)
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.learner import LearnerConfig
-from learner.data.packing import MicroBatch, TrainedTokens
 
 DISTANCES = ("reference_k1", "reference_k3", "teacher_k1", "proximal_k1")
-"""Sums that `compute_loss` has for an objective that wants these policies: estimates of KL(current || other),
+"""Sums that `token_losses` has for an objective that wants these policies: estimates of KL(current || other),
 but KL(proximal || current)."""
-Loss = tuple[Tensor, dict[str, Tensor]]
-Tokens = MicroBatch | TrainedTokens
+Sums = dict[str, Tensor]
+LOSSES: dict[str, Callable[..., tuple[Tensor, Sums]]] = {
+    "gspo": gspo_loss,
+    "ppo_clip": ppo_clip_loss,
+    "reinforce": reinforce_loss,
+    "sft": sft_loss,
+}
+"""By the `type` of the configuration: (tokens, its settings) to the losses of tokens [N] and sums to log."""
+CORRECTIONS: dict[str, Callable[..., tuple[Tensor, Tensor, Sums]]] = {"token_tis": token_tis}
+"""By the `type` of the configuration: (log ratio [N], sequence [N], its settings) to weights [N], which
+tokens are kept [N], and sums to log."""
+NO_CORRECTION = NoCorrection()
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss, and the frozen policies that the trained one is drawn to."""
+    """A loss with its correction, and the frozen policies that the trained one is drawn to."""
 
-    loss: TISLoss | PPOClipLoss | SFTLoss
+    loss: ReinforceLoss | PPOClipLoss | GSPOLoss | PluginLoss | SFTLoss
+    correction: UsedCorrection = NO_CORRECTION
+    entropy_coef: float = 0.0
     reference: ReferenceConfig = NO_REFERENCE
     teacher: TeacherConfig = NO_TEACHER
 
     @classmethod
     def of(cls, learner: LearnerConfig) -> Self:
-        """That of reinforcement learning."""
-        return cls(learner.loss, learner.reference, learner.teacher)
+        """Return the objective of reinforcement learning."""
+        return cls(
+            learner.loss,
+            learner.used_correction,
+            learner.entropy_coef,
+            learner.reference,
+            learner.teacher,
+        )
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Those besides the current one whose log-probs it wants: "proximal" and tags of frozen ones."""
+        """Policies besides the current one whose log-probs it wants: "proximal" and tags of frozen ones."""
         return ("proximal",) * self.is_decoupled + self.frozen
 
     @property
@@ -52,82 +83,86 @@ class Objective:
         """Whether the clip is centred on the policy before the step."""
         return isinstance(self.loss, PPOClipLoss) and self.loss.centre == "proximal"
 
+    @property
+    def is_separable(self) -> bool:
+        """Whether the loss of each token depends on that token alone."""
+        return self.loss.separable if isinstance(self.loss, PluginLoss) else self.loss.type != "gspo"
 
-def _tis(config: TISLoss, logprobs: Tensor, batch: Tokens) -> Loss:
-    return tis_loss(
-        logprobs,
-        batch.behaviour_logprobs,
-        batch.advantages,
-        batch.loss_mask,
-        truncation_cap=config.truncation_cap,
-    )
-
-
-def _ppo_clip(config: PPOClipLoss, logprobs: Tensor, batch: Tokens) -> Loss:
-    return ppo_clip_loss(
-        logprobs,
-        batch.behaviour_logprobs,
-        batch.advantages,
-        batch.loss_mask,
-        clip_eps=config.clip_eps,
-        clip_eps_high=config.clip_eps if config.clip_eps_high is None else config.clip_eps_high,
-        truncation_cap=config.truncation_cap,
-        proximal_logprobs=batch.proximal_logprobs if config.centre == "proximal" else None,
-    )
+    @property
+    def truncation_cap(self) -> float:
+        """Importance weight from which on a token counts as truncated; infinite for most corrections."""
+        return self.correction.truncation_cap if isinstance(self.correction, TokenTIS) else torch.inf
 
 
-def _sft(config: SFTLoss, logprobs: Tensor, batch: Tokens) -> Loss:
-    return sft_loss(logprobs, batch.loss_mask)
+def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums]:
+    """Compute the loss that `objective` names of each token, weighed as its aggregation wants it.
+
+    Returns the losses [N], with gradient, whose sum over all micro-batches and ranks is to be divided by the
+    sum of all denominators (learner/algorithms/aggregation.py); and detached sums to log.
+    """
+    penalised, sums = _penalised(objective, tokens)
+    losses, found = _loss(objective.loss, penalised)
+    sums |= found
+    weights, kept, found = _correction(objective, tokens)
+    sums |= found
+    losses = losses * weights
+    if objective.reference.kl_coef > 0 and objective.reference.kl_in == "loss":
+        losses = losses + objective.reference.kl_coef * _reference_kl(objective, tokens)
+    if objective.entropy_coef > 0:
+        losses = losses - objective.entropy_coef * tokens.entropy
+    losses = torch.where(kept, losses, 0.0) * tokens.streams["loss_weights"]
+    return losses, {name: values.detach() for name, values in sums.items()}
 
 
-LOSSES: dict[str, Callable[[Any, Tensor, Tokens], Loss]] = {
-    "ppo_clip": _ppo_clip,
-    "sft": _sft,
-    "tis": _tis,
-}
-"""By the `type` of the configuration: (config, log-probabilities [T], batch) to (sum, sums to log)."""
+def _loss(config: Any, tokens: LossTokens) -> tuple[Tensor, Sums]:
+    if isinstance(config, Plugin):
+        found: tuple[Tensor, Sums] = load_plugin("loss", config)(tokens, **config.settings)
+        return found
+    return LOSSES[config.type](tokens, **config.model_dump(exclude={"type"}))
 
 
-def compute_loss(objective: Objective, logprobs: Tensor, batch: Tokens) -> Loss:
-    """Compute what `objective` names: its sum over the mask, and detached sums to log."""
-    advantages, distances = _drawn_advantages(objective, logprobs.detach(), batch)
-    loss, sums = LOSSES[objective.loss.type](objective.loss, logprobs, replace(batch, advantages=advantages))
+def _correction(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Tensor, Sums]:
+    """Weigh tokens by the policy that the loss takes them to come from over the one that sampled them."""
+    config = objective.correction
+    if isinstance(config, NoCorrection):
+        return torch.ones_like(tokens.logprobs), torch.ones_like(tokens.sequence, dtype=torch.bool), {}
+    assumed = tokens.streams["proximal_logprobs"] if objective.is_decoupled else tokens.logprobs.detach()
+    log_ratio = assumed - tokens.streams["behaviour_logprobs"]
+    if isinstance(config, Plugin):
+        function = load_plugin("correction", config)
+        weights, kept, sums = function(log_ratio, tokens.sequence, **config.settings)
+        return weights, kept, sums | {"rejected_tokens": (~kept).sum()}
+    return CORRECTIONS[config.type](log_ratio, tokens.sequence, **config.model_dump(exclude={"type"}))
+
+
+def _reference_kl(objective: Objective, tokens: LossTokens) -> Tensor:
     reference = objective.reference
-    if reference.kl_coef > 0 and reference.kl_in == "loss":
-        ratio = (logprobs - _sampling_logprobs(objective, batch)).exp() if reference.kl_unbiased else None
-        kl = kl_estimates(
-            logprobs,
-            batch.reference_logprobs,
-            batch.loss_mask,
-            estimator=reference.kl_estimator,
-            importance_ratio=ratio,
-        )
-        loss = loss + reference.kl_coef * kl.sum()
-    return loss, sums | distances
+    sampling = "proximal_logprobs" if objective.is_decoupled else "behaviour_logprobs"
+    return kl_estimates(
+        tokens.logprobs,
+        tokens.streams["reference_logprobs"],
+        estimator=reference.kl_estimator,
+        importance_ratio=tokens.ratio_to(sampling) if reference.kl_unbiased else None,
+    )
 
 
-def _drawn_advantages(
-    objective: Objective, logprobs: Tensor, batch: Tokens
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Advantages less what the policy is penalised for at each token, and sums of its distance to others."""
-    advantages, sums, mask = batch.advantages, {}, batch.loss_mask
-    old = batch.proximal_logprobs if objective.is_decoupled else logprobs
+def _penalised(objective: Objective, tokens: LossTokens) -> tuple[LossTokens, Sums]:
+    """Take from the advantages what the policy is penalised for; sum up its distance to other policies."""
+    advantages, streams, sums = tokens.streams["advantages"], tokens.streams, {}
+    logprobs = tokens.logprobs.detach()
+    old = streams["proximal_logprobs"] if objective.is_decoupled else logprobs
     reference, teacher = objective.reference, objective.teacher
     if reference.kl_coef > 0:
         if reference.kl_in == "advantage":
-            kl = kl_estimates(old, batch.reference_logprobs, mask, estimator=reference.kl_estimator)
+            kl = kl_estimates(old, streams["reference_logprobs"], estimator=reference.kl_estimator)
             advantages = advantages - reference.kl_coef * kl
         for estimator in ("k1", "k3"):
-            kl = kl_estimates(logprobs, batch.reference_logprobs, mask, estimator=estimator)
+            kl = kl_estimates(logprobs, streams["reference_logprobs"], estimator=estimator)
             sums[f"reference_{estimator}"] = kl.sum()
     if teacher.path is not None:
-        kl = kl_estimates(old, batch.teacher_logprobs, mask, estimator="k1")
+        kl = kl_estimates(old, streams["teacher_logprobs"], estimator="k1")
         advantages = advantages - teacher.coef * kl
         sums["teacher_k1"] = kl.sum()
     if objective.is_decoupled:
-        sums["proximal_k1"] = torch.where(mask, old - logprobs, 0.0).sum()
-    return advantages, sums
-
-
-def _sampling_logprobs(objective: Objective, batch: Tokens) -> Tensor:
-    return batch.proximal_logprobs if objective.is_decoupled else batch.behaviour_logprobs
+        sums["proximal_k1"] = (old - logprobs).sum()
+    return tokens.with_streams(advantages=advantages), sums

@@ -5,12 +5,13 @@ from math import isfinite
 
 from bus.requests import GroupRef
 from bus.trajectory import Trajectory
+from learner.algorithms.aggregation import aggregated
 from learner.algorithms.objective import Objective
 from learner.backends.base import Backend, StepResult
 from learner.config.learner import LearnerConfig
 from learner.data.batches import StepBatch, make_step_batch
 from learner.data.data_parallel import equally_many, of_all_ranks
-from learner.data.packing import pack, refuse_oversized
+from learner.data.packing import Sample, pack, refuse_oversized
 from learner.lineage import TrainedStep
 from learner.scoring.frozen_policies import refresh_reference
 from learner.scoring.logprob_passes import with_logprobs
@@ -34,25 +35,27 @@ def train_on(
             weights=weights,
             policy_version=policy_version,
             advantage=learner.advantage,
+            temperature=temperature,
         ),
         backend.data_parallel_group,
     )
     if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
         refuse_oversized(batch.samples, budget)
-    samples = with_logprobs(backend, batch.samples, learner, temperature=temperature)
+    samples = with_logprobs(backend, batch.samples, learner)
     results = [
         backend.train_step(
-            equally_many(
-                pack([s for s in samples if s.part % updates == n], budget), backend.data_parallel_group
-            ),
+            equally_many(pack(aggregated(own, learner.aggregation), budget), backend.data_parallel_group),
             Objective.of(learner),
-            temperature=temperature,
             policy_version=policy_version,
         )
-        for n in range(updates)
+        for own in _by_update(samples, updates)
     ]
     refresh_reference(backend, learner, step)
     return batch, _together(results)
+
+
+def _by_update(samples: Sequence[Sample], updates: int) -> list[list[Sample]]:
+    return [[sample for sample in samples if sample.update_slot % updates == n] for n in range(updates)]
 
 
 def _together(updates: Sequence[StepResult]) -> StepResult:

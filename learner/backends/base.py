@@ -17,11 +17,9 @@ from transformers import PretrainedConfig
 
 from learner.algorithms.objective import Objective
 from learner.backends.frozen import FrozenPolicies
-from learner.config.algorithm import PPOClipLoss, SFTLoss, TISLoss
+from learner.config.algorithm import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import MicroBatch
-
-Loss = TISLoss | PPOClipLoss | SFTLoss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +27,7 @@ class StepResult:
     """What one optimizer step did, over all data-parallel ranks."""
 
     loss: float
-    """Mean over the trained tokens."""
+    """Sum of the token losses over the sum of their denominators (learner/algorithms/aggregation.py)."""
     grad_norm: float
     """Before clipping."""
     lr: float
@@ -88,24 +86,22 @@ class Backend(Protocol):
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
-        loss: Loss | Objective,
+        loss: SFTLoss | Objective,
         *,
-        temperature: float,
         policy_version: int,
     ) -> StepResult:
-        """Update the weights once, on the mean loss over the trained tokens of all ranks and micro-batches.
+        """Update the weights once, on the aggregated loss of all ranks and micro-batches.
 
         Args:
             micro_batches: those of this data-parallel rank; equal on the ranks that share a model with it.
             loss: which loss to compute; one that wants other policies' log-probs finds them in the
                 micro-batches.
-            temperature: at which the tokens were sampled; 1 for SFT.
             policy_version: of the weights before the update, to tell fresh tokens from stale ones.
 
         Raises `TrainingError` after `optimizer.max_skipped_in_a_row` updates that were not finite.
         """
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probs and entropy in nats, float32 [2, T] on the host, of the labels of each micro-batch.
 
         NaN where no label is trained. Nothing of the backend changes."""

@@ -1,11 +1,26 @@
 """Settings of the learner, which this module assembles. Loads without torch."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bus.config import Config
-from learner.config.algorithm import AdvantageConfig, GRPOAdvantage, LossConfig, TISLoss
+from learner.config.algorithm import (
+    AdvantageConfig,
+    AggregationConfig,
+    AutoCorrection,
+    CorrectionConfig,
+    GRPOAdvantage,
+    GSPOLoss,
+    LossConfig,
+    NoCorrection,
+    PluginLoss,
+    PPOClipLoss,
+    ReinforceLoss,
+    TokenMean,
+    TokenTIS,
+    UsedCorrection,
+)
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
@@ -57,8 +72,19 @@ class LearnerConfig(Config):
     threads: int = Field(1, ge=1)
     """CPU threads of the learner."""
 
-    loss: LossConfig = TISLoss()
-    """Objective and its off-policy correction."""
+    loss: LossConfig = ReinforceLoss()
+    """Objective of each token."""
+
+    correction: CorrectionConfig = AutoCorrection()
+    """Weights of tokens that another policy sampled than the loss takes them to come from. `auto` is token
+    TIS at 2.0, or none for a loss whose own ratio is to the behaviour policy (`ppo_clip` centred there and
+    `gspo`)."""
+
+    aggregation: AggregationConfig = TokenMean()
+    """How the losses of tokens become one number."""
+
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus: each token's loss loses so many times the entropy of its distribution."""
 
     advantage: AdvantageConfig = GRPOAdvantage()
     """How rewards become advantages."""
@@ -93,3 +119,27 @@ class LearnerConfig(Config):
 
     publication: PublicationConfig = PublicationConfig()
     """How policy versions reach the actors."""
+
+    @property
+    def used_correction(self) -> UsedCorrection:
+        """The correction as configured, or the one that suits the loss."""
+        if not isinstance(self.correction, AutoCorrection):
+            return self.correction
+        return NoCorrection() if _has_its_own_ratio(self.loss) else TokenTIS()
+
+    @model_validator(mode="after")
+    def _correction_has_an_effect(self) -> Self:
+        if _has_its_own_ratio(self.loss) and self.used_correction.type != "none":
+            raise ValueError(
+                f"learner.correction.type={self.used_correction.type} has no effect with learner.loss.type="
+                f"{self.loss.type}, whose own ratio is to the policy that sampled: set it to none, or use "
+                "learner.loss.centre=proximal with ppo_clip"
+            )
+        return self
+
+
+def _has_its_own_ratio(loss: ReinforceLoss | PPOClipLoss | GSPOLoss | PluginLoss) -> bool:
+    """Whether the loss itself weighs by the ratio to the policy that sampled, which leaves no correction."""
+    if isinstance(loss, PPOClipLoss):
+        return loss.centre == "behaviour"
+    return isinstance(loss, GSPOLoss) or (isinstance(loss, PluginLoss) and loss.sampled_by == "behaviour")

@@ -60,13 +60,14 @@ class StepBatch:
 
 def make_step_batch(
     groups: Sequence[Sequence[Trajectory]], *,
-    policy_version: int, advantage: AdvantageConfig, weights: Sequence[float] = (),
+    policy_version: int, advantage: AdvantageConfig, temperature: float, weights: Sequence[float] = (),
 ) -> StepBatch:  # fmt: skip
     """What of these groups is trained, with advantages times the group's importance weight (1 by default).
 
-    Raises `ConfigError` for a user's advantage function that returns anything but advantages."""
+    `temperature` is that at which the actors sampled. Raises `ConfigError` for a user's advantage function
+    that returns anything but advantages."""
     samples = [
-        _sample(trajectory, weight * np.asarray(found, np.float64))
+        _sample(trajectory, weight * np.asarray(found, np.float64), temperature)
         for group, advantages, weight in zip(
             groups, estimate_advantages(advantage, groups), weights or [1.0] * len(groups), strict=True
         )
@@ -91,13 +92,17 @@ def make_step_batch(
     )
 
 
-def _sample(trajectory: Trajectory, advantage: NDArray[np.float64]) -> Sample:
+def _sample(trajectory: Trajectory, advantage: NDArray[np.float64], temperature: float) -> Sample:
     return Sample(
         token_ids=trajectory.token_ids,
         loss_mask=trajectory.loss_mask,
-        behaviour_logprobs=trajectory.behaviour_logprobs,
-        policy_versions=trajectory.policy_versions,
-        advantage=advantage,
-        part=trajectory.lease_id + trajectory.sample,
+        streams={
+            "behaviour_logprobs": trajectory.behaviour_logprobs,
+            "policy_versions": trajectory.policy_versions,
+            "advantages": advantage.astype(np.float32) if advantage.ndim else float(advantage),
+            "temperatures": temperature,
+        },
+        update_slot=trajectory.lease_id + trajectory.sample,
+        group=trajectory.lease_id,
         name=trajectory.trajectory_id,
     )

@@ -75,9 +75,7 @@ class Demonstrations:
         return Sample(
             token_ids=np.array([*prompt, *response], dtype=np.int32),
             loss_mask=mask,
-            behaviour_logprobs=np.zeros(length, dtype=np.float32),
-            policy_versions=np.where(mask, 0, -1).astype(np.int32),
-            advantage=1.0,
+            streams={},
         )
 
 

@@ -1,16 +1,16 @@
 """Trajectories laid end to end in micro-batches under a token budget."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bus.errors import ConfigError
+from learner.data.streams import STREAMS, StreamValues, pack_streams
 from learner.publication.transfer import to_device
 
 
@@ -22,34 +22,34 @@ class Sample:
     """int32 [L]."""
     loss_mask: np.ndarray
     """bool [L], True on sampled tokens; the first token is never trained: nothing predicts it."""
-    behaviour_logprobs: np.ndarray
-    """float32 [L], nats, under the weights that sampled the token."""
-    policy_versions: np.ndarray
-    """int32 [L], the weights behind each token."""
-    advantage: float | NDArray[np.floating]
-    """Of the whole trajectory, or [L], of each token."""
-    part: int = 0
-    """Of several updates that share a batch this modulo their number is the one that trains it."""
+    streams: Mapping[str, StreamValues]
+    """Named values per token (learner/data/streams.py)."""
+    update_slot: int = 0
+    """Where several updates share a batch, update `update_slot` modulo their number trains this sample."""
+    group: int = 0
+    """Number of the prompt; samples of one prompt share it."""
+    denominator: float | None = None
+    """This sample's share of what the sum of all token losses is divided by; `None` stands for its number of
+    trained tokens, which gives the mean over tokens."""
     name: str = "a sample"
-    """For messages to people."""
-    proximal_logprobs: np.ndarray | None = None
-    """float32 [L], nats, under the policy before the step, once logprob_passes.py computed them."""
-    reference_logprobs: np.ndarray | None = None
-    """float32 [L], nats, under the reference policy, likewise."""
-    teacher_logprobs: np.ndarray | None = None
-    """float32 [L], nats, under the teacher, likewise."""
+    """Name of the sample in messages to people."""
 
     @property
-    def advantages(self) -> NDArray[np.float32]:
-        """float32 [L]."""
-        return np.broadcast_to(np.asarray(self.advantage, np.float32), len(self.token_ids))
+    def trained_tokens(self) -> int:
+        """Number of tokens that are trained."""
+        return int(np.count_nonzero(self.loss_mask[1:]))
+
+    def with_streams(self, **streams: StreamValues) -> Self:
+        """Return this sample with further streams, or other values of those that it has."""
+        return replace(self, streams={**self.streams, **streams})
 
     def xxh3(self) -> int:
-        """Digest of all that is trained on and comes from outside, 128 bits."""
-        digest = xxhash.xxh3_128()
-        for array in (self.token_ids, self.loss_mask, self.behaviour_logprobs, self.policy_versions):
-            digest.update(array.tobytes())
-        digest.update(np.asarray(self.advantage, np.float32).tobytes())
+        """Digest of all that is trained on, 128 bits."""
+        digest = xxhash.xxh3_128(self.token_ids.tobytes())
+        digest.update(self.loss_mask.tobytes())
+        for name in sorted(self.streams):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(self.streams[name], STREAMS[name].array_dtype).tobytes())
         return digest.intdigest()
 
 
@@ -69,58 +69,30 @@ class MicroBatch:
     """int64 [T], the next token of the same sequence; 0 at its end."""
     loss_mask: Tensor
     """bool [T], True where the label is trained; False at the end of each sequence."""
-    behaviour_logprobs: Tensor
-    """float32 [T], nats, of the label."""
-    policy_versions: Tensor
-    """int32 [T], the weights that sampled the label."""
-    advantages: Tensor
-    """float32 [T], of the label."""
-    proximal_logprobs: Tensor
-    """float32 [T], nats, of the label under the policy before the step; NaN where no pass has taken it."""
-    reference_logprobs: Tensor
-    """float32 [T], nats, under the reference policy, likewise."""
-    teacher_logprobs: Tensor
-    """float32 [T], nats, under the teacher, likewise."""
+    streams: dict[str, Tensor]
+    """Named values [T] (learner/data/streams.py); those that no sample of the pack brought are missing."""
     trained: Tensor
     """int64 [N], the positions under `loss_mask`: only they need logits."""
     lengths: tuple[int, ...]
     """The differences of `cu_seqlens`, known without asking the device."""
+    denominator: float
+    """Share of these sequences in what the sum of all token losses is divided by."""
 
     def to(self, device: torch.device) -> Self:
         """Copy to `device`; a no-op when already there."""
         moved = {field.name: getattr(self, field.name) for field in fields(self)}
         moved |= {k: to_device(v, device) for k, v in moved.items() if isinstance(v, Tensor)}
+        moved["streams"] = {name: to_device(values, device) for name, values in self.streams.items()}
         return type(self)(**moved)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedTokens:
-    """What a token-level loss knows of the N tokens that a micro-batch trains."""
-
-    labels: Tensor
-    """int64 [N]."""
-    behaviour_logprobs: Tensor
-    """float32 [N], nats."""
-    policy_versions: Tensor
-    """int32 [N], the weights that sampled each."""
-    advantages: Tensor
-    """float32 [N]."""
-    proximal_logprobs: Tensor
-    """float32 [N], nats; NaN where no pass has taken them."""
-    reference_logprobs: Tensor
-    """float32 [N], nats, likewise."""
-    teacher_logprobs: Tensor
-    """float32 [N], nats, likewise."""
-    loss_mask: Tensor
-    """bool [N], all True."""
-
-    @classmethod
-    def of(cls, batch: MicroBatch) -> Self:
-        """The tokens at `batch.trained`."""
-        return cls(**{field.name: getattr(batch, field.name)[batch.trained] for field in fields(cls)})
-
-    def __getitem__(self, rows: slice) -> Self:
-        return type(self)(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+    def of_trained(self, name: str) -> Tensor:
+        """Return the stream `name` at the trained positions, [N]; its fill where no sample brought it."""
+        found = self.streams.get(name)
+        if found is not None:
+            return found.index_select(0, self.trained)
+        return torch.full(
+            self.trained.shape, STREAMS[name].fill, dtype=STREAMS[name].dtype, device=self.trained.device
+        )
 
 
 def pack(samples: Sequence[Sample], tokens_per_micro_batch: int) -> list[MicroBatch]:
@@ -145,19 +117,9 @@ def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def empty_micro_batch() -> MicroBatch:
-    """One token that is not trained: for a rank that has no more samples, but whose turn it is."""
+    """Return one token that is not trained: for a rank that has no more samples, but whose turn it is."""
     nothing = np.zeros(1, np.int32)
-    return micro_batch_of(
-        [
-            Sample(
-                token_ids=nothing,
-                loss_mask=nothing.astype(bool),
-                behaviour_logprobs=nothing.astype(np.float32),
-                policy_versions=nothing,
-                advantage=0.0,
-            )
-        ]
-    )
+    return micro_batch_of([Sample(token_ids=nothing, loss_mask=nothing.astype(bool), streams={})])
 
 
 def refuse_oversized(samples: Sequence[Sample], tokens_per_micro_batch: int) -> None:
@@ -175,30 +137,23 @@ def micro_batch_of(samples: Sequence[Sample]) -> MicroBatch:
     """Lay `samples` end to end."""
     lengths = [len(sample.token_ids) for sample in samples]
     sequence_of_token = np.repeat(np.arange(len(samples)), lengths)
-    loss_mask = _shifted([sample.loss_mask for sample in samples])
+    loss_mask = np.concatenate(_shifted([sample.loss_mask for sample in samples]))
     return MicroBatch(
         tokens=_tensor([sample.token_ids for sample in samples], torch.int64),
         position_ids=_tensor([np.arange(n) for n in lengths], torch.int64),
         cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)),
         sequence_of_token=torch.from_numpy(sequence_of_token),
         labels=_tensor(_shifted([sample.token_ids for sample in samples]), torch.int64),
-        loss_mask=_tensor(loss_mask, torch.bool),
-        behaviour_logprobs=_tensor(_shifted([s.behaviour_logprobs for s in samples]), torch.float32),
-        policy_versions=_tensor(_shifted([s.policy_versions for s in samples]), torch.int32),
-        advantages=_tensor(_shifted([s.advantages for s in samples]), torch.float32),
-        proximal_logprobs=_of_a_pass([s.proximal_logprobs for s in samples], lengths),
-        reference_logprobs=_of_a_pass([s.reference_logprobs for s in samples], lengths),
-        teacher_logprobs=_of_a_pass([s.teacher_logprobs for s in samples], lengths),
-        trained=torch.from_numpy(np.flatnonzero(np.concatenate(loss_mask))),
+        loss_mask=torch.from_numpy(loss_mask),
+        streams=pack_streams([sample.streams for sample in samples], lengths),
+        trained=torch.from_numpy(np.flatnonzero(loss_mask)),
         lengths=tuple(lengths),
+        denominator=float(sum(_denominator(sample) for sample in samples)),
     )
 
 
-def _of_a_pass(logprobs: Sequence[np.ndarray | None], lengths: Sequence[int]) -> Tensor:
-    """Those of labels; NaN for a sample without."""
-    nothing = np.float32(np.nan)
-    found = [np.full(n, nothing) if x is None else x for x, n in zip(logprobs, lengths, strict=True)]
-    return _tensor(_shifted(found), torch.float32)
+def _denominator(sample: Sample) -> float:
+    return sample.trained_tokens if sample.denominator is None else sample.denominator
 
 
 def _shifted(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -1,8 +1,7 @@
 """Passes that only compute log-probs: without gradient or stored activations, with their own token budget."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,9 +23,7 @@ class Scores:
     """float32 [L], nats, of the distribution that the token was drawn from."""
 
 
-def with_logprobs(
-    backend: Backend, samples: Sequence[Sample], learner: LearnerConfig, *, temperature: float
-) -> list[Sample]:
+def with_logprobs(backend: Backend, samples: Sequence[Sample], learner: LearnerConfig) -> list[Sample]:
     """Add log-probs under the other policies that the objective wants, a pass each. Every rank calls this.
 
     The current policy is the proximal one of the updates that follow (arXiv:2110.00641).
@@ -38,12 +35,10 @@ def with_logprobs(
             backend,
             samples,
             policy=None if tag == "proximal" else tag,
-            temperature=temperature,
             tokens_per_micro_batch=budget,
         )
         for i, scores in enumerate(found):
-            found_logprobs: dict[str, Any] = {f"{tag}_logprobs": scores.logprobs}
-            scored[i] = replace(scored[i], **found_logprobs)
+            scored[i] = scored[i].with_streams(**{f"{tag}_logprobs": scores.logprobs})
     return scored
 
 
@@ -52,7 +47,6 @@ def score(
     samples: Sequence[Sample],
     *,
     policy: str | None = None,
-    temperature: float,
     tokens_per_micro_batch: int,
 ) -> list[Scores]:
     """Compute log-probs and entropy of the trained tokens. Every rank calls this.
@@ -61,18 +55,15 @@ def score(
         backend: its weights are bit for bit the same afterwards.
         samples: the samples of this data-parallel rank, equal on the ranks that share a model with it.
         policy: tag of a frozen policy; `None` is the current one.
-        temperature: the sampling temperature of the tokens.
         tokens_per_micro_batch: budget of a pack, by first fit; a longer sample is alone in its own.
     """
     if policy is not None:
         with backend.frozen.in_place(policy):
-            return score(
-                backend, samples, temperature=temperature, tokens_per_micro_batch=tokens_per_micro_batch
-            )
+            return score(backend, samples, tokens_per_micro_batch=tokens_per_micro_batch)
     bins = first_fit([len(sample.token_ids) for sample in samples], tokens_per_micro_batch)
     batches = [micro_batch_of([samples[i] for i in members]) for members in bins]
     found: dict[int, Scores] = {}
-    for members, batch, values in zip(bins, batches, backend.logprobs(batches, temperature), strict=True):
+    for members, batch, values in zip(bins, batches, backend.logprobs(batches), strict=True):
         for i, of_sample in zip(members, torch.split(values, list(batch.lengths), dim=1), strict=True):
             found[i] = _scores(of_sample)
     return [found[i] for i in range(len(samples))]

@@ -124,7 +124,7 @@ def test_the_shadow_trained_on_the_groups_of_every_step(root: Path):
         (("retrain", "--from-step", "12"), "from step 12 to 12 there is nothing to train"),
         (("retrain", "--directory", "nowhere"), "no run 'past' here"),
         (("retrain", "--scores", "none"), "`launch rescore` makes one"),
-        (("retrain", "--learner.loss.type", "ppo"), "did you mean 'ppo_clip'?"),
+        (("retrain", "--learner.loss.type", "ppo_clp"), "did you mean 'ppo_clip'?"),
         (("learner", "--from-checkpoint", "x"), "--from-checkpoint is for a --shadow"),
         (("learner", "--shadow", "a b"), "shadow name 'a b'"),
         (("learner", "--shadow", "a", "--nproc", "2"), "shadow 'a' is one process"),

@@ -194,7 +194,7 @@ def test_short_forms_say_where_a_learners_world_is(call):
         ("local --preset", "--preset"),
         ("local --preset sotr", "no preset 'sotr': did you mean 'sort'?"),
         ("local --learner.steps many", "learner.steps: should be a valid integer"),
-        ("local --learner.loss.type ppo", "learner.loss.type: no 'ppo': did you mean 'ppo_clip'?"),
+        ("local --learner.loss.type ppo_clp", "learner.loss.type: no 'ppo_clp': did you mean 'ppo_clip'?"),
         ("bus --port high", 'invalid value for --port: unable to convert "high" into int'),
         ("learner --learner.steps 0", "learner.steps: should be greater than 0"),
         ("learner --admission.max-staleness 1", "--admission.max-staleness is the run's, not this process's"),

@@ -40,16 +40,28 @@ def test_a_table_that_is_given_in_part_keeps_the_other_defaults():
 
 
 def test_another_type_replaces_the_table_below_it():
-    ppo = {"learner": {"loss": {"type": "ppo_clip", "clip_eps": 0.1, "truncation_cap": 5}}}
-    tis = resolve(ppo, {"learner": {"loss": {"type": "tis"}}}).learner.loss
-    assert tis.model_dump() == {"type": "tis", "truncation_cap": 2.0}
+    ppo = {"learner": {"loss": {"type": "ppo_clip", "clip_eps": 0.1}}}
+    reinforce = resolve(ppo, {"learner": {"loss": {"type": "reinforce"}}}).learner.loss
+    assert reinforce.model_dump() == {"type": "reinforce"}
 
 
 def test_the_same_type_or_none_named_goes_over_the_table_below_it():
     ppo = {"learner": {"loss": {"type": "ppo_clip", "clip_eps": 0.1}}}
-    loss = resolve(ppo, {"learner": {"loss": {"truncation_cap": 3}}}).learner.loss
-    assert (loss.type, loss.clip_eps, loss.truncation_cap) == ("ppo_clip", 0.1, 3)
-    assert resolve({"learner": {"loss": {"truncation_cap": 3}}}).learner.loss.type == "tis"
+    loss = resolve(ppo, {"learner": {"loss": {"clip_eps_high": 3}}}).learner.loss
+    assert (loss.type, loss.clip_eps, loss.clip_eps_high) == ("ppo_clip", 0.1, 3)
+    assert resolve({"learner": {"steps": 3}}).learner.loss.type == "reinforce"
+
+
+def test_a_correction_that_the_loss_would_ignore_is_refused():
+    tis = {"type": "token_tis", "truncation_cap": 2.0}
+    for loss in ({"type": "ppo_clip"}, {"type": "gspo"}):
+        assert resolve({"learner": {"loss": loss}}).learner.used_correction.type == "none"
+        with pytest.raises(ConfigError, match=r"correction\.type=token_tis has no effect with learner\.loss"):
+            resolve({"learner": {"loss": loss, "correction": tis}})
+    decoupled = {"type": "ppo_clip", "centre": "proximal"}
+    assert resolve({"learner": {"loss": decoupled}}).learner.used_correction.truncation_cap == 2.0
+    found = resolve({"learner": {"loss": decoupled, "correction": tis | {"truncation_cap": 3.0}}}).learner
+    assert found.used_correction.truncation_cap == 3.0
 
 
 def test_layers_are_not_changed_by_merging():
@@ -89,7 +101,7 @@ def test_a_configuration_is_frozen():
     with pytest.raises(ValidationError, match="frozen"):
         RunConfig().run = "other"
     with pytest.raises(ValidationError, match="frozen"):
-        RunConfig().learner.loss.truncation_cap = 1.0
+        RunConfig().learner.loss.type = "ppo_clip"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +115,7 @@ def test_a_configuration_is_frozen():
         ),
         (
             {"learner": {"loss": {"zzz": 1}}},
-            "unknown key learner.loss.zzz: there are: type, truncation_cap",
+            "unknown key learner.loss.zzz: there are: type",
         ),
         ({"learner": {"steps": 0}}, "learner.steps: should be greater than 0 (got 0)"),
         (
@@ -116,7 +128,7 @@ def test_a_configuration_is_frozen():
         ),
         (
             {"learner": {"loss": {"type": "ppo"}}},
-            "learner.loss.type: no 'ppo': did you mean 'ppo_clip'? there are: tis, ppo_clip",
+            "learner.loss.type: no 'ppo': did you mean 'gspo'? there are: reinforce, ppo_clip, gspo, plugin",
         ),
         ({"learner": 3}, "learner is a table of settings, not a value (got 3)"),
         (

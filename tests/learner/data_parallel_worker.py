@@ -14,10 +14,9 @@ from learner.checkpoint.commit import (
     load_checkpoint,
     save_checkpoint,
 )
-from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from tests.learner.tiny import random_samples, tiny_model
+from tests.learner.tiny import TIS, random_samples, tiny_model
 
 
 def train(mode: str, checkpoints: Path) -> list[list[float]]:
@@ -30,7 +29,7 @@ def train(mode: str, checkpoints: Path) -> list[list[float]]:
     results = []
     for step in range(trainer.steps_done, trainer.steps_done + 3):
         samples = random_samples([5, 17, 2, 32, 9, 20, 20, 3], seed=step)[rank::ranks]
-        result = trainer.train_step(pack(samples, 40), TISLoss(), temperature=1.0, policy_version=3)
+        result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
         results.append([result.loss, result.grad_norm, result.tokens])
     if mode == "save":
         save_checkpoint(trainer, checkpoints, 3, {}, keep=1)

@@ -21,7 +21,7 @@ from learner.checkpoint.commit import (
     load_checkpoint,
     save_checkpoint,
 )
-from learner.config.algorithm import PPOClipLoss, TISLoss
+from learner.config.algorithm import PPOClipLoss
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import BatchConfig, LearnerConfig
 from learner.config.optimizer import OptimizerConfig
@@ -30,7 +30,7 @@ from tests.factories import make_trajectory
 from tests.learner.tiny import VOCAB, tiny_model
 
 LOSSES = {
-    "tis": {"loss": TISLoss()},
+    "tis": {},
     "ppo_clip": {"loss": PPOClipLoss()},
     "decoupled": {
         "loss": PPOClipLoss(centre="proximal"),

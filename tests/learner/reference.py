@@ -24,8 +24,8 @@ def reference_step(model, optimizer, samples, *, loss, lr, temperature):
         mask = torch.from_numpy(sample.loss_mask[1:])
         weight = 1.0
         if loss == "tis":
-            ratio = torch.exp(logprobs.detach() - torch.from_numpy(sample.behaviour_logprobs[1:]))
-            weight = sample.advantage * torch.minimum(ratio, torch.tensor(2.0))
+            ratio = torch.exp(logprobs.detach() - torch.from_numpy(sample.streams["behaviour_logprobs"][1:]))
+            weight = sample.streams["advantages"] * torch.minimum(ratio, torch.tensor(2.0))
         total = total - (weight * logprobs)[mask].sum()
         count += int(mask.sum())
         start = end

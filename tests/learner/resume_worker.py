@@ -14,12 +14,11 @@ from learner.checkpoint.commit import (
     load_checkpoint,
     save_checkpoint,
 )
-from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.schedule import CosineSchedule
 from learner.data.packing import pack
 from learner.lazy_weights import tensor_digest
-from tests.learner.tiny import hf_state, random_samples, tiny_model
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 ADAM = OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.1, schedule=CosineSchedule(decay_steps=6))
 KINDS = {
@@ -46,7 +45,7 @@ def train(trainer: Trainer, steps: int) -> Steps:
     results = []
     for step in range(trainer.steps_done, trainer.steps_done + steps):
         samples = random_samples([5, 17, 2, 32, 9, 20, 20, 3], seed=step)[rank::ranks]
-        result = trainer.train_step(pack(samples, 40), TISLoss(), temperature=1.0, policy_version=3)
+        result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
         results.append((result.loss, result.grad_norm, result.lr))
     return results
 

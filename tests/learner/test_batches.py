@@ -3,13 +3,14 @@ import pytest
 from factories import make_trajectory
 
 from bus.errors import ConfigError
-from learner.config.algorithm import GRPOAdvantage, PluginAdvantage
+from learner.config.algorithm import GRPOAdvantage, Plugin
 from learner.data.batches import DIGESTS, make_step_batch
 from learner.data.packing import pack
 
 
 def batch_of(groups, *, policy_version=5):
-    return make_step_batch(groups, policy_version=policy_version, advantage=GRPOAdvantage(std_floor=0.0))
+    advantage = GRPOAdvantage(std_floor=0.0)
+    return make_step_batch(groups, policy_version=policy_version, advantage=advantage, temperature=1.0)
 
 
 def with_reward(trajectory, reward, **changes):
@@ -25,7 +26,7 @@ def test_advantages_are_relative_to_the_own_group():
     ]
     [micro_batch] = pack(batch_of(groups).samples, 16384)
     first_token = micro_batch.cu_seqlens[:-1].long()
-    assert micro_batch.advantages[first_token].tolist() == [-1.0, 1.0, -1.0, 1.0]
+    assert micro_batch.streams["advantages"][first_token].tolist() == [-1.0, 1.0, -1.0, 1.0]
 
 
 def test_importance_weight_of_a_group_multiplies_its_advantages():
@@ -35,11 +36,15 @@ def test_importance_weight_of_a_group_multiplies_its_advantages():
         for lease in range(2)
     ]
     batch = make_step_batch(
-        groups, weights=[1.0, 0.25], policy_version=5, advantage=GRPOAdvantage(std_floor=0.0)
+        groups,
+        weights=[1.0, 0.25],
+        policy_version=5,
+        advantage=GRPOAdvantage(std_floor=0.0),
+        temperature=1.0,
     )
     [micro_batch] = pack(batch.samples, 16384)
     first_token = micro_batch.cu_seqlens[:-1].long()
-    assert micro_batch.advantages[first_token].tolist() == [-1.0, 1.0, -0.25, 0.25]
+    assert micro_batch.streams["advantages"][first_token].tolist() == [-1.0, 1.0, -0.25, 0.25]
 
 
 def test_only_what_is_trained_is_in_the_batch_and_the_rest_is_counted():
@@ -49,7 +54,7 @@ def test_only_what_is_trained_is_in_the_batch_and_the_rest_is_counted():
     group[3] = with_reward(group[3], 70.0, end="engine_error")
     batch = batch_of([group])
     assert [sample.name for sample in batch.samples] == ["g00000000.0", "g00000000.1"]
-    assert [sample.advantage for sample in batch.samples] == [-1.0, 1.0]
+    assert [sample.streams["advantages"] for sample in batch.samples] == [-1.0, 1.0]
     assert (batch.trajectories, batch.untrainable, batch.untrusted, batch.reward_mean) == (2, 1, 1, 0.5)
     nothing = batch_of([group[2:]])
     assert (nothing.samples, nothing.reward_mean, nothing.staleness_mean) == ([], 0.0, 0.0)
@@ -74,15 +79,15 @@ def misshapen(groups):
 
 def batch_by(function):
     group = [make_trajectory(0, n, group_size=2) for n in range(2)]
-    advantage = PluginAdvantage(type="plugin", function=f"tests.learner.test_batches:{function}")
-    return make_step_batch([group], weights=[0.5], policy_version=5, advantage=advantage)
+    advantage = Plugin(function=f"tests.learner.test_batches:{function}")
+    return make_step_batch([group], weights=[0.5], policy_version=5, advantage=advantage, temperature=1.0)
 
 
 def test_a_function_of_the_users_own_gives_each_token_its_advantage():
     batch = batch_by("by_position")
     [micro_batch] = pack(batch.samples, 16384)
     of_labels = [0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 0.0]  # position t carries what concerns token t + 1
-    assert micro_batch.advantages.tolist() == of_labels * 2
+    assert micro_batch.streams["advantages"].tolist() == of_labels * 2
     assert batch.digest != batch_of([[make_trajectory(0, n, group_size=2) for n in range(2)]]).digest
 
 
@@ -163,6 +168,6 @@ def test_every_update_of_a_batch_trains_on_as_many_trajectories_of_each_group():
     groups = [[make_trajectory(lease, n, group_size=4) for n in range(4)] for lease in (3, 8)]
     samples = batch_of(groups).samples
     for updates in (1, 2, 4):
-        parts = [[s.name for s in samples if s.part % updates == n] for n in range(updates)]
+        parts = [[s.name for s in samples if s.update_slot % updates == n] for n in range(updates)]
         assert sorted(name for part in parts for name in part) == sorted(s.name for s in samples)
         assert {len(part) for part in parts} == {8 // updates}

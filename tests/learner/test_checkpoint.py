@@ -18,11 +18,10 @@ from learner.checkpoint.commit import (
     save_checkpoint,
     start_checkpoint,
 )
-from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
-from tests.learner.tiny import hf_state, random_samples, tiny_model
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=5, weight_decay=0.1)
 
@@ -35,7 +34,7 @@ def train(trainer, steps):
     results = []
     for step in steps:
         batches = pack(random_samples([5, 17, 2, 32, 9], seed=step), 40)
-        results.append(trainer.train_step(batches, TISLoss(), temperature=1.0, policy_version=3))
+        results.append(trainer.train_step(batches, TIS, policy_version=3))
     return results
 
 

@@ -42,7 +42,7 @@ def weights(directory):
 def trained(family="qwen3", **settings):
     model = tiny_model(family)
     trainer = Trainer(model.config, hf_state(model), OptimizerConfig(lr=1e-2), **settings)
-    trainer.train_step(pack(random_samples([9, 4]), 100), SFTLoss(), temperature=1.0, policy_version=0)
+    trainer.train_step(pack(random_samples([9, 4]), 100), SFTLoss(), policy_version=0)
     return trainer
 
 

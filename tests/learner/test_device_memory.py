@@ -5,10 +5,9 @@ import torch
 
 from learner.backends.megatron.device_memory import restore_gradients
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from tests.learner.tiny import hf_state, random_samples, tiny_model
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 
 def gradient_bytes(trainer: Trainer) -> int:
@@ -25,7 +24,7 @@ def test_steps_are_the_same_though_the_gradients_gave_way_between_them(offload):
     for step in range(3):
         batches = pack(random_samples([5, 17, 2, 32], seed=step), 40)
         for trainer in (kept, yielding):
-            result = trainer.train_step(batches, TISLoss(), temperature=1.0, policy_version=3)
+            result = trainer.train_step(batches, TIS, policy_version=3)
             assert not result.skipped
             if trainer is yielding:
                 before = gradient_bytes(trainer)

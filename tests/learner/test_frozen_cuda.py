@@ -10,11 +10,10 @@ from learner.checkpoint.commit import (
     load_checkpoint,
     save_checkpoint,
 )
-from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from learner.scoring.logprob_passes import score
-from tests.learner.tiny import hf_state, random_samples, tiny_model
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -27,12 +26,12 @@ def trainer_of(seed: int, dtype: torch.dtype) -> Trainer:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_policy_that_is_held_survives_training_and_a_checkpoint(tmp_path, dtype):
     trainer, samples = trainer_of(0, dtype), random_samples([5, 17, 2, 32, 9])
-    first = score(trainer, samples, temperature=1.0, tokens_per_micro_batch=100)
+    first = score(trainer, samples, tokens_per_micro_batch=100)
     trainer.frozen.hold("reference")
     assert all(tensor.is_pinned() for tensor in trainer.frozen.weights("reference")[0].values())
-    trainer.train_step(pack(samples, 40), TISLoss(), temperature=1.0, policy_version=3)
+    trainer.train_step(pack(samples, 40), TIS, policy_version=3)
     now = trainer.export()
-    held = score(trainer, samples, policy="reference", temperature=1.0, tokens_per_micro_batch=100)
+    held = score(trainer, samples, policy="reference", tokens_per_micro_batch=100)
     assert all(
         np.array_equal(a.logprobs, b.logprobs, equal_nan=True) for a, b in zip(first, held, strict=True)
     )
@@ -40,7 +39,7 @@ def test_a_policy_that_is_held_survives_training_and_a_checkpoint(tmp_path, dtyp
     save_checkpoint(trainer, tmp_path, 1, {}, keep=1)
     other = trainer_of(1, dtype)
     load_checkpoint(other, latest_checkpoint(tmp_path))
-    again = score(other, samples, policy="reference", temperature=1.0, tokens_per_micro_batch=100)
+    again = score(other, samples, policy="reference", tokens_per_micro_batch=100)
     assert all(
         np.array_equal(a.logprobs, b.logprobs, equal_nan=True) for a, b in zip(first, again, strict=True)
     )

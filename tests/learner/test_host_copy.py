@@ -10,13 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from learner.publication import host_copy
 from learner.publication.host_copy import HostCopy, copy_weights, host_tensors
 from learner.publication.transfer import host_memory, page_bytes
-from tests.learner.tiny import FAMILIES, hf_state, random_samples, tiny_model
+from tests.learner.tiny import FAMILIES, TIS, hf_state, random_samples, tiny_model
 
 
 def trainer_of(family="qwen3", *, tied=False, dtype=torch.float32):
@@ -42,7 +41,7 @@ def same(found, state):
 
 
 def train(trainer):
-    trainer.train_step(pack(random_samples([5, 9]), 40), TISLoss(), temperature=1.0, policy_version=0)
+    trainer.train_step(pack(random_samples([5, 9]), 40), TIS, policy_version=0)
 
 
 class Operations(TorchDispatchMode):

@@ -53,7 +53,7 @@ def test_gradients_through_the_router_equal_those_of_transformers(family, change
     ours = built_from(reference)
     samples = random_samples([5, 17, 32, 9])
     [batch] = pack(samples, 1000)
-    ours(batch, 1.0)[0].sum().backward()
+    ours(batch)[0].sum().backward()
     logprobs = torch.log_softmax(reference_logits(reference, samples), dim=-1)
     trained = logprobs.gather(-1, batch.labels[:, None])[:, 0][batch.loss_mask]
     trained.sum().backward()
@@ -83,9 +83,9 @@ def test_gradients_of_a_pack_are_the_sum_of_those_of_its_sequences():
     packed, alone = built_from(tiny_model()), built_from(tiny_model())
     samples = random_samples([3, 30, 4, 15])
     [batch] = pack(samples, 1000)
-    packed(batch, 1.0)[0].sum().backward()
+    packed(batch)[0].sum().backward()
     for sample in samples:
-        alone(pack([sample], 1)[0], 1.0)[0].sum().backward()
+        alone(pack([sample], 1)[0])[0].sum().backward()
     for ours, expected in zip(packed.parameters(), alone.parameters(), strict=True):
         assert torch.allclose(ours.grad, expected.grad, atol=1e-4, rtol=1e-4)
 
@@ -93,9 +93,9 @@ def test_gradients_of_a_pack_are_the_sum_of_those_of_its_sequences():
 @torch.no_grad()
 def test_logprobs_of_the_trained_tokens_are_at_the_temperature():
     reference = tiny_model()
-    samples = random_samples([6, 11])
+    samples = random_samples([6, 11], temperature=0.7)
     [batch] = pack(samples, 100)
-    logprobs, entropy = built_from(reference)(batch, 0.7)
+    logprobs, entropy = built_from(reference)(batch)
     distribution = torch.log_softmax(reference_logits(reference, samples) / 0.7, dim=-1)
     expected = distribution.gather(-1, batch.labels[:, None])[:, 0]
     assert torch.allclose(logprobs, expected[batch.loss_mask], atol=1e-5)

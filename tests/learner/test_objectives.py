@@ -14,7 +14,7 @@ from learner.backends.base import StepResult
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import PPOClipLoss, TISLoss
+from learner.config.algorithm import GSPOLoss, PPOClipLoss, ReinforceLoss, TokenTIS
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
 from learner.config.learner import BatchConfig, LearnerConfig
 from learner.config.optimizer import OptimizerConfig
@@ -48,7 +48,11 @@ OBJECTIVES = {
     | {"teacher": TeacherConfig(path=Path("a directory")), "loss": PPOClipLoss()},
     "decoupled": reference() | {"loss": PPOClipLoss(centre="proximal", clip_eps=0.05)},
     "decoupled, penalised": reference(kl_in="advantage")
-    | {"loss": PPOClipLoss(centre="proximal", clip_eps=0.05, truncation_cap=1.1)},
+    | {"loss": PPOClipLoss(centre="proximal", clip_eps=0.05), "correction": TokenTIS(truncation_cap=1.1)},
+}
+OBJECTIVES |= {
+    "entropy bonus": {"entropy_coef": 0.2},
+    "sequences": {"loss": GSPOLoss(sequence_clip_eps=0.1, sequence_clip_eps_high=0.2), "entropy_coef": 0.1},
 }
 UPDATES = {name: 2 if "decoupled" in name else 1 for name in OBJECTIVES}
 
@@ -91,14 +95,10 @@ def train(case: Case) -> tuple[list[StepResult], dict[str, Tensor]]:
     for step in range(STEPS):
         own = range(rank, len(LENGTHS), ranks)
         samples = [samples_of(step)[i] for i in own]
-        samples = with_logprobs(trainer, samples, learner, temperature=TEMPERATURE)
+        samples = with_logprobs(trainer, samples, learner)
         for n in range(learner.batch.updates):
             chosen = [sample for i, sample in zip(own, samples, strict=True) if i in of_update(n, learner)]
-            results.append(
-                trainer.train_step(
-                    pack(chosen, 40), Objective.of(learner), temperature=TEMPERATURE, policy_version=3
-                )
-            )
+            results.append(trainer.train_step(pack(chosen, 40), Objective.of(learner), policy_version=3))
     return results, trainer.export()
 
 
@@ -108,17 +108,18 @@ def of_update(number: int, learner: LearnerConfig) -> list[int]:
 
 
 def samples_of(step: int) -> list[Sample]:
-    return random_samples(LENGTHS, seed=step, versions=(2, 3))
+    return random_samples(LENGTHS, seed=step, versions=(2, 3), temperature=TEMPERATURE)
 
 
 def sample_logprobs(model, samples: list[Sample]) -> list[Tensor]:
-    """Of all tokens but the first."""
+    """Log-probs and entropies [2, L - 1] of all tokens but the first."""
     found, start, logits = [], 0, reference_logits(model, samples)
     for sample in samples:
         end = start + len(sample.token_ids)
         distribution = torch.log_softmax(logits[start : end - 1] / TEMPERATURE, dim=-1)
         labels = torch.from_numpy(sample.token_ids[1:]).long()[:, None]
-        found.append(distribution.gather(-1, labels)[:, 0])
+        logprobs = distribution.gather(-1, labels)[:, 0]
+        found.append(torch.stack((logprobs, -(distribution.exp() * distribution).sum(-1))))
         start = end
     return found
 
@@ -127,23 +128,31 @@ def estimated(kind: str, r: Tensor) -> Tensor:
     return {"k1": r, "k2": r**2 / 2, "k3": torch.exp(-r) - 1 + r, "low_var_kl": torch.exp(-r) - 1 + r}[kind]
 
 
-def token_losses(learner: LearnerConfig, sample: Sample, now: Tensor, old: Tensor, others) -> Tensor:
+def token_losses(learner: LearnerConfig, sample: Sample, found: Tensor, old: Tensor, others) -> Tensor:
     """From the formulas: FEATURES of slime, and arXiv:2505.24298 for the decoupled clip."""
-    behaviour = torch.from_numpy(sample.behaviour_logprobs[1:])
-    kl, loss, advantage = learner.reference, learner.loss, torch.tensor(sample.advantage)
+    now, entropy = found
+    behaviour = torch.from_numpy(sample.streams["behaviour_logprobs"][1:])
+    kl, loss, advantage = learner.reference, learner.loss, torch.tensor(sample.streams["advantages"])
     decoupled = isinstance(loss, PPOClipLoss) and loss.centre == "proximal"
     before = old if decoupled else now.detach()
     if kl.kl_coef and kl.kl_in == "advantage":
         advantage = advantage - kl.kl_coef * estimated(kl.kl_estimator, before - others["reference"])
     if learner.teacher.path:
         advantage = advantage - learner.teacher.coef * (before - others["teacher"])
-    if isinstance(loss, TISLoss):
+    if isinstance(loss, ReinforceLoss):
         tokens = -torch.exp(now.detach() - behaviour).clamp(max=2.0) * advantage * now
+    elif isinstance(loss, GSPOLoss):
+        mask = torch.from_numpy(sample.loss_mask[1:])
+        ratio = (now - behaviour)[mask].mean().exp() if mask.any() else torch.ones(())
+        clipped = ratio.clamp(1 - loss.sequence_clip_eps, 1 + loss.sequence_clip_eps_high)
+        tokens = -torch.minimum(ratio * advantage, clipped * advantage).expand(len(now))
     else:
         centre = old if decoupled else behaviour
         ratio = torch.exp(now - centre)
         clipped = ratio.clamp(1 - loss.clip_eps, 1 + loss.clip_eps)
-        weight = torch.exp(centre - behaviour).clamp(max=loss.truncation_cap)
+        weight = torch.exp(centre - behaviour).clamp(
+            max=getattr(learner.used_correction, "truncation_cap", 1.0)
+        )
         tokens = -weight * torch.minimum(ratio * advantage, clipped * advantage)
     if kl.kl_coef and kl.kl_in == "loss":
         term = estimated(kl.kl_estimator, now - others["reference"])
@@ -152,7 +161,7 @@ def token_losses(learner: LearnerConfig, sample: Sample, now: Tensor, old: Tenso
         if kl.kl_estimator == "low_var_kl":
             term = term.clamp(-10, 10)
         tokens = tokens + kl.kl_coef * term
-    return tokens
+    return tokens - learner.entropy_coef * entropy
 
 
 @cache
@@ -164,15 +173,18 @@ def expected(objective: str) -> tuple[list[tuple[float, float, float]], dict[str
     for step in range(STEPS):
         samples = samples_of(step)
         with torch.no_grad():
-            old = sample_logprobs(policy, samples)
-            frozen = {tag: sample_logprobs(model, samples) for tag, model in others.items()}
+            old = [logprobs for logprobs, _ in sample_logprobs(policy, samples)]
+            frozen = {
+                tag: [logprobs for logprobs, _ in sample_logprobs(model, samples)]
+                for tag, model in others.items()
+            }
         for n in range(learner.batch.updates):
             total, k3, count, logprobs = 0.0, 0.0, 0, sample_logprobs(policy, samples)
             for i in of_update(n, learner):
                 mask = torch.from_numpy(samples[i].loss_mask[1:])
                 of_sample = {tag: values[i] for tag, values in frozen.items()}
                 total += token_losses(learner, samples[i], logprobs[i], old[i], of_sample)[mask].sum()
-                k3 += estimated("k3", logprobs[i].detach() - frozen["reference"][i])[mask].sum().item()
+                k3 += estimated("k3", logprobs[i][0].detach() - frozen["reference"][i])[mask].sum().item()
                 count += int(mask.sum())
             optimizer.zero_grad()
             (total / count).backward()
@@ -202,7 +214,7 @@ def test_four_steps_follow_plain_torch_adamw(objective):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["k3 in the loss", "k1 in the advantage", "decoupled"])
+@pytest.mark.parametrize("objective", ["k3 in the loss", "k1 in the advantage", "decoupled", "sequences"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_four_steps_follow_plain_torch_adamw_on_any_layout(worlds, layout, objective):
     case = Case(objective, *LAYOUTS[layout])
@@ -216,10 +228,8 @@ def test_at_the_first_step_the_policy_is_its_own_reference():
     trainer = Trainer(model.config, hf_state(model), OPTIMIZER)
     trainer.frozen.hold("reference")
     learner = Case("k3 in the loss").learner
-    samples = with_logprobs(trainer, samples_of(0), learner, temperature=TEMPERATURE)
-    result = trainer.train_step(
-        pack(samples, 40), Objective.of(learner), temperature=TEMPERATURE, policy_version=3
-    )
+    samples = with_logprobs(trainer, samples_of(0), learner)
+    result = trainer.train_step(pack(samples, 40), Objective.of(learner), policy_version=3)
     assert abs(result.diagnostics["reference_k1_nats"]) < 1e-6
     assert abs(result.diagnostics["reference_k3_nats"]) < 1e-8
 
@@ -229,7 +239,7 @@ def test_a_loss_whose_passes_were_forgotten_trains_nothing():
     config = OPTIMIZER.model_copy(update={"max_skipped_in_a_row": 2})
     trainer = Trainer(model.config, hf_state(model), config)
     batches, objective = pack(samples_of(0), 40), Objective.of(Case("k3 in the loss").learner)
-    first = trainer.train_step(batches, objective, temperature=1.0, policy_version=3)
+    first = trainer.train_step(batches, objective, policy_version=3)
     assert first.skipped
     with pytest.raises(TrainingError, match="loss nan"):
-        trainer.train_step(batches, objective, temperature=1.0, policy_version=3)
+        trainer.train_step(batches, objective, policy_version=3)

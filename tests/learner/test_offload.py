@@ -12,12 +12,11 @@ from learner.checkpoint.commit import (
     load_checkpoint,
     save_checkpoint,
 )
-from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from tests.learner.reference import reference_optimizer, reference_step
-from tests.learner.tiny import hf_state, random_samples, tiny_model
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9]
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1)
@@ -31,9 +30,7 @@ def trainer_of(offload, *, clip_grad=1.0, **settings):
 
 def train(trainer, steps):
     return [
-        trainer.train_step(
-            pack(random_samples(LENGTHS, seed=step), 40), TISLoss(), temperature=1.0, policy_version=3
-        )
+        trainer.train_step(pack(random_samples(LENGTHS, seed=step), 40), TIS, policy_version=3)
         for step in steps
     ]
 
@@ -85,8 +82,8 @@ def test_a_skipped_step_changes_nothing_on_the_host():
     before = {p: {k: v.clone() for k, v in part.optimizer.state[p].items()} for p in part.get_parameters()}
     samples = random_samples(LENGTHS)
     samples[0].loss_mask[1:] = True
-    samples[0].behaviour_logprobs[:] = float("nan")
-    result = trainer.train_step(pack(samples, 100), TISLoss(), temperature=1.0, policy_version=3)
+    samples[0].streams["behaviour_logprobs"][:] = float("nan")
+    result = trainer.train_step(pack(samples, 100), TIS, policy_version=3)
     assert result.skipped
     for parameter, values in before.items():
         assert all(torch.equal(value, part.optimizer.state[parameter][k]) for k, value in values.items())

@@ -11,10 +11,9 @@ from learner.checkpoint.commit import (
     load_checkpoint,
     save_checkpoint,
 )
-from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from tests.learner.tiny import hf_state, random_samples, tiny_model
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.1, state_dtype="bfloat16")
 
@@ -28,8 +27,7 @@ def train(trainer, steps):
     return [
         trainer.train_step(
             pack(random_samples([5, 17, 2, 32, 9], seed=step), 40),
-            TISLoss(),
-            temperature=1.0,
+            TIS,
             policy_version=3,
         )
         for step in steps

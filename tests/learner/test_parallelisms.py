@@ -15,13 +15,12 @@ from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.model.model import build_chunks
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from learner.publication.host_copy import HostCopy, host_tensors
 from tests.learner.reference import reference_optimizer, reference_step
-from tests.learner.tiny import hf_state, random_samples, tiny_model
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
@@ -119,9 +118,9 @@ def train(case: Case, dtype: torch.dtype) -> tuple[list[StepResult], dict[str, T
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     steps = []
     for step in range(STEPS):
-        samples = random_samples(LENGTHS, seed=step, versions=(2, 3))[rank::ranks]
+        samples = random_samples(LENGTHS, seed=step, versions=(2, 3), temperature=0.8)[rank::ranks]
         batches = pack(samples, case.budget)
-        steps.append(trainer.train_step(batches, TISLoss(), temperature=0.8, policy_version=3))
+        steps.append(trainer.train_step(batches, TIS, policy_version=3))
     weights = trainer.export()
     assert copied(trainer) == host_words(weights)
     return steps, weights
@@ -156,7 +155,7 @@ def reference(model: tuple[tuple[str, object], ...]) -> tuple[list[tuple[float, 
         reference_step(
             policy,
             optimizer,
-            random_samples(LENGTHS, seed=step, versions=(2, 3)),
+            random_samples(LENGTHS, seed=step, versions=(2, 3), temperature=0.8),
             loss="tis",
             lr=OPTIMIZER.lr * min(1, (step + 1) / 3),
             temperature=0.8,

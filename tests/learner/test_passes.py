@@ -14,12 +14,11 @@ from learner.backends.megatron.model import model
 from learner.backends.megatron.model import output_layer as head
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
 from learner.scoring.logprob_passes import Scores, score
-from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_model
+from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 TEMPERATURE = 0.8
@@ -62,15 +61,14 @@ def scored(case: Case) -> tuple[list[Scores], list[Scores], bool, tuple[int, int
     parallel = ParallelConfig(**case.layout)
     divide_world(parallel)
     share = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    samples = random_samples(LENGTHS)[share[0] :: share[1]]
+    samples = random_samples(LENGTHS, temperature=TEMPERATURE)[share[0] :: share[1]]
     policy, reference = (tiny_model(**dict(case.model), seed=seed) for seed in (0, 1))
     trainer = Trainer(policy.config, hf_state(policy), OPTIMIZER, parallel=parallel)
     trainer.frozen.load("reference", policy.config, hf_state(reference), Path("elsewhere"))
-    trainer.train_step(pack(samples, 40), TISLoss(), temperature=1.0, policy_version=3)
+    trainer.train_step(pack(samples, 40), TIS, policy_version=3)
     trainer.frozen.hold("now")
     reference_scores, current_scores = (
-        score(trainer, samples, policy=tag, temperature=TEMPERATURE, tokens_per_micro_batch=64)
-        for tag in ("reference", None)
+        score(trainer, samples, policy=tag, tokens_per_micro_batch=64) for tag in ("reference", None)
     )
     before, after = (
         trainer.frozen.weights("now"),
@@ -126,7 +124,7 @@ def test_on_any_layout_every_rank_has_those_of_its_samples(worlds, name):
     answers = worlds.run(case.ranks, scored, case)
     reference, one = tiny_model(**dict(case.model), seed=1), alone(case.model)
     for found, current, moved, (share, shares) in answers:
-        assert_close(found, reference, random_samples(LENGTHS)[share::shares])
+        assert_close(found, reference, random_samples(LENGTHS, temperature=TEMPERATURE)[share::shares])
         for ours, theirs in zip(current, one[1][share::shares], strict=True):
             assert np.allclose(ours.logprobs, theirs.logprobs, atol=2e-5, equal_nan=True)
         assert not moved
@@ -143,10 +141,10 @@ def test_a_pass_packs_by_its_own_budget(monkeypatch):
         Trainer, "shares", lambda self, batches: packs.extend(batches) or shares(self, batches)
     )
     samples = random_samples(LENGTHS)
-    wide = score(trainer, samples, temperature=1.0, tokens_per_micro_batch=64)
+    wide = score(trainer, samples, tokens_per_micro_batch=64)
     assert [batch.lengths for batch in packs] == [(5, 17, 2, 32, 3), (9, 20, 20)]
     packs.clear()
-    narrow = score(trainer, samples, temperature=1.0, tokens_per_micro_batch=20)
+    narrow = score(trainer, samples, tokens_per_micro_batch=20)
     assert [batch.lengths for batch in packs] == [(5, 2, 9, 3), (17,), (32,), (20,), (20,)]
     for one, other in zip(wide, narrow, strict=True):
         assert np.allclose(one.logprobs, other.logprobs, atol=1e-6, equal_nan=True)
@@ -158,14 +156,14 @@ def test_a_pass_keeps_nothing_for_a_backward_pass_and_takes_logits_in_chunks(mon
         head, "_softmax_sums", lambda logits, scale: rows.append(len(logits)) or softmax_sums(logits, scale)
     )
     samples = random_samples([200, 250, 220, 180])
-    whole = score(trainer, samples, temperature=1.0, tokens_per_micro_batch=1000)
+    whole = score(trainer, samples, tokens_per_micro_batch=1000)
     trained = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
     assert sum(rows) == trained
     rows.clear()
     monkeypatch.setattr(model, "LOGITS_BYTES", 300 * 4 * trainer.hf_config.vocab_size)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
-        chunked = score(trainer, samples, temperature=1.0, tokens_per_micro_batch=1000)
+        chunked = score(trainer, samples, tokens_per_micro_batch=1000)
     assert max(rows) == 300
     assert len(rows) == math.ceil(trained / 300)
     assert not saved
@@ -174,7 +172,7 @@ def test_a_pass_keeps_nothing_for_a_backward_pass_and_takes_logits_in_chunks(mon
 
 
 def test_no_samples_give_no_scores():
-    assert score(trainer_of(), [], temperature=1.0, tokens_per_micro_batch=20) == []
+    assert score(trainer_of(), [], tokens_per_micro_batch=20) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -200,7 +198,7 @@ def test_a_tag_that_is_held_again_follows_the_policy():
     trainer = trainer_of()
     trainer.frozen.hold("reference")
     first = trainer.export()
-    trainer.train_step(pack(random_samples(LENGTHS), 64), TISLoss(), temperature=1.0, policy_version=3)
+    trainer.train_step(pack(random_samples(LENGTHS), 64), TIS, policy_version=3)
     with trainer.frozen.in_place("reference"):
         assert all(torch.equal(first[name], found) for name, found in trainer.export().items())
     trainer.frozen.hold("reference")

@@ -10,25 +10,25 @@ import torch.distributed as dist
 
 from bus.errors import ConfigError
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import SFTLoss, TISLoss
+from learner.config.algorithm import SFTLoss
 from learner.data.data_parallel import equally_many
 from learner.data.packing import empty_micro_batch, pack, refuse_oversized
 from tests.learner.ranks_worker import LOSSES, step
 from tests.learner.test_checkpoint import OPTIMIZER
-from tests.learner.tiny import random_samples, tiny_model
+from tests.learner.tiny import TIS, random_samples, tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("ranks_worker.py")
 
 
-@pytest.mark.parametrize("loss", [TISLoss(), SFTLoss()], ids=["tis", "sft"])
+@pytest.mark.parametrize("loss", [TIS, SFTLoss()], ids=["tis", "sft"])
 def test_empty_micro_batches_change_nothing(loss):
     batches = pack(random_samples([5, 17, 2]), 10)
     results = []
     for more in ([], [empty_micro_batch(), empty_micro_batch()]):
         model = tiny_model()
         trainer = Trainer(model.config, model.state_dict(), OPTIMIZER)
-        result = trainer.train_step([*batches, *more], loss, temperature=1.0, policy_version=3)
+        result = trainer.train_step([*batches, *more], loss, policy_version=3)
         results.append((result, trainer.export()))
     (result, weights), (padded, padded_weights) = results
     assert padded == result
@@ -38,7 +38,7 @@ def test_empty_micro_batches_change_nothing(loss):
 def test_a_step_of_nothing_but_empty_micro_batches_is_skipped():
     model = tiny_model()
     trainer = Trainer(model.config, model.state_dict(), OPTIMIZER)
-    result = trainer.train_step([empty_micro_batch()], TISLoss(), temperature=1.0, policy_version=3)
+    result = trainer.train_step([empty_micro_batch()], TIS, policy_version=3)
     assert result.skipped
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in trainer.export().items())
 

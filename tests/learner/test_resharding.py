@@ -12,11 +12,10 @@ from learner.checkpoint.commit import (
     load_checkpoint,
     save_checkpoint,
 )
-from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
-from tests.learner.tiny import hf_state, random_samples, tiny_model
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
 PLAIN = {"distributed_optimizer": False}
@@ -76,7 +75,7 @@ def train(layout: dict[str, object], model_changes: dict[str, object], mode: str
     results = []
     for step in range(trainer.steps_done, 4 if mode == "whole" else trainer.steps_done + 2):
         samples = random_samples([5, 17, 2, 32, 9, 20, 20, 3], seed=step)[rank::ranks]
-        result = trainer.train_step(pack(samples, 40), TISLoss(), temperature=1.0, policy_version=3)
+        result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
         results.append((result.loss, result.grad_norm))
     if mode == "save":
         save_checkpoint(trainer, root, 2, {}, keep=1)

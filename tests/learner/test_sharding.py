@@ -11,7 +11,7 @@ LENGTHS = [5, 17, 1, 32, 9]
 @pytest.mark.parametrize("multiple", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_ranks_together_hold_every_token_once(ranks, multiple):
-    [whole] = pack(random_samples(LENGTHS), 1000)
+    [whole] = pack(random_samples(LENGTHS, temperature=0.5), 1000)
     shares = [share_of_rank(whole, ranks=ranks, rank=rank, multiple=multiple) for rank in range(ranks)]
     assert len({len(share.tokens) for share in shares}) == 1
     assert len(shares[0].tokens) % multiple == 0
@@ -24,8 +24,12 @@ def test_the_ranks_together_hold_every_token_once(ranks, multiple):
             found[key] = t, share
     for t in range(len(whole.tokens)):
         at, share = found.pop((int(whole.sequence_of_token[t]), int(whole.position_ids[t])))
-        for name in ("tokens", "labels", "loss_mask", "behaviour_logprobs", "policy_versions", "advantages"):
+        for name in ("tokens", "labels", "loss_mask"):
             assert getattr(share, name)[at] == getattr(whole, name)[t]
+        for name, values in whole.streams.items():
+            assert share.streams[name][at] == values[t]
+    assert all(share.streams["temperatures"][at] == 1.0 for at, share in found.values())
+    assert [share.denominator for share in shares] == [whole.denominator, *[0.0] * (ranks - 1)]
     assert not any(share.loss_mask[at] for at, share in found.values())
 
 

@@ -10,13 +10,12 @@ import torch
 from bus.errors import ConfigError
 from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import TISLoss
 from learner.config.learner import BatchConfig, LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.data.batches import make_step_batch
 from learner.data.packing import pack
 from tests.learner.ranks_worker import group
-from tests.learner.tiny import tiny_model
+from tests.learner.tiny import TIS, tiny_model
 
 
 def trainer_of() -> Trainer:
@@ -29,9 +28,9 @@ def test_a_step_of_two_updates_is_both_of_them_one_after_the_other():
     together = trainer_of()
     batch, result = train_on(together, groups, [1.0, 1.0], learner, step=1, policy_version=4, temperature=1.0)
     apart = trainer_of()
-    samples = make_step_batch(groups, policy_version=4, advantage=learner.advantage).samples
+    samples = make_step_batch(groups, policy_version=4, advantage=learner.advantage, temperature=1.0).samples
     one, two = (
-        apart.train_step(pack(part, 1000), TISLoss(), temperature=1.0, policy_version=4)
+        apart.train_step(pack(part, 1000), TIS, policy_version=4)
         for part in ([samples[1], samples[2]], [samples[0], samples[3]])  # leases 1 and 2, two siblings each
     )
     assert all(torch.equal(weight, apart.export()[name]) for name, weight in together.export().items())

@@ -16,7 +16,7 @@ def changed(trainable, family="qwen3", *, steps=2):
     trainer = Trainer(model.config, hf_state(model), OptimizerConfig(lr=1e-2), trainable=trainable)
     before = trainer.export()
     for _ in range(steps):
-        trainer.train_step(pack(random_samples([40, 9]), 100), SFTLoss(), temperature=1.0, policy_version=0)
+        trainer.train_step(pack(random_samples([40, 9]), 100), SFTLoss(), policy_version=0)
     return {name for name, tensor in trainer.export().items() if not torch.equal(tensor, before[name])}
 
 
@@ -65,7 +65,7 @@ def test_the_trained_weights_move_as_torch_moves_them():
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
         optimizer.step()
-        result = trainer.train_step(pack([sample], 100), SFTLoss(), temperature=1.0, policy_version=0)
+        result = trainer.train_step(pack([sample], 100), SFTLoss(), policy_version=0)
         assert (result.loss, result.grad_norm) == pytest.approx((loss.item(), norm.item()), abs=2e-5)
 
 

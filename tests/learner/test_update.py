@@ -11,10 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.backends.megatron.ddp import LINEAR
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import TISLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from tests.learner.tiny import hf_state, random_samples, tiny_model
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9]
 QUESTIONS = [
@@ -44,7 +43,7 @@ def trainer_of(model, **optimizer):
 
 
 def step(trainer, samples):
-    return trainer.train_step(pack(samples, 40), TISLoss(), temperature=1.0, policy_version=3)
+    return trainer.train_step(pack(samples, 40), TIS, policy_version=3)
 
 
 def states(trainer):
@@ -83,7 +82,7 @@ def test_a_skipped_step_leaves_moments_and_step_counts_alone(state_dtype, bad):
     samples = random_samples(LENGTHS)
     step(trainer, samples)
     before = [{name: value.clone() for name, value in values.items()} for values in states(trainer)]
-    poisoned = dataclasses.replace(samples[0], advantage=bad, loss_mask=np.ones(5, bool))
+    poisoned = dataclasses.replace(samples[0].with_streams(advantages=bad), loss_mask=np.ones(5, bool))
     assert step(trainer, [poisoned]).skipped
     for old, new in zip(before, states(trainer), strict=True):
         assert all(torch.equal(old[name], new[name]) for name in old)

@@ -7,9 +7,12 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from learner.algorithms.objective import Objective
+from learner.config.algorithm import ReinforceLoss, TokenTIS
 from learner.data.packing import Sample
 
 VOCAB = 58
+TIS = Objective(ReinforceLoss(), TokenTIS())
 DENSE = ("llama", "qwen2", "qwen3")
 SPARSE = ("qwen3_moe", "mixtral")
 FAMILIES = DENSE + SPARSE
@@ -70,16 +73,21 @@ def hf_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     return revert_weight_conversion(model, gradients)
 
 
-def random_samples(lengths: list[int], *, seed: int = 0, versions: tuple[int, ...] = (3,)) -> list[Sample]:
+def random_samples(
+    lengths: list[int], *, seed: int = 0, versions: tuple[int, ...] = (3,), temperature: float = 1.0
+) -> list[Sample]:
     """Samples of these lengths, most of their tokens trained, behaviour log-probs near uniform."""
     rng = np.random.default_rng(seed)
     return [
         Sample(
             token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
             loss_mask=rng.random(length) < 0.7,
-            behaviour_logprobs=(-np.log(VOCAB) + rng.normal(0, 0.5, length)).astype(np.float32),
-            policy_versions=rng.choice(versions, length).astype(np.int32),
-            advantage=float(rng.normal()),
+            streams={
+                "behaviour_logprobs": (-np.log(VOCAB) + rng.normal(0, 0.5, length)).astype(np.float32),
+                "policy_versions": rng.choice(versions, length).astype(np.int32),
+                "advantages": float(rng.normal()),
+                "temperatures": temperature,
+            },
         )
         for length in lengths
     ]

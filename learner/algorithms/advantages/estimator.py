@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.errors import ConfigError
-from bus.plugins import load_function
 from bus.trajectory import Trajectory
 from learner.algorithms.advantages.grpo import grpo_advantages
-from learner.config.algorithm import AdvantageConfig, PluginAdvantage
+from learner.algorithms.plugin import load_plugin
+from learner.config.algorithm import AdvantageConfig, Plugin
 
 Groups = Sequence[Sequence[Trajectory]]
 Advantage = float | NDArray[np.float32]
@@ -22,8 +22,8 @@ agents, turns and rewards, to an advantage for each trajectory. Those of what is
 
 def advantage_estimator(config: AdvantageConfig) -> Estimator:
     """Return the configured estimator. Raises `ConfigError` for a user's function that cannot be loaded."""
-    if isinstance(config, PluginAdvantage):
-        return load_function("advantage", config.function, {})
+    if isinstance(config, Plugin):
+        return partial(load_plugin("advantage", config), **config.settings)
     return partial(grpo_advantages, normalize_std=config.normalize_std, std_floor=config.std_floor)
 
 

@@ -1,14 +1,8 @@
-import torch
 from torch import Tensor
 
+from learner.algorithms.tokens import LossTokens
 
-def sft_loss(logprobs: Tensor, loss_mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood of the tokens under the mask.
 
-    Args:
-        logprobs: [T] nats, current policy; carries gradient.
-        loss_mask: [T] bool, True on the tokens to imitate.
-
-    Returns the loss summed over the mask (callers divide by the global token count) and detached sums.
-    """
-    return torch.where(loss_mask, -logprobs, 0.0).sum(), {}
+def sft_loss(tokens: LossTokens) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the negative log-likelihood of each token, [N], and no sums."""
+    return -tokens.logprobs, {}

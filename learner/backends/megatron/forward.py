@@ -14,16 +14,15 @@ from learner.world.process_group import device
 
 @torch.no_grad()
 def forward_logprobs(
-    chunks: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], shares: Sequence[MicroBatch],
-    temperature: float,
-) -> list[Tensor]:  # fmt: skip
+    chunks: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], shares: Sequence[MicroBatch]
+) -> list[Tensor]:
     """Log-probs and entropy [2, T] of each of `batches`, on the host of every rank.
 
     `shares` are this rank's parts of them, with idle ones behind.
     """
 
     def forward_step(shares: Iterator[MicroBatch], model: DistributedDataParallel) -> tuple[Tensor, None]:
-        output = model(next(shares), temperature)  # hidden states, before the last stage of a pipeline
+        output = model(next(shares))  # hidden states, before the last stage of a pipeline
         return output if isinstance(output, Tensor) else torch.stack(output), None
 
     outputs = get_forward_backward_func()(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from learner.backends.megatron.model.context_attention import chunks_of_rank
 from learner.data.packing import MicroBatch
+from learner.data.streams import STREAMS
 
 
 def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1) -> MicroBatch:
@@ -32,8 +33,8 @@ def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1
     real = position_ids < torch.tensor(batch.lengths)[sequence]
     source = torch.where(real, batch.cu_seqlens[sequence] + position_ids, 0)
 
-    def share(values: Tensor) -> Tensor:
-        return torch.where(real, values[source], torch.zeros((), dtype=values.dtype))
+    def share(values: Tensor, fill: float = 0) -> Tensor:
+        return torch.where(real, values[source], torch.tensor(fill, dtype=values.dtype))
 
     loss_mask = share(batch.loss_mask)
     return replace(
@@ -44,14 +45,10 @@ def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1
         sequence_of_token=sequence,
         labels=share(batch.labels),
         loss_mask=loss_mask,
-        behaviour_logprobs=share(batch.behaviour_logprobs),
-        policy_versions=share(batch.policy_versions),
-        advantages=share(batch.advantages),
-        proximal_logprobs=share(batch.proximal_logprobs),
-        reference_logprobs=share(batch.reference_logprobs),
-        teacher_logprobs=share(batch.teacher_logprobs),
+        streams={name: share(values, STREAMS[name].fill) for name, values in batch.streams.items()},
         trained=loss_mask.nonzero()[:, 0],
         lengths=lengths,
+        denominator=batch.denominator if rank == 0 else 0.0,  # the sum over ranks must count it once
     )
 
 

@@ -14,8 +14,9 @@ from transformers import PretrainedConfig
 
 from bus.errors import TrainingError
 from learner.algorithms.diagnostics import off_policy_diagnostics, off_policy_sums
-from learner.algorithms.objective import DISTANCES, Objective, compute_loss
-from learner.backends.base import Exported, Loss, StepResult
+from learner.algorithms.objective import DISTANCES, Objective, token_losses
+from learner.algorithms.tokens import TrainedTokens
+from learner.backends.base import Exported, StepResult
 from learner.backends.frozen import FrozenPolicies
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.checkpoint.state import (
@@ -50,7 +51,7 @@ from learner.checkpoint.manifest import differences
 from learner.config.algorithm import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
-from learner.data.packing import MicroBatch, TrainedTokens, empty_micro_batch
+from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.lazy_weights import State
 from learner.world.process_group import device, most_over_ranks
 
@@ -105,9 +106,8 @@ class Trainer:
     def train_step(
         self,
         micro_batches: Sequence[MicroBatch],
-        loss: Loss | Objective,
+        loss: SFTLoss | Objective,
         *,
-        temperature: float,
         policy_version: int,
     ) -> StepResult:
         """Update the weights once, on the mean loss over the trained tokens of all ranks and micro-batches.
@@ -116,16 +116,15 @@ class Trainer:
             micro_batches: those of this data-parallel rank; equal on the ranks that share a model with it.
             loss: which loss to compute; one that wants other policies' log-probs finds them in the
                 micro-batches.
-            temperature: at which the tokens were sampled; 1 for SFT.
             policy_version: of the weights before the update, to tell fresh tokens from stale ones.
         """
         lr = learning_rate(self.optimizer_config, self.updates_done + 1)
         configure_optimizer(self.optimizer, self.optimizer_config, lr)
         objective = loss if isinstance(loss, Objective) else Objective(loss)
-        names, totals = self._accumulate_gradients(micro_batches, objective, temperature, policy_version)
+        names, totals = self._accumulate_gradients(micro_batches, objective, policy_version)
         sums, norm = self._update(names, totals)
         tokens = int(sums["trained_tokens"])
-        mean_loss = sums["loss"] / max(tokens, 1)
+        mean_loss = sums["loss"] / (sums["denominator"] or 1.0)
         updated = tokens > 0 and math.isfinite(mean_loss) and math.isfinite(norm)
         self.steps_done += 1
         self.updates_done += updated
@@ -144,8 +143,8 @@ class Trainer:
 
         The device decides by itself, so that the host waits once, when everything has been put to work.
         """
-        loss, tokens = self._loss_and_tokens(names, totals)
-        divisor = tokens.clamp(min=1)
+        loss, tokens, denominator = self._loss_and_counts(names, totals)
+        divisor = torch.where(denominator > 0, denominator, 1.0)
         norm = gradient_norm(self.optimizer) / divisor
         clipped = ((norm + CLIP_EPS) / self.optimizer_config.clip_grad).clamp(min=1)
         updated = (tokens > 0) & torch.isfinite(loss) & torch.isfinite(norm)
@@ -156,11 +155,12 @@ class Trainer:
         *values, norm_value = torch.cat((totals, norm[None].to(totals.device))).tolist()
         return dict(zip(names, values, strict=True)), norm_value
 
-    def _loss_and_tokens(self, names: list[str], totals: Tensor) -> Tensor:
-        """Loss and trained tokens of all ranks, float64 [2] on the device, until now the last stage's."""
-        values = torch.zeros(2, dtype=torch.float64, device=device())
+    def _loss_and_counts(self, names: list[str], totals: Tensor) -> Tensor:
+        """Send loss, trained tokens and denominator of all ranks, float64 [3], from the last stage to all."""
+        values = torch.zeros(3, dtype=torch.float64, device=device())
         if names:
-            torch.stack([totals[names.index(name)] for name in ("loss", "trained_tokens")], out=values)
+            wanted = ("loss", "trained_tokens", "denominator")
+            torch.stack([totals[names.index(name)] for name in wanted], out=values)
         return tensor_from_last_stage(values)
 
     def _refuse_endless_skipping(self, loss: float, norm: float) -> None:
@@ -173,9 +173,9 @@ class Trainer:
                 f"optimizer.lr below {self.optimizer_config.lr}, or raise optimizer.max_skipped_in_a_row"
             )
 
-    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probs and entropy in nats, float32 [2, T] on the host; NaN where nothing is trained."""
-        return forward_logprobs(self.ddp, micro_batches, self.shares(micro_batches), temperature)
+        return forward_logprobs(self.ddp, micro_batches, self.shares(micro_batches))
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
@@ -265,7 +265,6 @@ class Trainer:
         self,
         micro_batches: Sequence[MicroBatch],
         objective: Objective,
-        temperature: float,
         policy_version: int,
     ) -> tuple[list[str], Tensor]:
         restore_gradients(self.ddp)
@@ -274,7 +273,7 @@ class Trainer:
         self.optimizer.zero_grad()
         shares = self.shares(micro_batches)
         per_micro_batch = get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, objective, temperature, policy_version),
+            forward_step_func=partial(_forward_step, objective, policy_version),
             data_iterator=[iter(shares) for _ in self.ddp],
             model=self.ddp,
             num_microbatches=len(shares),
@@ -305,38 +304,44 @@ class Trainer:
 
 def _forward_step(
     objective: Objective,
-    temperature: float,
     policy_version: int,
     batches: Iterator[MicroBatch],
     model: DistributedDataParallel,
 ) -> tuple[object, object]:
     """Megatron-core's protocol: the model's output, and a function from it to (loss sum, tokens, sums)."""
     batch = next(batches)
-    tokens = TrainedTokens.of(batch)
+    known = TrainedTokens.of(batch, parallel_state.get_context_parallel_group())
+    loss_step = partial(_loss_step, objective, policy_version, known, batch.denominator)
+    if not objective.is_separable:  # the loss wants the log-probs of all tokens first
+        return model(batch), loss_step
 
-    def token_loss(logprobs: Tensor, _entropy: Tensor, rows: slice) -> Tensor:
-        return compute_loss(objective, logprobs, tokens[rows])[0]
+    def token_loss(logprobs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
+        return token_losses(objective, known.with_logprobs(logprobs, entropy, rows))[0].sum()
 
-    return model(batch, temperature, token_loss), partial(_loss_step, objective, policy_version, tokens)
+    return model(batch, token_loss), loss_step
 
 
 def _loss_step(
-    objective: Objective, policy_version: int, tokens: TrainedTokens, output: tuple[Tensor, Tensor, Tensor]
+    objective: Objective,
+    policy_version: int,
+    known: TrainedTokens,
+    denominator: float,
+    output: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor, Sums]:
-    loss_sum, logprobs, entropy = output
-    loss = objective.loss
-    _, sums = compute_loss(objective, logprobs, tokens)
-    count = tokens.loss_mask.sum(dtype=torch.int)
-    sums |= {"loss": loss_sum.detach(), "trained_tokens": count, "entropy": entropy.sum()}
-    if not isinstance(loss, SFTLoss):
+    *fused, logprobs, entropy = output
+    tokens = known.with_logprobs(logprobs, entropy)
+    losses, sums = token_losses(objective, tokens)
+    loss_sum = fused[0] if fused else losses.sum()
+    count = torch.tensor(len(tokens.labels), dtype=torch.int, device=losses.device)
+    sums |= {
+        "loss": loss_sum.detach(),
+        "trained_tokens": count,
+        "denominator": torch.tensor(denominator, dtype=torch.float64, device=losses.device),
+        "entropy": entropy.detach().sum(),
+    }
+    if not isinstance(objective.loss, SFTLoss):
         sums |= off_policy_sums(
-            logprobs,
-            tokens.behaviour_logprobs,
-            tokens.advantages,
-            tokens.policy_versions,
-            tokens.loss_mask,
-            policy_version=policy_version,
-            truncation_cap=math.inf if loss.truncation_cap is None else loss.truncation_cap,
+            tokens, policy_version=policy_version, truncation_cap=objective.truncation_cap
         )
     return loss_sum, count, sums
 
@@ -352,7 +357,8 @@ def _diagnostics(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
     if tokens == 0:
         return {}
     means = {"entropy_nats": sums["entropy"] / tokens}
-    if "clipped_tokens" in sums:
-        means["clipped_fraction"] = sums["clipped_tokens"] / tokens
+    for name in ("clipped", "truncated", "rejected"):
+        if f"{name}_tokens" in sums:
+            means[f"{name}_fraction"] = sums[f"{name}_tokens"] / tokens
     means |= {f"{name}_nats": sums[name] / tokens for name in DISTANCES if name in sums}
     return means | (off_policy_diagnostics(sums) if "ratio" in sums else {})

@@ -65,9 +65,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         self.real_vocab_size = hf_config.vocab_size
         _mark_cut_weights(self)
 
-    def forward(
-        self, batch: MicroBatch, temperature: float, token_loss: TokenLoss | None = None
-    ) -> tuple[Tensor, ...] | Tensor:
+    def forward(self, batch: MicroBatch, token_loss: TokenLoss | None = None) -> tuple[Tensor, ...] | Tensor:
         """Return the loss over the trained tokens, and without gradient their log-probabilities and entropy.
 
         Without a loss, log-probabilities and entropy only, which then carry gradient; all float32 [N]. A
@@ -84,7 +82,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         )
         chunk_size = max(LEAST_ROWS, LOGITS_BYTES // (4 * self.output_layer.output_size_per_partition))
         group = self.pg_collection.tp
-        temperatures = torch.full((len(rows),), temperature, device=rows.device)
+        temperatures = batch.of_trained("temperatures")
         if token_loss is not None:
             return output_layer_loss(
                 rows,

@@ -1,0 +1,84 @@
+"""How the losses of tokens become one number: each token's weight, and what the sum is divided by.
+
+A loss is sum(weight * token loss) / sum(denominator), both sums over all micro-batches and ranks of an
+update. Weights and denominators are known before the first forward pass and count every trained token, so
+that neither packing, nor the number of ranks, nor a correction that rejects tokens changes what a kept token
+weighs.
+
+An aggregation takes the number of trained tokens of each trajectory, int [S], and the number of its prompt,
+int [S], and returns the weight of each trajectory's tokens [S] and the share of each trajectory in the
+denominator [S].
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from bus.errors import ConfigError
+from learner.algorithms.plugin import load_plugin
+from learner.config.algorithm import AggregationConfig, Plugin
+from learner.data.packing import Sample
+
+Aggregated = tuple[np.ndarray, np.ndarray]
+
+
+def token_mean(lengths: np.ndarray, prompts: np.ndarray) -> Aggregated:
+    """Mean over all tokens (DAPO, arXiv:2503.14476, eq. 8)."""
+    return np.ones(len(lengths)), lengths.astype(np.float64)
+
+
+def sequence_mean(lengths: np.ndarray, prompts: np.ndarray) -> Aggregated:
+    """Mean over trajectories of the mean over their tokens (GRPO, arXiv:2402.03300, eq. 3)."""
+    return 1.0 / np.maximum(lengths, 1), (lengths > 0).astype(np.float64)
+
+
+def prompt_mean(lengths: np.ndarray, prompts: np.ndarray) -> Aggregated:
+    """Mean over prompts of the mean over all tokens of a prompt's trajectories."""
+    _, of = np.unique(prompts, return_inverse=True)
+    tokens = np.bincount(of, weights=lengths)[of]
+    weights = 1.0 / np.maximum(tokens, 1)
+    return weights, weights * lengths
+
+
+def constant(lengths: np.ndarray, prompts: np.ndarray, *, tokens: int) -> Aggregated:
+    """Mean over trajectories of their tokens' sum divided by a constant (Dr. GRPO, arXiv:2503.20783)."""
+    return np.ones(len(lengths)), np.full(len(lengths), float(tokens))
+
+
+AGGREGATIONS: dict[str, Callable[..., Aggregated]] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "prompt_mean": prompt_mean,
+    "constant": constant,
+}
+"""By the `type` of the configuration."""
+
+
+def aggregated(samples: Sequence[Sample], config: AggregationConfig) -> list[Sample]:
+    """Return the samples of one update with their tokens' weights and their shares of the denominator.
+
+    All trajectories of a prompt must be among them. Raises `ConfigError` where a user's aggregation returns
+    anything but finite weights and denominators of each trajectory.
+    """
+    if config.type == "token_mean":  # every weight is 1, so no stream is needed
+        return list(samples)
+    lengths = np.array([sample.trained_tokens for sample in samples], np.int64)
+    prompts = np.array([sample.group for sample in samples], np.int64)
+    weights, denominators = (np.asarray(x, np.float64) for x in aggregation(config)(lengths, prompts))
+    for name, values in (("weights", weights), ("denominators", denominators)):
+        if values.shape != lengths.shape or not np.isfinite(values).all():
+            count = len(samples)
+            raise ConfigError(f"aggregation {config.type!r}: {name} of {count} trajectories are {values}")
+    return [
+        replace(sample.with_streams(loss_weights=float(weight)), denominator=float(share))
+        for sample, weight, share in zip(samples, weights, denominators, strict=True)
+    ]
+
+
+def aggregation(config: AggregationConfig) -> Callable[[np.ndarray, np.ndarray], Aggregated]:
+    """Return the function that `config` names."""
+    if isinstance(config, Plugin):
+        return partial(load_plugin("aggregation", config), **config.settings)
+    return partial(AGGREGATIONS[config.type], **config.model_dump(exclude={"type"}))

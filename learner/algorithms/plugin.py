@@ -1,0 +1,43 @@
+"""Functions of the user's own in the place of a built-in advantage, correction, loss or aggregation."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from bus.errors import ConfigError
+from bus.plugins import load_function
+from learner.config.algorithm import Plugin
+from learner.config.learner import LearnerConfig
+
+ARGUMENTS = {
+    "advantage": ("groups",),
+    "correction": ("log_ratio", "sequence"),
+    "loss": ("tokens",),
+    "aggregation": ("lengths", "prompts"),
+}
+"""By kind: what the function is called with, in order, before its settings."""
+
+
+def load_plugin(kind: str, config: Plugin) -> Callable[..., Any]:
+    """Import the function that `config` names.
+
+    Raises `ConfigError` when it does not exist or cannot be called with what it gets, naming both.
+    """
+    function: Callable[..., Any] = load_function(kind, config.function, {})
+    try:
+        inspect.signature(function).bind(*ARGUMENTS[kind], **config.settings)
+    except TypeError as error:
+        given = ", ".join((*ARGUMENTS[kind], *(f"{name}=..." for name in config.settings)))
+        raise ConfigError(
+            f"{kind} {config.function!r} has the parameters {inspect.signature(function)} and is called with "
+            f"({given}): {error}; change the function or learner.{kind}.settings"
+        ) from error
+    return function
+
+
+def refuse_bad_plugins(learner: LearnerConfig) -> None:
+    """Raise `ConfigError` for a function of the user's that cannot be used, before anything else is begun."""
+    for kind in ARGUMENTS:
+        config = getattr(learner, kind)
+        if isinstance(config, Plugin):
+            load_plugin(kind, config)

@@ -1,0 +1,112 @@
+"""What a loss sees of the N tokens that it is computed over."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from learner.data.packing import MicroBatch
+from learner.data.streams import STREAMS
+
+EVERY_ROW = slice(None)
+LARGEST_LOG_RATIO = 20.0
+"""Log ratios are cut off at this many nats: a float32 exponential must stay finite, since inf * 0 is NaN in
+the gradient of a clipped token."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossTokens:
+    """N trained tokens of one micro-batch, or of a slice of it where the loss is separable over tokens."""
+
+    logprobs: Tensor
+    """float32 [N] nats, current policy; carries gradient."""
+    entropy: Tensor
+    """float32 [N] nats, of the distribution that the current policy gives the token; carries gradient."""
+    labels: Tensor
+    """int64 [N], the tokens' ids."""
+    sequence: Tensor
+    """int64 [N], which sequence of the micro-batch a token belongs to."""
+    sequences: int
+    """Number of sequences in the micro-batch."""
+    streams: Mapping[str, Tensor]
+    """[N] each, all streams of learner/data/streams.py by name."""
+    context_group: dist.ProcessGroup | None = None
+    """Ranks that share the tokens of each sequence, if there are several."""
+
+    def with_streams(self, **streams: Tensor) -> Self:
+        """Return these tokens with other values of some streams."""
+        return replace(self, streams={**self.streams, **streams})
+
+    def ratio_to(self, name: str) -> Tensor:
+        """Return the current policy over that of the log-probs in stream `name`, [N], with gradient."""
+        return (self.logprobs - self.streams[name]).clamp(max=LARGEST_LOG_RATIO).exp()
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """Add up values [N] by sequence, [sequences], over the ranks that share these; with gradient."""
+        sums = torch.zeros(self.sequences, dtype=values.dtype, device=values.device)
+        sums = sums.index_add(0, self.sequence, values)
+        if self.context_group is None or self.context_group.size() == 1:
+            return sums
+        total: Tensor = _SumOverRanks.apply(sums, self.context_group)  # type: ignore[no-untyped-call]
+        return total
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """Return the mean of values [N] over each sequence's trained tokens, [sequences]; 0 without any."""
+        counts = self.sequence_sum(torch.ones_like(values, requires_grad=False))
+        return self.sequence_sum(values) / counts.clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedTokens:
+    """What is known of a micro-batch's trained tokens before the model has seen them."""
+
+    labels: Tensor
+    sequence: Tensor
+    sequences: int
+    streams: Mapping[str, Tensor]
+    context_group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, batch: MicroBatch, context_group: dist.ProcessGroup | None = None) -> Self:
+        """Pick the tokens at `batch.trained`, with every stream that is declared."""
+        return cls(
+            labels=batch.labels.index_select(0, batch.trained),
+            sequence=batch.sequence_of_token.index_select(0, batch.trained),
+            sequences=len(batch.lengths),
+            streams={name: batch.of_trained(name) for name in STREAMS},
+            context_group=context_group,
+        )
+
+    def with_logprobs(self, logprobs: Tensor, entropy: Tensor, rows: slice = EVERY_ROW) -> LossTokens:
+        """Join `rows` of these tokens with what the model says of them: log-probs [n] and entropies [n]."""
+        return LossTokens(
+            logprobs=logprobs,
+            entropy=entropy,
+            labels=self.labels[rows],
+            sequence=self.sequence[rows],
+            sequences=self.sequences,
+            streams={name: values[rows] for name, values in self.streams.items()},
+            context_group=self.context_group,
+        )
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over a group of which each rank's loss depends on the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Add up the values of all ranks."""
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Add up the gradients: every rank's loss has used this rank's values."""
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

@@ -1,0 +1,74 @@
+"""What the learner knows of each token besides its id and whether it is trained: named streams.
+
+A stream that is added to `STREAMS` is packed, shifted, cut over context-parallel ranks, moved to the device
+and given to the loss by its name; nothing else has to be edited.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+StreamValues = np.ndarray | float
+"""What a sample brings of a stream: [L], entry i about token i, or one value for all of its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stream:
+    """How one kind of value per token is stored and laid out."""
+
+    dtype: torch.dtype = torch.float32
+    fill: float = 0.0
+    """Value of tokens about which nothing is known: padding, and samples that do not bring the stream."""
+    shifted: bool = True
+    """Entry i concerns token i and is used where that token is predicted, one position earlier; otherwise
+    entry i concerns position i itself."""
+
+    @property
+    def array_dtype(self) -> np.dtype[Any]:
+        """The dtype of its values in numpy."""
+        return torch.empty(0, dtype=self.dtype).numpy().dtype
+
+
+STREAMS = {
+    "behaviour_logprobs": Stream(),  # nats, under the weights that sampled the token
+    "policy_versions": Stream(dtype=torch.int32),  # the weights that sampled the token
+    "temperatures": Stream(fill=1.0),  # divided the logits when the token was sampled
+    "advantages": Stream(),
+    "loss_weights": Stream(fill=1.0),  # the token's share of the loss (learner/algorithms/aggregation.py)
+    "proximal_logprobs": Stream(fill=np.nan),  # nats, under the policy before the step
+    "reference_logprobs": Stream(fill=np.nan),  # nats, under the frozen reference policy
+    "teacher_logprobs": Stream(fill=np.nan),  # nats, under the teacher
+}
+
+
+def pack_streams(samples: Sequence[Mapping[str, StreamValues]], lengths: Sequence[int]) -> dict[str, Tensor]:
+    """Lay the streams of samples end to end, [T] each, where their values are used.
+
+    Streams that no sample brings are left out. Raises `KeyError` for a name that is not declared, and
+    `ValueError` for an array of another length than its sample.
+    """
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    return {name: _packed(STREAMS[name], name, samples, lengths) for name in names}
+
+
+def _packed(
+    stream: Stream, name: str, samples: Sequence[Mapping[str, StreamValues]], lengths: Sequence[int]
+) -> Tensor:
+    packed = torch.full((sum(lengths),), stream.fill, dtype=stream.dtype)
+    start = 0
+    for sample, length in zip(samples, lengths, strict=True):
+        values = sample.get(name, stream.fill)
+        # The last position of a sequence predicts nothing, so a shifted stream keeps its fill there.
+        target = packed[start : start + length - stream.shifted]
+        if isinstance(values, np.ndarray):
+            if len(values) != length:
+                raise ValueError(f"stream {name!r} has {len(values)} values for a sample of {length} tokens")
+            target.copy_(torch.from_numpy(values[1:] if stream.shifted else values))
+        else:
+            target.fill_(values)
+        start += length
+    return packed
