@@ -1,4 +1,4 @@
-"""The `launch` application: what its commands share. Loads no torch: help is quick."""
+"""The `launch` application, with what its commands share. Loads no torch, so that help is quick."""
 
 from functools import cache
 from importlib.metadata import version
@@ -41,7 +41,7 @@ app = App(
 )
 
 USAGE = "Usage: launch {} [OPTIONS]"
-"""Given, since cyclopts would go through all settings once more for these words."""
+"""Usage line of a command. Without it cyclopts would go through all settings once more to make one."""
 
 SHORT = Group("Short forms", sort_key=0)
 # Flags stay as they were written: only together with the layers below them can they be checked.
@@ -66,7 +66,7 @@ RewardName = Annotated[str | None, Parameter(name="--reward", group=SHORT)]
 def layers_of(
     preset_name: str | None, config: Path | None, short: dict[str, Any], settings: object
 ) -> dict[str, Any]:
-    """All that was said about a run, merged."""
+    """Merge the preset, the file, the short forms and the flags of a command line, the last wins."""
     return merge(
         preset(preset_name) if preset_name else {},
         config_file(config) if config else {},
@@ -78,7 +78,7 @@ def layers_of(
 def short_forms(
     bus: str | None = None, prompts: Path | None = None, reward: str | None = None
 ) -> dict[str, Any]:
-    """What the short forms stand for."""
+    """Return the settings that the short forms stand for."""
     layer: dict[str, Any] = {}
     if bus is not None:
         layer["bus"] = {"url": bus}
@@ -89,8 +89,8 @@ def short_forms(
     return layer
 
 
-def joining(short: dict[str, Any], settings: object) -> tuple[RunConfig, dict[str, Any]]:
-    """Which run on which bus, and the settings that this process has of its own."""
+def run_and_own_settings(short: dict[str, Any], settings: object) -> tuple[RunConfig, dict[str, Any]]:
+    """Return which run on which bus a process joins, and the settings that it has of its own."""
     given = merge(short, flags(settings))
     where = {key: given.pop(key) for key in ProcessConfig.model_fields if key in given}
     validate(given)  # a wrong one is refused before the bus is asked for the others

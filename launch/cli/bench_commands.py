@@ -1,4 +1,4 @@
-"""`launch bench WHAT`: parts of the system, and the whole, measured on this machine."""
+"""`launch bench WHAT`: measures a part of the system, or a whole run, on this machine."""
 
 import json
 import signal
@@ -16,17 +16,17 @@ from launch.cli.app import ActorsSettings, ConfigFile, Settings, app, layers_of
 from launch.config import ActorsProcess, RunConfig, flags, merge, validate
 from launch.process.runtime import configure_logging, fail, run
 
-bench = App(name="bench", help="Measure a part on this machine: ratios side by side in one run, with limits.")
+bench = App(name="bench", help="Measure a part on this machine, and its baseline in the same run.")
 app.command(bench)
 AsJson = Annotated[bool, Parameter(name="--json", negative=())]
 Model = Annotated[str, Parameter(name="--model")]
 OLDEST_S = 60.0
-"""A process that has only imported what it needs."""
+"""Upper bound on the age of a process that has only imported its modules."""
 
 
 @bench.command(name="bus", usage="Usage: launch bench bus [--json]")
 def bench_bus(*, as_json: AsJson = False) -> None:
-    """Publishing against TCP and the C client.
+    """Compare publishing to the bus with bare TCP and the C client.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def bench_bus(*, as_json: AsJson = False) -> None:
 
 @bench.command(name="replay", usage="Usage: launch bench replay [--json]")
 def bench_replay(*, as_json: AsJson = False) -> None:
-    """Writing and reading segments against np.memmap, storing against taking, leases.
+    """Compare writing and reading segments with np.memmap, and storing with only receiving; measure leases.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def bench_replay(*, as_json: AsJson = False) -> None:
 
 @bench.command(name="learner", usage="Usage: launch bench learner [--json]")
 def bench_learner(*, as_json: AsJson = False) -> None:
-    """A training step against a bare megatron-core loop and transformers, on the GPU if there is one.
+    """Compare a training step with a bare megatron-core loop and transformers, on the GPU if there is one.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def bench_weights(
     settings: Settings = RunConfig(),
     as_json: AsJson = False,
 ) -> None:
-    """A publication, from the learner's step to the engine that serves it.
+    """Measure a publication, from the learner's step to the engine that serves it.
 
     Settings of the learner and the engine may be given, such as --actors.engine.type sglang,
     --actors.engine.environment.CUDA_VISIBLE_DEVICES 1 or --learner.publication.transport.type files.
@@ -82,10 +82,10 @@ def bench_weights(
     Parameters
     ----------
     model
-        Whose shape the policy has, with random weights: tiny, qwen3-0.6b, qwen3-8b. Without it a small one
-        on CPU, qwen3-0.6b on CUDA.
+        Shape of the policy, with random weights: tiny, qwen3-0.6b, qwen3-8b. Without it the shape is small on
+        CPU, qwen3-0.6b on CUDA.
     versions
-        Published while it is measured, after two that are not.
+        Number of publications that are measured, after two that are not.
     as_json
         Print one JSON object on one line.
     """
@@ -111,18 +111,18 @@ def bench_actors(
     settings: ActorsSettings = ActorsProcess(),
     as_json: AsJson = False,
 ) -> None:
-    """The embedded engine against batched generate; an actor against the bare SGLang server, if there is one.
+    """Compare the embedded engine with batched generate, and an actor with a bare SGLang server.
 
     Parameters
     ----------
     model
-        Whose shape the server's has, with random weights: tiny, qwen3-0.6b, qwen3-8b.
+        Shape of the server's model, with random weights: tiny, qwen3-0.6b, qwen3-8b.
     concurrency
-        Requests at once at the server: a multiple of 8, which share a prompt.
+        Requests that the server has at once, a multiple of 8; each eight share a prompt.
     new_tokens
-        Tokens of each answer.
+        Number of tokens of each answer.
     rounds
-        Measured of each side, in turns, after one that warms up.
+        Measured rounds of each side, in turns, after one that warms up.
     server_only
         Leave the embedded engine out.
     as_json
@@ -157,7 +157,7 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     settings: Settings = RunConfig(),
     as_json: AsJson = False,
 ) -> None:
-    """A whole run, in turns asynchronous and held synchronous: trajectories per second, and who waits.
+    """Measure a run's trajectories per second and waiting times, in asynchronous and synchronous turns.
 
     Answers have forced, heavy-tailed lengths and random rewards (environment length_profile). All settings of
     a run may be given, such as --actors.engine.type sglang, --admission.groups-per-step 32 or
@@ -166,23 +166,23 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     Parameters
     ----------
     model
-        Whose shape the policy has, with random weights: tiny, qwen3-0.6b, qwen3-8b.
+        Shape of the policy, with random weights: tiny, qwen3-0.6b, qwen3-8b.
     learner_device
-        GPU of the learner, as CUDA numbers it.
+        GPU of the learner, by its CUDA number.
     engine_device
-        GPU of the actors.
+        GPU of the actors, by its CUDA number.
     steps
-        Measured in each turn, after some in which the mode settles. Asynchronous ones come in bursts of
-        max_staleness + 1: a multiple of that is fair.
+        Measured steps of each turn, after some in which the mode settles. Asynchronous steps come in bursts
+        of max_staleness + 1, so a multiple of that is fair.
     rounds
-        Each is a turn of one mode, then one of the other.
+        Number of rounds; each is a turn of one mode, then one of the other.
     limit_s
-        Seconds from the start of this command for the run's start, measuring, and the run's end: measuring
-        ends 12 % or 45 s before, and is reported as far as it came; after 95 % the run is killed.
+        Seconds from the start of this command until it ends. Measuring ends 12 % or 45 s before, and is
+        reported as far as it came; after 95 % the run is killed.
     prompt_tokens
-        Length of each prompt.
+        Length of each prompt in tokens.
     config
-        TOML or JSON file of settings; flags go over it.
+        TOML or JSON file of settings; flags override it.
     as_json
         Print one JSON object on one line.
     """
@@ -213,12 +213,15 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
 
 
 def age_of_process(created_s: float, now_s: float) -> float:
-    """Seconds since it was created, within reason: in a container /proc may tell another machine's time."""
+    """Return the seconds since a process was created, at most `OLDEST_S`.
+
+    In a container /proc may tell another machine's time.
+    """
     return min(max(now_s - created_s, 0.0), OLDEST_S)
 
 
 def _measure(measured: Callable[[], object], *, as_json: bool) -> None:
-    """Show what it returns. SIGTERM ends it as Ctrl-C does, which leaves no gigabytes in /tmp."""
+    """Show what `measured` returns. SIGTERM ends it as Ctrl-C does, which leaves no gigabytes in /tmp."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for what is in the background
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     _show(measured(), as_json=as_json)

@@ -1,4 +1,4 @@
-"""`launch convert ...`. Loads no torch: help is quick."""
+"""`launch convert ...`: converts models between formats. Loads no torch, so that help is quick."""
 
 from pathlib import Path
 
@@ -15,14 +15,14 @@ convert = App(
 def hf_to_megatron(source: Path, target: Path) -> None:
     """Write a Hugging Face directory as a checkpoint of weights only, which --model.path takes.
 
-    Reads and writes tensor by tensor: the model may be larger than memory.
+    The command reads and writes tensor by tensor, so the model may be larger than memory.
 
     Parameters
     ----------
     source
         Directory with config.json, safetensors files, and a tokenizer if there is one.
     target
-        Directory to make; it appears when everything is written and verified.
+        Directory to create; it appears when everything is written and verified.
     """
     from learner.backends.megatron.conversion.convert import hf_to_megatron
 
@@ -33,16 +33,16 @@ def hf_to_megatron(source: Path, target: Path) -> None:
 def megatron_to_hf(source: Path, target: Path, *, model: Path | None = None) -> None:
     """Write the weights of a checkpoint as a Hugging Face directory.
 
-    Reads and writes tensor by tensor: the model may be larger than memory.
+    The command reads and writes tensor by tensor, so the model may be larger than memory.
 
     Parameters
     ----------
     source
-        A checkpoint, or a directory of checkpoints, of which the newest is taken.
+        Directory of a checkpoint, or of several, of which the latest is taken.
     target
-        Directory to make; it appears when everything is written and verified.
+        Directory to create; it appears when everything is written and verified.
     model
-        Hugging Face directory whose configuration and tokenizer go along; else what the checkpoint has.
+        Hugging Face directory whose configuration and tokenizer are copied; without it the checkpoint's.
     """
     from learner.backends.megatron.conversion.convert import megatron_to_hf
 

@@ -1,4 +1,4 @@
-"""`launch engines`: inference servers of a run that is going on."""
+"""`launch engines`: lists, adds and removes the inference servers of a running run."""
 
 import json
 from functools import partial
@@ -11,7 +11,7 @@ from launch.cli.app import BusUrl, app, short_forms
 from launch.config import validate
 from launch.process.runtime import configure_logging, run
 
-engines = App(name="engines", help="Inference servers of a run that is going on: list them, join, leave.")
+engines = App(name="engines", help="List, add and remove the inference servers of a running run.")
 app.command(engines)
 RunName = Annotated[str, Parameter(name="--run")]
 Actor = Annotated[str | None, Parameter(name="--actor")]
@@ -19,7 +19,7 @@ Actor = Annotated[str | None, Parameter(name="--actor")]
 
 @engines.command(name="list", usage="Usage: launch engines list --run RUN")
 def list_command(*, run_name: RunName = "default", bus: BusUrl = None) -> None:
-    """Show every actor's engines, what they do and their policy version, as JSON.
+    """Print every actor's engines with their state and policy version, as JSON.
 
     Parameters
     ----------
@@ -39,20 +39,20 @@ def list_command(*, run_name: RunName = "default", bus: BusUrl = None) -> None:
 def join_command(
     url: str, /, *, run_name: RunName = "default", bus: BusUrl = None, actor: Actor = None
 ) -> None:
-    """Have a running actor take in an SGLang server that runs already; it serves once it has the weights.
+    """Add a running SGLang server to an actor; it serves once it has the weights.
 
-    An actor that starts again has forgotten it: what is to stay is named in actors.engine.urls.
+    An actor that restarts has forgotten it; name servers that are to stay in actors.engine.urls.
 
     Parameters
     ----------
     url
-        The server, as http://host:port, as the actor's host reaches it.
+        URL of the server, as http://host:port, by which the actor's host reaches it.
     run_name
         Name of the run.
     bus
         NATS server, as nats://[user:password@]host:port.
     actor
-        Which actor, by its name in `launch engines list`; without it the one with the fewest engines.
+        Name of the actor in `launch engines list`; without it the one with the fewest engines.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url} is no URL of a server: write it as http://host:port")
@@ -63,18 +63,18 @@ def join_command(
 def leave_command(
     engine: str, /, *, run_name: RunName = "default", bus: BusUrl = None, actor: Actor = None
 ) -> None:
-    """Have an actor let an engine go: what that was at goes on elsewhere, from its tokens so far.
+    """Remove an engine from its actor. Its generations go on elsewhere, from their tokens so far.
 
     Parameters
     ----------
     engine
-        Its name in `launch engines list`; of a server that joined, its URL.
+        Name of the engine in `launch engines list`; for a server that joined this is its URL.
     run_name
         Name of the run.
     bus
         NATS server, as nats://[user:password@]host:port.
     actor
-        Which actor, where several have an engine of that name.
+        Name of the actor, where several have an engine of that name.
     """
     _change("leave", engine, run_name, bus, actor)
 

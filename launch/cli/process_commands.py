@@ -26,8 +26,8 @@ from launch.cli.app import (
     Settings,
     ShardsSettings,
     app,
-    joining,
     layers_of,
+    run_and_own_settings,
     short_forms,
 )
 from launch.config import (
@@ -54,20 +54,20 @@ def local(
 ) -> None:
     """Train on this machine: bus, storage, learner and actors as supervised processes, with a live view.
 
-    Ctrl-C stops it kindly; the same command takes it up again where it was.
+    Ctrl-C stops the run in order; the same command resumes it.
 
     Parameters
     ----------
     preset_name
         Settings that come with Sluice: sort, addition, load.
     config
-        TOML or JSON file of settings, over the preset; flags go over both.
+        TOML or JSON file of settings, which override the preset; flags override both.
     bus
-        NATS server to use, as nats://[user:password@]host:port, instead of starting one.
+        NATS server to use, as nats://[user:password@]host:port; without it one is started.
     prompts
         Training prompts, .jsonl or .parquet.
     reward
-        A built-in reward, or my_pkg.my_module:function.
+        Name of a built-in reward, or a function of your own as my_pkg.my_module:function.
     """
     from launch.local.local import run_local
 
@@ -84,11 +84,11 @@ def bus_command(*, host: str = "127.0.0.1", port: int = 4222, directory: Path = 
     Parameters
     ----------
     host
-        Address to listen on; 0.0.0.0 lets other hosts in.
+        Address to listen on; 0.0.0.0 accepts other hosts.
     port
         Port to listen on.
     directory
-        Where its streams lie.
+        Directory of its streams.
     """
     from launch.process.services import serve_bus
 
@@ -106,20 +106,20 @@ def storage(
     reward: RewardName = None,
     settings: Settings = RunConfig(),
 ) -> None:
-    """Dispatch prompts and keep trajectories for one run. It defines the run: the others join by name.
+    """Dispatch prompts and keep trajectories for one run. It defines the run, which others join by name.
 
     Parameters
     ----------
     preset_name
         Settings that come with Sluice: sort, addition, load.
     config
-        TOML or JSON file of settings, over the preset; flags go over both.
+        TOML or JSON file of settings, which override the preset; flags override both.
     bus
         NATS server, as nats://[user:password@]host:port.
     prompts
         Training prompts, .jsonl or .parquet.
     reward
-        A built-in reward, or my_pkg.my_module:function.
+        Name of a built-in reward, or a function of your own as my_pkg.my_module:function.
     """
     from launch.process.services import serve_storage
 
@@ -135,14 +135,14 @@ def shards(
     bus: BusUrl = None,
     settings: ShardsSettings = ProcessConfig(),
 ) -> None:
-    """Keep some replay shards of a run that `launch storage` leaves out by replay.here: name it with --run.
+    """Keep those replay shards of a run that its `launch storage` leaves out. The run is named by --run.
 
-    Their files lie under --directory of this host. Start as many such processes as you like, on any host.
+    Their files are under --directory of this host. You may start several such processes, on any hosts.
 
     Parameters
     ----------
     numbers
-        Which: 2, or 0-3, or 0,2-3.
+        Numbers of the shards, such as 2, 0-3 or 0,2-3.
     bus
         NATS server, as nats://[user:password@]host:port.
     """
@@ -150,7 +150,7 @@ def shards(
     from storage.config import shard_numbers
 
     configure_logging()
-    where, own = joining(short_forms(bus), settings)
+    where, own = run_and_own_settings(short_forms(bus), settings)
     run(partial(serve_shards, where, own, shard_numbers(numbers)))
 
 
@@ -166,32 +166,35 @@ def learner(
     from_checkpoint: Path | None = None,
     settings: LearnerSettings = LearnerProcess(),
 ) -> None:
-    """Train the policy of a run whose storage is up: name it with --run. Its settings come from the bus.
+    """Train the policy of the run named by --run, whose storage must run. Its settings come from the bus.
 
     Parameters
     ----------
     bus
         NATS server, as nats://[user:password@]host:port.
     nproc
-        Ranks on this host, one for each GPU.
+        Number of ranks on this host, one for each GPU.
     nodes
-        Hosts of the learner; the same command runs on each, with its own --node-rank.
+        Number of the learner's hosts. The same command runs on each, with its own --node-rank.
     node_rank
-        Which of them this is, from 0.
+        Number of this host, from 0.
     master
-        Node 0 and a free port there, as host:port.
+        Address of node 0 and a free port there, as host:port.
     shadow
-        Be a shadow of this name: train on the steps of the run's learner with settings of your own, and
-        change nothing in the run.
+        Name of a shadow, which this learner becomes: it trains on the steps of the run's learner with
+        settings of your own, and changes nothing in the run.
     from_checkpoint
-        Directory of a checkpoint that the shadow begins from, instead of the initial model.
+        Directory of the checkpoint that the shadow starts from; without it the shadow starts from the initial
+        model.
     """
     from launch.process.services import serve_learner, serve_shadow
 
     configure_logging()
     given = {"processes": nproc, "nodes": nodes, "node_rank": node_rank, "master": master}
     world = {key: value for key, value in given.items() if value is not None}
-    where, own = joining(merge(short_forms(bus), {"learner": {"world": world}} if world else {}), settings)
+    where, own = run_and_own_settings(
+        merge(short_forms(bus), {"learner": {"world": world}} if world else {}), settings
+    )
     if shadow is not None:
         if world or is_rank():
             raise ConfigError(f"shadow {shadow!r} is one process: it has no ranks, nodes or master")
@@ -212,16 +215,16 @@ def learner(
 def actors(
     *, bus: BusUrl = None, reward: RewardName = None, settings: ActorsSettings = ActorsProcess()
 ) -> None:
-    """Roll out prompts for a run: name it with --run. Start as many as you like, on any host.
+    """Roll out prompts for the run named by --run. You may start several actors, on any hosts.
 
     Parameters
     ----------
     bus
         NATS server, as nats://[user:password@]host:port.
     reward
-        A built-in reward, or my_pkg.my_module:function.
+        Name of a built-in reward, or a function of your own as my_pkg.my_module:function.
     """
     from launch.process.services import serve_actors
 
     configure_logging()
-    run(partial(serve_actors, *joining(short_forms(bus, reward=reward), settings)))
+    run(partial(serve_actors, *run_and_own_settings(short_forms(bus, reward=reward), settings)))

@@ -1,4 +1,4 @@
-"""Commands for whoever looks at a run, feeds it, converts its weights, or measures."""
+"""Commands that inspect a run, feed it, train its steps again, or test it."""
 
 import json
 import time
@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from bus.errors import ConfigError, SluiceError
-from launch.cli.app import USAGE, BusUrl, ConfigFile, RetrainSettings, app, joining, short_forms
+from launch.cli.app import USAGE, BusUrl, ConfigFile, RetrainSettings, app, run_and_own_settings, short_forms
 from launch.cli.convert_commands import convert
 from launch.config import (
     RetrainProcess,
@@ -31,20 +31,20 @@ def retrain(
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
     settings: RetrainSettings = RetrainProcess(),
 ) -> None:
-    """Train steps of a run again from its directory: are the batches the same, and the losses?
+    """Train steps of a run again from its directory, and compare batches and losses with those recorded.
 
-    With other settings it tells what would have come of the same batches under another objective.
+    With other settings the report shows what the same batches give under another objective.
 
     Parameters
     ----------
     from_step
-        Where to start: the newest checkpoint up to it is loaded; 0 is the initial model.
+        First step to train; the latest checkpoint before it is loaded, or the initial model.
     to_step
-        The last step to train; without it, the newest.
+        Last step to train; without it the run's last.
     config
-        The run's settings, TOML or JSON, where its directory does not hold them.
+        TOML or JSON file of the run's settings, for a run whose directory has none.
     scores
-        Rewards to train with instead of those recorded: a table that `launch rescore` made.
+        Name of a table made by `launch rescore`, whose rewards replace those recorded.
     as_json
         Print the report as one JSON object on one line.
     """
@@ -53,7 +53,7 @@ def retrain(
     from storage.disk.run_directory import RunDirectory
 
     configure_logging("warning" if as_json else "info")
-    where, changed = joining({}, settings)
+    where, changed = run_and_own_settings({}, settings)
     run_directory = RunDirectory(where.directory, where.run)
     recorded = recorded_config(run_directory, config)
     work = partial(retrain_run, run_directory, recorded, changed, (from_step, to_step), scores=scores)
@@ -69,16 +69,16 @@ def restore(
     directory: Path = Path("runs"),
     archive: str | None = None,
 ) -> None:
-    """Bring back the trajectories that a run's replay has archived. Its storage must be stopped.
+    """Restore the trajectories that a run's replay has archived. Its storage must be stopped.
 
     Parameters
     ----------
     run_name
         Name of the run.
     directory
-        Where runs lie.
+        Directory of all runs.
     archive
-        Directory or fsspec URL, as the run's replay.archive, which is taken without it.
+        Directory or fsspec URL of the archive; without it the run's replay.archive.
     """
     from launch.history.retrain import restore_run
     from storage.disk.run_directory import RunDirectory
@@ -95,18 +95,18 @@ def data(
     *, prompts: Path, run_name: Annotated[str, Parameter(name="--run")] = "default", bus: BusUrl = None,
     keep_old: Annotated[bool, Parameter(name="--keep-old", negative=())] = False,
 ) -> None:  # fmt: skip
-    """Give a run that is going on other prompts, from its next lease on. They stay through restarts.
+    """Give a running run other prompts, from its next lease on. The change outlives restarts.
 
     Parameters
     ----------
     prompts
-        Training prompts, .jsonl or .parquet, with the keys of the run.
+        File of training prompts, .jsonl or .parquet, with the field names of the run.
     run_name
         Name of the run.
     bus
         NATS server, as nats://[user:password@]host:port.
     keep_old
-        Put them after the prompts that there are, instead of in their place.
+        Append these prompts to the present ones instead of replacing them.
     """
     from launch.operations.prompt_updates import add_data
 
@@ -125,20 +125,20 @@ def reward_command(
     bus: BusUrl = None,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
-    """Give trajectories that were published without it their reward.
+    """Give rewards to trajectories that were published without one.
 
-    Each line is an object like {"trajectory_id": "g00000012.3", "reward": 0.5}. Giving one twice is harmless.
+    Each line is an object like {"trajectory_id": "g00000012.3", "reward": 0.5}. A reward may be given twice.
 
     Parameters
     ----------
     file
-        JSON Lines; - reads standard input, each line as it comes.
+        File of JSON Lines; - reads standard input, each line as it comes.
     run_name
         Name of the run.
     bus
         NATS server, as nats://[user:password@]host:port.
     as_json
-        Print the account as one JSON object only.
+        Print the account as one JSON object on one line.
     """
     from launch.operations.give_rewards import give_rewards
 
@@ -171,21 +171,21 @@ def rescore(  # noqa: PLR0913 - each is a flag
     run_name
         Name of the run.
     reward
-        A built-in reward, or my_pkg.my_module:function.
+        Name of a built-in reward, or a function of your own as my_pkg.my_module:function.
     from_step
         First optimizer step whose groups are scored; without it the run's first.
     to_step
-        Last one; without it the run's last.
+        Last optimizer step; without it the run's last.
     leases
-        Groups by their leases instead, like 0-255, whether a step trained on them or not.
+        Range of leases, such as 0-255, instead of steps, whether a step trained on them or not.
     name
-        Of the table, <run>/scores/<name>.jsonl; without it the reward's.
+        Name of the table, <run>/scores/<name>.jsonl; without it the reward's.
     model
-        Directory with the run's tokenizer; without it that of the run.
+        Directory with the run's tokenizer; without it the run's model.
     directory
-        Where runs lie.
+        Directory of all runs.
     as_json
-        Print the result as one JSON object only.
+        Print the result as one JSON object on one line.
     """
     from launch.history.rescore import Interval, parse_leases, run_rescore
 
@@ -215,9 +215,9 @@ def soak(
     seed
         Seed of the random choice of faults and of their times.
     directory
-        Each soak leaves its run in a folder of its own there.
+        Directory of all soaks; each leaves its run in a subdirectory.
     as_json
-        Print the account as one JSON object only.
+        Print the account as one JSON object on one line.
     """
     from launch.chaos.soak import run_soak
     from launch.history.trajectory_account import exit_status
