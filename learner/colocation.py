@@ -33,7 +33,7 @@ class Device:
         incarnation: str, release_memory: Callable[[], Awaitable[None]], on_wait: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.figures: dict[str, Json] = {}
-        """Of the latest hold."""
+        """Figures of the latest hold, for metrics."""
         self._bus = bus
         self._config = config
         self._release_memory = release_memory

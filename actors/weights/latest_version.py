@@ -1,4 +1,4 @@
-"""Of the versions that are announced the newest wins, wherever the one before it has got to."""
+"""Loads the newest announced version, even while the one before it is still being loaded."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -38,7 +38,7 @@ class Newest(Generic[T]):
         self._load = load
         self._slots = asyncio.Semaphore(loads_at_once)
         self._weights: T | None = None
-        """Of `fetched`."""
+        """Weights of the version `fetched`."""
         self._aim: PolicyManifest | None = None
         """What is being fetched."""
         self._fetching: asyncio.Task[None] | None = None

@@ -46,11 +46,11 @@ class ActorLoad:
     """How much is asked for."""
 
     concurrency: int = 128
-    """Requests, all at once: a multiple of `SAMPLES`."""
+    """Requests that run at once, a multiple of `SAMPLES`."""
     new_tokens: int = 64
-    """Of each answer."""
+    """Number of tokens of each answer."""
     rounds: int = 3
-    """Measured of each side."""
+    """Number of measured rounds of each side."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for what cannot be asked for."""
@@ -66,12 +66,12 @@ class ActorLoad:
 
     @property
     def tokens(self) -> int:
-        """Of a round."""
+        """Number of tokens that a round generates."""
         return self.concurrency * self.new_tokens
 
     @property
     def sampling(self) -> Sampling:
-        """Of every request."""
+        """Sampling settings of every request."""
         return Sampling(max_new_tokens=self.new_tokens)
 
 
@@ -227,7 +227,7 @@ async def _differences(engine: SglangEngine, model: PreTrainedModel, load: Actor
 def _logprobs(
     model: PreTrainedModel, prompt: list[int], sampled: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of the sampled tokens, float32 [N], by the model's own output layer and by one in float32."""
+    """Return the tokens' log-probs, float32 [N], by the model's own output layer and by one in float32."""
     sequence = torch.tensor([[*prompt, *sampled.tolist()]], device=model.device)
     hidden = model.model(input_ids=sequence, use_cache=False).last_hidden_state[0, len(prompt) - 1 : -1]
     tokens = torch.from_numpy(sampled).long().to(model.device)[:, None]

@@ -53,7 +53,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Number of tokens of one step."""
         return self.micro_batch * self.micro_batches
 
     def samples(self) -> list[Sample]:
@@ -74,8 +74,11 @@ class Workload:
         ]
 
     def flops(self) -> float:
-        """Of one step, forward and backward without recomputation: 6 for each weight and token, 6 for each
-        pair that attention multiplies, half of which causality leaves out."""
+        """Return the FLOPs of one step, forward and backward without recomputation.
+
+        Each weight and token take 6, and so does each pair that attention multiplies, half of which
+        causality leaves out.
+        """
         config = self.model
         heads = config.num_attention_heads * config.head_dim
         attention = 6 * config.num_hidden_layers * heads * self.sequence
@@ -83,7 +86,7 @@ class Workload:
 
 
 def weights(config: Qwen3Config) -> int:
-    """Of the matrices that every token is multiplied with: the embedding counts once, as the output layer."""
+    """Count the weights that every token is multiplied with; the embedding counts once, as output layer."""
     hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
     groups = config.num_key_value_heads * config.head_dim
     layer = hidden * (2 * heads + 2 * groups + 3 * config.intermediate_size)
@@ -218,7 +221,7 @@ def _on_cuda() -> dict[str, Json]:
 
 
 def _measured(side: Callable[[Workload], Step], workload: Workload) -> dict[str, Json]:
-    """Of one side by itself, its memory given back."""
+    """Measure one side by itself, then give its memory back."""
     step = side(workload)
     step()
     torch.cuda.reset_peak_memory_stats()

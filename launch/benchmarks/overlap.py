@@ -33,15 +33,15 @@ START_TIMEOUT_S = 1500.0
 STEP_TIMEOUT_S = 600.0
 POLL_S = 0.5
 MEASURING_SHARE, ENDING_SHARE = 0.88, 0.95
-"""Of the limit, when nothing more is measured and when the run is killed; the rest is for the account."""
+"""Shares of the limit after which measuring ends and the run is killed; the rest is for the account."""
 KINDLY_S = 45.0
-"""For the run's end, which writes a checkpoint; less only where measuring would have less than half."""
+"""Time for the run's end, which writes a checkpoint; it is less where measuring would get less than half."""
 ACCOUNT_S = 5.0
 """Where less of the limit is left, no account is begun."""
 
 
 class LimitError(SluiceError):
-    """The time that was given is over."""
+    """Raised when the time limit has passed."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def modes(self) -> list[str]:
-        """Of all turns."""
+        """Mode of each turn, in order."""
         return [mode for n in range(self.rounds) for mode in (MODES if n % 2 == 0 else reversed(MODES))]
 
     @property
@@ -151,7 +151,7 @@ class Measurement:
         self.turns: list[Turn] = []
         """That have settled; the last one's steps may be yet to come."""
         self.heard = Heard({}, [])
-        """What the run had said when it was read last."""
+        """Records of the run when they were last read."""
         self._staleness = config.admission.max_staleness
         self._plan = plan
         self._stop = stop

@@ -33,12 +33,12 @@ class Turn:
 
 @dataclass
 class Heard:
-    """What a run has said so far."""
+    """The records that a run has written so far."""
 
     steps: dict[int, Record]
-    """Of the learner, by number."""
+    """Records of the learner's steps, by number."""
     readings: list[Record]
-    """Of the actors' process, in order of time."""
+    """Records of the actors' process, in order of time."""
 
     @classmethod
     def of(cls, run: RunDirectory) -> Self:

@@ -1,4 +1,4 @@
-"""The report of `launch bench overlap`, out of what a run has said of the turns that were measured."""
+"""The report of `launch bench overlap`, computed from the records of the measured turns."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ MODES = ("async", "sync")
 LIMITS: dict[str, Json] = {"async_over_sync": 2.0, "learner_idle": 0.05, "engine_idle": 0.05}
 """The first at least, the others at most; wanted with a GPU for each side. `slots_idle` has none."""
 ENOUGH_STEPS = 2
-"""Of a synchronous turn that was cut."""
+"""Fewest steps that make a synchronous turn count that was cut."""
 
 
 def trained(heard: Heard, turns: Sequence[Turn], *, burst: int) -> list[Turn]:

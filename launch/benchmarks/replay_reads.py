@@ -38,7 +38,7 @@ from storage.store.replay import ReplayStore
 SHARDS = 2
 SAMPLES = 8
 GROUPS = 32
-"""Of a step: 256 trajectories."""
+"""Groups of a step, which make 256 trajectories."""
 GROUPS_A_SEGMENT = 4
 STEPS = 20
 LENGTHS = {"short": 64, "long": 1900}

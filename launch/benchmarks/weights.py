@@ -69,7 +69,7 @@ LIMITED_BY: dict[str, Json] = {
 
 
 class Measured:
-    """Of each version after the first, in seconds if the name does not say otherwise."""
+    """Measurements of each version after the first, in seconds if the name does not say otherwise."""
 
     def __init__(self) -> None:
         self.values: defaultdict[str, list[float]] = defaultdict(list)
@@ -119,7 +119,7 @@ class Following:
 
 
 def settings(*layers: Layer) -> RunConfig:
-    """Of the learner and the engine, the last layer on top. Raises `ConfigError` for wrong ones."""
+    """Return the settings of learner and engine; the last layer wins. Raises `ConfigError` for wrong ones."""
     learner = {"publication": {"anchor_every": 1000}}
     engine = {"type": "embedded", "dtype": "bfloat16", "slots": 4}
     config = validate({"learner": learner, "actors": {"engine": engine}}, *layers)
@@ -129,7 +129,7 @@ def settings(*layers: Layer) -> RunConfig:
 
 
 def workload_of(model: str | None, config: RunConfig) -> Workload:
-    """Of the model with this name. Without one, of a small one, on CUDA of Qwen3-0.6B."""
+    """Return the workload of the model with this name; without one, of a small one or Qwen3-0.6B on CUDA."""
     if model is None and not torch.cuda.is_available():
         return medium()
     return named(model or "qwen3-0.6b", config.learner.batch.tokens_per_micro_batch)

@@ -63,7 +63,7 @@ def _heads(config: PretrainedConfig) -> tuple[int, int, int]:
 
 
 def _attention_parameters(config: PretrainedConfig) -> int:
-    """Of one layer's projections."""
+    """Count the parameters of one layer's projections."""
     hidden = _read(config, "hidden_size")
     heads, keys, values = _heads(config)
     output = heads * values * hidden
@@ -78,7 +78,7 @@ def _attention_parameters(config: PretrainedConfig) -> int:
 
 
 def _mlp_parameters(config: PretrainedConfig) -> int:
-    """Of all layers' MLPs, of a mixture the experts that one token goes through."""
+    """Count the parameters of all MLPs; in a mixture only the experts that one token goes through count."""
     hidden, layers = _read(config, "hidden_size"), _read(config, "num_hidden_layers")
     chosen = _read(config, "num_experts_per_tok")
     dense = 3 * hidden * _read(config, "intermediate_size")

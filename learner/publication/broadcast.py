@@ -62,10 +62,10 @@ class Broadcaster:
         self._device_bytes = device_bytes
         self._groups: dict[str, _Group] = {}
         self._living: set[asyncio.Task[None]] = set()
-        """Of the groups, and of those that are being ended."""
+        """Tasks of the groups, also of those that are being ended."""
         self._newest: Snapshot | None = None
         self._spares: list[Memory] = []
-        """Of snapshots that nobody needs any more, the newest last; senders have them mapped and locked."""
+        """Memory of snapshots that nobody needs, the latest last; senders keep it mapped and locked."""
         self._copying = asyncio.Lock()
         self._closed = False
 

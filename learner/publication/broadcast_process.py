@@ -30,9 +30,9 @@ from learner.publication.transfer import lock_pages
 Line = dict[str, Any]
 _output = 1
 LEFT_BYTES = 1 << 30
-"""Of the GPU, which weights that are not sent yet leave free."""
+"""GPU memory that weights which are not sent yet leave free."""
 KEPT = 2
-"""Pieces of the learner's memory: of the version that is sent and, where engines are slow, the one before."""
+"""Versions whose memory stays mapped: the one that is sent and, where engines are slow, the one before."""
 
 
 def main() -> NoReturn:

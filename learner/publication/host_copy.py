@@ -16,10 +16,10 @@ from learner.world.process_group import device
 from storage.weights.tensors import TORCH_DTYPES, WORD, HostTensor
 
 NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
-"""Of safetensors."""
+"""Name of each torch dtype in safetensors."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SHORT_BYTES = 512 << 20
-"""Copied where it is asked for, on a CPU: to wake the thread, and be woken, takes a tenth as long or more."""
+"""Size up to which a CPU copies in the calling thread: waking another takes a tenth as long or more."""
 
 
 class Copied:

@@ -50,7 +50,7 @@ class WeightPublisher:
     def __init__(self, bus: Bus, store: BlobStore, config: PublicationConfig, *, incarnation: str) -> None:
         self.latest: PolicyManifest | None = None
         self.figures: dict[str, Json] = {}
-        """Of the latest publication."""
+        """Figures of the latest publication, for metrics."""
         self._bus = bus
         self._store = store
         self._config = config

@@ -17,9 +17,9 @@ from storage.weights.tensors import TORCH_DTYPES, Weights, in_order
 
 Bytes = NDArray[np.uint8]
 BUCKET_BYTES = 256 << 20
-"""Of tensors that are sent together: the learner's device has room for two such at a time."""
+"""Bytes of tensors that are sent together; the learner's device holds two such buckets at a time."""
 PIECE_BYTES = 32 << 20
-"""Copied by one thread at a time."""
+"""Bytes that one thread copies at a time."""
 ALIGNED = 64
 _numbers = count()
 
@@ -38,7 +38,7 @@ class Bucket:
 
     @property
     def size_bytes(self) -> int:
-        """Of all its tensors, with what lies between them."""
+        """Size of all its tensors, with the gaps between them."""
         return self.end - self.begin
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], size_bytes: int) -> None:

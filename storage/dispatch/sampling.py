@@ -22,9 +22,9 @@ class Candidate:
     """The learner's version when its lease was issued: no token of it is older."""
     lease_id: int
     spread: float = field(default=0.0, compare=False)
-    """Mean |advantage| of its siblings, before any normalisation; 0 where nobody asked for it."""
+    """Mean |advantage| of the group before any normalisation; 0 where the sampler does not use it."""
     tokens: int = field(default=0, compare=False)
-    """Of all its siblings together, once it is stored."""
+    """Tokens of all trajectories of the group, once it is stored."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class IssuedLeases:
         return self._known.newest_version
 
     def issue_version(self, lease_id: int) -> int | None:
-        """Of a lease that was rolling out then: an answer tells them all, and `hear_of` asks for new ones."""
+        """Return the version of a lease that was rolling out at the last answer; `hear_of` asks again."""
         return self._versions.get(lease_id)
 
     async def look(self) -> None:

@@ -26,7 +26,7 @@ LARGEST = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Of N rows, whose they are and how long."""
+    """Lease, sample and length of each of N rows."""
 
     leases: NDArray[np.int64]
     samples: NDArray[np.int32]
@@ -159,7 +159,7 @@ class RowIndex:
         return last >= 0 and self._ordinal[last] >= self._sizes[last]
 
     def group_size(self, lease_id: int) -> int | None:
-        """Of a group of which something is stored."""
+        """Return the size of a group of which something is stored, else None."""
         last = self._last.get(lease_id, -1)
         return self._sizes[last] if last >= 0 else None
 
@@ -180,7 +180,7 @@ class RowIndex:
         return rows
 
     def tokens(self, lease_id: int) -> int:
-        """Of all stored samples of a group together."""
+        """Return the tokens of all stored samples of a group."""
         return sum(self._tokens[row] for row in self._chain(self._last.get(lease_id, -1)))
 
     def closable(self, lease_ids: Iterable[int], fewest: int) -> Marks:
@@ -234,7 +234,7 @@ def _as_array(typecode: str, values: NDArray[Any]) -> "array[int]":
 
 
 def _chains(leases: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Of each row, the row before it of the same lease and its ordinal; of each lease, its last row."""
+    """Return for each row the one before it of its lease and its ordinal, and for each lease its last row."""
     count = len(leases)
     order = np.argsort(leases, kind="stable")
     first = np.ones(count, np.bool_)  # of its lease, in `order`

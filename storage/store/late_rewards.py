@@ -58,7 +58,7 @@ class LateRewards:
         self._late: set[int] = set()
         """Leases that had a reward due."""
         self._places: dict[int, int] = {}
-        """Of those that are complete, in that order, the place in the list of all complete groups."""
+        """Place of each that is complete in the list of all complete groups, in that order."""
 
     def open(self) -> None:
         """Read what is there; nothing is made. Raises `StorageError` for a file that is no such database."""

@@ -24,10 +24,10 @@ class Layout:
         self.ends: array[int] = array(
             "q", (end for piece, end in zip(pieces, begins[1:], strict=True) for _ in piece.numbers)
         )
-        """Of each segment ever written, where its rows end: right wherever a piece ends."""
+        """Row at which each segment ever written ends; it is exact wherever a piece ends."""
         self._directory = directory
         self._begins = begins[:-1]
-        """Of each piece, its first row."""
+        """First row of each piece."""
         self._mapped: MappedSegments[int] = MappedSegments(MAPPED_SEGMENTS)  # by their piece's first segment
 
     def path(self, piece: Piece) -> Path:

@@ -37,13 +37,13 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """Of its directory, or of its file once it is retired."""
+        """Name of its directory, or of its file once it is retired."""
         kind = "retired" if self.retired else "segment"
         return f"{kind}_{self.first:08d}" + (f"-{self.last:08d}" if self.last > self.first else "")
 
     @property
     def numbers(self) -> range:
-        """Of the segments it covers."""
+        """Numbers of the segments that it covers."""
         return range(self.first, self.last + 1)
 
     @classmethod

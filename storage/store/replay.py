@@ -97,7 +97,7 @@ class ReplayStore:
 
     @property
     def size_bytes(self) -> int:
-        """Of all segments."""
+        """Size of all segments on disk."""
         with self._mutex:
             return sum(piece.size_bytes for piece in self._layout.pieces)
 
@@ -108,11 +108,11 @@ class ReplayStore:
             return tuple(self._layout.pieces)
 
     def tokens_of(self, lease_id: int) -> int:
-        """Of all trajectories of a complete group together."""
+        """Return the tokens of all trajectories of a complete group."""
         return self._index.tokens(lease_id)  # without the mutex, as its rows change no more
 
     def leases_of(self, piece: Piece) -> NDArray[np.int64]:
-        """Of the trajectories that a piece holds or held, each once."""
+        """Return the leases of the trajectories that a piece holds or held, each once."""
         return np.unique(self._columns_of(piece).leases)
 
     def overdue(
@@ -218,7 +218,7 @@ class ReplayStore:
         return found
 
     def locate(self, lease_ids: Iterable[int]) -> list[tuple[Piece, int]]:
-        """Of each trajectory of these complete groups, as `read` has them, its piece and its row there.
+        """Return piece and row of each trajectory of these complete groups, in the order of `read`.
 
         Raises `StorageError` for a group that is unknown, incomplete or retired, or had rewards due."""
         leases = list(lease_ids)

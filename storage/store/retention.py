@@ -28,9 +28,9 @@ class Retention:
     """How long a shard keeps trajectories that nobody will train on again."""
 
     retain_bytes: int | None = None
-    """Of segments in this shard; None keeps all."""
+    """Bytes of segments that this shard keeps; None keeps all."""
     retain_age_s: float | None = None
-    """Since they were written; None keeps all."""
+    """Age since they were written at which segments are removed; None keeps all."""
     archive: str | None = None
     """Directory or fsspec URL where segments go before they are removed; None removes them for good."""
 

@@ -145,7 +145,7 @@ _pack: Callable[[list[Any]], bytes] = msgpack.packb
 
 
 def _checksum(arrays: Sequence[NDArray[Any]], record: bytes | memoryview) -> int:
-    """Of a trajectory's token arrays, in the order of `TOKEN_ARRAYS`, and of its record."""
+    """Return the checksum of a trajectory's record and its token arrays, in the order of `TOKEN_ARRAYS`."""
     digest = xxhash.xxh3_64_intdigest(record)
     for array in arrays:
         digest = xxhash.xxh3_64_intdigest(array, digest)  # type: ignore[arg-type]  # it is a buffer

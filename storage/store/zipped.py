@@ -12,10 +12,10 @@ from pathlib import Path
 from storage.disk.atomic_files import Content
 
 ALIGNMENT = 8
-"""Of an entry's first byte; numpy and torch want it for numbers of 8 bytes."""
+"""Alignment of an entry's first byte; numpy and torch want it for numbers of 8 bytes."""
 _HEADER_BYTES = 30
 _PADDING_ID = 0xD935
-"""Of the extra field that fills a header up, as Android's zipalign uses it."""
+"""Id of the extra field that fills a header up, as Android's zipalign uses it."""
 _SMALL_BYTES = 1 << 20
 """Up to here joining the parts costs less than writing each."""
 LARGE_BYTES = 1 << 31

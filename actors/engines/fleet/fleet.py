@@ -46,7 +46,7 @@ class Fleet:
         self._numbers = itertools.count()
         self._attempts = itertools.count()
         self._name = secrets.token_hex(4)
-        """Of equal length in all fleets, so that no request id begins another, also at a shared engine."""
+        """Random name. It has the same length in all fleets, so that no request id is a prefix of another."""
         self._updating = 0
         self._turn = asyncio.Condition()
         self._end: EngineError | None = None

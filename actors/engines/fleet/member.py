@@ -57,12 +57,12 @@ class Member:
         self.seated: set[Ticket] = set()
         """Requests that have a place here."""
         self.occupancy = Occupancy()
-        """Of its places."""
+        """Use of its places over time."""
         self.served = 0
         """Requests that ever had one."""
         self.restarts = 0
         self.reason = ""
-        """Of the latest failure."""
+        """Reason of the latest failure."""
         self.misconfigured: ConfigError | None = None
         """Set when the engine did not start for its settings."""
         self.turn = Turn(self)
@@ -86,7 +86,7 @@ class Member:
 
     @property
     def policy_version(self) -> int:
-        """Of the weights in service, -1 for none."""
+        """Version of the weights in service, -1 for none."""
         return self._life.engine.policy_version if self._life and self.state == "serving" else -1
 
     @property

@@ -28,7 +28,7 @@ class LearnerGroup:
         self._client = client
         self._facts = facts
         self.name = ""
-        """Of the group that the server is in, or was to join; empty for none."""
+        """Name of the group that the server is in, or was to join; empty for none."""
         self._not_before_s = 0.0
 
     def refuse_unreachable(self) -> None:

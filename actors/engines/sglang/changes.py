@@ -23,9 +23,9 @@ from storage.weights.tensors import WORD, Words, spare_threads
 APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply_2.__name__}"
 """As SGLang names it among its custom weight loaders. Another form of the file is another name."""
 Found = tuple[Words, Words]
-"""Of a tensor gaps (uint16 [N], as `sluice_changes.GAPS` has them) and the elements themselves (words [N]).
+"""Gaps between the changed elements of a tensor (uint16 [N], see `sluice_changes.GAPS`), and their words [N].
 
-By numpy: torch lets go of the interpreter in every step, and waits for a busy event loop then."""
+Numpy computes them: torch releases the interpreter in every step and then waits for a busy event loop."""
 COPYING = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Model types of which SGLang copies what it loads, by its source: others might compute something of it."""
 EXPERTS = ("mixtral", "qwen3_moe")

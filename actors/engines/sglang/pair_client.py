@@ -207,7 +207,7 @@ class PairClient(SglangClient):
         raise EngineError("the servers of a pair do not free their devices")
 
     async def checksums(self) -> dict[str, str]:
-        """Of the parameters of both; the prefill server's names begin with `prefill.`."""
+        """Return checksums of both servers' parameters; names of the prefill server begin with `prefill.`."""
         first, rest = await together(self.prefill.checksums(), self.decode.checksums())
         return rest | {f"prefill.{name}": checksum for name, checksum in first.items()}
 

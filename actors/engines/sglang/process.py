@@ -72,7 +72,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the server's first process, and of its process group."""
+        """Id of the server's first process, and of its process group."""
         return self._process.pid
 
     @property

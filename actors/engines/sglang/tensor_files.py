@@ -30,5 +30,5 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(state: State) -> int:
-    """Of all tensors."""
+    """Return the size of all tensors in bytes."""
     return sum(tensor.nbytes for tensor in state.values())

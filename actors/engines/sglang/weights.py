@@ -21,9 +21,9 @@ IN_MEMORY = Path("/dev/shm")
 PREFIX = "sluice-weights-"
 SETTLED_S = 60.0
 BUCKET_BYTES = 256 << 20
-"""Of tensors in the body of one request."""
+"""Bytes of tensors in the body of one request."""
 FILE_BYTES = 1 << 30
-"""Of tensors in one file, which one thread writes: the system lets no two write to a file at a time."""
+"""Bytes of tensors in one file. One thread writes it, since two cannot write to a file at once."""
 
 
 class HeldWeights:
@@ -43,7 +43,7 @@ class HeldWeights:
         shutil.copytree(model_dir, self.directory, ignore=shutil.ignore_patterns("*.safetensors*"))
         self.model_type = str(json.loads((model_dir / "config.json").read_text()).get("model_type", ""))
         self.policy_version = -1
-        """Of the tensors; -1 when there are none yet."""
+        """Version of the tensors; -1 when there are none yet."""
         self._tensors: dict[str, torch.Tensor] = {}
         self._writes = 0
 

@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS = 8192
-"""Of a row of logits, taken at a time."""
+"""Number of logits of a row that are taken at a time."""
 PROGRAMS = 264
-"""Over which sums over tokens are spread: two for each multiprocessor of an H200, where more were slower."""
+"""Programs that share a sum over tokens: two for each multiprocessor of an H200, where more were slower."""
 
 
 def softmax_sums(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,7 +278,7 @@ def _join_heads(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - a kernel
 
 @triton.jit
 def _weight(query_weight, key_weight, is_query, is_key, place, inside):  # type: ignore[no-untyped-def]
-    """Of each row's norm, float32; that of values is 0."""
+    """Return the weight of each row's norm, float32; that of values is 0."""
     of_query = tl.load(query_weight + place, mask=inside, other=0.0).to(tl.float32)
     of_key = tl.load(key_weight + place, mask=inside, other=0.0).to(tl.float32)
     return tl.where(is_query, of_query, tl.where(is_key, of_key, 0.0))
