@@ -9,17 +9,21 @@ STAMP := $(VENV)/.installed
 SGLANG := .venv-sglang
 SGLANG_CPU := actors/engines/sglang/cpu
 SGLANG_STAMP := $(SGLANG)/.installed
+IN_PARALLEL := --numprocesses logical --maxprocesses 8 --dist loadfile
 
-.PHONY: demo test test-slow test-sglang check install sglang clean
+.PHONY: demo test test-slow test-nightly test-sglang check install sglang clean
 
 demo: install
 	$(BIN)/launch local --preset sort
 
 test: install
-	$(BIN)/pytest --numprocesses logical --maxprocesses 8 --dist loadfile
+	$(BIN)/pytest $(IN_PARALLEL)
 
 test-slow: install
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "slow and not nightly" $(IN_PARALLEL)
+
+test-nightly: install
+	$(BIN)/pytest -m nightly
 
 test-sglang: install sglang
 	$(BIN)/pytest -m sglang

@@ -101,14 +101,9 @@ def compare(scores: Sequence[Score]) -> Comparison:
 
 
 def _rank_correlation(old: NDArray[np.float64], new: NDArray[np.float64]) -> float | None:
-    a, b = _ranks(old), _ranks(new)
-    return float(np.corrcoef(a, b)[0, 1]) if np.ptp(a) and np.ptp(b) else None
+    from scipy.stats import spearmanr  # takes a quarter of a second to import, and only this needs it
 
-
-def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the rank of each value; equal values share the mean of their ranks."""
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[places], np.float64)
+    return float(spearmanr(old, new).statistic) if np.ptp(old) and np.ptp(new) else None
 
 
 def _classes(old: NDArray[np.float64]) -> Mapping[str, NDArray[np.bool_]]:
