@@ -58,7 +58,7 @@ def pack_streams(samples: Sequence[Mapping[str, StreamValues]], lengths: Sequenc
 def _packed(
     stream: Stream, name: str, samples: Sequence[Mapping[str, StreamValues]], lengths: Sequence[int]
 ) -> Tensor:
-    packed = torch.full((sum(lengths),), stream.fill, dtype=stream.dtype)
+    packed = np.full(sum(lengths), stream.fill, dtype=stream.array_dtype)
     start = 0
     for sample, length in zip(samples, lengths, strict=True):
         values = sample.get(name, stream.fill)
@@ -67,8 +67,8 @@ def _packed(
         if isinstance(values, np.ndarray):
             if len(values) != length:
                 raise ValueError(f"stream {name!r} has {len(values)} values for a sample of {length} tokens")
-            target.copy_(torch.from_numpy(values[1:] if stream.shifted else values))
+            target[:] = values[1:] if stream.shifted else values  # it may lie in a file mapped for reading
         else:
-            target.fill_(values)
+            target[:] = values
         start += length
-    return packed
+    return torch.from_numpy(packed)

@@ -48,22 +48,23 @@ class TorchBackend:
         self.optimizer_config, self.updates_done = config, 0
         self.optimizer = reference_optimizer(self.model, config)
 
-    def _logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Of the labels, and entropy, [T] each: each sequence by itself."""
         logits = [self.model(tokens[None]).logits[0] for tokens in torch.split(batch.tokens, batch.lengths)]
-        distribution = torch.log_softmax(torch.cat(logits).float() / temperature, dim=-1)
+        temperatures = batch.streams.get("temperatures", torch.ones(len(batch.tokens)))
+        distribution = torch.log_softmax(torch.cat(logits).float() / temperatures[:, None], dim=-1)
         entropy = -(distribution.exp() * distribution).sum(-1)
         return distribution.gather(-1, batch.labels[:, None])[:, 0], entropy
 
     @torch.no_grad()
-    def logprobs(self, micro_batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         return [
-            torch.where(batch.loss_mask, torch.stack(self._logprobs(batch, temperature)), torch.nan)
+            torch.where(batch.loss_mask, torch.stack(self._logprobs(batch)), torch.nan)
             for batch in micro_batches
         ]
 
     def train_step(
-        self, micro_batches: Sequence[MicroBatch], loss: Any, *, temperature: float, policy_version: int
+        self, micro_batches: Sequence[MicroBatch], loss: Any, *, policy_version: int
     ) -> StepResult:
         config = self.optimizer_config
         lr = config.lr * min(1.0, (self.updates_done + 1) / max(1, config.warmup_steps))
@@ -72,11 +73,11 @@ class TorchBackend:
         total, entropies = 0.0, 0.0
         for batch in micro_batches:
             mask = batch.loss_mask
-            logprobs, entropy = (values[mask] for values in self._logprobs(batch, temperature))
+            logprobs, entropy = (values[mask] for values in self._logprobs(batch))
             weights = torch.ones(())
             if not isinstance(getattr(loss, "loss", loss), SFTLoss):
-                ratio = torch.exp(logprobs.detach() - batch.behaviour_logprobs[mask])
-                weights = ratio.clamp(max=TRUNCATION_CAP) * batch.advantages[mask]
+                ratio = torch.exp(logprobs.detach() - batch.of_trained("behaviour_logprobs"))
+                weights = ratio.clamp(max=TRUNCATION_CAP) * batch.of_trained("advantages")
             mean = -(weights * logprobs).sum() / tokens
             mean.backward()
             total, entropies = total + mean.item(), entropies + entropy.sum().item()
