@@ -1,6 +1,10 @@
 """The pydantic base of every configuration section, and the section that names the bus."""
 
+import re
+
 from pydantic import BaseModel, ConfigDict, Field
+
+_CREDENTIALS = re.compile(r"(?<=://)[^/,\s]+(?=@)")
 
 
 class Config(BaseModel):
@@ -36,3 +40,8 @@ class ColocationConfig(Config):
     yield_timeout_s: float = Field(1800.0, gt=0)
     """Longest time that the learner waits for engines, also for one that is starting, to free their devices.
     Then it ends with an error that names them."""
+
+
+def without_credentials(text: str) -> str:
+    """Replace user, password or token by `***` in every URL of `text`, for logs, errors and files."""
+    return _CREDENTIALS.sub("***", text)

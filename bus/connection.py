@@ -17,8 +17,7 @@ from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NotFound
 from nats.js.kv import KeyValue
 
 from bus.codec import M, Message, decode, encode
-from bus.config import BusConfig
-from bus.credentials import without_credentials
+from bus.config import BusConfig, without_credentials
 from bus.errors import BusError, ConfigError, SchemaError, SluiceError
 from bus.requests import Done, Refused
 from bus.topology import Topology

@@ -17,16 +17,16 @@ from bus.waiting import set_within
 from storage.client.addresses import host_identity
 
 log = structlog.get_logger()
-LOOK_S = 0.25
-"""Between two looks at whether the actors have yielded; notices come sooner."""
-LAST_WORDS_S = 2.0
-"""How long the end of a hold may take to be said; not heard of, it lapses."""
+POLL_S = 0.25
+"""Time from one check whether the actors have yielded to the next; notices come sooner."""
+END_TIMEOUT_S = 2.0
+"""Longest time to publish the end of a hold; a hold whose end is not published lapses."""
 
 
 class Device:
-    """Holds the devices of this host while there is work for them, and only then.
+    """Holds the devices of this host while the learner has work for them, and only then.
 
-    Inside nothing may be waited for that an actor or storage has to do: their work may need the device."""
+    While they are held, nothing may wait for an actor or storage, whose work may need the device."""
 
     def __init__(
         self, bus: Bus, config: ColocationConfig, *,
@@ -42,19 +42,19 @@ class Device:
         if config.enabled and not self._host:
             raise ConfigError("colocation.enabled: this system has no boot id to tell its host by")
         self._hold = DeviceHold(incarnation=incarnation, number=0, host=self._host, held=False)
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def start(self) -> None:
-        """End what a learner before may still hold, and listen to the actors."""
+        """End the hold that an earlier learner may still have, and listen to the actors."""
         if self._config.enabled:
-            await self._say()
+            await self._publish_hold()
             await self._bus.listen(
-                self._bus.subject("notice", "device-user"), DeviceUser, lambda _: self._news.set()
+                self._bus.subject("notice", "device-user"), DeviceUser, lambda _: self._changed.set()
             )
 
     @asynccontextmanager
     async def held(self, stop: asyncio.Event) -> AsyncIterator[bool]:
-        """Have the devices inside, when the actors have yielded them; False when `stop` came before that.
+        """Hold the devices inside, once the actors have yielded them; False when `stop` came before that.
 
         Raises `BusError` when an actor that is alive does not yield in time."""
         if not self._config.enabled:
@@ -62,7 +62,7 @@ class Device:
             return
         self._hold = replace(self._hold, number=self._hold.number + 1, held=True)
         ended = asyncio.Event()
-        beating = asyncio.create_task(self._beat(ended), name="hold the device")
+        beating = asyncio.create_task(self._renew(ended), name="hold the device")
         try:
             began = time.monotonic()
             ours = await self._yielded(stop)
@@ -84,14 +84,14 @@ class Device:
 
     async def _yielded(self, stop: asyncio.Event) -> bool:
         """Wait until no living actor of this host uses the devices; False when `stop` came first."""
-        config, late_s = self._config, time.monotonic() + self._config.yield_timeout_s
+        config, deadline_s = self._config, time.monotonic() + self._config.yield_timeout_s
         beats: dict[str, Beats] = {}
         users: Iterable[str] | None = None
         while not stop.is_set():
-            self._news.clear()
+            self._changed.clear()
             try:
                 if users is None:
-                    await self._say()  # and then look: an actor that is not there yet will see it
+                    await self._publish_hold()  # and then look: an actor that is not there yet will see it
                     users = await self._bus.keys(USERS)
                     beats = {key: Beats(config.lapse_s) for key in users}
                 users = missing = [key for key in users if await self._uses(key, beats[key])]
@@ -104,12 +104,12 @@ class Device:
                 return True
             names = ", ".join(key.removeprefix(f"{USERS}.") for key in missing)
             self._on_wait(f"waiting for the engines of {names} to free the device")
-            if time.monotonic() > late_s:
+            if time.monotonic() > deadline_s:
                 raise BusError(
                     f"no free device within colocation.yield_timeout_s={config.yield_timeout_s:g}: it is "
                     f"still used by {names}. See what its log says, or raise the limit"
                 )
-            await set_within(self._news, LOOK_S)
+            await set_within(self._changed, POLL_S)
         return False
 
     async def _uses(self, key: str, beats: Beats) -> bool:
@@ -125,23 +125,23 @@ class Device:
         await self._bus.delete(key)
         return False
 
-    async def _beat(self, ended: asyncio.Event) -> None:
+    async def _renew(self, ended: asyncio.Event) -> None:
         while not ended.is_set():
             try:
-                await self._say()
+                await self._publish_hold()
             except BusError as error:  # the actors' patience is as long as the bus is away
                 log.warning("hold_not_renewed", reason=str(error))
             await set_within(ended, BEAT_S)
 
     async def _give_back(self) -> None:
         try:
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(END_TIMEOUT_S):
                 found = await self._bus.get(HOLD_KEY, DeviceHold)
                 if found is None or found[0].incarnation == self._hold.incarnation:  # else we were taken over
-                    await self._say()
+                    await self._publish_hold()
         except (TimeoutError, BusError) as error:  # it lapses by itself
             log.warning("hold_not_ended", reason=str(error) or "no answer")
 
-    async def _say(self) -> None:
+    async def _publish_hold(self) -> None:
         await self._bus.put(HOLD_KEY, self._hold)
         await self._bus.notify(self._bus.subject("notice", "device"), self._hold)

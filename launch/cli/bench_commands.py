@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
@@ -15,6 +15,9 @@ from bus.errors import ConfigError, SluiceError
 from launch.cli.app import ActorsSettings, ConfigFile, Settings, app, layers_of
 from launch.config import ActorsProcess, RunConfig, flags, merge, validate
 from launch.process.runtime import configure_logging, fail, run
+
+if TYPE_CHECKING:
+    from launch.benchmarks.overlap import Plan
 
 bench = App(name="bench", help="Measure a part on this machine, and its baseline in the same run.")
 app.command(bench)
@@ -186,19 +189,12 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     as_json
         Print one JSON object on one line.
     """
-    import psutil
-
-    from launch.benchmarks.overlap import WELL, Plan
+    from launch.benchmarks.overlap import WELL
     from launch.benchmarks.overlap import bench_overlap as measured
     from launch.benchmarks.overlap_settings import defaults, make
     from launch.benchmarks.overlap_settings import settings as settings_of
 
-    if steps < 1 or rounds < 1:
-        raise ConfigError(f"--steps {steps} --rounds {rounds}: measure one step in one round at least")
-    if not limit_s > 0:
-        raise ConfigError(f"--limit-s {limit_s:g}: give some seconds, or leave it out to measure everything")
-    age_s = age_of_process(psutil.Process().create_time(), time.time())  # imports take seconds
-    plan = Plan(steps, rounds, limit_s, began=time.monotonic() - age_s)
+    plan = _overlap_plan(steps, rounds, limit_s)
     configure_logging("info")
     devices = {"learner": learner_device, "actors": engine_device}
     layers = layers_of(None, config, {}, settings)
@@ -210,6 +206,20 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     _show(report, as_json=as_json)
     if report["ended"] != WELL:
         fail(SluiceError(str(report["ended"])))
+
+
+def _overlap_plan(steps: int, rounds: int, limit_s: float) -> "Plan":
+    """Return the plan, whose time counts from the start of this process, since imports take seconds."""
+    import psutil
+
+    from launch.benchmarks.overlap import Plan
+
+    if steps < 1 or rounds < 1:
+        raise ConfigError(f"--steps {steps} --rounds {rounds}: measure one step in one round at least")
+    if not limit_s > 0:
+        raise ConfigError(f"--limit-s {limit_s:g}: give some seconds, or leave it out to measure everything")
+    age_s = age_of_process(psutil.Process().create_time(), time.time())
+    return Plan(steps, rounds, limit_s, began=time.monotonic() - age_s)
 
 
 def age_of_process(created_s: float, now_s: float) -> float:

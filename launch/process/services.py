@@ -13,9 +13,9 @@ from bus.errors import BusError, ConfigError
 from bus.messages import RunRecord
 from bus.server import NatsServer
 from bus.waiting import cancelled, ended_before
-from bus.write_check import until_it_cannot_store
 from launch.config import RunConfig, resolve
 from launch.process.runtime import locked
+from launch.process.write_check import until_it_cannot_store
 from learner.config.parallel import WorldConfig
 from storage.disk.atomic_files import make_directory, one_at_a_time, write_file
 from storage.disk.run_directory import RunDirectory

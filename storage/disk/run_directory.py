@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from bus.codec import Json
-from bus.credentials import without_credentials
+from bus.config import without_credentials
 from bus.errors import ConfigError
 from storage.disk.atomic_files import make_directory, write_json
 
