@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from actors.engines.fleet.config import FleetConfig
 from actors.environments.length_config import LengthProfileConfig
@@ -265,7 +265,22 @@ class SingleTurnConfig(Config):
     """Longest time that one call of the reward may take before the rollout counts as failed."""
 
 
-EnvironmentConfig = Annotated[SingleTurnConfig | LengthProfileConfig, Field(discriminator="type")]
+class PluginEnvironmentConfig(Config):
+    """Environment of the user's own."""
+
+    type: Literal["plugin"]
+    """Name of the environment."""
+
+    environment: str
+    """Class of the environment, as `my_pkg.my_module:Class`."""
+
+    settings: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings of the environment, which its nested class `Settings` declares."""
+
+
+EnvironmentConfig = Annotated[
+    SingleTurnConfig | LengthProfileConfig | PluginEnvironmentConfig, Field(discriminator="type")
+]
 
 
 class EvaluatorConfig(Config):

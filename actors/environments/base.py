@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from bus.codec import Json
-from bus.errors import SchemaError
+from bus.errors import SchemaError, SluiceError
 from bus.trajectory import DEFAULT_POLICY, TRUSTED_ENDS, YOUNGEST, End, Turn
 
 if TYPE_CHECKING:
@@ -105,6 +105,10 @@ class Episode:
     trajectories: tuple[AgentTrajectory, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log, by `area/name_unit`."""
+
+
+class EpisodeError(SluiceError):
+    """An environment failed: this rollout has no episode."""
 
 
 class Environment(Protocol):

@@ -1,14 +1,17 @@
 """The environment that a configuration names."""
 
-from actors.config import SingleTurnConfig
+from actors.config import EnvironmentConfig, PluginEnvironmentConfig
 from actors.environments.base import Environment
 from actors.environments.length_config import LengthProfileConfig
 from actors.environments.length_profile import LengthProfile
+from actors.environments.plugin import plugin_environment
 from actors.environments.single_turn import SingleTurn
 
 
-def build_environment(config: SingleTurnConfig | LengthProfileConfig) -> Environment:
-    """Build it; raises ConfigError for a reward that cannot be loaded."""
+def build_environment(config: EnvironmentConfig) -> Environment:
+    """Build it. Raises `ConfigError` for a reward or an environment of the user's that cannot be used."""
+    if isinstance(config, PluginEnvironmentConfig):
+        return plugin_environment(config)
     if isinstance(config, LengthProfileConfig):
         return LengthProfile.from_config(config)
     return SingleTurn.from_config(config)

@@ -1,19 +1,21 @@
 """Single-turn rollouts, end to end on a scripted engine and on a real one."""
 
 import asyncio
+import sys
 
 import numpy as np
 import pytest
 
-from actors.config import SingleTurnConfig
+from actors.config import PluginEnvironmentConfig, SingleTurnConfig
 from actors.engines.base import Engine, Sampling
 from actors.engines.scripted import ScriptedEngine
-from actors.environments.base import Environment, Task
+from actors.environments.base import Environment, Episode, EpisodeError, Task
+from actors.environments.build import build_environment
 from actors.environments.single_turn import SingleTurn
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
 from actors.rewards.scoring import Scorer
-from bus.errors import ConfigError, EngineError, SchemaError
+from bus.errors import ConfigError, EngineError, EngineLostError, SchemaError
 
 
 def policy_saying(tokenizer, text, *, max_new_tokens=64):
@@ -87,6 +89,61 @@ async def test_failures_are_raised_for_the_rollout_alone(tokenizer):
 def test_an_unknown_reward_is_a_config_error():
     with pytest.raises(ConfigError, match="did you mean 'exact'"):
         SingleTurn.from_config(SingleTurnConfig(reward="exakt"))
+
+
+class Troubled:
+    """An environment of the user's that does what it is told."""
+
+    trajectories_per_episode = 1
+    trouble = None
+
+    async def run(self, task, policy):
+        if isinstance(self.trouble, Exception):
+            raise self.trouble
+        return self.trouble
+
+
+class Unbuildable(Troubled):
+    def __init__(self):
+        raise RuntimeError("no GPU")
+
+
+TROUBLE = [
+    (ValueError("mine"), EpisodeError, "raised ValueError"),
+    (ExceptionGroup("agents", [KeyError("x")]), EpisodeError, "raised ExceptionGroup"),
+    (EngineError("its own"), EngineError, "its own"),
+    (ExceptionGroup("agents", [KeyError("x"), EngineLostError("none left")]), EngineLostError, "none left"),
+    (None, EpisodeError, "return an Episode"),
+    (Episode(()), EpisodeError, "return an Episode"),
+]
+
+
+@pytest.mark.parametrize(("trouble", "error", "said"), TROUBLE)
+async def test_whatever_the_users_environment_does_fails_the_rollout_alone(trouble, error, said, monkeypatch):
+    monkeypatch.setattr(Troubled, "trouble", trouble)
+    monkeypatch.setitem(sys.modules, "users_own", sys.modules[__name__])
+    environment = build_environment(PluginEnvironmentConfig(type="plugin", environment="users_own:Troubled"))
+    with pytest.raises(error, match=said):
+        await environment.run(Task(task_id="t", prompt="a"), policy=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("Troubled", {"tries": 1}, "takes no settings"),
+        ("Unbuildable", {}, "cannot be built: RuntimeError"),
+        ("policy_saying", {}, "cannot be built: TypeError"),
+        ("Trouble", {}, "did you mean 'Troubled'"),
+        ("asyncio", {}, "is not callable"),
+        ("dict_of_nothing", {}, "has no run and no trajectories_per_episode"),
+    ],
+)
+def test_an_unusable_environment_is_a_config_error(name, settings, said, monkeypatch):
+    monkeypatch.setitem(globals(), "dict_of_nothing", dict)
+    monkeypatch.setitem(sys.modules, "users_own", sys.modules[__name__])
+    config = PluginEnvironmentConfig(type="plugin", environment=f"users_own:{name}", settings=settings)
+    with pytest.raises(ConfigError, match=said):
+        build_environment(config)
 
 
 async def test_a_group_on_the_embedded_engine(serve, tokenizer):

@@ -1,0 +1,94 @@
+"""Environments of the user's own: built with checked settings, and kept from ending the actor."""
+
+from collections.abc import Callable
+from typing import cast
+
+import structlog
+from pydantic import BaseModel, ValidationError
+
+from actors.config import PluginEnvironmentConfig
+from actors.environments.base import Environment, Episode, EpisodeError, Task
+from actors.policy.policy import Policy
+from bus.errors import ConfigError, EngineLostError, HandBackError, SluiceError
+from bus.plugins import load_function
+
+log = structlog.get_logger()
+NOT_THE_EPISODES = EngineLostError, HandBackError
+"""Errors that say nothing about the episode: its lease is for another actor."""
+
+
+class PluginEnvironment:
+    """Runs an environment of the user's, whose exceptions fail the rollout and not the actor."""
+
+    def __init__(self, name: str, environment: Environment) -> None:
+        self.trajectories_per_episode = environment.trajectories_per_episode
+        self._name = name
+        self._environment = environment
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """Roll `task` out once. Raises `EpisodeError` for whatever the user's code raises by itself."""
+        try:
+            episode = await self._environment.run(task, policy)
+        except SluiceError:
+            raise
+        except ExceptionGroup as errors:  # of a TaskGroup, as environments of several agents have
+            if ours := errors.subgroup(NOT_THE_EPISODES):
+                raise _first(ours) from errors
+            raise self._failed(task, errors) from errors
+        except Exception as error:
+            raise self._failed(task, error) from error
+        if not isinstance(episode, Episode) or not episode.trajectories:
+            raise EpisodeError(
+                f"environment {self._name} returned {episode!r} for {task.task_id}: return an Episode with "
+                "policy.trajectories(reward)"
+            )
+        return episode
+
+    def _failed(self, task: Task, error: Exception) -> EpisodeError:
+        log.warning("environment_raised", environment=self._name, task=task.task_id, exc_info=error)
+        return EpisodeError(f"environment {self._name} raised {error!r} on task {task.task_id}")
+
+
+def plugin_environment(config: PluginEnvironmentConfig) -> PluginEnvironment:
+    """Build the environment that `config` names, with its settings.
+
+    Raises `ConfigError` when it cannot be imported, its settings are wrong, or it is no environment.
+    """
+    name = config.environment
+    factory: Callable[..., object] = load_function("environment", name, {})
+    arguments = _checked_settings(config, getattr(factory, "Settings", None))
+    try:
+        environment = factory(*arguments)
+    except Exception as error:  # the user's class may raise anything
+        raise ConfigError(f"environment {name!r} cannot be built: {error!r}") from error
+    missing = [part for part in ("run", "trajectories_per_episode") if not hasattr(environment, part)]
+    if missing:
+        raise ConfigError(f"environment {name!r} has no {' and no '.join(missing)}: see docs/extending.md")
+    return PluginEnvironment(name, cast(Environment, environment))
+
+
+def _checked_settings(config: PluginEnvironmentConfig, declared: type | None) -> list[BaseModel]:
+    """Return the settings as the model that the class declares, or nothing if it declares none."""
+    if not (isinstance(declared, type) and issubclass(declared, BaseModel)):
+        if config.settings:
+            raise ConfigError(
+                f"environment {config.environment!r} takes no settings: declare them in a nested pydantic "
+                "class Settings, or leave out actors.environment.settings"
+            )
+        return []
+    try:
+        return [declared.model_validate(config.settings)]
+    except ValidationError as error:
+        problems = [
+            f"actors.environment.settings.{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+            for problem in error.errors()
+        ]
+        raise ConfigError("\n".join(problems)) from error
+
+
+def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
+    """Return the first error of a group, however deep it lies."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return cast(Exception, error)

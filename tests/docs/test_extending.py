@@ -1,0 +1,211 @@
+"""The examples of docs/extending.md do what it says: each runs, and start-up refuses a misspelt plug-in."""
+
+import asyncio
+import importlib
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tomllib import loads
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from actors.config import PluginEnvironmentConfig
+from actors.engines.base import Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.environments.base import Task
+from actors.environments.build import build_environment
+from actors.policy.policy import Policy
+from actors.rewards.base import Answer
+from actors.rewards.group_filters import load_filter
+from bus.config import BusConfig
+from bus.connection import Bus
+from bus.errors import BusError, ConfigError
+from bus.server import NatsServer
+from launch.cli.app import app
+from launch.config import RunConfig, validate
+from launch.watch.monitor import RunMonitor, RunSettings
+from learner.algorithms.advantages.estimator import estimate_advantages
+from learner.algorithms.aggregation import aggregation
+from learner.algorithms.objective import Objective, token_losses
+from learner.algorithms.plugin import refuse_bad_plugins
+from learner.algorithms.tokens import LossTokens
+from learner.backends.megatron.conversion.qwen2 import QWEN2
+from learner.data.streams import STREAMS, Stream, pack_streams
+from learner.scratch_model import character_tokenizer
+from tests.factories import make_trajectory
+
+PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+EXAMPLES = dict(re.findall(r"^```python\n# (\S+)\.py\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+"""Source by path, without the suffix."""
+SETTINGS = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def beside_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The examples that belong to the user lie in a directory that is searched."""
+    own = [name for name in EXAMPLES if "/" not in name]
+    for name in own:
+        (tmp_path / f"{name}.py").write_text(EXAMPLES[name])
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in own:
+        sys.modules.pop(name, None)
+
+
+def example(path: str) -> ModuleType:
+    """An example that belongs to a package of Sluice, as a module of its own."""
+    module = ModuleType(path.replace("/", "."))
+    exec(compile(EXAMPLES[path], path, "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+def start_up(config: RunConfig) -> None:
+    """What actors and learner check before they begin."""
+    build_environment(config.actors.environment)
+    load_filter(config.actors.group_filter)
+    refuse_bad_plugins(config.learner)
+
+
+def settings_of(name: str) -> RunConfig:
+    [block] = [block for block in SETTINGS if f"{name}:" in block]
+    return validate(loads(block))
+
+
+@pytest.mark.parametrize("block", SETTINGS, ids=lambda block: re.search(r"(\w+):", block)[1])
+def test_start_up_takes_each_plugin_and_refuses_it_misspelt(block: str):
+    start_up(validate(loads(block)))
+    misspelt = validate(loads(re.sub(r'(\w+:\w+)"', r'\1_not"', block)))
+    with pytest.raises(ConfigError, match="_not"):
+        start_up(misspelt)
+
+
+def test_every_plugin_of_the_page_has_settings():
+    named = {module for block in SETTINGS for module in re.findall(r'"(\w+):', block)}
+    assert named == {name for name in EXAMPLES if "/" not in name}
+
+
+def test_reward_and_filter():
+    answer = Answer(
+        task_id="t", messages=(), text="it is 84", finish_reason="stop", label="84", token_count=20
+    )
+    assert importlib.import_module("my_reward").brevity(answer) == pytest.approx(0.98)
+    too_easy = load_filter(settings_of("my_filter").actors.group_filter)
+    group = [make_trajectory(reward=1.0), make_trajectory(sample=1, reward=1.0)]
+    assert too_easy([t.reward for t in group]) == "too_easy"
+    assert too_easy([1.0, 0.0]) is None
+
+
+async def test_the_environment_asks_again():
+    environment = build_environment(settings_of("my_environment").actors.environment)
+    said = iter(("wrong", "12"))
+    tokenizer = character_tokenizer()
+
+    def script(prompt: list[int]) -> list[int]:
+        return [*tokenizer.encode(next(said), add_special_tokens=False), tokenizer.eos_token_id]
+
+    policy = Policy(ScriptedEngine(script), tokenizer, Sampling(stop_token_ids=(tokenizer.eos_token_id,)))
+    episode = await environment.run(Task(task_id="t", prompt="sort 21", label="12"), policy)
+    assert {trajectory.reward for trajectory in episode.trajectories} == {0.9}
+    assert sum(len(trajectory.turns) for trajectory in episode.trajectories) == 2
+
+
+@pytest.mark.parametrize("settings", [{"tries": 0}, {"tryes": 3}])
+def test_the_environment_refuses_wrong_settings(settings: dict[str, int]):
+    config = PluginEnvironmentConfig(type="plugin", environment="my_environment:Retries", settings=settings)
+    with pytest.raises(ConfigError, match=rf"actors\.environment\.settings\.{next(iter(settings))}"):
+        build_environment(config)
+
+
+def test_leave_one_out():
+    groups = [
+        [make_trajectory(sample=n, group_size=3, reward=reward) for n, reward in enumerate((1.0, 0.0, 0.5))]
+    ]
+    [found] = estimate_advantages(settings_of("my_advantage").learner.advantage, groups)
+    assert found == pytest.approx([0.75, -0.75, 0.0])
+
+
+def test_correction_and_loss():
+    learner = settings_of("my_loss").learner
+    correction = settings_of("my_correction").learner.correction
+    behaviour = torch.tensor([-1.0, -1.0, -1.0])
+    tokens = LossTokens(
+        logprobs=torch.tensor([-1.0, -0.5, 0.0]),
+        entropy=torch.zeros(3),
+        labels=torch.zeros(3, dtype=torch.int64),
+        sequence=torch.zeros(3, dtype=torch.int64),
+        sequences=1,
+        streams={
+            "behaviour_logprobs": behaviour,
+            "advantages": torch.tensor([1.0, 2.0, 4.0]),
+            "loss_weights": torch.ones(3),
+        },
+    )
+    losses, sums = token_losses(Objective(loss=learner.loss), tokens)
+    assert losses.tolist() == pytest.approx([-1.0, -2.4, -4.8])
+    assert sums["clipped_tokens"] == 2
+    losses, _ = token_losses(Objective(loss=learner.loss, correction=correction), tokens)
+    assert losses.tolist() == pytest.approx([-1.0, -2.4, 0.0])  # a log ratio of 1.0 is above 0.7
+
+
+def test_aggregation():
+    weigh = aggregation(settings_of("my_aggregation").learner.aggregation)
+    weights, denominators = weigh(np.array([4, 16]), np.array([0, 0]))
+    assert weights.tolist() == [0.5, 0.25]
+    assert denominators.tolist() == [2.0, 4.0]
+
+
+def test_a_declared_stream_is_packed(monkeypatch: pytest.MonkeyPatch):
+    assert '`"values": Stream(),`' in PAGE
+    monkeypatch.setitem(STREAMS, "values", Stream())
+    packed = pack_streams([{"values": np.array([1.0, 2.0, 3.0])}, {"values": 7.0}], [3, 2])
+    assert packed["values"].tolist() == [2.0, 3.0, 0.0, 7.0, 0.0]
+
+
+def test_the_family_is_that_of_qwen2():
+    family = example("learner/backends/megatron/conversion/my_family").MY_FAMILY
+    assert family.layer_rules == QWEN2.layer_rules
+    assert family.qkv_bias
+
+
+async def test_the_transport_keeps_and_verifies_blobs():
+    transport = example("storage/weights/blob_fsspec")
+    store = transport.FsspecBlobs("memory://weights")
+    await store.start()
+    ref = await store.put([b"some", b"thing"], "policy", 7)
+    assert await store.holds([ref])
+    assert await asyncio.to_thread(transport.fetch, ref) == b"something"
+    other = await store.put([b"anything!"], "policy", 8)
+    with pytest.raises(BusError):
+        transport.fetch(replace(other, origin=ref.origin))
+    await store.delete(ref)
+    assert not await store.holds([ref])
+
+
+async def test_the_screen_prints_until_the_run_ends(capsys: pytest.CaptureFixture):
+    screen = example("launch/watch/reward_line")
+    facts = RunSettings(name="r", steps=1, warmup_steps=0, max_staleness=0, samples_per_prompt=2)
+    stop, printed = asyncio.Event(), ""
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(screen.show_rewards(RunMonitor(facts), stop, every_s=0.01))
+        while not printed:
+            await asyncio.sleep(0)
+            printed = capsys.readouterr().out
+        stop.set()
+    assert printed.startswith("starting: reward")
+
+
+@pytest.mark.nats
+async def test_the_command_is_registered_and_reads_the_version(server: NatsServer, bus: Bus):
+    module = example("launch/cli/version_commands")
+    try:
+        assert "--run" in {
+            n for argument in app["version"].assemble_argument_collection() for n in argument.names
+        }
+        where = RunConfig(run="test", bus=BusConfig(url=server.url))
+        assert await module.newest_version(where, asyncio.Event()) is None
+    finally:
+        del app["version"]
