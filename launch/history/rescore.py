@@ -1,4 +1,4 @@
-"""`launch rescore`: the trajectories of an interval of a run, scored by another reward, without a bus."""
+"""`launch rescore`: scores trajectories of a run by another reward, without a bus."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -23,13 +23,13 @@ if TYPE_CHECKING:  # loads torch
     from actors.policy.policy import ChatFormat
 
 AT_ONCE = 64
-"""Groups in memory."""
+"""Number of groups in memory at a time."""
 SHOWN_FAILURES = 5
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Which groups: those of optimizer steps, or those of leases, whether trained on or not."""
+    """Groups to score: those of optimizer steps, or those of leases, whether trained on or not."""
 
     from_step: int | None = None
     to_step: int | None = None
@@ -38,29 +38,29 @@ class Interval:
 
 @dataclass(frozen=True)
 class Rescoring:
-    """A table that was made, and how it compares with what was trained with."""
+    """The table that was made, and how its rewards compare with those that were trained with."""
 
     run: str
     reward: str
     table: str
     groups: int
     groups_not_complete: int
-    """Leases of the interval whose groups were not complete in store."""
+    """Number of leases in the interval whose groups are not complete in the store."""
     trajectories: int
     failed: int
-    """Trajectories that the reward gave no number."""
+    """Number of trajectories for which the reward failed."""
     failures: tuple[str, ...]
-    """Why, of the first."""
+    """Reasons of the first failures."""
     comparison: Comparison
 
     def to_json(self) -> dict[str, Json]:
-        """For a program."""
+        """Return the result as JSON."""
         values: dict[str, Json] = asdict(self)
         del values["comparison"]
         return {**values, **asdict(self.comparison)}
 
     def __str__(self) -> str:
-        """For a human."""
+        """Return the result as text for the terminal."""
         to = self.comparison
         correlation = "not defined" if to.rank_correlation is None else f"{to.rank_correlation:.3f}"
         rows = (f"  was {r.old}: {r.trajectories}, now {r.mean_new:.4g} on average" for r in to.by_old)
@@ -76,7 +76,7 @@ class Rescoring:
 
 
 def parse_leases(text: str) -> range:
-    """`A-B`, both included. Raises `ConfigError`."""
+    """Parse `A-B`, both included. Raises `ConfigError` for other text."""
     first, dash, last = text.partition("-")
     if not (dash and first.isdigit() and last.isdigit() and int(first) <= int(last)):
         raise ConfigError(f"--leases {text!r}: write the first and the last, like 0-255")
@@ -143,14 +143,14 @@ def _config(run: RunDirectory) -> RunConfig:
 
 @contextmanager
 def _stores(run: RunDirectory, shards: int) -> Iterator[list[ReplayStore]]:
-    """Every shard, open for reading: a storage that writes them may go on."""
+    """Open every shard for reading; a storage that writes them may go on."""
     with ExitStack() as stack:
         opened = (ReplayStore.open(run.replay(n), writable=False) for n in range(shards))
         yield [stack.enter_context(closing(store)) for store in opened]
 
 
 def _leases(run: RunDirectory, stores: Sequence[ReplayStore], interval: Interval) -> tuple[list[int], int]:
-    """The leases of the interval that are complete, in order, and how many others there are."""
+    """Return the complete leases of the interval in order, and the number of others."""
     if interval.leases is not None:
         complete = {lease_id for store in stores for lease_id in store.completed}
         found = [lease_id for lease_id in interval.leases if lease_id in complete]

@@ -1,4 +1,4 @@
-"""What became of every trajectory of a run that has ended, by what its parts left on the disk."""
+"""The account of every trajectory of an ended run, made from what its parts left on disk."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ from storage.dispatch.ledger_reader import states_of
 from storage.store.replay import ReplayStore
 
 LOSS_TOLERANCE = 1e-5
-"""Between a step of the run and the same step trained again."""
+"""Largest difference between the loss of a step and that of the same step trained again."""
 USED = ("stored", "leased", "committed")
 
 
@@ -57,7 +57,7 @@ def account(
 
 
 def exit_status(result: dict[str, Json]) -> int:
-    """0 when nothing was lost or trained on twice, the bound held, and resumes left no trace in the loss."""
+    """Return 0 when nothing was lost or trained on twice, the bound held, and resumes left no trace."""
     clean = all(result[key] == 0 for key in ("lost", "trained_too_often", "trained_but_not_in_ledger"))
     fair = float(str(result["length_ks_p"])) > 0.01
     bounded = int(str(result["max_staleness_seen"])) <= int(str(result["max_staleness_allowed"]))
@@ -65,7 +65,7 @@ def exit_status(result: dict[str, Json]) -> int:
 
 
 def _continuous(result: dict[str, Json]) -> bool:
-    """Whether one process, trained on the same groups from step 0, saw the same batches and losses."""
+    """Return whether one process, trained on the same groups from step 0, had the same batches and losses."""
     whole = result["steps"] == result["retrained_batches"] == result["retrained_batches_equal"]
     apart = result["loss_max_abs_diff"]  # null if a loss was finite only once
     return whole and isinstance(apart, (int, float)) and apart <= LOSS_TOLERANCE
@@ -79,7 +79,7 @@ def ks_p(one: NDArray[np.int64], other: NDArray[np.int64]) -> float:
 
 
 def _progress(path: Path) -> dict[str, Any]:
-    """What the learner wrote when it ended."""
+    """Return what the learner wrote when it ended."""
     if not path.exists():
         raise StorageError(f"{path} is missing: the run's learner did not end well")
     progress: dict[str, Any] = json.loads(path.read_text())
@@ -89,7 +89,7 @@ def _progress(path: Path) -> dict[str, Any]:
 def _stored_lengths(
     run: RunDirectory, shards: int, go_on: Callable[[], None]
 ) -> dict[int, NDArray[np.int64]]:
-    """Lease -> lengths of its trajectories, of every complete group in replay."""
+    """Return the lengths of the trajectories of every complete group in replay, by lease."""
     lengths: dict[int, NDArray[np.int64]] = {}
     for shard in range(shards):
         with closing(ReplayStore.open(run.replay(shard))) as store:

@@ -1,4 +1,4 @@
-"""`launch local`: a whole run on this machine, its processes supervised, its progress on the screen."""
+"""`launch local`: runs a whole run on this machine, supervises its processes and shows its progress."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ log = structlog.get_logger()
 HOST = "127.0.0.1"
 LOOK_S = 1.0
 LEARNER_DRAIN_S = 120.0
-"""A learner finishes its step and saves a checkpoint."""
+"""Longest time that a learner may take to finish its step and save a checkpoint."""
 
 
 async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) -> int:
@@ -58,7 +58,7 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
 
 
 def _check_early(config: RunConfig, run: RunDirectory) -> None:
-    """What can be wrong is said before anything starts; generated prompts are written here, once."""
+    """Check what can be wrong before anything starts, and write generated prompts once."""
     build_environment(config.actors.environment)
     load_filter(config.actors.group_filter)
     if config.model.path is not None and not (config.model.path / "config.json").is_file():
@@ -113,7 +113,7 @@ async def _parts(
     config: RunConfig, run: RunDirectory, supervisor: Supervisor, monitor: RunMonitor, console: Console, *,
     own_bus: bool,
 ) -> AsyncIterator[None]:  # fmt: skip
-    """Every process of the run, and the screen; leaving stops them, the bus last."""
+    """Run every process of the run, and the screen; leaving stops them, the bus last."""
     try:
         if own_bus:
             port = int(config.bus.url.rpartition(":")[2])
@@ -145,7 +145,7 @@ def _bus_part(run: RunDirectory, port: int) -> Part:
 
 
 def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
-    """The same commands that separate hosts would use."""
+    """Return the parts, started by the same commands that separate hosts would use."""
     join = ("--bus", config.bus.url, "--run", config.run, "--directory", str(config.directory))
     parts = (
         Part("storage", _command("storage", "--config", str(run.config))),
@@ -164,7 +164,7 @@ def _command(*arguments: str) -> tuple[str, ...]:
 
 
 async def _listens(port: int) -> bool:
-    """Whether somebody accepts connections there."""
+    """Return whether a server accepts connections at the port."""
     try:
         _, writer = await asyncio.open_connection(HOST, port)
     except OSError:
@@ -185,7 +185,7 @@ def _run_settings(config: RunConfig) -> RunSettings:
 
 
 async def _watch_memory(supervisor: Supervisor, monitor: RunMonitor, stop: asyncio.Event) -> None:
-    """Processes that say nothing on the bus: the server, the one that runs it, and this one."""
+    """Count the memory of processes that send no status: the server, the one that runs it, and this one."""
     while not stop.is_set():
         monitor.note_memory("supervisor", peak_rss_bytes())
         for pid in supervisor.pids("bus"):
@@ -221,7 +221,7 @@ def _conclude(config: RunConfig, run: RunDirectory, monitor: RunMonitor, wall_s:
 
 
 def _progress(run: RunDirectory) -> dict[str, Json] | None:
-    """What the learner wrote when it ended last."""
+    """Return what the learner wrote when it last ended."""
     path = run.path / "progress.json"
     if not path.exists():
         return None

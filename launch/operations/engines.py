@@ -1,4 +1,4 @@
-"""`launch engines`: what engines a run's actors have, and servers that join and leave them."""
+"""`launch engines`: lists the engines of a run's actors, and adds or removes servers."""
 
 import asyncio
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from bus.requests import Done, EngineChange
 from launch.config import RunConfig
 
 LISTEN_S = 2.0
-"""Every actor says twice a second what it does."""
+"""Time to listen for actors, each of which sends its status twice a second."""
 ANSWER_TIMEOUT_S = 180.0
-"""An engine that leaves hands out its tokens and closes first."""
+"""Time to wait for an engine that leaves, which hands out its tokens and closes first."""
 
 Engines = Mapping[str, Mapping[str, Json]]
-"""By actor: its engines, each with its state."""
+"""Engines of each actor by name, each with its state."""
 
 
 async def list_engines(where: RunConfig, stop: asyncio.Event) -> Engines:
-    """The engines of all actors that work. Raises `ConfigError` when there are none."""
+    """Return the engines of all running actors. Raises `ConfigError` when there are none."""
     async with Bus.connect(where.bus, where.run, name="engines") as bus:
         return await _engines(bus, where.run)
 
@@ -29,7 +29,7 @@ async def list_engines(where: RunConfig, stop: asyncio.Event) -> Engines:
 async def change_engine(
     where: RunConfig, change: EngineChange, actor: str | None, stop: asyncio.Event
 ) -> str:
-    """Have an actor take in a server or let an engine go; returns the actor's name.
+    """Add a server to an actor, or remove an engine from it; return the actor's name.
 
     Without a name, a server joins the actor with the fewest engines, and leaves the one that has it. Raises
     `ConfigError` with the actor's reason when it does not."""

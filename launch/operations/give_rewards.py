@@ -1,4 +1,4 @@
-"""`launch reward`: rewards from a file or a pipe to the trajectories of a run that wait for them."""
+"""`launch reward`: gives rewards from a file or a pipe to trajectories that wait for them."""
 
 import asyncio
 import sys
@@ -15,7 +15,7 @@ from storage.client.rewards import RewardSender, Tally, give_lines
 
 STDIN = Path("-")
 CHUNK = 1024
-"""Lines that are read ahead, and whose rewards are on their way together."""
+"""Number of lines that are read ahead, and of rewards that are sent together."""
 
 
 async def give_rewards(where: RunConfig, file: Path, stop: asyncio.Event) -> Tally:
@@ -35,7 +35,7 @@ async def give_rewards(where: RunConfig, file: Path, stop: asyncio.Event) -> Tal
 
 
 async def _arriving(source: BinaryIO, stop: asyncio.Event) -> AsyncIterator[list[bytes]]:
-    """The lines that came since the last ones, as soon as there are some.
+    """Yield the lines that came since the last ones, as soon as there are some.
 
     They are read in a daemon thread: one that waits for a pipe cannot be stopped otherwise."""
     loop, lines, free_lines = (

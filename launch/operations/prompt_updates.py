@@ -1,4 +1,4 @@
-"""`launch data`: other prompts for a run that is going on."""
+"""`launch data`: gives a running run other prompts."""
 
 import asyncio
 from pathlib import Path
@@ -15,11 +15,11 @@ from launch.process.services import joined
 from storage.prompts.dataset import load_prompts
 
 ANSWER_TIMEOUT_S = 300.0
-"""Every prompt is rendered and tokenised before the answer."""
+"""Longest wait for the answer, before which every prompt is rendered and tokenised."""
 
 
 async def add_data(where: RunConfig, path: Path, keep_old: bool, stop: asyncio.Event) -> DataAccepted | None:
-    """Hand the prompts in `path` to the run's storage; None if `stop` came before the run was found.
+    """Send the prompts in `path` to the run's storage; None if `stop` came before the run was found.
 
     Raises `ConfigError` for bad rows, prompts that do not fit the model, and a storage that does not answer.
     """

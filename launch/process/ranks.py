@@ -1,4 +1,4 @@
-"""What a rank of the learner's world is told by the agent that started it. Loads no torch."""
+"""What a rank learns from the agent that started it: its number and host. Loads no torch."""
 
 import os
 import signal
@@ -12,12 +12,12 @@ NODE_RANK = "SLUICE_NODE_RANK"
 
 
 def is_rank() -> bool:
-    """Whether torchrun, or an agent of ours, started this process as one of several."""
+    """Return whether torchrun, or an agent of ours, started this process as one of several."""
     return "LOCAL_RANK" in os.environ
 
 
 def become_rank() -> None:
-    """Make this process what the agent started it for: it dies with the agent, and its number is by host.
+    """Make this process a rank of the world: it dies with the agent, and its number is by host.
 
     The agents number hosts by their addresses; a user who says --node-rank 0 wants rank 0 there.
     """

@@ -1,4 +1,4 @@
-"""What every process does around its work: event loop, signals, logging, exit status."""
+"""The frame of every process: event loop, signals, logging, exit status."""
 
 import asyncio
 import fcntl
@@ -15,14 +15,14 @@ from bus.errors import ConfigError, SluiceError
 
 T = TypeVar("T")
 USAGE = 2
-"""Exit status for what the user can mend."""
+"""Exit status for an error that the user can mend."""
 KILLED = 130
 """Exit status after a second Ctrl-C."""
 PREFIX = "launch: "
 SUPERVISOR = "SLUICE_SUPERVISOR"
 """Environment variable with the process id of the supervisor that started this process, if one did."""
 ORPHAN_DRAIN_S = 30.0
-"""How long a process may take to end when its supervisor is gone: the bus went with it, and stays away."""
+"""Longest time that a process may take to end when its supervisor, and the bus with it, is gone."""
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
@@ -42,7 +42,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
 
 
 def fail(*errors: BaseException) -> NoReturn:
-    """End with each error's message on stderr, its further lines indented."""
+    """Write each error to stderr, further lines indented, and exit: `USAGE` for a `ConfigError`, else 1."""
     for message in dict.fromkeys(str(error) for error in errors):
         indented = textwrap.indent(message, " " * len(PREFIX)).lstrip()
         print(PREFIX + indented, file=sys.stderr)  # noqa: T201 - the user's terminal
@@ -50,14 +50,14 @@ def fail(*errors: BaseException) -> NoReturn:
 
 
 def complaints(output: str) -> list[str]:
-    """The messages that `fail` wrote among a process's other output."""
+    """Return the messages that `fail` wrote among a process's other output."""
     indent = " " * len(PREFIX)
     found = re.findall(rf"^{PREFIX}(.*(?:\n{indent}.*)*)", output, re.MULTILINE)
     return [message.replace(f"\n{indent}", "\n") for message in found]
 
 
 def configure_logging(level: str = "info") -> None:
-    """Events as one line each on stderr."""
+    """Log each event as one line on stderr."""
     import structlog  # slow to import, and --help logs nothing
 
     structlog.configure(

@@ -1,4 +1,4 @@
-"""The long-running commands, each one process: its part of the configuration, and its run on the bus."""
+"""The processes of a run: each gets its part of the configuration and works on the bus."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ PORTS = range(1 << 16)
 
 
 async def serve_bus(host: str, port: int, directory: Path, stop: asyncio.Event) -> None:
-    """A nats-server until `stop`."""
+    """Run a nats-server until `stop`."""
     if port not in PORTS:
         raise ConfigError(
             f"--port {port} is no port: choose one from 1 to {PORTS[-1]}, or 0 for any that is free"
@@ -46,7 +46,7 @@ async def serve_bus(host: str, port: int, directory: Path, stop: asyncio.Event) 
 
 
 async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event) -> bool:
-    """Wait for the end that `stop` asks for; False when the server has to be started again before."""
+    """Wait for `stop`; return False when the server has to be restarted before."""
     ended = asyncio.create_task(server.wait())
     stopping = asyncio.create_task(stop.wait())
     full = asyncio.create_task(until_it_cannot_store(server.url))
@@ -64,7 +64,7 @@ async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event) -> bool:
 
 
 async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:
-    """The run's dispatcher and replay shards until `stop`."""
+    """Run the run's dispatcher and replay shards until `stop`."""
     from storage.service import StorageSettings, run_storage
 
     directory = RunDirectory(config.directory, config.run)
@@ -87,7 +87,7 @@ async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:
 async def serve_shards(
     where: RunConfig, overrides: dict[str, Any], numbers: tuple[int, ...], stop: asyncio.Event
 ) -> None:
-    """Some of the run's replay shards until `stop`."""
+    """Run some of the run's replay shards until `stop`."""
     from storage.shard.service import ShardsSettings, run_shards
 
     async with Bus.connect(where.bus, where.run, name="shards") as bus:
@@ -100,7 +100,7 @@ async def serve_shards(
 async def serve_learner(
     where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event, *, is_rank: bool
 ) -> WorldConfig | None:
-    """The run's learner, or one rank of it, until it is done or `stop`.
+    """Run the run's learner, or one rank of it, until it is done or `stop`.
 
     Where the run wants several ranks and this is none of them, it returns at once what they are to be.
     """
@@ -159,7 +159,7 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
 async def serve_shadow(
     where: RunConfig, overrides: dict[str, Any], name: str, from_checkpoint: Path | None, stop: asyncio.Event
 ) -> None:
-    """A shadow of the run's learner until that is done or `stop`."""
+    """Run a shadow of the run's learner until that is done or `stop`."""
     _refuse_no_checkpoint(from_checkpoint)
     kept = RunDirectory(where.directory, where.run).shadow(name)
     async with Bus.connect(where.bus, where.run, name=f"shadow-{name}") as bus:
@@ -188,7 +188,7 @@ def _refuse_no_checkpoint(directory: Path | None) -> None:
 
 
 async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:
-    """One actor process until `stop` or the end of the run."""
+    """Run an actor process until `stop` or the end of the run."""
     from actors.environments.build import build_environment
     from actors.rewards.group_filters import load_filter
 
@@ -214,7 +214,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
 async def joined(
     bus: Bus, where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event
 ) -> RunConfig | None:
-    """The run's configuration from the bus, with this process's own settings over it; None if `stop` came."""
+    """Return the run's configuration from the bus with this process's settings over it; None on `stop`."""
     waiting = asyncio.create_task(
         bus.wait_for(
             "run",

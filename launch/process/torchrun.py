@@ -22,13 +22,13 @@ from learner.config.parallel import WorldConfig
 
 log = structlog.get_logger()
 DRAIN_S = 110
-"""Ranks that are told to stop may take so long: rank 0 finishes its step, and all save a checkpoint."""
+"""Longest time that ranks may take to stop: rank 0 finishes its step, and all save a checkpoint."""
 EXIT_BARRIER_S = 10
-"""How long an agent whose ranks are done waits for the others; one that was told to stop does not come."""
+"""Time that an agent whose ranks are done waits for the others; one that was stopped never comes."""
 
 
 class Agent(LocalElasticAgent):
-    """Starts the ranks of this host, and all of them again when one dies anywhere in the world."""
+    """Starts the ranks of this host, and restarts them all when a rank dies anywhere in the world."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(
@@ -121,7 +121,7 @@ def _rendezvous(world: WorldConfig, run: str) -> RendezvousParameters:
 
 
 def _master(world: WorldConfig) -> tuple[str, str]:
-    """Host and port of node 0. Raises `ConfigError` for what is missing or cannot be."""
+    """Return host and port of node 0. Raises `ConfigError` where they are missing or impossible."""
     if world.node_rank is None or world.node_rank >= world.nodes:
         raise ConfigError(
             f"learner.world.nodes={world.nodes} needs --node-rank on each, from 0 to {world.nodes - 1} "
@@ -137,7 +137,7 @@ def _master(world: WorldConfig) -> tuple[str, str]:
 
 
 def _address_towards(host: str) -> str:
-    """This host's address as `host` sees it; asks the routing table and sends nothing."""
+    """Return this host's address as `host` sees it; this asks the routing table and sends nothing."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

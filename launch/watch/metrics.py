@@ -15,7 +15,7 @@ Record = dict[str, Json]
 
 
 def metrics_record(metrics: Metrics) -> Record:
-    """The line for one process's numbers."""
+    """Return the line for one process's numbers."""
     head: Record = {
         "time_s": metrics.time_s,
         "source": metrics.source,
@@ -26,7 +26,7 @@ def metrics_record(metrics: Metrics) -> Record:
 
 
 def evaluation_record(result: EvaluationResult, *, step: int) -> Record:
-    """The line for a held-out evaluation that arrived now; `step` made the evaluated version."""
+    """Return the line for a held-out evaluation that arrived now; `step` made the evaluated version."""
     oldest, newest = result.drawn_by
     return {
         "time_s": time.time(),
@@ -46,7 +46,7 @@ def evaluation_record(result: EvaluationResult, *, step: int) -> Record:
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Add lines to the file, below whatever a killed writer left unfinished."""
+    """Append lines to the file, after a line that a killed writer may have left unfinished."""
     lines = "".join(_line(record) for record in records)
     with path.open("ab+") as file:
         if file.tell() > 0:
@@ -57,7 +57,7 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Every whole line of the file, which may be missing."""
+    """Return every complete line of the file, which may be missing."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -71,37 +71,37 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def number(values: Mapping[str, Json], key: str) -> float:
-    """The value as a float; NaN when it is missing or no number."""
+    """Return the value as a float; NaN when it is missing or no number."""
     value = values.get(key)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else nan
 
 
 def integer(values: Mapping[str, Json], key: str) -> int:
-    """The value as an int; 0 when it is missing or no finite number."""
+    """Return the value as an int; 0 when it is missing or no finite number."""
     value = number(values, key)
     return int(value) if isfinite(value) else 0
 
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of the reinforcement learning stage. NaN where nothing was reported."""
+    """One optimizer step of reinforcement learning; values that were not reported are NaN."""
 
     step: int
     time_s: float
     policy_version: int
-    """The version that this step made."""
+    """Policy version that this step made."""
     reward_mean: float
     staleness_mean: float
     staleness_max: float
     step_s: float
     waiting_s: float
-    """For the batch, within `step_s`."""
+    """Time waiting for the batch, within `step_s`."""
     publish_stall_s: float
-    """For the publication of weights, within `step_s`."""
+    """Time waiting for the publication of weights, within `step_s`."""
 
     @property
     def training_s(self) -> float:
-        """The rest of the step."""
+        """Time of the step without waiting."""
         return max(0.0, self.step_s - self.waiting_s - self.publish_stall_s)
 
 
@@ -114,23 +114,23 @@ class Evaluation:
     sampled: float
     greedy: float
     drawn_by: tuple[int, int]
-    """The oldest and the newest version that drew a token of the answers."""
+    """Oldest and newest version that sampled a token of the answers."""
     failed: int
-    """Rollouts that failed, which count as reward 0."""
+    """Number of failed rollouts, which count as reward 0."""
 
     @property
     def exact(self) -> bool:
-        """Whether all tokens were drawn by the version that was to be measured."""
+        """Whether the evaluated version sampled all tokens."""
         return self.drawn_by == (self.policy_version, self.policy_version)
 
     @property
     def where(self) -> str:
-        """The version for a screen, with what is to be known of how it was measured."""
+        """The version as a screen shows it, with remarks on how it was measured."""
         return f"v{self.policy_version}" + remarks(None if self.exact else self.drawn_by, self.failed)
 
 
 def remarks(drawn_by: tuple[int, int] | None, failed: int) -> str:
-    """For a screen, behind an accuracy: the versions that drew the answers, and how many rollouts failed.
+    """Return remarks on an accuracy: the versions that sampled the answers, and how many rollouts failed.
 
     Empty where `drawn_by` is None, for the version that was to be measured alone, and none failed."""
     texts = []
@@ -143,13 +143,13 @@ def remarks(drawn_by: tuple[int, int] | None, failed: int) -> str:
 
 
 class History:
-    """Steps and evaluations as they count in the end: of a step trained again, the last time."""
+    """Steps and evaluations of a run; a step trained again replaces its earlier record."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.steps: dict[int, Step] = {}
-        """By step, ascending."""
+        """Records by step, ascending."""
         self.evaluations: dict[int, Evaluation] = {}
-        """By policy version, ascending."""
+        """Records by policy version, ascending."""
         for record in records:
             self.add(record)
 
@@ -160,16 +160,16 @@ class History:
 
     @property
     def trains_from(self) -> int | None:
-        """Version with which reinforcement learning began, once a step tells."""
+        """Version with which reinforcement learning began; it is known from the first step on."""
         return None if self.last is None else self.last.policy_version - self.last.step
 
     def recent_reward(self, steps: int = 10) -> float:
-        """Mean reward of the last steps; NaN before the first."""
+        """Return the mean reward of the last steps; NaN before the first."""
         last = [step.reward_mean for step in list(self.steps.values())[-steps:] if isfinite(step.reward_mean)]
         return sum(last) / len(last) if last else nan
 
     def add(self, record: Record) -> None:
-        """Take one line of the file; what is neither a step nor an evaluation is passed over."""
+        """Add one line of the file; lines that are neither a step nor an evaluation are ignored."""
         if record.get("kind") == "evaluation":
             self._add_evaluation(record)
         elif record.get("train/stage") == "rl":
@@ -207,7 +207,7 @@ class History:
             self.steps[step.step] = step
 
     def _roll_back(self, step: Step) -> None:
-        """A learner resumed before `step`: what followed it earlier belongs to weights that are gone."""
+        """Drop what followed `step`: a learner resumed before it, so those weights are gone."""
         known = [
             other for other in self.steps.values() if other.step < step.step or other.time_s > step.time_s
         ]
@@ -220,6 +220,6 @@ class History:
 
 
 def _line(record: Record) -> str:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replace NaN and infinity by null, since JSON has neither."""
     finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in record.items()}
     return json.dumps(finite, separators=(",", ":")) + "\n"

@@ -1,4 +1,4 @@
-"""What a run is doing, gathered from the bus: the state behind the terminal view and the summary."""
+"""The state of a run, gathered from the bus, which the terminal view and the summary show."""
 
 import asyncio
 import time
@@ -27,36 +27,36 @@ from launch.watch.metrics import (
 
 log = structlog.get_logger()
 SILENT_S = 5.0
-"""A process that says nothing for so long is shown as silent: status comes twice a second."""
+"""Time without a status after which a process is shown as silent; status comes twice a second."""
 FORGET_S = 60.0
-"""An actor silent for so long left: its successor has another name."""
+"""Time without a status after which an actor is no longer shown; its successor has another name."""
 FLUSH_S = 1.0
 DRAIN_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the configuration says and no process repeats."""
+    """Settings of the run that no process reports."""
 
     name: str
     steps: int
     """Optimizer steps of reinforcement learning."""
     warmup_steps: int
     max_staleness: int
-    """Versions a trained token may lag."""
+    """Upper bound on the versions that a trained token may lag."""
     samples_per_prompt: int
     target_accuracy: float | None = None
 
 
 @dataclass
 class Process:
-    """The newest a process said."""
+    """Latest status of a process."""
 
     status: Status
     heard_s: float
-    """On the monitor's clock."""
+    """Time of that status on the monitor's clock."""
     starts: int = 1
-    """Processes that used this name so far."""
+    """Number of processes that have used this name."""
 
 
 class RunMonitor:
@@ -66,11 +66,11 @@ class RunMonitor:
         self.settings = settings
         self.history = History()
         self.processes: dict[str, Process] = {}
-        """By source, everyone ever heard."""
+        """Every process that ever sent a status, by source."""
         self.peak_rss_bytes: dict[str, int] = {}
-        """The most memory that any process of this name had."""
+        """Largest memory of any process of this name."""
         self.peak_rss_bytes_total = 0
-        """The largest sum over processes that lived together; at least what they used at one moment."""
+        """Largest sum of the peaks of processes that ran together; they never used more at one moment."""
         self._clock = clock
         self._started_s = clock()
         self._noted: dict[str, int] = {}
@@ -79,7 +79,7 @@ class RunMonitor:
     # --- what comes in ---
 
     def on_status(self, status: Status) -> None:
-        """Remember what a process says about itself."""
+        """Store a process's status."""
         known = self.processes.get(status.source)
         starts = 1 if known is None else known.starts + (known.status.pid != status.pid)
         self.processes[status.source] = Process(status, self._clock(), starts)
@@ -123,7 +123,7 @@ class RunMonitor:
         return silence if silence > SILENT_S else 0.0
 
     def shown(self) -> list[Process]:
-        """Processes worth a line: learner, storage, others, then actors except those long gone."""
+        """Return processes to show: learner, storage, others, then actors except those long gone."""
         order = {"learner": 0, "storage": 1, "actor": 3}
         found = [
             p
@@ -133,17 +133,17 @@ class RunMonitor:
         return sorted(found, key=lambda p: (order.get(p.status.role, 2), p.status.source))
 
     def actors(self) -> list[Process]:
-        """Actors that speak."""
+        """Return the actors that are not silent."""
         return [p for p in self.processes.values() if p.status.role == "actor" and not self.silent_s(p)]
 
     def values(self, role: str) -> dict[str, Json]:
-        """The newest numbers of the one process that has `role`; none before it spoke."""
+        """Return the latest values of the process that has `role`; none before its first status."""
         found = [process for process in self.processes.values() if process.status.role == role]
         return max(found, key=lambda process: process.heard_s).status.values if found else {}
 
     @property
     def stage(self) -> str:
-        """What the learner is at: starting, warmup, rl or done."""
+        """Stage of the learner: starting, warmup, rl or done."""
         return str(self.values("learner").get("stage", "starting"))
 
     @property
@@ -156,18 +156,18 @@ class RunMonitor:
 
     @property
     def generated_tokens_per_s(self) -> float:
-        """Over all actors that speak."""
+        """Tokens that all actors generate per second, without silent ones."""
         rates = (number(actor.status.values, "generated_tokens_per_s") for actor in self.actors())
         return sum(rate for rate in rates if rate == rate)
 
     @property
     def trajectories_published(self) -> int:
-        """As counted by the actors this monitor heard, also those that left; or stored, if more are."""
+        """Trajectories counted by all actors that were ever heard; or those stored, if they are more."""
         return max(sum(self._published.values()), integer(self.values("storage"), "trajectories_stored"))
 
     @property
     def max_staleness_allowed(self) -> int:
-        """As storage admits it; before storage speaks, as configured."""
+        """Staleness that storage admits; before its first status, the configured one."""
         storage = self.values("storage")
         return (
             integer(storage, "max_staleness") if "max_staleness" in storage else self.settings.max_staleness
@@ -205,7 +205,7 @@ async def _flush(pending: list[Record], metrics_path: Path | None) -> None:
 
 
 async def _drain(subscriptions: list[Subscription]) -> None:
-    """Hear what was sent before now; a bus that is gone must not hold the end back."""
+    """Receive what was sent before now; a bus that is gone must not delay the end."""
     try:
         async with asyncio.timeout(DRAIN_TIMEOUT_S):
             for subscription in subscriptions:

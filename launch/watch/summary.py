@@ -1,4 +1,4 @@
-"""What a run came to: numbers for a file, and a table that needs no explanation."""
+"""The result of a run: numbers for a file, and a table for the terminal."""
 
 from collections.abc import Mapping
 from math import isfinite
@@ -64,7 +64,7 @@ def write_summary(run: RunDirectory, summary: Summary) -> None:
 
 
 def _latest(monitor: RunMonitor, progress: Mapping[str, Json], key: str) -> int:
-    """As the checkpoint says, since later steps are lost; without one, as the learner last said."""
+    """Return a value from the checkpoint, since later steps are lost, or from the learner's last status."""
     return integer(progress if key in progress else monitor.values("learner"), key)
 
 
@@ -72,7 +72,7 @@ def _latest(monitor: RunMonitor, progress: Mapping[str, Json], key: str) -> int:
 
 
 def _accuracies(monitor: RunMonitor, progress: Mapping[str, Json]) -> Summary:
-    """Held-out accuracy of the first version, of the one that warm-up made, and of the last."""
+    """Return the held-out accuracy of the first version, of the one after warm-up, and of the last."""
     measured = _evaluations(monitor, progress)
     trains_from = integer(progress, "trains_from") if "trains_from" in progress else monitor.trains_from
     last = _latest(monitor, progress, "policy_version")
@@ -90,7 +90,7 @@ def _accuracies(monitor: RunMonitor, progress: Mapping[str, Json]) -> Summary:
 
 
 def _how(evaluation: Evaluation | None) -> Summary:
-    """What is to be known of how a version was measured: other versions drew the answers, rollouts failed."""
+    """Return how a version was measured: whether other versions sampled answers, and failed rollouts."""
     if evaluation is None:
         return {}
     drawn_by: Summary = {} if evaluation.exact else {"drawn_by": list(evaluation.drawn_by)}
@@ -98,7 +98,7 @@ def _how(evaluation: Evaluation | None) -> Summary:
 
 
 def _evaluations(monitor: RunMonitor, progress: Mapping[str, Json]) -> dict[int, tuple[float, float]]:
-    """Version -> (sampled, greedy): what this launch heard, and what the checkpoint knows of earlier ones."""
+    """Return (sampled, greedy) by version, from this launch and from the checkpoint of earlier ones."""
     found = {e.policy_version: (e.sampled, e.greedy) for e in monitor.history.evaluations.values()}
     saved = progress.get("evaluations")
     for version, pair in saved.items() if isinstance(saved, dict) else ():
@@ -116,7 +116,7 @@ def _sampled(measured: Mapping[int, tuple[float, float]], version: int) -> float
 
 
 def _groups(monitor: RunMonitor, trained: int) -> Summary:
-    """Trajectories by fate; the ledger counts groups, of `samples_per_prompt` trajectories each."""
+    """Return trajectories by outcome; the ledger counts groups of `samples_per_prompt` trajectories."""
     storage, samples = monitor.values("storage"), monitor.settings.samples_per_prompt
     rejected = _counts(storage, "reasons")
     groups: dict[str, Json] = {
@@ -138,14 +138,14 @@ def _groups(monitor: RunMonitor, trained: int) -> Summary:
 
 
 def _accounted(storage: Mapping[str, Json], *, trained: int, samples: int) -> bool:
-    """Whether every group issued is in one known place, and nothing was trained on that no step was given."""
+    """Return whether every issued group is in one known place, and steps trained only on their groups."""
     places = ("trained", "rejected", "stored", "rolling_out")
     balanced = integer(storage, "issued") == sum(integer(storage, place) for place in places)
     return balanced and trained <= integer(storage, "trained") * samples
 
 
 def _existing(path: Path) -> str | None:
-    """The path, if something is there."""
+    """Return the path if it exists."""
     there = any(path.iterdir()) if path.is_dir() else path.exists()
     return str(path) if there else None
 
@@ -181,7 +181,7 @@ def _result_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _accuracy(summary: Summary, key: str, version: int) -> str:
-    """What was measured of a version, and what is to be known of how."""
+    """Return a version's accuracy with remarks on how it was measured."""
     measured, evaluations = _known(summary, key), summary["heldout_evaluations"]
     row = evaluations.get(str(version)) if isinstance(evaluations, dict) else None
     if measured is None or not isinstance(row, dict):
@@ -222,7 +222,7 @@ def _rollout_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _memory(summary: Summary, most: int = 6) -> str:
-    """The sum, and the largest processes."""
+    """Return the memory of all processes, and of the largest ones."""
     peaks = sorted(_counts(summary, "peak_rss_bytes").items(), key=lambda item: -item[1])
     shares = [f"{process} {size(peak)}" for process, peak in peaks[:most]]
     more = [f"{len(peaks) - most} more"] if len(peaks) > most else []
@@ -236,7 +236,7 @@ def _file_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _counts(values: Mapping[str, Json], key: str) -> dict[str, int]:
-    """A table of counts by name; empty when it is missing."""
+    """Return a table of counts by name; empty when it is missing."""
     found = values.get(key)
     return {name: integer(found, name) for name in found} if isinstance(found, dict) else {}
 

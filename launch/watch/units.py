@@ -3,11 +3,11 @@
 from math import isfinite
 
 UNKNOWN = "-"
-"""Stands where nothing was measured."""
+"""Text where nothing was measured."""
 
 
 def count(value: float | None) -> str:
-    """A count with at most four digits: 950, 12.3k, 4.56M."""
+    """Format a count with at most four digits: 950, 12.3k, 4.56M."""
     if value is None or not isfinite(value):
         return UNKNOWN
     for limit, scale, suffix in ((9_999.5, 1, ""), (999_950, 1e3, "k"), (999_950_000, 1e6, "M")):
@@ -17,12 +17,12 @@ def count(value: float | None) -> str:
 
 
 def fraction(value: float | None) -> str:
-    """A rate between 0 and 1, such as an accuracy or a mean reward."""
+    """Format a rate between 0 and 1, such as an accuracy or a mean reward."""
     return UNKNOWN if value is None or not isfinite(value) else f"{value:.3f}"
 
 
 def size(value_bytes: float) -> str:
-    """A size in binary units: 512 B, 1.4 GiB."""
+    """Format a size in binary units: 512 B, 1.4 GiB."""
     for suffix in ("B", "KiB", "MiB"):
         if value_bytes < 1000:
             return f"{value_bytes:.3g} {suffix}"
@@ -31,7 +31,7 @@ def size(value_bytes: float) -> str:
 
 
 def duration(value_s: float | None) -> str:
-    """A time: 0.42 s, 8 min 05 s, 3 h 20 min."""
+    """Format a time: 0.42 s, 8 min 05 s, 3 h 20 min."""
     if value_s is None or not isfinite(value_s):
         return UNKNOWN
     if value_s < 59.95:

@@ -1,4 +1,4 @@
-"""A run in the terminal: where it stands, how well it does, and who waits for whom."""
+"""The terminal view of a run: its progress, its rewards, and what each process waits for."""
 
 import asyncio
 import textwrap
@@ -18,7 +18,7 @@ from launch.watch.units import UNKNOWN, count, duration, fraction, size
 
 REFRESH_S = 0.5
 LINE_S = 5.0
-"""Without a terminal, a line comes so often, and at once when something important changed."""
+"""Time between two lines where there is no terminal; important changes are printed at once."""
 MAX_LINES = 20
 LABEL = 11
 NAME = 18
@@ -74,7 +74,7 @@ class TerminalView:
 
 
 def screen(monitor: RunMonitor, width: int) -> list[Text]:
-    """The whole screen, at most `MAX_LINES` lines of at most `width` columns."""
+    """Return the screen, at most `MAX_LINES` lines of at most `width` columns."""
     lines = [_title(monitor), *_rows(monitor)]
     lines += _process_lines(monitor, width, max_lines=MAX_LINES - len(lines))
     for line in lines:
@@ -174,7 +174,7 @@ def _rejected(storage: dict[str, Json]) -> str:
 
 
 def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text]:
-    """Every process, or as many as fit, and how many more there are."""
+    """Return the lines of every process, or of as many as fit and how many more there are."""
     shown = monitor.shown()
     if not shown:
         return [Text("no process has reported yet", style="yellow")]
@@ -220,7 +220,7 @@ def _activity(process: Process, silence_s: float) -> str:
 
 
 def _engines(values: Mapping[str, Json]) -> str:
-    """What each engine of an actor does, when there are several or one was lost."""
+    """Return what each engine of an actor does, when there are several or one was restarted."""
     found = values.get("engines")
     engines = {name: e for name, e in found.items() if isinstance(e, dict)} if isinstance(found, dict) else {}
     if len(engines) == 1 and not any(integer(engine, "restarts") for engine in engines.values()):
@@ -238,7 +238,7 @@ def _engine(engine: Mapping[str, Json]) -> str:
 
 
 def _short(source: str) -> str:
-    """The end of a long name tells processes apart: it holds the pid."""
+    """Shorten a long name to its end, which holds the process id."""
     return source if len(source) < NAME else f"..{source[-(NAME - 3) :]}"
 
 
@@ -246,7 +246,7 @@ def _short(source: str) -> str:
 
 
 def status_line(monitor: RunMonitor) -> str:
-    """The run in one line, for a log."""
+    """Return the run's state in one line, for a log."""
     reward, evaluations = monitor.history.recent_reward(), monitor.history.evaluations
     latest = evaluations[next(reversed(evaluations))] if evaluations else None
     held_out = UNKNOWN if latest is None else f"{fraction(latest.sampled)} at {latest.where}"
@@ -266,7 +266,7 @@ def status_line(monitor: RunMonitor) -> str:
 
 
 class News:
-    """What became different since it was last asked: stage, evaluations, processes that come and go."""
+    """Changes since they were last asked for: stage, evaluations, processes that come and go."""
 
     def __init__(self, monitor: RunMonitor) -> None:
         self._monitor = monitor
@@ -276,7 +276,7 @@ class News:
         self._silent: set[str] = set()
 
     def take(self) -> list[str]:
-        """A sentence for each change, once."""
+        """Return a line for each change since the last call."""
         return [*self._stage_changes(), *self._evaluation_changes(), *self._process_changes()]
 
     def _stage_changes(self) -> Iterator[str]:
