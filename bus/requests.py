@@ -176,7 +176,7 @@ class Located(Message, tag="located"):
     """Host of a shard and, for a reader on that host, file and row of each trajectory."""
 
     host: str
-    """Identity of the machine since its last boot; empty if it cannot be told."""
+    """Identity of the machine since its last boot; empty if it is unknown."""
     directory: str = ""
     device: int = 0
     inode: int = 0
@@ -347,7 +347,7 @@ class BlobOffer(Message, tag="blob_offer"):
     """URL of the relay's server."""
 
 
-# --- actors are told about engines ---
+# --- requests about an actor's engines ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

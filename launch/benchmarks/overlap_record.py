@@ -72,7 +72,7 @@ class Heard:
         return number(self.steps[step], "time_s")
 
     def has_read_after(self, step: int) -> bool:
-        """Whether the actors have told their counters since the end of a step."""
+        """Return whether the actors have sent their counters since the end of a step."""
         return bool(self.readings) and number(self.readings[-1], "time_s") >= self.ended_s(step)
 
     def counted(self, name: str, turn: Turn) -> float:

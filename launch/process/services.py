@@ -130,7 +130,7 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
 
 
 def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["LearnerSettings", Path | None]:
-    """What the learner of a run is told, and where its demonstrations are; generated ones are made."""
+    """Return the learner's settings, and where its demonstrations are; generated ones are written."""
     from learner.settings import LearnerSettings
 
     demonstrations = config.warmup.demonstrations
