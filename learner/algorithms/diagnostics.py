@@ -1,4 +1,4 @@
-"""How far the data is from the current policy: sums a step can add up over micro-batches and ranks."""
+"""Diagnostics of how far the data is from the current policy, from sums over micro-batches and ranks."""
 
 from collections.abc import Mapping
 
@@ -13,8 +13,8 @@ def off_policy_sums(tokens: LossTokens, *, policy_version: int, truncation_cap: 
 
     Args:
         tokens: N trained tokens.
-        policy_version: that of the current policy.
-        truncation_cap: the ratio above which a token counts as truncated.
+        policy_version: version of the current policy.
+        truncation_cap: ratio above which a token counts as truncated.
     """
     advantages, versions = tokens.streams["advantages"], tokens.streams["policy_versions"]
     log_ratio = (tokens.logprobs.detach() - tokens.streams["behaviour_logprobs"]).double()
@@ -43,11 +43,12 @@ def off_policy_sums(tokens: LossTokens, *, policy_version: int, truncation_cap: 
 
 
 def off_policy_diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means from the sums of `off_policy_sums`; a mean over no tokens is left out.
+    """Return means from the sums of `off_policy_sums`; a mean over no tokens is left out.
 
-    `ess_fraction` is (sum w)^2 / (N sum w^2). `k1_nats` and `k3_nats` estimate KL(behaviour || current)
-    (joschu.net/blog/kl-approx.html). `mismatch_nats` is the mean |log ratio| of tokens sampled by equal
-    weights, so an error of the engine or the trainer; `drift_nats` that of tokens from other versions.
+    `ess_fraction` is the effective sample size (sum w)^2 / (N sum w^2). `k1_nats` and `k3_nats` estimate
+    KL(behaviour || current) (joschu.net/blog/kl-approx.html). `mismatch_nats` is the mean |log ratio| of
+    tokens sampled by equal weights, which is an error of the engine or the trainer; `drift_nats` is that of
+    tokens from other versions.
     """
     means = {
         "importance_ratio": (sums["ratio"], sums["tokens"]),

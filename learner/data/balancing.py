@@ -1,4 +1,4 @@
-"""Who trains on what: work of unequal sizes divided so that no rank waits long for another."""
+"""Divides work of unequal sizes over ranks so that no rank waits long for another."""
 
 import heapq
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from transformers import PretrainedConfig
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Divide items among `parts` so that the dearest part is cheap; return the item numbers of each.
+    """Divide items among `parts` so that the most expensive part is cheap; return the item numbers of each.
 
-    Karmarkar and Karp's largest differencing method: the two partial divisions whose parts differ most are
-    merged, the dear parts of one with the cheap parts of the other, until one division is left. Parts may be
-    empty; equal costs give the same division everywhere.
+    This is the largest differencing method (Karmarkar and Karp 1982). The two partial divisions whose parts
+    differ most are merged, the expensive parts of one with the cheap parts of the other, until one is left.
+    Parts may be empty. Equal costs give the same division on every rank.
     """
     order = count()
     heap = [
@@ -30,11 +30,11 @@ def balanced(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def forward_flops(config: PretrainedConfig, length: int) -> float:
-    """Floating-point operations of one forward pass over a sequence; training takes three times as many.
+    """Return the FLOPs of one forward pass over a sequence; training takes three times that
 
-    Counts what grows: matrix products (two operations a multiply-add) and causal attention. Understands
-    grouped queries, multi-head latent attention (DeepSeek) and mixtures of experts by the names that Hugging
-    Face configurations use.
+    It counts matrix products (two operations a multiply-add) and causal attention, and understands grouped
+    queries, multi-head latent attention (DeepSeek) and mixtures of experts by the names that Hugging Face
+    configurations use.
     """
     layers = _read(config, "num_hidden_layers")
     linear: int = layers * _attention_parameters(config) + _mlp_parameters(config)
@@ -45,12 +45,12 @@ def forward_flops(config: PretrainedConfig, length: int) -> float:
 
 
 def group_flops(config: PretrainedConfig, tokens: int, samples: int) -> float:
-    """As `forward_flops`, for a group of which only the sum of the lengths is known: taken for equal."""
+    """Return `forward_flops` of a group from the sum of its lengths, which are assumed to be equal."""
     return samples * forward_flops(config, round(tokens / samples))
 
 
 def _heads(config: PretrainedConfig) -> tuple[int, int, int]:
-    """Query heads, and the sizes of a key and of a value."""
+    """Return the number of query heads, and the sizes of a key and of a value."""
     heads = _read(config, "num_attention_heads")
     if _read(config, "kv_lora_rank"):
         return (
@@ -105,5 +105,5 @@ def _is_mixture(config: PretrainedConfig, layer: int) -> bool:
 
 
 def _read(config: PretrainedConfig, name: str) -> int:
-    """A size that a configuration may leave out, or set to None: 0 then."""
+    """Return a size of a configuration, or 0 if it is missing or None."""
     return int(getattr(config, name, None) or 0)

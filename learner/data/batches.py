@@ -1,4 +1,4 @@
-"""From the groups that replay gave to a step to the samples that it trains on."""
+"""Turns the groups of a step into the samples that it trains on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,31 +12,31 @@ from learner.config.algorithm import AdvantageConfig
 from learner.data.packing import Sample
 
 DIGESTS = 1 << 128
-"""How many digests there are."""
+"""Number of different digests of 128 bits."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank trains on in a step, and what is worth knowing about it: sums, so that ranks add up."""
+    """Samples of one rank in a step, and counts over them: sums, which ranks can add up."""
 
     samples: list[Sample]
     trajectories: int
-    """Those that are trained."""
+    """Number of trajectories that are trained."""
     tokens: int
-    """Prompt and response."""
+    """Tokens of prompts and responses."""
     untrainable: int
     """Trajectories of policies that are not trained, as of frozen opponents and judges."""
     untrusted: int
     """Trajectories that would be trained, but for an end that says nothing about the policy."""
     reward_sum: float
     staleness_max: int
-    """Versions that the oldest trained token lags behind the learner; a token from a later version of a
-    learner that died counts as 0."""
+    """Versions that the oldest trained token lags behind the learner. A token of a later version, from a
+    learner that died, counts as 0."""
     staleness_sum: int
-    """Over trajectories."""
+    """Sum of the trajectories' staleness, in versions."""
     response_tokens: int
     digest: int
-    """Sum of the samples' digests modulo `DIGESTS`: however they are packed and divided, it is the same."""
+    """Sum of the samples' digests modulo `DIGESTS`, which packing and division over ranks do not change."""
 
     @property
     def reward_mean(self) -> float:
@@ -54,7 +54,7 @@ class StepBatch:
         return self.response_tokens / max(1, self.trajectories)
 
     def xxh3(self) -> str:
-        """`digest` in hexadecimal: equal for batches whose samples are equal bit for bit, in any order."""
+        """Return `digest` in hexadecimal: equal for batches of equal samples, bit for bit in any order."""
         return f"{self.digest:032x}"
 
 
@@ -62,9 +62,9 @@ def make_step_batch(
     groups: Sequence[Sequence[Trajectory]], *,
     policy_version: int, advantage: AdvantageConfig, temperature: float, weights: Sequence[float] = (),
 ) -> StepBatch:  # fmt: skip
-    """What of these groups is trained, with advantages times the group's importance weight (1 by default).
+    """Make samples of the trained trajectories, with advantages times their group's weight (1 by default).
 
-    `temperature` is that at which the actors sampled. Raises `ConfigError` for a user's advantage function
+    `temperature` is the actors' sampling temperature. Raises `ConfigError` for a user's advantage function
     that returns anything but advantages."""
     samples = [
         _sample(trajectory, weight * np.asarray(found, np.float64), temperature)

@@ -1,4 +1,4 @@
-"""What the data-parallel ranks of the learner's world agree on before each step."""
+"""Agreements of the data-parallel ranks before each step: number of micro-batches, counts, digest."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,14 +11,13 @@ from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.world.process_group import device
 
 WORDS = range(0, 128, 32)
-"""Where the words of a digest begin; as float64 a million of them add up exactly."""
+"""First bits of the 32-bit words of a digest; a million such words add up exactly in float64."""
 
 
 def equally_many(micro_batches: Sequence[MicroBatch], group: dist.ProcessGroup) -> list[MicroBatch]:
-    """This rank's micro-batches, then empty ones until it has as many as the rank of `group` with the most.
+    """Append empty micro-batches until this rank has as many as any rank of `group`, and at least one.
 
-    Every rank has one at least.
-    Ranks that took different numbers of turns could wait for each other for ever.
+    Collectives run in every micro-batch, so ranks with different numbers of them would wait for ever.
     """
     [most] = _reduced([max(1, len(micro_batches))], dist.ReduceOp.MAX, group)
     missing = int(most) - len(micro_batches)
@@ -26,7 +25,7 @@ def equally_many(micro_batches: Sequence[MicroBatch], group: dist.ProcessGroup) 
 
 
 def of_all_ranks(batch: StepBatch, group: dist.ProcessGroup) -> StepBatch:
-    """This rank's samples, with counts and digest of all ranks of `group` together."""
+    """Return this rank's samples with the counts and the digest of all ranks of `group`."""
     names = (
         "trajectories",
         "tokens",

@@ -15,7 +15,7 @@ from learner.data.packing import MicroBatch, Sample, pack
 
 
 class Demonstrations:
-    """Prompt and response pairs in an order that depends only on the seed, so that a position resumes it."""
+    """Prompt and response pairs in an order that depends only on the seed: a position is enough to resume."""
 
     def __init__(
         self,
@@ -30,12 +30,12 @@ class Demonstrations:
         self._context = context
         self._seed = seed
         self._order: tuple[int, NDArray[np.int64]] | None = None
-        """The epoch last asked for, and its order."""
+        """Latest epoch, and its order."""
 
     def step(
         self, step: int, warmup: WarmupConfig, batch: BatchConfig, *, share: int = 0, shares: int = 1
     ) -> list[MicroBatch]:
-        """Micro-batches of the `step`-th step, from 0, or of one of equal `shares` of it."""
+        """Return the micro-batches of the `step`-th step, from 0, or of one of equal `shares` of it."""
         start = step * warmup.batch_size
         rows = [self._rows[self._index(start + n)] for n in range(share, warmup.batch_size, shares)]
         if not rows:

@@ -1,4 +1,4 @@
-"""Trajectories laid end to end in micro-batches under a token budget."""
+"""Packs trajectories end to end into micro-batches under a token budget."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,7 +16,7 @@ from learner.publication.transfer import to_device
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One trajectory to train on: L tokens, and what the loss needs to know about each."""
+    """One trajectory to train on: L tokens, with values that the loss needs about each."""
 
     token_ids: np.ndarray
     """int32 [L]."""
@@ -55,7 +55,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Sequences of a pack of T tokens; position t carries what concerns predicting token t + 1."""
+    """A pack of sequences, T tokens in all. Position t has the values about the prediction of token t + 1."""
 
     tokens: Tensor
     """int64 [T]."""
@@ -74,7 +74,7 @@ class MicroBatch:
     trained: Tensor
     """int64 [N], the positions under `loss_mask`: only they need logits."""
     lengths: tuple[int, ...]
-    """The differences of `cu_seqlens`, known without asking the device."""
+    """Lengths of the sequences, the differences of `cu_seqlens`, without waiting for the device."""
     denominator: float
     """Share of these sequences in what the sum of all token losses is divided by."""
 
@@ -102,7 +102,7 @@ def pack(samples: Sequence[Sample], tokens_per_micro_batch: int) -> list[MicroBa
 
 
 def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Which of `lengths`, by their index, share each bin of `budget`."""
+    """Return which of `lengths`, by index, share each bin of `budget`, each in the first bin with room."""
     bins: list[list[int]] = []
     free: list[int] = []
     for i, length in enumerate(lengths):
