@@ -31,14 +31,14 @@ from bus.codec import Json
 from bus.config import ColocationConfig
 from bus.connection import RETRY_S, Bus
 from bus.errors import ConfigError, EngineLostError
-from bus.messages import AnchorWanted, PolicyManifest
+from bus.messages import PolicyManifest, SnapshotWanted
 from bus.process_tuning import few_collections
 from bus.status import report_status
 from bus.waiting import set_within
 from storage.weights.blob_sources import blob_source
 
 log = structlog.get_logger()
-NOTHING_ANNOUNCED = AnchorWanted(incarnation="", policy_version=-1, reason="no policy is announced")
+NOTHING_ANNOUNCED = SnapshotWanted(incarnation="", policy_version=-1, reason="no policy is announced")
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ async def _first_policy(bus: Bus, patience_s: float, stop: asyncio.Event) -> Pol
                 found = await bus.get("policy", PolicyManifest)
                 if found is not None or stop.is_set():
                     return found[0] if found else None
-                await bus.notify(bus.subject("notice", "anchor"), NOTHING_ANNOUNCED)
+                await bus.notify(bus.subject("notice", "snapshot"), NOTHING_ANNOUNCED)
                 await asyncio.sleep(RETRY_S)
         finally:
             finished.set()

@@ -138,21 +138,21 @@ class PolicyManifest(Message, tag="policy"):
     incarnation: str
     """Learner process that published it; after a resume the same version number is another policy."""
     snapshot: BlobRef
-    """The anchor: all weights of `anchor_version`, safetensors with Hugging Face names."""
+    """The snapshot: all weights of `snapshot_version`, safetensors with Hugging Face names."""
     model: BlobRef
     """The model directory without weights: config, tokenizer, chat template."""
     stage: str
     """Stage of the learner: `warmup` needs no rollouts, `rl` needs them, `done` needs no more."""
     trains_from: int = 0
     """Version at which reinforcement learning began: admission counts from it."""
-    anchor_version: int | None = None
+    snapshot_version: int | None = None
     """Version of the snapshot; `None` if it is this version."""
     deltas: tuple[DeltaRef, ...] = ()
-    """Deltas from version to version, up to this one. They start at the anchor's version, or at an older one
-    for actors that have that."""
+    """Deltas from version to version, up to this one. They start at the snapshot's version, or at an older
+    one for actors that have that."""
 
     def check(self) -> None:
-        """Refuse a chain of deltas that does not lead from the anchor to this version."""
+        """Refuse a chain of deltas that does not lead from the snapshot to this version."""
         for ref, following in pairwise(self.deltas):
             if ref.policy_version != following.base_version:
                 raise SchemaError(f"a delta to version {ref.policy_version}, then {following.base_version}")
@@ -160,13 +160,13 @@ class PolicyManifest(Message, tag="policy"):
             raise SchemaError("a delta does not lead to a later version")
         if self.deltas and self.deltas[-1].policy_version != self.policy_version:
             raise SchemaError(f"the deltas of version {self.policy_version} do not lead there")
-        if self.since(self.anchored_at) is None:
-            raise SchemaError(f"no delta leads from version {self.anchored_at} to {self.policy_version}")
+        if self.since(self.snapshot_at) is None:
+            raise SchemaError(f"no delta leads from version {self.snapshot_at} to {self.policy_version}")
 
     @property
-    def anchored_at(self) -> int:
+    def snapshot_at(self) -> int:
         """Version of the snapshot."""
-        return self.policy_version if self.anchor_version is None else self.anchor_version
+        return self.policy_version if self.snapshot_version is None else self.snapshot_version
 
     def since(self, policy_version: int) -> tuple[DeltaRef, ...] | None:
         """Return the deltas that lead here from `policy_version`; `None` if there are none."""
@@ -178,8 +178,8 @@ class PolicyManifest(Message, tag="policy"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AnchorWanted(Message, tag="anchor_wanted"):
-    """An actor cannot get the announced weights and asks the learner for a whole snapshot."""
+class SnapshotWanted(Message, tag="snapshot_wanted"):
+    """An actor cannot get the announced weights and asks the learner for a snapshot."""
 
     incarnation: str
     """The learner that announced them; empty when nothing was found announced."""

@@ -85,7 +85,7 @@ class Learner:
             tasks.create_task(
                 report_status(self._bus, source="learner", role="learner", look=self._look, stop=finished)
             )
-            tasks.create_task(self._weights.serve(finished), name="publish anchors")
+            tasks.create_task(self._weights.serve(finished), name="publish snapshots")
             try:
                 joining = asyncio.create_task(self._join())
                 if await ended_before(stop, joining):

@@ -17,7 +17,7 @@ from bus.blobs import get_blob
 from bus.codec import decode
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError, StorageError, WeightsKeptError
-from bus.messages import AnchorWanted, BlobRef, ModelFiles, PolicyManifest
+from bus.messages import BlobRef, ModelFiles, PolicyManifest, SnapshotWanted
 from bus.waiting import set_within
 from storage.weights.blob_sources import Blobs, BlobSource
 from storage.weights.model_files import unbundle
@@ -34,7 +34,7 @@ async def fetch_state(blobs: BlobSource, manifest: PolicyManifest) -> Mapping[st
     """Fetch the weights of one version, by Hugging Face name.
 
     Raises `BusError` when they are gone or damaged, `StorageError` when they differ from the announcement."""
-    weights = await Receiver(blobs).anchored(manifest)
+    weights = await Receiver(blobs).from_snapshot(manifest)
     return torch_tensors(weights.tensors)
 
 
@@ -62,8 +62,8 @@ async def obtain_model(
                     "Is `launch learner` running for this run?"
                 ) from error
             log.warning("model_files_not_fetched", reason=str(error))
-            wanted = AnchorWanted(incarnation="", policy_version=-1, reason=str(error))
-            await bus.notify(bus.subject("notice", "anchor"), wanted)
+            wanted = SnapshotWanted(incarnation="", policy_version=-1, reason=str(error))
+            await bus.notify(bus.subject("notice", "snapshot"), wanted)
         await set_within(stop, POLL_S)
         found = await bus.get("policy", PolicyManifest)
         manifest = found[0] if found else manifest
@@ -209,12 +209,12 @@ class PolicyFollower:
 
     async def _not_had(self, manifest: PolicyManifest, error: Exception) -> None:
         log.warning("weights_not_fetched", policy_version=manifest.policy_version, reason=str(error))
-        await self._ask_for_anchor(manifest, str(error))
+        await self._ask_for_snapshot(manifest, str(error))
 
-    async def _ask_for_anchor(self, manifest: PolicyManifest, reason: str) -> None:
+    async def _ask_for_snapshot(self, manifest: PolicyManifest, reason: str) -> None:
         """Ask the learner for a whole snapshot, unless a later version has come meanwhile."""
         self._failed = manifest, time.monotonic() + AGAIN_S
-        wanted = AnchorWanted(
+        wanted = SnapshotWanted(
             incarnation=manifest.incarnation, policy_version=manifest.policy_version, reason=reason
         )
-        await self._bus.notify(self._bus.subject("notice", "anchor"), wanted)
+        await self._bus.notify(self._bus.subject("notice", "snapshot"), wanted)

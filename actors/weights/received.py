@@ -1,4 +1,4 @@
-"""Receives weights: makes the newest version on the host from anchors and deltas, verified."""
+"""Receives weights: makes the newest version on the host from snapshots and deltas, verified."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -34,13 +34,13 @@ class Receiver:
         """Memory of earlier versions; engines keep the last of them until they have the next."""
 
     async def advance(self, manifest: PolicyManifest) -> Weights:
-        """Return the weights that `manifest` announces, by deltas from those held or from its anchor.
+        """Return the weights that `manifest` announces, by deltas from those held or from its snapshot.
 
         Everything is verified before any of it is visible. Raises `BusError` or `StorageError` when neither
         way works; then the weights held stay.
         """
         try:
-            weights = await self._by_deltas(manifest) or await self.anchored(manifest)
+            weights = await self._by_deltas(manifest) or await self.from_snapshot(manifest)
         finally:
             self._spare.trim()  # memory of an older version, or of other tensors
         if self.weights is not None:  # unchanged tensors stay in place: engines use them there
@@ -48,12 +48,14 @@ class Receiver:
         self.weights, self._incarnation = weights, manifest.incarnation
         return weights
 
-    async def anchored(self, manifest: PolicyManifest) -> Weights:
-        """Return the weights that `manifest` announces, from its anchor. Raises as `advance` does."""
-        tail = manifest.since(manifest.anchored_at) or ()
+    async def from_snapshot(self, manifest: PolicyManifest) -> Weights:
+        """Return the weights that `manifest` announces, from its snapshot. Raises as `advance` does."""
+        tail = manifest.since(manifest.snapshot_at) or ()
         data = await self._blobs.get(manifest.snapshot)
-        anchor = await _in_threads(partial(read_snapshot, data, manifest.anchored_at, like=self._spare.like))
-        return await self._later(anchor, tail)
+        snapshot = await _in_threads(
+            partial(read_snapshot, data, manifest.snapshot_at, like=self._spare.like)
+        )
+        return await self._later(snapshot, tail)
 
     async def _by_deltas(self, manifest: PolicyManifest) -> Weights | None:
         """Apply deltas to the weights held; return `None` if no unbroken chain starts from them."""

@@ -120,7 +120,7 @@ class Following:
 
 def settings(*layers: Layer) -> RunConfig:
     """Return the settings of learner and engine; the last layer wins. Raises `ConfigError` for wrong ones."""
-    learner = {"publication": {"anchor_every": 1000}}
+    learner = {"publication": {"snapshot_every": 1000}}
     engine = {"type": "embedded", "dtype": "bfloat16", "slots": 4}
     config = validate({"learner": learner, "actors": {"engine": engine}}, *layers)
     if config.actors.engine.type == "sglang":
@@ -253,7 +253,7 @@ async def _transport_figures(
 
 
 async def _join(blobs: BlobSource, publisher: WeightPublisher) -> None:
-    await Receiver(blobs).anchored(_published(publisher))
+    await Receiver(blobs).from_snapshot(_published(publisher))
 
 
 def _published(publisher: WeightPublisher) -> PolicyManifest:

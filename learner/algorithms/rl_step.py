@@ -14,7 +14,7 @@ from learner.data.data_parallel import equally_many, of_all_ranks
 from learner.data.packing import Sample, pack, refuse_oversized
 from learner.lineage import TrainedStep
 from learner.scoring.frozen_policies import refresh_reference
-from learner.scoring.logprob_passes import with_logprobs
+from learner.scoring.logprobs import with_logprobs
 
 Groups = Sequence[Sequence[Trajectory]]
 

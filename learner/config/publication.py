@@ -9,7 +9,7 @@ from storage.weights.transport_config import BusTransport, TransportConfig
 class PublicationConfig(Config):
     """How policy versions reach the actors; docs/weights.md says which transport to choose."""
 
-    anchor_every: int = Field(10, ge=1, le=1000)
+    snapshot_every: int = Field(10, ge=1, le=1000)
     """Versions from one snapshot to the next; those between are published as deltas. A new actor starts from
     the latest snapshot. 1 publishes every version as a snapshot."""
 

@@ -250,7 +250,7 @@ class Shadow:
         if own is not None:
             self.progress = ShadowProgress.from_json(read_extra(own))
         else:
-            self.progress = _beginning_at(start)
+            self.progress = _progress_at(start)
         self._backend = None  # the one before, if there is one, goes first
         self._backend = restore_alone(
             settings, self._initial, start, self.progress, stopped=self._stop.is_set
@@ -316,7 +316,7 @@ class Shadow:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _beginning_at(checkpoint: Path | None) -> ShadowProgress:
+def _progress_at(checkpoint: Path | None) -> ShadowProgress:
     """Where a learner's checkpoint stands, with nothing counted yet; the very beginning without one."""
     if checkpoint is None:
         return ShadowProgress()

@@ -25,7 +25,7 @@ from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.requests import Done
-from learner.publication.snapshot import Bucket, Memory, Snapshot
+from learner.publication.shared_copy import Bucket, Memory, SharedCopy
 from storage.weights.blob_http import own_address
 from storage.weights.tensors import Weights
 
@@ -63,9 +63,9 @@ class Broadcaster:
         self._groups: dict[str, _Group] = {}
         self._living: set[asyncio.Task[None]] = set()
         """Tasks of the groups, also of those that are being ended."""
-        self._newest: Snapshot | None = None
+        self._newest: SharedCopy | None = None
         self._spares: list[Memory] = []
-        """Memory of snapshots that nobody needs, the latest last; senders keep it mapped and locked."""
+        """Memory of copies that nobody needs, the latest last; senders keep it mapped and locked."""
         self._copying = asyncio.Lock()
         self._closed = False
 
@@ -91,19 +91,19 @@ class Broadcaster:
         Raises `BusError` where that cannot be."""
         if wanted.incarnation != self._incarnation or self._closed:
             raise BusError(f"the weights of learner {wanted.incarnation} are not to be had from this one")
-        snapshot = await self._snapshot(wanted.policy_version)
+        copy = await self._newest_copy(wanted.policy_version)
         if group := self._groups.get(wanted.group):
-            await self._make_ready(group, snapshot)
+            await self._make_ready(group, copy)
         else:
-            group = await self._new_group(wanted, snapshot)
-        group.snapshot = snapshot
-        return [*(group.offered(buckets) for buckets in snapshot.taken_together()), Done()]
+            group = await self._new_group(wanted, copy)
+        group.copy = copy
+        return [*(group.offered(buckets) for buckets in copy.taken_together()), Done()]
 
     async def _begin(self, begin: BroadcastBegin) -> list[Message]:
         group = self._groups.get(begin.group)
-        if group is None or group.snapshot is None or group.snapshot.policy_version != begin.policy_version:
+        if group is None or group.copy is None or group.copy.policy_version != begin.policy_version:
             raise BusError(f"version {begin.policy_version} is not offered to group {begin.group}")
-        group.due, group.snapshot = group.snapshot, None
+        group.due, group.copy = group.copy, None
         group.ended.clear()
         group.begun.set()
         return [Done()]
@@ -120,7 +120,7 @@ class Broadcaster:
         if group := self._groups.get(left.group):
             group.living.cancel()
 
-    async def _snapshot(self, at_least: int) -> "Snapshot":
+    async def _newest_copy(self, at_least: int) -> "SharedCopy":
         """The newest weights, which are not older than the announcement that made somebody ask for them."""
         async with self._copying:
             for _ in range(COPIES):
@@ -130,36 +130,36 @@ class Broadcaster:
                 if self._newest and self._newest.policy_version == weights.policy_version:
                     return self._newest
                 self._newest = None  # before there are two more
-                snapshot = await asyncio.to_thread(self._copied, weights)
+                copy = await asyncio.to_thread(self._copied, weights)
                 if self._announced() is weights:  # else they may have been written into
-                    self._newest = snapshot
-                    return snapshot
-                del snapshot  # its memory serves the next
+                    self._newest = copy
+                    return copy
+                del copy  # its memory serves the next
         raise BusError(f"{COPIES} versions were announced while they were copied, the last at {at_least}")
 
-    def _copied(self, weights: Weights) -> Snapshot:
+    def _copied(self, weights: Weights) -> SharedCopy:
         """A copy, in memory that is there already if there is any: new memory takes seconds to lock."""
         memory = self._spares.pop() if self._spares else None
         with ThreadPoolExecutor(self._threads, "copy") as threads:
-            snapshot = Snapshot(weights, memory, threads)
-        weakref.finalize(snapshot, self._unused, snapshot.memory).atexit = False
-        return snapshot
+            copy = SharedCopy(weights, memory, threads)
+        weakref.finalize(copy, self._unused, copy.memory).atexit = False
+        return copy
 
     def _unused(self, memory: Memory) -> None:
-        """Nobody holds the snapshot in it any more, so no process reads it."""
+        """Nobody holds the copy in it any more, so no process reads it."""
         if self._groups:
             self._spares = [*self._spares, memory][-SPARES:]
 
-    async def _make_ready(self, group: "_Group", snapshot: Snapshot) -> None:
+    async def _make_ready(self, group: "_Group", copy: SharedCopy) -> None:
         """Raises `BusError`, and gives the group up, when its process cannot send it."""
         try:
-            await group.process.prepares(snapshot)
+            await group.process.prepares(copy)
         except BusError:  # what the process says next would be taken for another answer
             if group.name in self._groups:
                 group.living.cancel()
             raise
 
-    async def _new_group(self, wanted: BroadcastWanted, snapshot: Snapshot) -> "_Group":
+    async def _new_group(self, wanted: BroadcastWanted, copy: SharedCopy) -> "_Group":
         """A group whose ranks may come. Raises `BusError` when its process does not start."""
         on_gpu = wanted.device == "cuda" and torch.cuda.is_available()
         name = f"sluice-{self._incarnation}-{secrets.token_hex(6)}"  # a name is never used twice
@@ -174,7 +174,7 @@ class Broadcaster:
         process = await _SenderProcess.start(order)
         try:
             port = int((await process.says("port", START_S))["port"])
-            await process.prepares(snapshot)  # before anybody waits for it
+            await process.prepares(copy)  # before anybody waits for it
         except BaseException:
             await process.end()
             self._forget_what_no_group_needs()
@@ -199,7 +199,7 @@ class Broadcaster:
                 group.begun.clear()
                 due, group.due = group.due, None
                 assert due is not None, "set before"
-                await process.says("sent", self._timeout_s, told={"send": due.where()})
+                await process.says("sent", self._timeout_s, request={"send": due.where()})
                 group.sent = due.policy_version
                 group.ended.set()
                 log.debug("weights_broadcast", group=group.name, policy_version=due.policy_version)
@@ -225,9 +225,9 @@ class _Group:
     port: int
     backend: Literal["gloo", "nccl"]
     process: "_SenderProcess"
-    snapshot: Snapshot | None = None
+    copy: SharedCopy | None = None
     """Offered, and not asked for yet."""
-    due: Snapshot | None = None
+    due: SharedCopy | None = None
     """Being sent."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -237,13 +237,13 @@ class _Group:
     living: "asyncio.Task[None]" = field(init=False)
 
     def offered(self, buckets: Sequence[Bucket]) -> OfferedBucket:
-        assert self.snapshot is not None, "set before"
+        assert self.copy is not None, "set before"
         return OfferedBucket(
             group=self.name,
             host=self.host,
             port=self.port,
             backend=self.backend,
-            policy_version=self.snapshot.policy_version,
+            policy_version=self.copy.policy_version,
             names=tuple(name for bucket in buckets for name in bucket.names),
             dtypes=tuple(dtype for bucket in buckets for dtype in bucket.dtypes),
             shapes=tuple(shape for bucket in buckets for shape in bucket.shapes),
@@ -256,7 +256,7 @@ class _SenderProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._talking = asyncio.Lock()
-        """Held from what it is told until it has answered."""
+        """Held from the request until it has answered."""
 
     @classmethod
     async def start(cls, order: Line) -> "_SenderProcess":
@@ -276,13 +276,13 @@ class _SenderProcess:
         with suppress(ConnectionError):  # its end is heard next
             await self._process.stdin.drain()
 
-    async def says(self, what: str, timeout_s: float, *, told: Line | None = None) -> Line:
+    async def says(self, what: str, timeout_s: float, *, request: Line | None = None) -> Line:
         """Its next line, which must have the key `what`. Raises `BusError` when it has not, or is late."""
         assert self._process.stdout is not None, "it is a pipe"
         try:
             async with self._talking, asyncio.timeout(timeout_s):
-                if told is not None:
-                    await self._tell(told)
+                if request is not None:
+                    await self._tell(request)
                 data = await self._process.stdout.readline()
         except TimeoutError:
             raise BusError(f"waited {timeout_s:g} s for {what!r} of the process that broadcasts") from None
@@ -291,9 +291,9 @@ class _SenderProcess:
             raise BusError(f"the process that broadcasts ended before {what!r}: {line.get('error', line)}")
         return line
 
-    async def prepares(self, snapshot: Snapshot) -> None:
+    async def prepares(self, copy: SharedCopy) -> None:
         """Have it ready to send this. Raises `BusError` when it cannot."""
-        said = await self.says("prepared", START_S, told={"prepare": snapshot.where()})
+        said = await self.says("prepared", START_S, request={"prepare": copy.where()})
         if slower := said["slower"]:
             log.warning("weights_are_sent_slowly", reason=slower)
 

@@ -38,7 +38,7 @@ KEPT = 2
 def main() -> NoReturn:
     """Say the port where the ranks meet, `prepared` when there is something to send, then `joined`.
 
-    From then on do what is told: `prepare` what `Snapshot.where` describes, or `send` it, and say when that
+    From then on do what is told: `prepare` what `SharedCopy.where` describes, or `send` it, and say when that
     is done. The first argument is a JSON object: `group`, `world_size`, `backend`, `device`, `device_bytes`
     of it for weights that are not sent yet, and `timeout_s`, which bounds every wait for the other ranks."""
     global _output
@@ -99,11 +99,11 @@ def _join(store: c10d.Store, order: Line, timeout: timedelta) -> dist.ProcessGro
     return group
 
 
-def _obey(told: Line, source: "Source", group: dist.ProcessGroup | None) -> None:
-    if "prepare" in told:
-        _say(prepared=True, slower=source.prepare(told["prepare"]))
+def _obey(request: Line, source: "Source", group: dist.ProcessGroup | None) -> None:
+    if "prepare" in request:
+        _say(prepared=True, slower=source.prepare(request["prepare"]))
     else:
-        source.send(told["send"], group)
+        source.send(request["send"], group)
         _say(sent=True)
 
 
@@ -118,7 +118,7 @@ class Source:
         self._device_bytes = device_bytes
         self._mapped: dict[int, torch.Tensor] = {}
         """Bytes by the number of the memory; the one used last is the last."""
-        self._room = torch.empty(0, dtype=torch.uint8, device=device)
+        self._staging = torch.empty(0, dtype=torch.uint8, device=device)
         self._ahead = torch.empty(0, dtype=torch.uint8, device=device)
         """The first buckets of version `_ahead_version`."""
         self._ahead_version = -1
@@ -136,7 +136,7 @@ class Source:
             del self._mapped[next(iter(self._mapped))]
         if self._device == "cpu" or self._ahead_version == asked["policy_version"]:
             return slower
-        full = self._make_room(asked)
+        full = self._allocate(asked)
         self._ahead.copy_(memory[: len(self._ahead)])
         self._ahead_version = asked["policy_version"]
         return "; ".join(filter(None, (slower, full)))
@@ -154,7 +154,7 @@ class Source:
             sent.record()
             sent.synchronize()
 
-    def _make_room(self, asked: Line) -> str:
+    def _allocate(self, asked: Line) -> str:
         """For as many of the first buckets as may lie on the device, and for what is on its way there.
 
         Where the device has not so much, none lie there from now on: return that it is so."""
@@ -172,12 +172,12 @@ class Source:
         spans = _spans(asked)
         ahead = max((end for _, end in spans if end <= device_bytes), default=0)
         sizes = [end - begin for begin, end in spans if end > ahead]
-        room = max([min(asked["room_bytes"], sum(sizes)), *sizes])
-        if len(self._ahead) == ahead and len(self._room) >= room:
+        staging = max([min(asked["staging_bytes"], sum(sizes)), *sizes])
+        if len(self._ahead) == ahead and len(self._staging) >= staging:
             return
-        self._ahead = self._room = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._ahead = self._staging = torch.empty(0, dtype=torch.uint8, device=self._device)
         torch.cuda.empty_cache()  # else their memory would not serve the new ones
-        self._room = torch.empty(room, dtype=torch.uint8, device=self._device)
+        self._staging = torch.empty(staging, dtype=torch.uint8, device=self._device)
         self._ahead = torch.empty(ahead, dtype=torch.uint8, device=self._device)
         if ahead and torch.cuda.mem_get_info(self._device)[0] < LEFT_BYTES:
             raise torch.OutOfMemoryError("it would have less than 1 GiB left, for NCCL and the learner")
@@ -217,11 +217,11 @@ class Source:
         size_before = 0
         for number, (begin, end) in enumerate(spans):
             size = end - begin
-            in_the_way = last if size_before + size > len(self._room) else before_last
+            in_the_way = last if size_before + size > len(self._staging) else before_last
             if in_the_way is not None:
                 in_the_way.synchronize()
-            start = 0 if number % 2 == 0 else len(self._room) - size
-            place = self._room[start : start + size]
+            start = 0 if number % 2 == 0 else len(self._staging) - size
+            place = self._staging[start : start + size]
             with torch.cuda.stream(copying):
                 place.copy_(memory[begin:end], non_blocking=True)
             here.wait_stream(copying)

@@ -1,4 +1,4 @@
-"""Publish policy versions in the background, while training goes on: deltas, and now and then an anchor."""
+"""Publish policy versions in the background, while training goes on: deltas, and now and then a snapshot."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from bus.blobs import put_blob
 from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import BusError
-from bus.messages import AnchorWanted, BlobRef, DeltaRef, ModelFiles, PolicyManifest
+from bus.messages import BlobRef, DeltaRef, ModelFiles, PolicyManifest, SnapshotWanted
 from bus.publish import Publisher
 from bus.waiting import set_within
 from learner.config.publication import PublicationConfig
@@ -26,12 +26,12 @@ from storage.weights.tensors import HostTensor, Weights, snapshot_content, spare
 
 log = structlog.get_logger()
 Tensors = Mapping[str, HostTensor]
-ANCHOR_PAUSE_S = 5.0
-"""Between two anchors that somebody asked for."""
-SAME_ANCHOR_PAUSE_S = 60.0
+SNAPSHOT_PAUSE_S = 5.0
+"""Between two snapshots that somebody asked for."""
+SAME_SNAPSHOT_PAUSE_S = 60.0
 """Between two of the same version, all of whose bytes are there."""
 POLL_S = 0.25
-"""Until a wish for an anchor is seen."""
+"""Until a wish for a snapshot is seen."""
 WORTH_IT = 0.5
 """A delta of more than this part of all weights is not sent: whole they travel once, for late joiners too."""
 
@@ -44,7 +44,8 @@ def publishing_threads(config: PublicationConfig) -> int:
 class WeightPublisher:
     """Announces versions, each after its bytes, and frees those that nobody needs any more.
 
-    One publication at a time. A learner begins with an anchor: what the one before published is not its past.
+    One publication at a time. A learner begins with a snapshot: what the one before it published is not its
+    past.
     """
 
     def __init__(self, bus: Bus, store: BlobStore, config: PublicationConfig, *, incarnation: str) -> None:
@@ -64,9 +65,9 @@ class WeightPublisher:
         self._stored: set[BlobRef] = set()
         self._pinned: set[int] = set()
         self._one = asyncio.Lock()
-        self._wanted: AnchorWanted | None = None
+        self._wanted: SnapshotWanted | None = None
         self._answer_given = -1, 0.0
-        """The version that an anchor was stored of on demand, and until when not again."""
+        """The version that a snapshot was stored of on demand, and until when not again."""
 
     def announced(self) -> Weights | None:
         """The weights announced last; their tensors stay as they are until others are announced."""
@@ -77,7 +78,7 @@ class WeightPublisher:
         await self._store.start()
         self._files = await asyncio.to_thread(bundle, model)
         await self._put_model()
-        await self._bus.listen(self._bus.subject("notice", "anchor"), AnchorWanted, self._on_wanted)
+        await self._bus.listen(self._bus.subject("notice", "snapshot"), SnapshotWanted, self._on_wanted)
 
     async def publish(
         self, tensors: Tensors, *, policy_version: int, stage: str, trains_from: int
@@ -89,50 +90,50 @@ class WeightPublisher:
         """
         async with self._one:
             began = time.perf_counter()
-            said = _Said(policy_version, stage, trains_from)
-            manifest = await self._as_delta(tensors, said) if await self._mended() else None
+            announcement = _Announcement(policy_version, stage, trains_from)
+            manifest = await self._as_delta(tensors, announcement) if await self._mended() else None
             if manifest is None:
-                manifest = await self._as_anchor(tensors, said)
+                manifest = await self._as_snapshot(tensors, announcement)
             self.figures["time/publish_s"] = time.perf_counter() - began
             log.debug("weights_published", policy_version=policy_version, **self.figures)
-            if policy_version - manifest.anchored_at >= self._config.anchor_every:
-                since_last = manifest.since(manifest.anchored_at) or ()
-                manifest = await self._anchored(manifest, since_last)
+            if policy_version - manifest.snapshot_at >= self._config.snapshot_every:
+                since_last = manifest.since(manifest.snapshot_at) or ()
+                manifest = await self._with_snapshot(manifest, since_last)
             await self._retire()
             return manifest
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Until `stop`, publish an anchor when somebody cannot get the announced weights without one."""
+        """Until `stop`, publish a snapshot when somebody cannot get the announced weights without one."""
         while not stop.is_set():
             wanted, self._wanted = self._wanted, None
             if wanted is not None and self.latest is not None:
                 try:
                     await self._answer(wanted)
                 except BusError as error:  # whoever wants it asks again
-                    log.warning("anchor_not_published", reason=str(error))
+                    log.warning("snapshot_not_published", reason=str(error))
                 self._wanted = None
-                await set_within(stop, ANCHOR_PAUSE_S)
+                await set_within(stop, SNAPSHOT_PAUSE_S)
             await set_within(stop, POLL_S)
 
-    async def _answer(self, wanted: AnchorWanted) -> None:
+    async def _answer(self, wanted: SnapshotWanted) -> None:
         async with self._one:
             manifest = self.latest
-            if manifest is None or 0 <= wanted.policy_version < manifest.anchored_at:
-                return  # there is an anchor that they have not tried
+            if manifest is None or 0 <= wanted.policy_version < manifest.snapshot_at:
+                return  # there is a snapshot that they have not tried
             intact = await self._mended()
             if intact and not wanted.incarnation:  # only the key was lost
                 await self._bus.put("policy", manifest)
             elif not intact or not self._answered(manifest.policy_version):
-                since_last = manifest.since(manifest.anchored_at) or ()
-                await self._anchored(manifest, since_last if intact else ())
+                since_last = manifest.since(manifest.snapshot_at) or ()
+                await self._with_snapshot(manifest, since_last if intact else ())
                 await self._retire()
 
     def _answered(self, policy_version: int) -> bool:
-        """Whether its anchor was stored for somebody a moment ago: the same once more would not help."""
+        """Whether its snapshot was stored for somebody a moment ago: the same once more would not help."""
         version, again_s = self._answer_given
         if version == policy_version and time.monotonic() < again_s:
             return True
-        self._answer_given = policy_version, time.monotonic() + SAME_ANCHOR_PAUSE_S
+        self._answer_given = policy_version, time.monotonic() + SAME_SNAPSHOT_PAUSE_S
         return False
 
     async def close(self) -> None:
@@ -149,72 +150,74 @@ class WeightPublisher:
 
     # --- one publication ---
 
-    async def _as_delta(self, tensors: Tensors, said: "_Said") -> PolicyManifest | None:
+    async def _as_delta(self, tensors: Tensors, announcement: "_Announcement") -> PolicyManifest | None:
         """Publish what changed since the version before; `None` where that is nearly everything."""
         base, before = self._weights, self.latest
         if base is None or before is None:
             return None
-        delta = await asyncio.to_thread(self._encoded, base, tensors, said.policy_version)
-        again = said.policy_version == base.policy_version
+        delta = await asyncio.to_thread(self._encoded, base, tensors, announcement.policy_version)
+        again = announcement.policy_version == base.policy_version
         if again and delta.sent_words:
-            raise ValueError(f"version {said.policy_version} was published with other weights")
-        large = self._config.anchor_every == 1 or len(delta.data) > WORTH_IT * delta.weights.size_bytes
+            raise ValueError(f"version {announcement.policy_version} was published with other weights")
+        large = self._config.snapshot_every == 1 or len(delta.data) > WORTH_IT * delta.weights.size_bytes
         if large and not again:
             return None
         deltas = before.deltas
         if not again:
-            blob = await self._put([delta.data], said.policy_version, "delta")
+            blob = await self._put([delta.data], announcement.policy_version, "delta")
             deltas += (
-                DeltaRef(base_version=base.policy_version, policy_version=said.policy_version, blob=blob),
+                DeltaRef(
+                    base_version=base.policy_version, policy_version=announcement.policy_version, blob=blob
+                ),
             )
         self._note(delta.weights, 0 if again else len(delta.data), delta.sent_words)
-        return await self._announce(delta.weights, said, before.snapshot, before.anchored_at, deltas)
+        return await self._announce(delta.weights, announcement, before.snapshot, before.snapshot_at, deltas)
 
-    async def _as_anchor(self, tensors: Tensors, said: "_Said") -> PolicyManifest:
+    async def _as_snapshot(self, tensors: Tensors, announcement: "_Announcement") -> PolicyManifest:
         """Publish all weights."""
-        weights = await asyncio.to_thread(self._hashed, said.policy_version, tensors)
+        weights = await asyncio.to_thread(self._hashed, announcement.policy_version, tensors)
         snapshot = await self._put_snapshot(weights)
         self._note(weights, snapshot.size_bytes, weights.words)
-        return await self._announce(weights, said, snapshot, said.policy_version)
+        return await self._announce(weights, announcement, snapshot, announcement.policy_version)
 
-    async def _anchored(self, manifest: PolicyManifest, deltas: tuple[DeltaRef, ...]) -> PolicyManifest:
+    async def _with_snapshot(self, manifest: PolicyManifest, deltas: tuple[DeltaRef, ...]) -> PolicyManifest:
         """Announce the same version again with its own snapshot; `deltas` are for those who need none."""
         weights = self._weights
         if weights is None:
             raise RuntimeError("nothing was published")
         snapshot = await self._put_snapshot(weights)
-        said = _Said(manifest.policy_version, manifest.stage, manifest.trains_from)
-        return await self._announce(weights, said, snapshot, manifest.policy_version, deltas)
+        announcement = _Announcement(manifest.policy_version, manifest.stage, manifest.trains_from)
+        return await self._announce(weights, announcement, snapshot, manifest.policy_version, deltas)
 
     async def _announce(
         self,
         weights: Weights,
-        said: "_Said",
+        announcement: "_Announcement",
         snapshot: BlobRef,
-        anchor_version: int,
+        snapshot_version: int,
         deltas: tuple[DeltaRef, ...] = (),
     ) -> PolicyManifest:
         """Make it the run's policy: a key for those who come later, a notice for those here."""
         if self._model is None:
             raise RuntimeError("start comes first")
         manifest = PolicyManifest(
-            policy_version=said.policy_version,
+            policy_version=announcement.policy_version,
             incarnation=self._incarnation,
             snapshot=snapshot,
             model=self._model,
-            stage=said.stage,
-            trains_from=said.trains_from,
-            anchor_version=anchor_version,
+            stage=announcement.stage,
+            trains_from=announcement.trains_from,
+            snapshot_version=snapshot_version,
             deltas=deltas,
         )
         self.latest = self._held[manifest.policy_version] = manifest
-        self._weights = weights  # not before: an anchor is of the version that is announced
+        self._weights = weights  # not before: a snapshot is of the version that is announced
         await self._bus.put("policy", manifest)
         await self._bus.notify(self._bus.subject("notice", "policy"), manifest)
         return manifest
 
     async def _mended(self) -> bool:
-        """Whether all that was published is there; else the bus or a disk lost it, and an anchor is due."""
+        """Whether all that was published is there; else the bus or a disk lost it, and a snapshot is due."""
         if self._model is not None and not await on_bus(self._bus, [self._model]):
             await self._put_model()
         if self.latest is None or await self._store.holds(_blobs(self.latest)):
@@ -232,9 +235,9 @@ class WeightPublisher:
             await self._store.delete(blob)
             self._stored.discard(blob)
 
-    def _on_wanted(self, wanted: AnchorWanted) -> None:
+    def _on_wanted(self, wanted: SnapshotWanted) -> None:
         if wanted.incarnation in ("", self._incarnation):
-            log.debug("anchor_wanted", policy_version=wanted.policy_version, reason=wanted.reason)
+            log.debug("snapshot_wanted", policy_version=wanted.policy_version, reason=wanted.reason)
             self._wanted = wanted
 
     # --- bytes ---
@@ -253,7 +256,7 @@ class WeightPublisher:
         self._model = await put_blob(self._bus, self._publisher, encode(self._files), "model")
 
     async def _put_snapshot(self, weights: Weights) -> BlobRef:
-        return await self._put(snapshot_content(weights), weights.policy_version, "anchor")
+        return await self._put(snapshot_content(weights), weights.policy_version, "snapshot")
 
     async def _put(self, content: Content, *tokens: object) -> BlobRef:
         blob = await self._store.put(content, self._incarnation, *tokens)
@@ -268,7 +271,7 @@ class WeightPublisher:
         }
 
 
-class _Said(NamedTuple):
+class _Announcement(NamedTuple):
     """What a manifest says besides where the weights lie."""
 
     policy_version: int

@@ -20,7 +20,7 @@ from storage.weights.blob_http import HttpBlobs
 from storage.weights.transport_config import FilesTransport, HttpTransport, TransportConfig
 
 SHARE = 4
-"""One blob may take a fourth of the stream, which holds several anchors and all deltas at a time."""
+"""One blob may take a fourth of the stream, which holds several snapshots and all deltas at a time."""
 PATIENCE_S = 60.0
 
 

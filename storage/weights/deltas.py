@@ -148,7 +148,7 @@ def apply_delta(
     if result.digest() != header.digest:
         raise StorageError(
             f"version {header.policy_version} should have the digest {header.digest.hex()} and has "
-            f"{result.digest().hex()}: fetch the anchor instead"
+            f"{result.digest().hex()}: fetch the snapshot instead"
         )
     return result
 

@@ -62,7 +62,7 @@ def digest(tensor):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("device_bytes", [0, 5 * BUCKET_BYTES, 1 << 40], ids=["none", "some", "all"])
 async def test_weights_reach_another_gpu_version_after_version(bus, monkeypatch, device_bytes):
-    monkeypatch.setattr("learner.publication.snapshot.BUCKET_BYTES", BUCKET_BYTES)
+    monkeypatch.setattr("learner.publication.shared_copy.BUCKET_BYTES", BUCKET_BYTES)
     announced, memories = {}, []
     broadcaster = Broadcaster(
         bus, lambda: announced.get("weights"),

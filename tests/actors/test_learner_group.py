@@ -18,7 +18,7 @@ from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang.engine import SglangEngine
 from actors.weights.follow import PolicyFollower
 from bus.errors import BusError, ConfigError, EngineError, WeightsKeptError
-from bus.messages import AnchorWanted, BlobRef, PolicyManifest
+from bus.messages import BlobRef, PolicyManifest, SnapshotWanted
 from learner.config.publication import PublicationConfig
 from learner.publication.broadcast import Broadcaster
 from learner.publication.host_copy import host_tensors
@@ -181,7 +181,7 @@ async def test_a_draft_model_of_its_own_gets_nothing_of_what_is_sent(learner, se
 async def test_the_memory_of_a_version_that_nobody_needs_any_more_serves_a_later_one(
     learner, serving, monkeypatch
 ):
-    monkeypatch.setattr("learner.publication.snapshot.BUCKET_BYTES", 128)
+    monkeypatch.setattr("learner.publication.shared_copy.BUCKET_BYTES", 128)
     async with serving() as (engine, server):
         await engine.start()
 
@@ -255,7 +255,7 @@ async def test_a_server_that_waits_for_the_learner_for_too_long_is_given_up(lear
 
 async def test_a_server_goes_on_once_it_has_all_that_it_said_it_would_take(learner, serving, monkeypatch):
     """As one with CUDA does, whose next tokens would wait for the weights."""
-    monkeypatch.setattr("learner.publication.snapshot.BUCKET_BYTES", 128)
+    monkeypatch.setattr("learner.publication.shared_copy.BUCKET_BYTES", 128)
     async with serving() as (engine, server):
         server.answers_early = True
         await engine.start()
@@ -357,7 +357,7 @@ async def test_a_version_that_could_not_be_had_is_asked_for_again(bus, monkeypat
     manifest = PolicyManifest(policy_version=3, incarnation="one", snapshot=BLOB, model=BLOB, stage="rl")
     await bus.put("policy", manifest)
     wanted = asyncio.Queue()
-    await bus.listen(bus.subject("notice", "anchor"), AnchorWanted, wanted.put_nowait)
+    await bus.listen(bus.subject("notice", "snapshot"), SnapshotWanted, wanted.put_nowait)
     engine, stop = SentTo(), asyncio.Event()
     follower = PolicyFollower(bus, engine, from_learner=True)
     running = asyncio.create_task(follower.run(stop))
@@ -465,8 +465,8 @@ async def test_weights_that_are_replaced_while_they_are_copied_are_not_sent(lear
         learner.weights = later  # and from now on the tensors of `weights` may be written into
         return copy(weights, *how)
 
-    copy = Broadcaster._snapshot.__globals__["Snapshot"]
-    monkeypatch.setattr("learner.publication.broadcast.Snapshot", replacing)
+    copy = Broadcaster._newest_copy.__globals__["SharedCopy"]
+    monkeypatch.setattr("learner.publication.broadcast.SharedCopy", replacing)
     offer = await published.offered("", ranks=1, device="cpu")
     assert offer[0].policy_version == 1
 

@@ -23,7 +23,7 @@ IN_TIME_S = 3 * POLL_S + 2 * LONGEST_FETCH_S + 2 * ENGINES * LONGEST_UPDATE_S
 """For what is under way, and then the latest: however many were announced."""
 
 
-def manifest_of(version, *, learner="one", anchor=None, since=None):
+def manifest_of(version, *, learner="one", snapshot=None, since=None):
     """`since` is where its deltas begin."""
     deltas = tuple(
         DeltaRef(base_version=n, policy_version=n + 1, blob=BLOB)
@@ -31,7 +31,7 @@ def manifest_of(version, *, learner="one", anchor=None, since=None):
     )
     return PolicyManifest(
         policy_version=version, incarnation=learner, snapshot=BLOB, model=BLOB, stage="rl",
-        anchor_version=anchor, deltas=deltas,
+        snapshot_version=snapshot, deltas=deltas,
     )  # fmt: skip
 
 
@@ -125,17 +125,17 @@ def have(engines, manifest):
 
 
 def announced(gaps_and_kinds):
-    """What learners announce, and the pause before each: a next version, an anchor, another learner."""
-    version, anchor, before, learner = 0, 0, 0, 0
+    """What learners announce, and the pause before each: a next version, a snapshot, another learner."""
+    version, snapshot, before, learner = 0, 0, 0, 0
     for gap_s, kind in gaps_and_kinds:
         if kind == "resume":
             learner, version = learner + 1, max(0, version - 2)
-            anchor = before = version
+            snapshot = before = version
         else:
             version += 1
-        if kind == "anchor":
-            before, anchor = anchor, version
-        yield gap_s, manifest_of(version, learner=f"learner-{learner}", anchor=anchor, since=before)
+        if kind == "snapshot":
+            before, snapshot = snapshot, version
+        yield gap_s, manifest_of(version, learner=f"learner-{learner}", snapshot=snapshot, since=before)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -143,7 +143,7 @@ def announced(gaps_and_kinds):
     st.lists(
         st.tuples(
             st.sampled_from([0.0, 0.0, 0.3, 2.0, 20.0]),
-            st.sampled_from(["next"] * 6 + ["anchor", "resume"]),
+            st.sampled_from(["next"] * 6 + ["snapshot", "resume"]),
         ),
         min_size=1,
         max_size=30,
@@ -186,9 +186,9 @@ async def test_a_version_is_fetched_while_the_one_before_is_loaded_and_engines_g
     async with path.followed():
         path.newest.hear(manifest_of(0))
         await asyncio.sleep(17)
-        path.newest.hear(manifest_of(1, anchor=0, since=0))
+        path.newest.hear(manifest_of(1, snapshot=0, since=0))
         await asyncio.sleep(1)  # the first engine takes it
-        path.newest.hear(manifest_of(2, anchor=0, since=0))
+        path.newest.hear(manifest_of(2, snapshot=0, since=0))
         await asyncio.sleep(25)
         assert have(engines, manifest_of(2))
         assert [[version for version, _ in engine.loads] for engine in engines] == [
@@ -203,7 +203,7 @@ async def test_a_fetch_goes_on_when_deltas_lead_from_it_to_the_newer_version():
     async with path.followed():
         path.newest.hear(manifest_of(3))
         await asyncio.sleep(1)
-        path.newest.hear(manifest_of(4, anchor=3, since=3))
+        path.newest.hear(manifest_of(4, snapshot=3, since=3))
         await asyncio.sleep(8)
         assert [manifest.policy_version for manifest in path.received] == [3, 4]
         assert have(engines, manifest_of(4))

@@ -1,4 +1,4 @@
-"""From the learner's publisher to an engine: deltas, anchors, and what comes of those that are not right."""
+"""From the learner's publisher to an engine: deltas, snapshots, and what becomes of wrong ones."""
 
 import asyncio
 from dataclasses import replace
@@ -60,7 +60,7 @@ async def publish(publisher, version, tensors=None):
 
 async def start(bus, directory, incarnation="one", **config):
     publisher = WeightPublisher(
-        bus, BusBlobs(bus), PublicationConfig(**{"anchor_every": 100} | config), incarnation=incarnation
+        bus, BusBlobs(bus), PublicationConfig(**{"snapshot_every": 100} | config), incarnation=incarnation
     )
     await publisher.start(directory)
     return publisher
@@ -136,15 +136,15 @@ async def test_versions_arrive_by_every_transport_and_old_ones_are_removed(
         "files": FilesTransport(directory=directory),
     }[transport]
     store = blob_store(bus, kind, tmp_path)
-    publisher = WeightPublisher(bus, store, PublicationConfig(keep=2, anchor_every=3), incarnation="one")
+    publisher = WeightPublisher(bus, store, PublicationConfig(keep=2, snapshot_every=3), incarnation="one")
     await publisher.start(tmp_path)
     async with asyncio.timeout(TIMEOUT_S):
         for version in range(9):
             await publish(publisher, version)
             await follower.at_least(version)
             assert same(engine.state, state(version))
-    anchors = [path.name for path in (directory / "test").glob("*.anchor.*")]
-    assert sorted(name.split(".")[1] for name in anchors) == ["6"]
+    snapshots = [path.name for path in (directory / "test").glob("*.snapshot.*")]
+    assert sorted(name.split(".")[1] for name in snapshots) == ["6"]
     await publisher.close()
 
 
@@ -209,16 +209,16 @@ async def test_versions_in_between_are_skipped_in_one_update_of_the_engine(bus, 
     assert same(engine.state, state(6))
 
 
-async def test_a_late_joiner_takes_the_anchor_and_what_came_after_it(bus, tmp_path):
-    publisher = await start(bus, tmp_path, anchor_every=4)
+async def test_a_late_joiner_takes_the_snapshot_and_what_came_after_it(bus, tmp_path):
+    publisher = await start(bus, tmp_path, snapshot_every=4)
     for version in range(7):
         manifest = await publish(publisher, version)
     weights = await Receiver(Blobs(bus)).advance(manifest)
-    assert (manifest.anchored_at, weights.policy_version) == (4, 6)
+    assert (manifest.snapshot_at, weights.policy_version) == (4, 6)
     assert same(torch_tensors(weights.tensors), state(6))
 
 
-async def test_an_anchor_takes_no_memory_for_what_is_held_already(bus, publisher, tmp_path):
+async def test_a_snapshot_takes_no_memory_for_what_is_held_already(bus, publisher, tmp_path):
     receiver = Receiver(Blobs(bus))
     held = await receiver.advance(await publish(publisher, 0))
     successor = await start(bus, tmp_path, incarnation="two")
@@ -229,8 +229,8 @@ async def test_an_anchor_takes_no_memory_for_what_is_held_already(bus, publisher
     assert same(torch_tensors(weights.tensors), state(1))
 
 
-async def test_one_who_is_behind_the_last_anchor_still_goes_by_deltas(bus, tmp_path):
-    publisher = await start(bus, tmp_path, anchor_every=4)
+async def test_one_who_is_behind_the_last_snapshot_still_goes_by_deltas(bus, tmp_path):
+    publisher = await start(bus, tmp_path, snapshot_every=4)
     receiver = Receiver(Blobs(bus))
     for version in range(3):
         await receiver.advance(await publish(publisher, version))
@@ -238,7 +238,7 @@ async def test_one_who_is_behind_the_last_anchor_still_goes_by_deltas(bus, tmp_p
         manifest = await publish(publisher, version)
     await damage(bus, manifest.snapshot, flip=False)
     weights = await receiver.advance(manifest)
-    assert (manifest.anchored_at, weights.policy_version) == (4, 5)
+    assert (manifest.snapshot_at, weights.policy_version) == (4, 5)
     assert same(torch_tensors(weights.tensors), state(5))
 
 
@@ -260,22 +260,22 @@ async def test_a_resumed_learners_weights_reach_the_engine_as_far_as_they_differ
 
 
 @pytest.mark.parametrize("flip", [True, False])
-async def test_a_damaged_delta_is_refused_and_the_anchor_taken_instead(bus, tmp_path, flip):
-    publisher = await start(bus, tmp_path, anchor_every=2)
+async def test_a_damaged_delta_is_refused_and_the_snapshot_taken_instead(bus, tmp_path, flip):
+    publisher = await start(bus, tmp_path, snapshot_every=2)
     receiver = Receiver(Blobs(bus))
     await receiver.advance(await publish(publisher, 0))
     await publish(publisher, 1)
     manifest = await publish(publisher, 2)
     await damage(bus, manifest.deltas[1].blob, flip=flip)
-    assert manifest.anchored_at == 2
+    assert manifest.snapshot_at == 2
     assert same(torch_tensors((await receiver.advance(manifest)).tensors), state(2))
 
 
 @pytest.mark.parametrize("flip", [True, False])
-async def test_the_old_version_goes_on_until_the_learner_answers_with_an_anchor(
+async def test_the_old_version_goes_on_until_the_learner_answers_with_a_snapshot(
     bus, publisher, following, monkeypatch, flip
 ):
-    """The delta is damaged for good, and no anchor leads around it."""
+    """The delta is damaged for good, and no snapshot leads around it."""
     follower, engine = following
     monkeypatch.setattr(publishing, "POLL_S", 0.02)
     monkeypatch.setattr(publisher, "_store", Damaging(bus, flip=flip))
@@ -317,7 +317,7 @@ async def test_a_delta_of_another_base_or_to_another_version_is_refused(bus, pub
     for data, reason in ((wrong_base, "does not apply"), (wrong_version, "leads to version 3")):
         blob = await put_blob(bus, Publisher(bus), data, "policy", "one", 1)
         ref = DeltaRef(base_version=0, policy_version=1, blob=blob)
-        forged = replace(manifest, policy_version=1, anchor_version=0, deltas=(ref,))
+        forged = replace(manifest, policy_version=1, snapshot_version=0, deltas=(ref,))
         with pytest.raises(StorageError, match=reason):
             await receiver.advance(forged)
         assert receiver.weights is held

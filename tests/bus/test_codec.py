@@ -20,7 +20,6 @@ from bus.codec import MAX_DEPTH, Message, decode, encode
 from bus.device_messages import DeviceHold, DeviceUser
 from bus.errors import SchemaError
 from bus.messages import (
-    AnchorWanted,
     BlobRef,
     DeadLetter,
     DeltaRef,
@@ -35,6 +34,7 @@ from bus.messages import (
     RewardGiven,
     RoleHolder,
     RunRecord,
+    SnapshotWanted,
     Status,
 )
 from bus.requests import (
@@ -119,7 +119,7 @@ EXAMPLES = (
     GroupLeft(group="sluice-a1-0"),
     DeviceHold(incarnation="a1", number=3, host="6f1c", held=True),
     DeviceUser(actor="a-1", host="6f1c", yielded_to="a1.3"),
-    AnchorWanted(incarnation="a1", policy_version=7, reason="chunk 1 of 3 is not on the bus"),
+    SnapshotWanted(incarnation="a1", policy_version=7, reason="chunk 1 of 3 is not on the bus"),
     make_lease(3),
     make_trajectory(3, 1),
     TrajectoryBatch(trajectories=(make_trajectory(1, 0), make_trajectory(1, 1))),
@@ -515,8 +515,8 @@ def test_blob_of_impossibly_many_chunks_is_refused(chunks: int):
     ("changes", "reason"),
     [
         ({"policy_version": 8}, "do not lead there"),
-        ({"anchor_version": 3}, "no delta leads from version 3 to 7"),
-        ({"anchor_version": 7, "deltas": DELTAS[:1]}, "do not lead there"),
+        ({"snapshot_version": 3}, "no delta leads from version 3 to 7"),
+        ({"snapshot_version": 7, "deltas": DELTAS[:1]}, "do not lead there"),
         ({"deltas": DELTAS[::-1]}, "a delta to version 7, then 4"),
         ({"deltas": (DeltaRef(base_version=7, policy_version=7, blob=BLOB),)}, "not lead to a later version"),
     ],

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.nats]
 
 def test_actors_follow_the_policy_through_a_relay(tmp_path: Path):
     join = ("--bus", f"nats://127.0.0.1:{free_port('127.0.0.1')}", "--run", "relayed")
-    http = ("--learner.publication.transport.type", "http", "--learner.publication.anchor-every", "2")
+    http = ("--learner.publication.transport.type", "http", "--learner.publication.snapshot-every", "2")
     started = [Command(tmp_path / "bus", "bus", "--port", join[1].rsplit(":", 1)[1])]
     try:
         started.append(Command(tmp_path / "storage", "storage", *join, *SMALL, *http))
@@ -32,4 +32,4 @@ def test_actors_follow_the_policy_through_a_relay(tmp_path: Path):
     assert {"0", "1", "5"} <= set(progress["evaluations"])
     assert "relay_ready" in near.said()
     assert "weights_not_fetched" not in near.said() + far.said()
-    assert list((tmp_path / "learner/runs/relayed/weights").glob("*.anchor.*.blob"))
+    assert list((tmp_path / "learner/runs/relayed/weights").glob("*.snapshot.*.blob"))

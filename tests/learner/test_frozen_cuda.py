@@ -12,7 +12,7 @@ from learner.checkpoint.commit import (
 )
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
-from learner.scoring.logprob_passes import score
+from learner.scoring.logprobs import score
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,7 @@ from learner.config.learner import BatchConfig, LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import Sample, pack
-from learner.scoring.logprob_passes import with_logprobs
+from learner.scoring.logprobs import with_logprobs
 from tests.learner.reference import reference_optimizer
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_model
 

@@ -5,7 +5,7 @@ import torch
 
 from actors.weights.follow import fetch_model_files, fetch_state, obtain_model
 from bus.errors import BusError, ConfigError
-from bus.messages import AnchorWanted, PolicyManifest
+from bus.messages import PolicyManifest, SnapshotWanted
 from learner.config.publication import PublicationConfig
 from learner.publication import publisher as publishing
 from learner.publication.host_copy import host_tensors
@@ -34,7 +34,7 @@ def make(bus, *, incarnation="one", **config):
 async def publisher(bus, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights stay away")
-    publisher = make(bus, anchor_every=3)
+    publisher = make(bus, snapshot_every=3)
     await publisher.start(tmp_path)
     return publisher
 
@@ -56,7 +56,7 @@ def same(one, other):
     )
 
 
-async def test_every_version_arrives_bit_equal_whether_it_is_an_anchor_or_a_delta(bus, publisher):
+async def test_every_version_arrives_bit_equal_whether_it_is_a_snapshot_or_a_delta(bus, publisher):
     for version in range(8):
         await publish(publisher, version)
         manifest = await announced(bus)
@@ -64,27 +64,27 @@ async def test_every_version_arrives_bit_equal_whether_it_is_an_anchor_or_a_delt
         assert same(await fetch_state(Blobs(bus), manifest), state(version))
 
 
-async def test_deltas_lie_between_anchors_and_lead_from_the_anchor_before_the_last(bus, publisher):
-    anchors, chains, sizes = [], [], []
+async def test_deltas_lie_between_snapshots_and_lead_from_the_snapshot_before_the_last(bus, publisher):
+    snapshots, chains, sizes = [], [], []
     for version in range(8):
         manifest = await publish(publisher, version)
-        anchors.append(manifest.anchored_at)
+        snapshots.append(manifest.snapshot_at)
         chains.append([delta.base_version for delta in manifest.deltas])
         sizes.append(publisher.figures["weights/wire_bytes"])
-    assert anchors == [0, 0, 0, 3, 3, 3, 6, 6]
+    assert snapshots == [0, 0, 0, 3, 3, 3, 6, 6]
     assert chains == [[], [0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [3, 4, 5], [3, 4, 5, 6]]
     assert sizes[0] > 1_200_000
     assert max(sizes[1:]) < 0.05 * sizes[0]
 
 
-async def test_a_version_is_announced_before_its_anchor_is_stored(bus, publisher):
+async def test_a_version_is_announced_before_its_snapshot_is_stored(bus, publisher):
     news = asyncio.Queue()
     await bus.listen(bus.subject("notice", "policy"), PolicyManifest, news.put_nowait)
     for version in range(4):
         await publish(publisher, version)
     async with asyncio.timeout(TIMEOUT_S):
         heard = [await news.get() for _ in range(5)]
-    assert [(m.policy_version, m.anchored_at) for m in heard] == [(0, 0), (1, 0), (2, 0), (3, 0), (3, 3)]
+    assert [(m.policy_version, m.snapshot_at) for m in heard] == [(0, 0), (1, 0), (2, 0), (3, 0), (3, 3)]
 
 
 async def test_the_same_version_again_announces_its_stage_and_sends_nothing(bus, publisher):
@@ -97,19 +97,19 @@ async def test_the_same_version_again_announces_its_stage_and_sends_nothing(bus,
         await publisher.publish(host_tensors(state(2)), policy_version=1, stage="rl", trains_from=0)
 
 
-async def test_weights_that_changed_everywhere_are_an_anchor(bus, publisher):
+async def test_weights_that_changed_everywhere_are_a_snapshot(bus, publisher):
     await publish(publisher, 0)
     other = {name: torch.rand_like(tensor) for name, tensor in state(0).items()}
     manifest = await publisher.publish(host_tensors(other), policy_version=1, stage="rl", trains_from=0)
-    assert (manifest.anchored_at, manifest.deltas) == (1, ())
+    assert (manifest.snapshot_at, manifest.deltas) == (1, ())
     assert same(await fetch_state(Blobs(bus), manifest), other)
 
 
-async def test_anchors_alone_are_sent_if_so_configured(bus, tmp_path):
-    publisher = make(bus, anchor_every=1)
+async def test_snapshots_alone_are_sent_if_so_configured(bus, tmp_path):
+    publisher = make(bus, snapshot_every=1)
     await publisher.start(tmp_path)
     manifests = [await publish(publisher, version) for version in range(3)]
-    assert [(m.anchored_at, m.deltas) for m in manifests] == [(0, ()), (1, ()), (2, ())]
+    assert [(m.snapshot_at, m.deltas) for m in manifests] == [(0, ()), (1, ()), (2, ())]
 
 
 async def test_model_files_travel_without_the_weights(bus, publisher, tmp_path):
@@ -133,7 +133,7 @@ async def test_old_versions_leave_the_bus_but_pinned_ones_stay_with_all_they_nee
         await fetch_state(Blobs(bus), manifests[1])
 
 
-async def test_a_new_learner_begins_with_an_anchor_and_takes_the_dead_ones_weights_off_the_bus(
+async def test_a_new_learner_begins_with_a_snapshot_and_takes_the_dead_ones_weights_off_the_bus(
     bus, publisher, tmp_path
 ):
     for version in (6, 7):
@@ -141,7 +141,7 @@ async def test_a_new_learner_begins_with_an_anchor_and_takes_the_dead_ones_weigh
     successor = make(bus, incarnation="two")
     await successor.start(tmp_path)
     new = await publish(successor, 7)
-    assert (new.anchored_at, new.deltas) == (7, ())
+    assert (new.snapshot_at, new.deltas) == (7, ())
     with pytest.raises(BusError, match="not on the bus"):
         await fetch_state(Blobs(bus), old)
     assert same(await fetch_state(Blobs(bus), new), state(7))
@@ -179,7 +179,7 @@ async def test_weights_that_the_bus_lost_are_published_whole(bus, publisher, tmp
     await publish(publisher, 1)
     await bus.js.purge_stream(bus.topology.stream("WEIGHTS"))
     manifest = await publish(publisher, 2)
-    assert (manifest.anchored_at, manifest.deltas) == (2, ())
+    assert (manifest.snapshot_at, manifest.deltas) == (2, ())
     assert same(await fetch_state(Blobs(bus), manifest), state(2))
     assert await fetch_model_files(bus, manifest.model, tmp_path / "there")
 
@@ -188,7 +188,7 @@ async def test_weights_that_the_bus_lost_are_published_whole(bus, publisher, tmp
 async def served(publisher, monkeypatch):
     """The publisher, listening for wishes."""
     monkeypatch.setattr(publishing, "POLL_S", 0.01)
-    monkeypatch.setattr(publishing, "ANCHOR_PAUSE_S", 0.01)
+    monkeypatch.setattr(publishing, "SNAPSHOT_PAUSE_S", 0.01)
     stop = asyncio.Event()
     serving = asyncio.create_task(publisher.serve(stop))
     yield publisher
@@ -198,11 +198,11 @@ async def served(publisher, monkeypatch):
 
 
 async def wish(bus, incarnation, version, timeout_s=TIMEOUT_S):
-    """Ask for an anchor; the next manifest that is announced."""
+    """Ask for a snapshot; the next manifest that is announced."""
     news = asyncio.Queue()
     listening = await bus.listen(bus.subject("notice", "policy"), PolicyManifest, news.put_nowait)
-    wanted = AnchorWanted(incarnation=incarnation, policy_version=version, reason="a test")
-    await bus.notify(bus.subject("notice", "anchor"), wanted)
+    wanted = SnapshotWanted(incarnation=incarnation, policy_version=version, reason="a test")
+    await bus.notify(bus.subject("notice", "snapshot"), wanted)
     try:
         async with asyncio.timeout(timeout_s):
             return await news.get()
@@ -210,17 +210,17 @@ async def wish(bus, incarnation, version, timeout_s=TIMEOUT_S):
         await listening.unsubscribe()
 
 
-async def test_an_anchor_that_somebody_needs_is_published_between_two_steps(bus, served):
+async def test_a_snapshot_that_somebody_needs_is_published_between_two_steps(bus, served):
     await publish(served, 0)
     before = await publish(served, 1)
     await bus.js.purge_stream(bus.topology.stream("WEIGHTS"), subject=f"{before.deltas[0].blob.subject}.0")
     manifest = await wish(bus, "one", 1)
-    assert (manifest.policy_version, manifest.anchored_at) == (1, 1)
+    assert (manifest.policy_version, manifest.snapshot_at) == (1, 1)
     assert same(await fetch_state(Blobs(bus), manifest), state(1))
     assert same(await fetch_state(Blobs(bus), await publish(served, 2)), state(2))
 
 
-async def test_an_anchor_is_of_the_announced_version_though_a_later_one_could_not_be_stored(
+async def test_a_snapshot_is_of_the_announced_version_though_a_later_one_could_not_be_stored(
     bus, served, monkeypatch
 ):
     async def refuse(*_):
@@ -233,15 +233,15 @@ async def test_an_anchor_is_of_the_announced_version_though_a_later_one_could_no
         with pytest.raises(BusError, match="no room"):
             await publish(served, 2)
     manifest = await wish(bus, "one", 1)
-    assert (manifest.policy_version, manifest.anchored_at) == (1, 1)
+    assert (manifest.policy_version, manifest.snapshot_at) == (1, 1)
     assert same(await fetch_state(Blobs(bus), manifest), state(1))
     assert same(await fetch_state(Blobs(bus), await publish(served, 3)), state(3))
 
 
-async def test_an_anchor_of_which_nothing_is_gone_is_not_stored_again_at_once(bus, served):
+async def test_a_snapshot_of_which_nothing_is_gone_is_not_stored_again_at_once(bus, served):
     await publish(served, 0)
     await publish(served, 1)
-    assert (await wish(bus, "one", 1)).anchored_at == 1
+    assert (await wish(bus, "one", 1)).snapshot_at == 1
     with pytest.raises(TimeoutError):
         await wish(bus, "one", 1, timeout_s=0.3)
 
@@ -249,10 +249,10 @@ async def test_an_anchor_of_which_nothing_is_gone_is_not_stored_again_at_once(bu
 async def test_the_announcement_comes_again_when_its_key_was_lost(bus, served):
     manifest = await publish(served, 0)
     await bus.delete("policy")
-    wanted = AnchorWanted(incarnation="", policy_version=-1, reason="a test")
+    wanted = SnapshotWanted(incarnation="", policy_version=-1, reason="a test")
     async with asyncio.timeout(TIMEOUT_S):
         while await bus.get("policy", PolicyManifest) is None:
-            await bus.notify(bus.subject("notice", "anchor"), wanted)
+            await bus.notify(bus.subject("notice", "snapshot"), wanted)
             await asyncio.sleep(0.02)
     assert await announced(bus) == manifest
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from learner.publication import snapshot as snapshots
+from learner.publication import shared_copy
 from learner.publication.broadcast_process import Source
 from learner.publication.host_copy import host_tensors
-from learner.publication.snapshot import Snapshot
+from learner.publication.shared_copy import SharedCopy
 from storage.weights.tensors import Weights
 
 pytestmark = [
@@ -23,12 +23,12 @@ def copied(version, memory=None):
     state |= {"large": torch.randn(5 * MIB // 4)} | {
         f"{name} again": -tensor for name, tensor in state.items()
     }
-    return Snapshot(Weights.of(version, host_tensors(state)), memory)
+    return SharedCopy(Weights.of(version, host_tensors(state)), memory)
 
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(snapshots, "BUCKET_BYTES", MIB)
+    monkeypatch.setattr(shared_copy, "BUCKET_BYTES", MIB)
 
 
 def placed(source, copy):
@@ -47,7 +47,7 @@ def test_every_version_is_on_the_device_as_it_was_copied(device_bytes, ahead_mib
         memory = copy.memory
         assert source.prepare(copy.where()) == ""
         assert len(source._ahead) == ahead_mib * MIB
-        assert (len(source._room) == 0) == (device_bytes > 21 * MIB), "none where nothing is to be staged"
+        assert (len(source._staging) == 0) == (device_bytes > 21 * MIB), "none where nothing is to be staged"
         assert placed(source, copy) == memory.bytes[: 21 * MIB].tobytes()
 
 

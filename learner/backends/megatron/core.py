@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from learner.backends.megatron import multi_tensor as foreach
+from learner.backends.megatron import multi_tensor
 from learner.backends.megatron.cpu.gloo import allow_uneven_slices
 from learner.backends.megatron.cpu.patches import adapt_megatron_to_cpu, megatron_import_warnings_silenced
 
@@ -61,7 +61,7 @@ class _WeightGradients:
 
     @staticmethod
     def wgrad_gemm_accum_fp32(inputs: torch.Tensor, grad: torch.Tensor, total: torch.Tensor) -> None:
-        foreach.add_product(total, grad.t(), inputs)
+        multi_tensor.add_product(total, grad.t(), inputs)
 
 
 tensor_parallel.layers.fused_weight_gradient_mlp_cuda = _WeightGradients

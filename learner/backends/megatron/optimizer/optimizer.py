@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bus.errors import ConfigError
-from learner.backends.megatron import multi_tensor as foreach
+from learner.backends.megatron import multi_tensor
 from learner.backends.megatron.core import (
     DistributedDataParallel,
     DistributedOptimizer,
@@ -91,7 +91,7 @@ def gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
         gradients.setdefault(group, []).extend(part.get_main_grads_for_grad_norm())
     total = torch.zeros((), dtype=torch.float32, device=device())
     for group, tensors in gradients.items():
-        square = foreach.norm(tensors).square() if tensors else torch.zeros_like(total)
+        square = multi_tensor.norm(tensors).square() if tensors else torch.zeros_like(total)
         dist.all_reduce(square, group=group)  # each rank has the squares of its own share of the gradient
         total += square
     return total.sqrt()

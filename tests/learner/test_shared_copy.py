@@ -11,11 +11,11 @@ import torch
 from bus.broadcast_messages import BroadcastWanted
 from bus.errors import BusError, TrainingError
 from learner.publication import broadcast_process as sender
-from learner.publication import snapshot as snapshots
+from learner.publication import shared_copy
 from learner.publication.broadcast import SPARES, Broadcaster
 from learner.publication.broadcast_process import KEPT, LEFT_BYTES, Source
 from learner.publication.host_copy import host_tensors
-from learner.publication.snapshot import ALIGNED, Memory, Snapshot
+from learner.publication.shared_copy import ALIGNED, Memory, SharedCopy
 from storage.weights.tensors import Weights
 
 STATE = {
@@ -47,14 +47,14 @@ def bytes_in(copy):
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(snapshots, "BUCKET_BYTES", 2 * ALIGNED)
-    monkeypatch.setattr(snapshots, "PIECE_BYTES", 100)
+    monkeypatch.setattr(shared_copy, "BUCKET_BYTES", 2 * ALIGNED)
+    monkeypatch.setattr(shared_copy, "PIECE_BYTES", 100)
 
 
 @pytest.mark.usefixtures("small")
 def test_tensors_lie_together_in_buckets_and_are_copied_in_pieces():
     with ThreadPoolExecutor(3) as threads:
-        copy = Snapshot(weights(), threads=threads)
+        copy = SharedCopy(weights(), threads=threads)
     assert [bucket.names for bucket in copy.buckets] == [["a", "none", "b"], ["large"], ["c"]]
     assert [(bucket.begin, bucket.end) for bucket in copy.buckets] == [(0, 128), (128, 8128), (8128, 8192)]
     assert bytes_in(copy) == bytes_of(STATE)
@@ -63,27 +63,27 @@ def test_tensors_lie_together_in_buckets_and_are_copied_in_pieces():
 @pytest.mark.usefixtures("small")
 def test_an_engine_takes_no_more_at_once_than_the_largest_tensor():
     state = {name: torch.zeros(2 * ALIGNED // 4) for name in "abcdefg"} | {"d": torch.zeros(6 * ALIGNED // 4)}
-    together = Snapshot(weights(state=state)).taken_together()
+    together = SharedCopy(weights(state=state)).taken_together()
     names = [[name for bucket in buckets for name in bucket.names] for buckets in together]
     assert names == [["a", "b", "c"], ["d"], ["e", "f", "g"]]
-    assert list(Snapshot(weights(state={})).taken_together()) == []
+    assert list(SharedCopy(weights(state={})).taken_together()) == []
 
 
 def test_a_copy_is_made_in_memory_of_its_size():
-    first = Snapshot(weights())
+    first = SharedCopy(weights())
     again = {name: tensor + 1 for name, tensor in STATE.items()}
-    second = Snapshot(weights(1, again), first.memory)
+    second = SharedCopy(weights(1, again), first.memory)
     assert second.memory is first.memory
     assert bytes_in(second) == bytes_of(again)
     other = Memory(first.memory.size_bytes * 2)
-    assert Snapshot(weights(), other).memory is not other
+    assert SharedCopy(weights(), other).memory is not other
 
 
 def test_a_sender_sees_what_is_copied_into_memory_that_it_has_mapped():
-    copy, source = Snapshot(weights()), Source("cpu")
+    copy, source = SharedCopy(weights()), Source("cpu")
     assert source.prepare(copy.where()) == ""
     mapped = source._mapped[copy.memory.number]
-    Snapshot(weights(1, {name: tensor + 1 for name, tensor in STATE.items()}), copy.memory)
+    SharedCopy(weights(1, {name: tensor + 1 for name, tensor in STATE.items()}), copy.memory)
     assert mapped.numpy().tobytes() == copy.memory.bytes.tobytes()
 
 
@@ -102,17 +102,17 @@ def device(monkeypatch):
     [(0, 0, 8000), (127, 0, 8000), (200, 128, 8000), (8128, 8128, 64), (8192, 8192, 0), (1 << 50, 8192, 0)],
 )
 def test_a_sender_has_whole_buckets_on_its_device_and_room_for_the_others(device_bytes, ahead, room):
-    copy, source = Snapshot(weights()), Source("cpu:0", device_bytes)
+    copy, source = SharedCopy(weights()), Source("cpu:0", device_bytes)
     assert source.prepare(copy.where()) == ""
     assert source._ahead.numpy().tobytes() == copy.memory.bytes[:ahead].tobytes()
-    assert len(source._room) == room
+    assert len(source._staging) == room
 
 
 @pytest.mark.usefixtures("device")
 def test_a_sender_has_the_version_on_its_device_that_it_is_to_send():
     source = Source("cpu:0", 1 << 50)
-    copies = [Snapshot(weights(n, {name: tensor + n for name, tensor in STATE.items()})) for n in range(2)]
-    for copy in [*copies, copies[0], Snapshot(weights(2), copies[0].memory)]:
+    copies = [SharedCopy(weights(n, {name: tensor + n for name, tensor in STATE.items()})) for n in range(2)]
+    for copy in [*copies, copies[0], SharedCopy(weights(2), copies[0].memory)]:
         source.prepare(copy.where())
         assert source._ahead.numpy().tobytes() == copy.memory.bytes[: copy.buckets[-1].end].tobytes()
 
@@ -124,15 +124,15 @@ def test_a_sender_says_once_why_it_sends_slowly(device, monkeypatch):
 
     monkeypatch.setattr(sender, "lock_pages", refused)
     device["bytes"] = LEFT_BYTES - 1
-    copy, source = Snapshot(weights()), Source("cpu:0", 8192)
+    copy, source = SharedCopy(weights()), Source("cpu:0", 8192)
     said = source.prepare(copy.where())
     assert said.startswith(
         "the system locks no pages; no room for learner.publication.broadcast_device_bytes=8192"
     )
     assert "less than 1 GiB left" in said
-    assert (len(source._ahead), len(source._room)) == (0, 8000), "all takes the usual way"
+    assert (len(source._ahead), len(source._staging)) == (0, 8000), "all takes the usual way"
     device["bytes"] = 1 << 40
-    assert source.prepare(Snapshot(weights(1)).where()) == ""
+    assert source.prepare(SharedCopy(weights(1)).where()) == ""
     assert len(source._ahead) == 0
 
 
@@ -149,7 +149,7 @@ async def test_a_sender_is_told_of_the_memory_that_it_may_take(monkeypatch):
 
 
 def test_a_sender_keeps_the_memory_it_used_last():
-    copies, source = [Snapshot(weights(version)) for version in range(KEPT + 1)], Source("cpu")
+    copies, source = [SharedCopy(weights(version)) for version in range(KEPT + 1)], Source("cpu")
     first, *later = [copy.memory.number for copy in copies]
     for copy in [*copies[:-1], copies[0], copies[-1]]:
         source.prepare(copy.where())

@@ -17,7 +17,7 @@ from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
-from learner.scoring.logprob_passes import Scores, score
+from learner.scoring.logprobs import Scores, score
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]

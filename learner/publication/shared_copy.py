@@ -68,7 +68,7 @@ class Memory:
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
 
-class Snapshot:
+class SharedCopy:
     """The tensors as they were when they were copied; `buckets` in the order in which they are sent."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Snapshot:
             "policy_version": self.policy_version,
             "memory": self.memory.number,
             "file": self.memory.path,
-            "room_bytes": 2 * BUCKET_BYTES,
+            "staging_bytes": 2 * BUCKET_BYTES,
             "buckets": [
                 {
                     "span": [bucket.begin, bucket.end],
