@@ -30,7 +30,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def forward_flops(config: PretrainedConfig, length: int) -> float:
-    """Return the FLOPs of one forward pass over a sequence; training takes three times that
+    """Return the FLOPs of one forward pass over a sequence; training takes three times that.
 
     It counts matrix products (two operations a multiply-add) and causal attention, and understands grouped
     queries, multi-head latent attention (DeepSeek) and mixtures of experts by the names that Hugging Face
