@@ -1,8 +1,10 @@
-"""Segments outside the store: one zstd-compressed tar file each, in a directory or behind any fsspec URL."""
+"""Segments outside the store: a zip file with a compressed zarr group each, in a directory or behind a URL.
+
+`zarr.open` reads each as it lies there (docs/architecture.md).
+"""
 
 import secrets
 import shutil
-import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,16 +12,15 @@ from pathlib import Path
 
 import fsspec
 import structlog
-import zstandard
 from fsspec.implementations.local import LocalFileSystem
 
 from bus.errors import ConfigError, StorageError
 from storage.disk.atomic_files import fsync_path, lock_directory, publish
 from storage.store.pieces import Piece, find_pieces
+from storage.store.segments import FILE, check_trajectories, compressed_file
 
 log = structlog.get_logger()
-LEVEL = 3
-SUFFIX = ".tar.zst"
+SUFFIX = ".zip"
 BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci"))
 """File systems without folders: to make one there would make a bucket, of a name that is only mistyped."""
 
@@ -53,21 +54,19 @@ def _may_pass(error: BaseException | None) -> bool:
 
 
 def archive_segment(segment: Path, archive: str) -> None:
-    """Put a segment into the archive as `<name of its store>/<name>.tar.zst`, replacing what is there.
+    """Put a segment into the archive as `<name of its store>/<name>.zip`, replacing what is there.
 
     `archive` is a directory or a URL such as s3://bucket/run; the credentials are those of fsspec's driver
-    (s3fs: the AWS environment). On return the file is there whole; raises `StorageError` otherwise."""
+    (s3fs: the AWS environment). On return the file is there complete; raises `StorageError` otherwise."""
     name = f"{segment.parent.name}/{segment.name}{SUFFIX}"
+    parts = compressed_file(segment)
     with _translating(f"{archive}/{name}"):
         files, root = fsspec.core.url_to_fs(archive)
         final, unfinished = f"{root}/{name}", f"{root}/{name}.part"
         _make_folder(files, f"{root}/{segment.parent.name}")
-        with (
-            files.open(unfinished, "wb") as file,
-            zstandard.ZstdCompressor(LEVEL, write_checksum=True).stream_writer(file, closefd=False) as packed,
-            tarfile.open(fileobj=packed, mode="w|") as tar,
-        ):
-            tar.add(segment, arcname=segment.name)
+        with files.open(unfinished, "wb") as file:
+            for part in parts:
+                file.write(part)
         _put_in_place(files, unfinished, final)
 
 
@@ -88,7 +87,7 @@ def _put_in_place(files: fsspec.AbstractFileSystem, unfinished: str, final: str)
 
 
 def restore(directory: Path, archive: str) -> list[str]:
-    """Bring every retired segment of the store in `directory` back, bit for bit; their names.
+    """Bring every retired segment of the store in `directory` back, each trajectory bit for bit; their names.
 
     To call while no writer has it open. Raises `StorageError` naming what the archive does not hold whole."""
     with lock_directory(directory):
@@ -105,15 +104,14 @@ def _restore(directory: Path, retired: Piece, archive: str) -> str:
         tempfile.TemporaryDirectory(dir=directory, prefix=".tmp-") as made,
     ):
         files, root = fsspec.core.url_to_fs(archive)
-        with (
-            files.open(f"{root}/{name}", "rb") as file,
-            zstandard.ZstdDecompressor().stream_reader(file, closefd=False) as unpacked,
-            tarfile.open(fileobj=unpacked, mode="r|") as tar,
-        ):
-            tar.extractall(made, filter="data")
+        restored = Path(made) / segment.name
+        restored.mkdir()
+        files.get_file(f"{root}/{name}", str(restored / FILE))
+        check_trajectories(restored)
+        fsync_path(restored / FILE)
         if segment.exists():  # a crash came between the two lines below
             shutil.rmtree(segment)
-        publish(Path(made) / segment.name, segment)
+        publish(restored, segment)
         (directory / retired.name).unlink()
         fsync_path(directory)
     return segment.name

@@ -1,7 +1,8 @@
-"""One immutable segment of trajectories: a zarr v3 group whose arrays are one uncompressed chunk each.
+"""One immutable segment of trajectories: a zarr v3 group in one zip file, which zarr's `ZipStore` opens.
 
-The group lies in one zip file, which zarr's `ZipStore` opens, written directly: the zarr API takes 18 ms of
-CPU for a segment of 128 short trajectories, this takes 2. Chunks are read by mapping the file.
+A hot segment's arrays are one uncompressed chunk each, written directly: the zarr API takes 18 ms of CPU for
+a segment of 128 short trajectories, this takes 2. Its chunks are read by mapping the file. The arrays of a
+merged or archived segment are compressed and sharded by zarr (storage/store/compressed.py).
 
 A segment of N trajectories and T tokens holds `token_ids`, `policy_versions`, `behaviour_logprobs` and
 `loss_mask` [T]; `records` [bytes], a MessagePack list of its other fields for each trajectory; and `rows`
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from bus.errors import StorageError
 from bus.trajectory import Parent, Trajectory, Turn
 from storage.disk.atomic_files import Content, publish_files
+from storage.store.compressed import CompressedArray, compressed_group, open_compressed
 from storage.store.index import Columns
 from storage.store.zipped import map_entries, zipped
 
@@ -56,6 +58,7 @@ _SETTERS: list[Callable[[Trajectory, object], None]] = [
 ]
 _TURNS, _PARENT = RECORD_FIELDS.index("turns"), RECORD_FIELDS.index("parent")
 _UINT64 = (1 << 64) - 1
+_NO_RECORDS = np.empty(0, np.uint8)
 Arrays = dict[str, list[NDArray[Any]]]
 """By name, in pieces that follow one another."""
 
@@ -71,6 +74,8 @@ class Summary:
     record_fields: list[str]
     """What the longest of the records holds."""
     rows_xxh3: str
+    compressed: bool
+    """Whether zarr wrote it, compressed; a hot segment is mapped."""
 
 
 def write_segment(path: Path, trajectories: Sequence[Trajectory]) -> Summary:
@@ -96,37 +101,71 @@ def write_segment(path: Path, trajectories: Sequence[Trajectory]) -> Summary:
 
 
 def merge_segments(path: Path, merged: Sequence[Path]) -> Summary:
-    """Write the trajectories of these segments, in order, as one; the bytes of each are as they were.
+    """Write the trajectories of these segments, in order, as one compressed segment; each keeps every bit.
 
     Raises `StorageError` when the disk refuses, or one of them is torn: then there is no segment."""
+    attributes, file = compress_segments(merged)
+    publish_files(path, {FILE: file})
+    return _summarise(attributes, sum(map(len, file)))
+
+
+def compressed_file(path: Path) -> Content:
+    """Return the file of the compressed segment with these trajectories, in parts.
+
+    Raises `StorageError` when the segment is torn."""
+    if check_segment(path).compressed:
+        return [(path / FILE).read_bytes()]
+    return compress_segments([path])[1]
+
+
+def check_trajectories(path: Path) -> None:
+    """Raise `StorageError` naming a segment of which a trajectory does not match its checksum."""
+    with closing(Segment(path)) as segment:
+        for row in range(segment.summary.trajectories):
+            segment.trajectory(row)
+
+
+def compress_segments(merged: Sequence[Path]) -> tuple[dict[str, Any], Content]:
+    """Return what the compressed segment of these says of itself, and its file.
+
+    Raises `StorageError` when one of them is torn."""
     with ExitStack() as opened:
         segments = [opened.enter_context(closing(Segment(segment))) for segment in merged]
-        arrays: Arrays = {
-            name: [segment.arrays[name] for segment in segments] for name in (*TOKEN_ARRAYS, "records")
+        arrays = {
+            name: np.concatenate([segment.decoded(name) for segment in segments])
+            for name in (*TOKEN_ARRAYS, "records")
         }
-        rows = [segment.arrays["rows"].copy() for segment in segments]
-        for column in (0, 1):
-            for before, after in pairwise(rows):
-                after[:, column] += before[-1, column]
-        arrays["rows"] = [np.concatenate(rows)]
+        rows = [segment.rows.copy() for segment in segments]
         summaries = [segment.summary for segment in segments]
-        return _write(
-            path,
-            arrays,
-            record_fields=max((summary.record_fields for summary in summaries), key=len),
-            written_s=max(summary.written_s for summary in summaries),
-        )
+    for column in (0, 1):
+        for before, after in pairwise(rows):
+            after[:, column] += before[-1, column]
+    arrays["rows"] = np.concatenate(rows)
+    attributes = _attributes(
+        arrays["rows"],
+        record_fields=max((summary.record_fields for summary in summaries), key=len),
+        written_s=max(summary.written_s for summary in summaries),
+        compressed=True,
+    )
+    return attributes, zipped({name: [data] for name, data in compressed_group(arrays, attributes).items()})
+
+
+def _attributes(
+    rows: NDArray[np.int64], *, record_fields: Sequence[str], written_s: float, compressed: bool
+) -> dict[str, Any]:
+    return {
+        "sluice_replay": FORMAT,
+        "record_fields": record_fields,
+        "trajectories": len(rows),
+        "rows_xxh3": xxhash.xxh3_64_hexdigest(np.ascontiguousarray(rows).data),
+        "written_s": written_s,
+        "compressed": compressed,
+    }
 
 
 def _write(path: Path, arrays: Arrays, *, record_fields: Sequence[str], written_s: float) -> Summary:
     [rows] = arrays["rows"]
-    attributes: dict[str, Any] = {
-        "sluice_replay": FORMAT,
-        "record_fields": record_fields,
-        "trajectories": len(rows),
-        "rows_xxh3": xxhash.xxh3_64_hexdigest(rows.data),
-        "written_s": written_s,
-    }
+    attributes = _attributes(rows, record_fields=record_fields, written_s=written_s, compressed=False)
     document = json.dumps({"attributes": attributes, "zarr_format": 3, "node_type": "group"}).encode()
     contents: dict[str, Content] = {_DOCUMENT: [document]}
     for name, parts in arrays.items():
@@ -195,7 +234,12 @@ def _naming(path: Path) -> Iterator[None]:
     """Failures to read the segment at `path` become a `StorageError` that names it."""
     try:
         yield
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
+    except (
+        OSError,
+        KeyError,
+        RuntimeError,
+        zipfile.BadZipFile,
+    ) as error:  # RuntimeError: what does not decode
         raise StorageError(f"{path} is torn: {error}; {_REMEDY}") from error
 
 
@@ -240,12 +284,16 @@ def _summarise(attributes: dict[str, Any], size_bytes: int) -> Summary:
         written_s=attributes["written_s"],
         record_fields=attributes["record_fields"],
         rows_xxh3=attributes["rows_xxh3"],
+        compressed=attributes["compressed"],
     )
 
 
 def _rows(path: Path, entries: Mapping[str, memoryview], summary: Summary) -> NDArray[np.int64]:
     """The array `rows` after a row of zeros, where the first trajectory begins."""
-    content = bytes(entries[_chunk("rows")])
+    if summary.compressed:
+        content = CompressedArray(open_compressed(entries)["rows"]).decoded().tobytes()
+    else:
+        content = bytes(entries[_chunk("rows")])
     if xxhash.xxh3_64_hexdigest(content) != summary.rows_xxh3:
         raise StorageError(f"{path} is corrupt: its rows do not match their checksum; {_REMEDY}")
     return np.frombuffer(bytes(8 * len(ROW_COLUMNS)) + content, np.int64).reshape(-1, len(ROW_COLUMNS))
@@ -256,17 +304,36 @@ class Segment:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.arrays: dict[str, NDArray[Any]] = {}
-        """Views of the mapped chunks, by name: keep none beyond `close`."""
+        self._arrays: dict[str, NDArray[Any] | CompressedArray] = {}
+        """Views of the mapped chunks, or readers of compressed ones, by name."""
         with _naming(path):
             entries = _entries(path)
             self.summary = _summary(path, entries)
             self._rows = _rows(path, entries, self.summary)
+            group = open_compressed(entries) if self.summary.compressed else None
             for name, dtype in (*TOKEN_ARRAYS.items(), ("records", "uint8")):
-                self.arrays[name] = np.frombuffer(entries[_chunk(name)], dtype)
-            self._records = entries[_chunk("records")]
-        self.arrays["rows"] = self._rows[1:]
-        self._tokens = tuple(self.arrays[name] for name in TOKEN_ARRAYS)
+                self._arrays[name] = (
+                    np.frombuffer(entries[_chunk(name)], dtype)
+                    if group is None
+                    else CompressedArray(group[name])
+                )
+        self._tokens = tuple(self._arrays[name] for name in TOKEN_ARRAYS)
+        self._records = self._arrays["records"]
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The array `rows`, [N, 6]."""
+        return self._rows[1:]
+
+    def decoded(self, name: str) -> NDArray[Any]:
+        """Return all of an array of tokens or records; a view of the mapped file is good until `close`.
+
+        Raises `StorageError` when its compressed bytes changed."""
+        array = self._arrays[name]
+        if not isinstance(array, CompressedArray):
+            return array
+        with _naming(self._path):
+            return array.decoded()
 
     def trajectory(self, row: int, *, copied: bool = False) -> Trajectory:
         """The row-th trajectory. Its arrays, views of the mapped files or copies, match their checksum.
@@ -275,9 +342,10 @@ class Segment:
         if not 0 <= row < len(self._rows) - 1:
             raise StorageError(f"{self._path} has {len(self._rows) - 1} trajectories, none in row {row}")
         (begin, first, *_), (end, last, *_, checksum) = self._rows[row : row + 2].tolist()
-        record = self._records[first:last]
-        arrays = [array[begin:end] for array in self._tokens]
-        if copied:
+        with _naming(self._path):
+            record = self._records[first:last].data
+            arrays = [array[begin:end] for array in self._tokens]
+        if copied and not self.summary.compressed:
             arrays = [array.copy() for array in arrays]
         if _checksum(arrays, record) != checksum & _UINT64:
             raise StorageError(
@@ -297,6 +365,6 @@ class Segment:
 
     def close(self) -> None:
         """Unmap the file; a view of it that is still held keeps it mapped."""
-        self.arrays.clear()
+        self._arrays.clear()
         self._tokens = ()
-        self._records.release()
+        self._records = _NO_RECORDS

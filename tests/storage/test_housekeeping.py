@@ -9,15 +9,20 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
+import zarr
 from test_replay import as_bytes, group, trajectory
+from zarr.storage import ZipStore
 
 from bus.errors import StorageError
 from storage.disk.atomic_files import remove
-from storage.store import pieces
+from storage.store import compressed, pieces
 from storage.store.archive import restore
 from storage.store.pieces import Piece, choose_merge, choose_retirement
 from storage.store.replay import INDEX_FILE, ReplayStore
+from storage.store.segments import FILE, TOKEN_ARRAYS
+from storage.store.zipped import map_entries
 
 
 @pytest.fixture
@@ -225,7 +230,7 @@ MERGING = """
 import sys
 sys.path[:0] = [{root!r}, {here!r}]
 from pathlib import Path
-from storage.store import pieces
+from storage.store import compressed, pieces
 from storage.store.replay import ReplayStore
 from test_replay import group
 pieces.MERGE_SEGMENTS = 3
@@ -309,11 +314,61 @@ def test_a_segment_comes_back_from_the_archive_bit_for_bit(tmp_path, merge_four,
             assert as_bytes(store.trajectories_of(5)) == as_bytes(group(5))
         (directory / INDEX_FILE).unlink()
     assert restore(directory, archive) == ["segment_00000000-00000003", "segment_00000004"]
-    assert {name: data for name, data in contents(directory).items() if name[0] != "."} == {
-        name: data for name, data in before.items() if name[0] != "."
-    }
+    merged_file = "segment_00000000-00000003/group.zip"
+    assert contents(directory)[merged_file] == before[merged_file]  # it was compressed before it left
     with closing(ReplayStore.open(directory)) as store:
         expect(store, range(6))
+
+
+def opened_by_zarr(file: Path) -> zarr.Group:
+    return zarr.open_group(ZipStore(file, mode="r"), mode="r")
+
+
+def test_zarr_opens_hot_merged_and_archived_segments_and_finds_the_same_tokens(tmp_path, merge_four):
+    directory, stored = tmp_path / "shard_00", [t for lease in range(3) for t in group(lease)]
+    with closing(fill(directory, range(3))) as store:
+        hot = [opened_by_zarr(directory / name / FILE) for name in names(directory)][:4]
+        tokens = {name: np.concatenate([each[name][:] for each in hot]) for name in TOKEN_ARRAYS}
+        assert store.compact()
+        merged = opened_by_zarr(directory / "segment_00000000-00000003" / FILE)
+        store.retire(store.pieces[0], str(tmp_path / "archive"))
+    archived = opened_by_zarr(tmp_path / "archive/shard_00/segment_00000000-00000003.zip")
+    for opened in (merged, archived):
+        assert {codec.to_dict()["name"] for codec in opened["token_ids"].metadata.codecs} == {
+            "sharding_indexed"
+        }
+        for name, values in tokens.items():
+            np.testing.assert_array_equal(opened[name][:], values)
+            assert opened[name].dtype == TOKEN_ARRAYS[name]
+        assert opened.attrs["trajectories"] == opened["rows"].shape[0] <= len(stored)
+
+
+@pytest.mark.parametrize("name", [*TOKEN_ARRAYS, "records", "rows"])
+def test_a_flipped_bit_in_a_merged_segment_is_never_trained_on(tmp_path, merge_four, name):
+    with closing(fill(tmp_path, range(3))) as store:
+        assert store.compact()
+    file = tmp_path / "segment_00000000-00000003" / FILE
+    content = bytearray(file.read_bytes())
+    [chunk] = [bytes(data) for entry, data in map_entries(file).items() if entry.startswith(f"{name}/c")]
+    content[content.index(chunk) + len(chunk) // 4] ^= 1
+    file.write_bytes(content)
+    (tmp_path / INDEX_FILE).unlink(missing_ok=True)
+    try:
+        with closing(ReplayStore.open(tmp_path)) as store:
+            found = as_bytes(store.read(range(3)))
+    except StorageError as error:
+        assert "segment_00000000-00000003 is" in str(error)
+    else:  # the bit was one that nothing reads: padding after the last row
+        assert name == "rows"
+        assert found == as_bytes(t for lease in range(3) for t in group(lease))
+
+
+def test_a_merged_segment_of_many_chunks_reads_any_trajectory(tmp_path, merge_four, monkeypatch):
+    monkeypatch.setattr(compressed, "CHUNK_ROWS", 7)  # trajectories begin and end anywhere in a chunk
+    with closing(fill(tmp_path, range(3))) as store:
+        assert store.compact()
+        for lease in (2, 0, 1, 0):
+            assert as_bytes(store.read([lease])) == as_bytes(group(lease))
 
 
 def test_without_an_archive_a_retired_segment_is_gone_but_known(tmp_path):
@@ -324,7 +379,7 @@ def test_without_an_archive_a_retired_segment_is_gone_but_known(tmp_path):
         with pytest.raises(StorageError, match="retired"):
             store.read([0])
         assert as_bytes(store.read([1])) == as_bytes(group(1))
-    with pytest.raises(StorageError, match=r"segment_00000000\.tar\.zst cannot be written or read"):
+    with pytest.raises(StorageError, match=r"segment_00000000\.zip cannot be written or read"):
         restore(tmp_path, str(tmp_path / "nowhere"))
 
 
@@ -341,7 +396,7 @@ def test_an_archive_that_refuses_keeps_the_segment(tmp_path):
 def test_a_damaged_archive_file_is_refused_and_changes_nothing(tmp_path):
     with closing(fill(tmp_path / "s", range(2))) as store:
         store.retire(store.pieces[0], str(tmp_path / "a"))
-    [file] = (tmp_path / "a").rglob("*.tar.zst")
+    [file] = (tmp_path / "a").rglob("*.zip")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 255
     file.write_bytes(data)
