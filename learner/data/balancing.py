@@ -33,15 +33,14 @@ def forward_flops(config: PretrainedConfig, length: int) -> float:
     """Return the FLOPs of one forward pass over a sequence; training takes three times that.
 
     It counts matrix products (two operations a multiply-add) and causal attention, and understands grouped
-    queries, multi-head latent attention (DeepSeek) and mixtures of experts by the names that Hugging Face
-    configurations use.
+    queries and mixtures of experts by the names that Hugging Face configurations use.
     """
     layers = _read(config, "num_hidden_layers")
     linear: int = layers * _attention_parameters(config) + _mlp_parameters(config)
     linear += _read(config, "hidden_size") * _read(config, "vocab_size")
-    heads, keys, values = _heads(config)
+    heads, size = _heads(config)
     pairs = length * (length + 1) / 2
-    return 2.0 * linear * length + 2.0 * layers * heads * (keys + values) * pairs
+    return 2.0 * linear * length + 2.0 * layers * heads * 2 * size * pairs
 
 
 def group_flops(config: PretrainedConfig, tokens: int, samples: int) -> float:
@@ -49,32 +48,17 @@ def group_flops(config: PretrainedConfig, tokens: int, samples: int) -> float:
     return samples * forward_flops(config, round(tokens / samples))
 
 
-def _heads(config: PretrainedConfig) -> tuple[int, int, int]:
-    """Return the number of query heads, and the sizes of a key and of a value."""
+def _heads(config: PretrainedConfig) -> tuple[int, int]:
+    """Return the number of query heads, and the size of a head."""
     heads = _read(config, "num_attention_heads")
-    if _read(config, "kv_lora_rank"):
-        return (
-            heads,
-            _read(config, "qk_nope_head_dim") + _read(config, "qk_rope_head_dim"),
-            _read(config, "v_head_dim"),
-        )
-    size = _read(config, "head_dim") or _read(config, "hidden_size") // heads
-    return heads, size, size
+    return heads, _read(config, "head_dim") or _read(config, "hidden_size") // heads
 
 
 def _attention_parameters(config: PretrainedConfig) -> int:
     """Count the parameters of one layer's projections."""
-    hidden = _read(config, "hidden_size")
-    heads, keys, values = _heads(config)
-    output = heads * values * hidden
-    if rank := _read(config, "kv_lora_rank"):
-        query_rank = _read(config, "q_lora_rank")
-        query = (hidden + heads * keys) * query_rank if query_rank else hidden * heads * keys
-        down = hidden * (rank + _read(config, "qk_rope_head_dim"))
-        up = rank * heads * (_read(config, "qk_nope_head_dim") + values)
-        return query + down + up + output
+    heads, size = _heads(config)
     groups = _read(config, "num_key_value_heads") or heads
-    return hidden * (heads * keys + groups * (keys + values)) + output
+    return 2 * _read(config, "hidden_size") * size * (heads + groups)
 
 
 def _mlp_parameters(config: PretrainedConfig) -> int:
@@ -85,21 +69,14 @@ def _mlp_parameters(config: PretrainedConfig) -> int:
     if not chosen:
         return layers * dense
     width = _read(config, "moe_intermediate_size") or _read(config, "intermediate_size")
-    experts = (
-        _read(config, "n_routed_experts")
-        or _read(config, "num_experts")
-        or _read(config, "num_local_experts")
-    )
-    shared = width * _read(config, "n_shared_experts") or _read(config, "shared_expert_intermediate_size")
-    sparse = 3 * hidden * (width * chosen + shared) + hidden * experts
+    experts = _read(config, "num_experts") or _read(config, "num_local_experts")
+    sparse = 3 * hidden * width * chosen + hidden * experts
     mixtures = sum(_is_mixture(config, layer) for layer in range(layers))
     return mixtures * sparse + (layers - mixtures) * dense
 
 
 def _is_mixture(config: PretrainedConfig, layer: int) -> bool:
-    if layer < _read(config, "first_k_dense_replace") or layer in (
-        getattr(config, "mlp_only_layers", None) or ()
-    ):
+    if layer in (getattr(config, "mlp_only_layers", None) or ()):
         return False
     return (layer + 1) % (_read(config, "decoder_sparse_step") or 1) == 0
 

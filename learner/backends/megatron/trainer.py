@@ -193,13 +193,8 @@ class Trainer:
         self.settle_parameters()
         return self._export.copies()
 
-    def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights one after another on rank 0, each good until the next; every rank exhausts it."""
-        self.settle_parameters()
-        yield from self._export.stream()
-
     def exported(self) -> Exported:
-        """The weights as rank 0 has them, to copy them at once; every other rank exhausts `stream`."""
+        """The weights as rank 0 has them, to copy them at once; every other rank calls `export`."""
         self.settle_parameters()
         return self._export.views()
 
