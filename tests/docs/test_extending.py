@@ -34,6 +34,7 @@ from learner.algorithms.objective import Objective, token_losses
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.algorithms.tokens import LossTokens
 from learner.backends.megatron.conversion.qwen2 import QWEN2
+from learner.config.algorithm import ReinforceLoss
 from learner.data.streams import STREAMS, Stream, pack_streams
 from learner.scratch_model import character_tokenizer
 from tests.factories import make_trajectory
@@ -133,7 +134,7 @@ def test_correction_and_loss():
     correction = settings_of("my_correction").learner.correction
     behaviour = torch.tensor([-1.0, -1.0, -1.0])
     tokens = LossTokens(
-        logprobs=torch.tensor([-1.0, -0.5, 0.0]),
+        logprobs=torch.tensor([-1.0, -0.5, -0.2]),
         entropy=torch.zeros(3),
         labels=torch.zeros(3, dtype=torch.int64),
         sequence=torch.zeros(3, dtype=torch.int64),
@@ -147,8 +148,8 @@ def test_correction_and_loss():
     losses, sums = token_losses(Objective(loss=learner.loss), tokens)
     assert losses.tolist() == pytest.approx([-1.0, -2.4, -4.8])
     assert sums["clipped_tokens"] == 2
-    losses, _ = token_losses(Objective(loss=learner.loss, correction=correction), tokens)
-    assert losses.tolist() == pytest.approx([-1.0, -2.4, 0.0])  # a log ratio of 1.0 is above 0.7
+    losses, _ = token_losses(Objective(loss=ReinforceLoss(), correction=correction), tokens)
+    assert losses.tolist() == pytest.approx([1.0, 1.0, 0.0])  # the last log ratio, 0.8, is above 0.7
 
 
 def test_aggregation():
