@@ -1,4 +1,6 @@
-"""What a user can get wrong, through the real command line: one clear message, status 2, nobody left behind.
+"""What a user can get wrong, through the command line: one clear message, status 2, nobody left behind.
+
+Most command lines are called in this process; one of each kind is a process of its own.
 
 Also that a run survives garbage on its bus, and two Ctrl-C.
 """
@@ -17,11 +19,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import structlog
 
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.messages import RoleHolder, RunRecord
 from bus.server import free_port, nats_binary
+from launch.cli import main as cli
 
 LAUNCH = (sys.executable, "-m", "launch")
 NOBODY = "nats://127.0.0.1:1"
@@ -30,12 +34,31 @@ ENV = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
 START_S = 60.0
 
 
-def refused(*arguments: str | Path, timeout_s: float = 60.0, cwd: Path | None = None) -> str:
-    """The message that `launch ...` ends with; there is one, and the status says whose mistake it is."""
-    done = subprocess.run(
-        [*LAUNCH, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s, env=ENV, cwd=cwd
-    )
+Refused = Callable[..., str]
+
+
+def refused_process(*arguments: str | Path) -> str:
+    """Return the one message that a process `launch ...` ends with; the status says whose mistake it is."""
+    command = [*LAUNCH, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, env=ENV)
     return refusal(done.returncode, done.stderr)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refused]:
+    """A function like `refused_process` that calls the command line here, since a process takes seconds."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    settings = structlog.get_config()
+
+    def refused(*arguments: str | Path) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*map(str, arguments)])
+        return refusal(ended.value.code, capsys.readouterr().err)
+
+    yield refused
+    structlog.configure(**settings)  # the command line logs in its own way
 
 
 def refusal(status: int, stderr: str) -> str:
@@ -94,7 +117,6 @@ def storage(bus_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 # --- prompts, rewards, names: known before anything starts ---
 
-SLOW = pytest.mark.slow  # a second each: of every kind of mistake, one case runs by default
 GOOD = '{"prompt": "sort 21", "label": "12"}\n'
 
 
@@ -102,18 +124,17 @@ GOOD = '{"prompt": "sort 21", "label": "12"}\n'
     ("name", "content", "message"),
     [
         ("missing.jsonl", None, "missing.jsonl: no such file"),
-        pytest.param("empty.jsonl", "", "empty.jsonl: holds no rows", marks=SLOW),
+        ("empty.jsonl", "", "empty.jsonl: holds no rows"),
         ("torn.jsonl", GOOD + '{"prompt": "sort', "torn.jsonl, line 2: not JSON (Unterminated string"),
-        pytest.param(
+        (
             "other.jsonl",
             GOOD + '{"promt": "sort 1"}\n',
             "other.jsonl, line 2: no key 'prompt'; did you mean 'promt'?",
-            marks=SLOW,
         ),
     ],
 )
 def test_local_refuses_prompts_that_it_cannot_read(
-    tmp_path: Path, name: str, content: str | None, message: str
+    refused: Refused, tmp_path: Path, name: str, content: str | None, message: str
 ):
     if content is not None:
         (tmp_path / name).write_text(content)
@@ -126,17 +147,24 @@ def test_local_refuses_prompts_that_it_cannot_read(
     [
         (("--reward", "exakt"), "no reward named 'exakt': did you mean 'exact'?"),
         (("--reward", "my_pkg:fn"), "reward 'my_pkg:fn': importing 'my_pkg' failed: ModuleNotFoundError"),
-        pytest.param(("--data.task", "sotr"), "no built-in task 'sotr': did you mean 'sort'?", marks=SLOW),
+        (("--data.task", "sotr"), "no built-in task 'sotr': did you mean 'sort'?"),
         (("--run", "a b"), "run name 'a b'"),
         (("--model.path", "nowhere"), "model.path: nowhere is not a model directory: it has no config.json"),
-        pytest.param(("--warmup.demonstrations", "nowhere.jsonl"), "nowhere.jsonl: no such file", marks=SLOW),
+        (("--warmup.demonstrations", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
     ],
 )
-def test_local_refuses_what_does_not_exist(tmp_path: Path, arguments: tuple[str, ...], message: str):
+def test_local_refuses_what_does_not_exist(
+    refused: Refused, tmp_path: Path, arguments: tuple[str, ...], message: str
+):
     assert message in refused("local", "--preset", "sort", "--directory", tmp_path, *arguments)
 
 
-def test_a_run_is_launched_once_at_a_time(tmp_path: Path):
+def test_a_process_ends_with_the_message_and_the_status(tmp_path: Path):
+    message = refused_process("local", "--prompts", tmp_path / "missing.jsonl", "--directory", tmp_path)
+    assert "missing.jsonl: no such file" in message
+
+
+def test_a_run_is_launched_once_at_a_time(refused: Refused, tmp_path: Path):
     """Whoever holds the lock, even its parts alone after a crash, keeps others out."""
     (tmp_path / "sort").mkdir()
     with (tmp_path / "sort" / "lock").open("w") as lock:
@@ -152,13 +180,9 @@ def test_a_run_is_launched_once_at_a_time(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ("actors",),
-        pytest.param(("learner",), marks=SLOW),
-        pytest.param(("storage", "--data.task", "sort"), marks=SLOW),
-    ],
+    [("actors",), ("learner",), ("storage", "--data.task", "sort")],
 )
-def test_a_bus_that_cannot_be_reached_is_named(tmp_path: Path, command: tuple[str, ...]):
+def test_a_bus_that_cannot_be_reached_is_named(refused: Refused, tmp_path: Path, command: tuple[str, ...]):
     began = time.monotonic()
     message = refused(*command, "--bus", NOBODY, *QUICK, "--directory", tmp_path)
     assert message.startswith(f"cannot use the bus at {NOBODY} ([Errno 111] Connection refused, tried for")
@@ -167,7 +191,7 @@ def test_a_bus_that_cannot_be_reached_is_named(tmp_path: Path, command: tuple[st
 
 
 @pytest.mark.nats
-def test_a_bus_that_refuses_us_is_named_without_the_password(tmp_path: Path):
+def test_a_bus_that_refuses_us_is_named_without_the_password(refused: Refused, tmp_path: Path):
     port = free_port("127.0.0.1")
     config = tmp_path / "nats.conf"
     config.write_text(f'listen: "127.0.0.1:{port}"\nauthorization {{ user: ada, password: right }}\n')
@@ -184,23 +208,22 @@ def test_a_bus_that_refuses_us_is_named_without_the_password(tmp_path: Path):
 
 
 @pytest.mark.nats
-def test_a_port_in_use_is_refused(bus_url: str, tmp_path: Path):
+def test_a_port_in_use_is_refused(refused: Refused, bus_url: str, tmp_path: Path):
     port = bus_url.rpartition(":")[2]
     message = refused("bus", "--port", port, "--directory", tmp_path)
     assert message.startswith(f"cannot listen on 127.0.0.1:{port} (Address already in use)")
 
 
-@pytest.mark.slow
 @pytest.mark.nats
-def test_two_buses_do_not_share_a_directory(tmp_path: Path):
+def test_two_buses_do_not_share_a_directory(refused: Refused, tmp_path: Path):
     bus = ("bus", "--port", "0", "--directory", tmp_path / "nats")
     with launched(*bus, log=tmp_path / "log", until="bus_ready"):
         assert "another `launch bus` keeps its streams in" in refused(*bus)
 
 
 @pytest.mark.nats
-@pytest.mark.parametrize("command", [pytest.param("actors", marks=SLOW), "learner"])
-def test_a_run_that_nobody_stores_is_waited_for_and_named(bus_url: str, command: str):
+@pytest.mark.parametrize("command", ["actors", "learner"])
+def test_a_run_that_nobody_stores_is_waited_for_and_named(refused: Refused, bus_url: str, command: str):
     message = refused(command, "--run", "nobody", "--bus", bus_url, *QUICK)
     assert message.startswith("run 'nobody': waited 0.3 s for 'run'")
     assert "is `launch storage --run nobody` running on this bus?" in message
@@ -297,7 +320,7 @@ def of_unknown_kind(model: Path) -> None:
     ],
 )
 def test_a_model_that_cannot_work_is_refused(
-    bus_url: str, storage: subprocess.Popen, model: Path, tmp_path: Path,
+    refused: Refused, bus_url: str, storage: subprocess.Popen, model: Path, tmp_path: Path,
     spoil: Callable[[Path], None] | None, message: str,
 ):  # fmt: skip
     spoilt = tmp_path / "spoilt"
@@ -305,7 +328,7 @@ def test_a_model_that_cannot_work_is_refused(
         subprocess.run(["cp", "-r", model, spoilt], check=True)
         spoil(spoilt)
     arguments = ("--run", "stored", "--bus", bus_url, "--directory", tmp_path, "--model.path", spoilt)
-    said = refused("learner", *arguments, timeout_s=30)
+    said = refused("learner", *arguments)
     assert message in said
     assert str(spoilt) in said
 
@@ -326,7 +349,7 @@ def test_a_second_learner_is_refused_while_the_first_goes_on(
     learner = ("learner", "--run", "stored", "--bus", bus_url, "--directory", tmp_path, "--model.path", model)
     with launched(*learner, log=tmp_path / "log", until="learner_starting") as first:
         wait_until(lambda: has_learner(bus_url))
-        message = refused(*learner)
+        message = refused_process(*learner)
         assert f"run 'stored' already has a learner: process {first.pid} on " in message
         assert first.poll() is None
 
