@@ -27,7 +27,7 @@ class Group:
     stored: GroupStatus = NOTHING
     """What another actor left in the shard."""
     episodes: dict[int, Episode] = field(default_factory=dict)
-    """Those finished here, by sample."""
+    """Episodes finished here, by sample."""
     failures: list[str] = field(default_factory=list)
     sent: set[int] = field(default_factory=set)
     _unsent_since: float | None = None

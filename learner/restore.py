@@ -56,5 +56,5 @@ def restore_alone(
 
 
 def _alone(parallel: ParallelConfig) -> ParallelConfig:
-    """What of it one process has to keep, so that the learner's checkpoints fit."""
+    """Return the settings that one process has to keep, so that the learner's checkpoints fit."""
     return ParallelConfig(distributed_optimizer=parallel.distributed_optimizer, recompute=parallel.recompute)

@@ -88,7 +88,7 @@ class Strand:
         )
 
     def _experts(self) -> np.ndarray | None:
-        """Of all tokens but the last, or None: an engine that ended could not tell its latest."""
+        """Return the experts of all tokens but the last, or None if an engine ended without them."""
         pieces = self.routed
         complete = sum(map(len, pieces)) == len(self.tokens) - 1
         return np.concatenate(pieces) if pieces and complete else None

@@ -27,7 +27,7 @@ class Turn:
 
     @property
     def steps(self) -> range:
-        """Those that count."""
+        """Steps that count."""
         return range(self.first + 1, self.last + 1)
 
 

@@ -83,7 +83,7 @@ class SharedCopy:
             pass
 
     def taken_together(self) -> Iterator[list[Bucket]]:
-        """Those that an engine takes at once: no more than the largest, for which it needs room anyway.
+        """Yield buckets that an engine takes at once: no more than the largest, for which it has room.
 
         Each request is some 4 ms in which it stands still."""
         largest = max((bucket.size_bytes for bucket in self.buckets), default=0)

@@ -95,7 +95,7 @@ class Dispatcher:
 
     @property
     def awaited_shards(self) -> list[int]:
-        """Those yet to say what they hold, since this process started: no lease is issued before."""
+        """Shards that have not said yet what they hold; no lease is issued before all have."""
         return [shard for shard in range(self._shards) if shard not in self._heard]
 
     async def run(self, stop: asyncio.Event, *, reissue: bool) -> None:

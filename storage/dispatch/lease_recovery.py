@@ -33,7 +33,7 @@ class LostLeases:
         """Numbers on their streams of the last messages that may be of a suspect."""
 
     async def look(self, published: Collection[int]) -> list[int]:
-        """Those of `published`, leases that roll out, which are on the bus no more: stored since, or lost.
+        """Return the leases of `published` that are no longer on the bus: stored since then, or lost.
 
         None as long as that cannot be told: ask again."""
         try:
@@ -49,7 +49,7 @@ class LostLeases:
         return found
 
     async def not_whole(self, lease_ids: Sequence[int]) -> list[int]:
-        """Those that are not wholly stored: what only waits for late rewards is not lost."""
+        """Return the leases that are not stored in full; one that only waits for late rewards is not lost."""
         whole: set[int] = set()
         try:
             for shard, asked in by_shard(lease_ids, self._shards).items():

@@ -39,7 +39,7 @@ class RunFacts(Protocol):
 
 @dataclass(frozen=True)
 class LedgerFacts:
-    """Those of the ledger, in the process that has it."""
+    """Facts of the ledger, in the process that has it."""
 
     ledger: Ledger
     look_at_policy: Callable[[], Awaitable[None]]

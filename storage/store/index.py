@@ -117,7 +117,7 @@ class RowIndex:
         )
 
     def fresh(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-        """Those not stored yet, each once. Raises `SchemaError` when siblings disagree on `group_size`.
+        """Return those not stored yet, each once. Raises `SchemaError` if siblings disagree on `group_size`.
 
         A group that was closed takes no more."""
         fresh: dict[tuple[int, int], Trajectory] = {}

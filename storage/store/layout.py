@@ -49,7 +49,7 @@ class Layout:
             self._mapped.drop(piece.first)
 
     def rows_of(self, piece: Piece) -> slice:
-        """Those that a piece holds, or held."""
+        """Return the rows that a piece holds, or held."""
         begin = self._begins[bisect_left(self.pieces, piece.first, key=lambda p: p.first)]
         return slice(begin, self.ends[piece.last])
 

@@ -198,7 +198,7 @@ class ReplayStore:
             raise SchemaError(f"{given.trajectory_id}: it was stored with its reward", kind="reward")
 
     def whole(self, lease_ids: Iterable[int]) -> list[int]:
-        """Those of these groups whose every trajectory is stored, though rewards may be due."""
+        """Return the groups of which every trajectory is stored; rewards may still be due."""
         with self._mutex:
             return [lease_id for lease_id in lease_ids if self._index.is_whole(lease_id)]
 

@@ -23,7 +23,7 @@ class HostWeights:
     full: Mapping[str, "torch.Tensor"] = field(default_factory=dict)
     """All tensors, by Hugging Face name."""
     changed: Mapping[str, "torch.Tensor"] = field(default_factory=dict)
-    """Those that differ from the update before."""
+    """Tensors that differ from the update before."""
     published: Published | None = None
     """An announcement in place of the tensors: each engine has the learner send them."""
 

@@ -51,7 +51,7 @@ class Flight:
 
 
 class Flights:
-    """Those of one engine, each from when it is asked for until its caller has heard of its end."""
+    """Requests of one engine, each from its start until its caller knows of its end."""
 
     def __init__(self, connected: Callable[[], SglangClient], number: int) -> None:
         """`number` is the engine's, of those of this process; `connected` its server."""

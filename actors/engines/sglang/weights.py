@@ -49,7 +49,7 @@ class HeldWeights:
 
     @property
     def files(self) -> list[Path]:
-        """Those that are there; none that is written later has the name of one of them."""
+        """Files that exist; no file written later has the name of one of them."""
         return sorted(self.directory.glob("*.safetensors"))
 
     @property

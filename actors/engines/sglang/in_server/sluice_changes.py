@@ -76,7 +76,7 @@ def _applied(model: Any, path: str) -> set[str]:
 
 
 def _tensors(file: Any, device: torch.device) -> Iterator[Named]:
-    """Those of a file, NaN where nothing changed: one at a time, since each is as large as it is whole."""
+    """Yield the tensors of a file, NaN where nothing changed, one at a time: each has its full size."""
     for dtype, entries in json.loads(file.metadata()[CHANGES]).items():
         parts = list(_together(entries))
         counts = [sum(count for _, _, count in part) for part in parts]
@@ -112,7 +112,7 @@ def _positions(gaps: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 
 def _together(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """Those of consecutive tensors that come to the device in one copy."""
+    """Yield the entries of consecutive tensors that come to the device in one copy."""
     together: list[Entry] = []
     taken = 0
     for entry in entries:
