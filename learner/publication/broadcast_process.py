@@ -208,7 +208,7 @@ class Source:
     def _staged(self, memory: torch.Tensor, spans: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         """The bytes of each bucket on the device, where one is copied while the one before is broadcast.
 
-        They lie at the beginning of the room and at its end in turn. What was yielded is to be used, on the
+        They lie at the start of the buffer and at its end in turn. What was yielded is to be used, on the
         current stream, before the next is asked for."""
         here = torch.cuda.current_stream()
         copying = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -41,14 +41,14 @@ def host_memory(wanted: Iterable[tuple[Sequence[int], torch.dtype]], *, page_loc
     """
     wanted = list(wanted)
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
-    rooms = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
-    pages = mmap.mmap(-1, page_bytes(sum(rooms)), flags=PRIVATE)
+    padded = [-(-size // ALIGNED_BYTES) * ALIGNED_BYTES for size in sizes]
+    pages = mmap.mmap(-1, page_bytes(sum(padded)), flags=PRIVATE)
     with suppress(AttributeError, OSError):  # not every system has large ones: they are locked sooner
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(pages, np.uint8)
     if page_locked:
         lock_pages(memory)
-    starts = accumulate(rooms, initial=0)
+    starts = accumulate(padded, initial=0)
     return [
         torch.from_numpy(memory[start : start + size]).view(dtype).view(tuple(shape))
         for start, size, (shape, dtype) in zip(starts, sizes, wanted, strict=False)  # one start is left

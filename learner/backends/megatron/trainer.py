@@ -1,7 +1,7 @@
 """One optimizer step at a time: model, gradients, update, diagnostics."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import TrainingError
-from learner.algorithms.diagnostics import off_policy_diagnostics, off_policy_sums
-from learner.algorithms.objective import DISTANCES, Objective, token_losses
-from learner.algorithms.tokens import TrainedTokens
+from learner.algorithms.objective import Objective
 from learner.backends.base import Exported, StepResult
 from learner.backends.frozen import FrozenPolicies
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
@@ -27,11 +25,12 @@ from learner.backends.megatron.checkpoint.state import (
 )
 from learner.backends.megatron.checkpoint.writer import CopyBuffers, Staged
 from learner.backends.megatron.conversion.weights import load_hf_weights
-from learner.backends.megatron.core import DistributedDataParallel, get_forward_backward_func, parallel_state
+from learner.backends.megatron.core import get_forward_backward_func, parallel_state
 from learner.backends.megatron.ddp import data_parallel
 from learner.backends.megatron.device_memory import release_gradients, restore_gradients
 from learner.backends.megatron.export import WeightExport
 from learner.backends.megatron.forward import forward_logprobs
+from learner.backends.megatron.loss_step import forward_step, step_diagnostics, sum_over_ranks
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.optimizer.optimizer import (
     build_optimizer,
@@ -41,7 +40,6 @@ from learner.backends.megatron.optimizer.optimizer import (
 )
 from learner.backends.megatron.optimizer.schedule import learning_rate
 from learner.backends.megatron.process_groups import (
-    data_parallel_sum,
     from_last_stage,
     tensor_from_last_stage,
 )
@@ -55,7 +53,6 @@ from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.lazy_weights import State
 from learner.world.process_group import device, most_over_ranks
 
-Sums = dict[str, Tensor]
 CLIP_EPS = 1e-6
 """Added to the gradient norm before clipping, as in torch."""
 
@@ -135,7 +132,7 @@ class Trainer:
             lr=lr,
             tokens=tokens,
             skipped=not updated,
-            diagnostics=_diagnostics(sums, tokens),
+            diagnostics=step_diagnostics(sums, tokens),
         )
 
     def _update(self, names: list[str], totals: Tensor) -> tuple[dict[str, float], float]:
@@ -268,14 +265,14 @@ class Trainer:
         self.optimizer.zero_grad()
         shares = self.shares(micro_batches)
         per_micro_batch = get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, objective, policy_version),
+            forward_step_func=partial(forward_step, objective, policy_version),
             data_iterator=[iter(shares) for _ in self.ddp],
             model=self.ddp,
             num_microbatches=len(shares),
             seq_length=len(shares[0].tokens),
             micro_batch_size=1,
         )
-        return _sum_over_ranks(per_micro_batch) if per_micro_batch else ([], torch.empty(0))
+        return sum_over_ranks(per_micro_batch) if per_micro_batch else ([], torch.empty(0))
 
     def shares(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """This rank's share of each micro-batch, then as many idle ones as the schedule needs."""
@@ -295,65 +292,3 @@ class Trainer:
             ).to(device())
             for batch in (*micro_batches, *idle)
         ]
-
-
-def _forward_step(
-    objective: Objective,
-    policy_version: int,
-    batches: Iterator[MicroBatch],
-    model: DistributedDataParallel,
-) -> tuple[object, object]:
-    """Megatron-core's protocol: the model's output, and a function from it to (loss sum, tokens, sums)."""
-    batch = next(batches)
-    known = TrainedTokens.of(batch, parallel_state.get_context_parallel_group())
-    loss_step = partial(_loss_step, objective, policy_version, known, batch.denominator)
-    if not objective.is_separable:  # the loss wants the log-probs of all tokens first
-        return model(batch), loss_step
-
-    def token_loss(logprobs: Tensor, entropy: Tensor, rows: slice) -> Tensor:
-        return token_losses(objective, known.with_logprobs(logprobs, entropy, rows))[0].sum()
-
-    return model(batch, token_loss), loss_step
-
-
-def _loss_step(
-    objective: Objective,
-    policy_version: int,
-    known: TrainedTokens,
-    denominator: float,
-    output: tuple[Tensor, ...],
-) -> tuple[Tensor, Tensor, Sums]:
-    *fused, logprobs, entropy = output
-    tokens = known.with_logprobs(logprobs, entropy)
-    losses, sums = token_losses(objective, tokens)
-    loss_sum = fused[0] if fused else losses.sum()
-    count = torch.tensor(len(tokens.labels), dtype=torch.int, device=losses.device)
-    sums |= {
-        "loss": loss_sum.detach(),
-        "trained_tokens": count,
-        "denominator": torch.tensor(denominator, dtype=torch.float64, device=losses.device),
-        "entropy": entropy.detach().sum(),
-    }
-    if not isinstance(objective.loss, SFTLoss):
-        sums |= off_policy_sums(
-            tokens, policy_version=policy_version, truncation_cap=objective.truncation_cap
-        )
-    return loss_sum, count, sums
-
-
-def _sum_over_ranks(per_micro_batch: Sequence[Sums]) -> tuple[list[str], Tensor]:
-    """Add up over micro-batches and data-parallel ranks, in float64 and one collective: names and sums."""
-    names = list(per_micro_batch[0])
-    stacked = torch.stack([torch.stack([sums[name].double() for name in names]) for sums in per_micro_batch])
-    return names, data_parallel_sum(stacked.sum(0))
-
-
-def _diagnostics(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-    if tokens == 0:
-        return {}
-    means = {"entropy_nats": sums["entropy"] / tokens}
-    for name in ("clipped", "truncated", "rejected"):
-        if f"{name}_tokens" in sums:
-            means[f"{name}_fraction"] = sums[f"{name}_tokens"] / tokens
-    means |= {f"{name}_nats": sums[name] / tokens for name in DISTANCES if name in sums}
-    return means | (off_policy_diagnostics(sums) if "ratio" in sums else {})
