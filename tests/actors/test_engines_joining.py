@@ -15,8 +15,8 @@ from bus.messages import Status
 from bus.requests import Done, EngineChange
 from launch.config import validate
 from launch.operations.engines import change_engine, list_engines
+from tests.actors.engines.sglang.test_sglang_attached import STATE
 from tests.actors.sglang_stand_in import TOKEN, StandIn
-from tests.actors.test_sglang_attached import STATE
 from tests.actors.tiny import request
 
 pytestmark = [pytest.mark.nats]

@@ -2,7 +2,6 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from factories import make_lease
 from structlog.testing import capture_logs
 
 from actors.config import SingleTurnConfig
@@ -22,6 +21,7 @@ from bus.messages import GroupRejected
 from bus.publish import Publisher
 from bus.trajectory import TrajectoryBatch
 from learner.scratch_model import character_tokenizer
+from tests.factories import make_lease
 
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 TIMEOUT_S = 20

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import GROUPS, LONG, SAMPLES, Command, assert_whole, part, wait_for_step
+
+from tests.e2e.commands import GROUPS, LONG, SAMPLES, Command, assert_whole, part, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
 EVENTS = ("device_yielded", "device_taken_back", "device_held", "device_given_back")

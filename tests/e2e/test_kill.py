@@ -4,7 +4,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import GROUPS, LONG, SAMPLES, STEPS, Command, assert_whole, part, wait_for_step
+
+from tests.e2e.commands import GROUPS, LONG, SAMPLES, STEPS, Command, assert_whole, part, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
 

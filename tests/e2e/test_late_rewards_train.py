@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import SMALL, Command
+
+from tests.e2e.commands import SMALL, Command
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
 REWARDS = '''

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import GROUPS, LONG, SAMPLES, SMALL, STEPS, Command, assert_whole, part, wait_for_step
 
 from bus.server import free_port
+from tests.e2e.commands import GROUPS, LONG, SAMPLES, SMALL, STEPS, Command, assert_whole, part, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
 

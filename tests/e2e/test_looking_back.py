@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import Command
 
 from bus.server import free_port
 from learner import lineage
+from tests.e2e.commands import Command
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]  # it begins with a whole run
 STEPS = 12

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import Command
 
 from launch.benchmarks.overlap_record import Heard
 from storage.disk.run_directory import RunDirectory
+from tests.e2e.commands import Command
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
 STEPS, STALENESS, GROUPS, SAMPLES = 4, 2, 4, 4

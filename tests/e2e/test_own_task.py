@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import Command
 
 from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory
+from tests.e2e.commands import Command
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
 REWARD = '''

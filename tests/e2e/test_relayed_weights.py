@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import SMALL, Command
 
 from bus.server import free_port
+from tests.e2e.commands import SMALL, Command
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import SMALL, Command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bus.server import free_port
@@ -16,6 +15,7 @@ from learner.checkpoint.commit import latest_checkpoint, load_checkpoint
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import Sample, pack
 from learner.model_directory import load_hf_directory
+from tests.e2e.commands import SMALL, Command
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
 STEPS, GROUPS, SAMPLES = 4, 4, 4

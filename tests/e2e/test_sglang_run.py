@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from commands import SMALL, Command
+
+from tests.e2e.commands import SMALL, Command
 
 pytestmark = [pytest.mark.sglang, pytest.mark.nats, pytest.mark.timeout(580)]
 

@@ -7,10 +7,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from commands import SMALL, Command
 
 from bus.server import free_port
 from storage.store.replay import ReplayStore
+from tests.e2e.commands import SMALL, Command
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats]
 STEPS, GROUPS, SAMPLES = 8, 4, 4

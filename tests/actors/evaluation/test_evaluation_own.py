@@ -1,0 +1,65 @@
+"""Held-out accuracy on an engine of its own, and which engine it is measured on."""
+
+import pytest
+
+from actors.config import ActorsConfig, EmbeddedEngineConfig, EvaluatorConfig, SglangEngineConfig
+from actors.engines.embedded.engine import EmbeddedEngine
+from actors.evaluation.engines import OwnEngine
+from bus.blobs import delete_blob
+from storage.weights.blob_sources import Blobs
+from tests.actors.held_out import Recording, published
+from tests.actors.tiny import tiny_model
+from tests.actors.weights.test_weights import publish
+
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
+
+
+async def test_an_own_engine_keeps_the_version_while_others_are_published(bus, desk, model):
+    async def publish_another(run):
+        await published(bus, 1 + run, tiny_model("qwen3", seed=run))
+
+    built = []
+
+    def build():
+        built.append(EmbeddedEngine(tiny_model("qwen3", seed=9), EmbeddedEngineConfig(seed=0)))
+        return built[-1]
+
+    environment = Recording(publish_another)
+    async with desk.evaluator(OwnEngine(build, Blobs(bus)), environment):
+        asked = await published(bus, 1, model)
+        await desk.ask(asked)
+        first = await desk.result()
+        await desk.ask(await published(bus, 50, tiny_model("qwen3", seed=3)))
+        second = await desk.result()
+        await desk.ask(await published(bus, 40, tiny_model("qwen3", seed=4)))
+        third = await desk.result()
+    assert [result.drawn_by for result in (first, second, third)] == [(1, 1), (50, 50), (40, 40)]
+    assert set(environment.versions) == {1, 40, 50}
+    assert len(built) == 1
+    assert not built[0]._thread.is_alive()
+
+
+async def test_an_own_engine_skips_a_version_whose_weights_are_gone(bus, desk):
+    def build():
+        raise AssertionError("there is nothing to load")
+
+    gone = await publish(bus, 1)
+    await delete_blob(bus, gone.snapshot)
+    async with desk.evaluator(OwnEngine(build, Blobs(bus)), Recording()):
+        await desk.ask(gone)
+        await desk.settled()
+    assert desk.results.empty()
+
+
+@pytest.mark.parametrize(
+    ("engine", "chosen", "expected"),
+    [
+        (EmbeddedEngineConfig(), None, "own"),
+        (SglangEngineConfig(), None, "rollout"),
+        (EmbeddedEngineConfig(), "rollout", "rollout"),
+        (SglangEngineConfig(), "own", "own"),
+    ],
+)
+def test_servers_evaluate_themselves_unless_the_settings_say_otherwise(engine, chosen, expected):
+    config = ActorsConfig(engine=engine, evaluation=EvaluatorConfig(engine=chosen))
+    assert config.evaluates_on == expected

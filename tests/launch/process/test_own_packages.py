@@ -1,0 +1,47 @@
+"""A user's own files may have the names of our packages."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bus.child_process import module_command
+from bus.errors import ConfigError
+from bus.plugins import load_function
+
+ROOT = Path(__file__).parents[3]
+HELP = ("launch", "engines", "--help")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for name in ("actors.py", "bus.py", "storage.py", "learner/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise RuntimeError('a file of the user was imported for ours')\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("command", [(sys.executable, "-m", *HELP), module_command(*HELP)])
+def test_a_command_runs_beside_files_named_like_our_packages(directory: Path, command, first: bool):
+    search = f"{directory}{os.pathsep}{ROOT}" if first else str(ROOT)
+    done = subprocess.run(
+        command, cwd=directory, env=os.environ | {"PYTHONPATH": search}, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage: launch engines" in done.stdout
+
+
+def test_a_plug_in_named_like_a_package_of_ours_is_to_be_renamed(directory: Path, monkeypatch):
+    monkeypatch.chdir(directory)
+    (directory / "storage.py").write_text("def reward(answer): return 1.0\n")
+    hint = "'storage' is a package of Sluice, so 'storage.py' here is not imported: rename it"
+    with pytest.raises(ConfigError, match=hint):
+        load_function("reward", "storage:reward", {})
+    with pytest.raises(
+        ConfigError, match="'learner' is a package of Sluice, so 'learner' here is not imported"
+    ):
+        load_function("reward", "learner.mine:reward", {})

@@ -1,0 +1,70 @@
+"""Resuming is gated on the trajectory: three steps, a checkpoint and three steps are six steps."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.learner.checkpoint.resume_worker import KINDS, first_half, restored, second_half, whole
+
+REPOSITORY = Path(__file__).parents[3]
+WORKER = Path(__file__).with_name("resume_worker.py")
+IN_EVERY_RUN = ("main weights on the host",)
+"""Not marked slow; test_checkpoint.py has float32."""
+ROUNDED = 2e-3
+"""How far a world of another size departs where bfloat16 rounds what was added up in another order."""
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in IN_EVERY_RUN else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_one_rank_goes_on_as_if_it_had_not_stopped(tmp_path, kind):
+    resumed = first_half(kind, tmp_path) + second_half(kind, tmp_path)
+    for found, expected in zip(resumed, whole(kind), strict=True):
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What two ranks found, what one found alone, and what they saved, two and one."""
+    saved, root = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
+    alone = {kind: first_half(kind, root) + second_half(kind, root) for kind in KINDS}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(WORKER), str(saved), str(root)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), alone, saved, root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_go_on_as_if_they_had_not_stopped(two_ranks, kind):
+    found = two_ranks[0][kind]
+    for ours, expected in zip(found["halves"], found["whole"], strict=True):
+        assert ours == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["float32", "bfloat16 moments"])
+def test_another_number_of_ranks_goes_on_where_the_first_stopped(two_ranks, kind):
+    found, alone, saved, _ = two_ranks
+    tolerance = 1e-5 if kind == "float32" else ROUNDED
+    for resumed in (found[kind]["other's second half"], second_half(kind, saved)):
+        for ours, expected in zip(resumed, alone[kind][3:], strict=True):
+            assert ours == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_number_of_ranks_has_the_same_weights_bit_for_bit(two_ranks, kind):
+    found, _, saved, root = two_ranks
+    assert found[kind]["restored"] == restored(kind, saved)
+    assert found[kind]["other's restored"] == restored(kind, root)

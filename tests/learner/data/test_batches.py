@@ -1,0 +1,173 @@
+import numpy as np
+import pytest
+
+from bus.errors import ConfigError
+from learner.config.algorithm import GRPOAdvantage, Plugin
+from learner.data.batches import DIGESTS, make_step_batch
+from learner.data.packing import pack
+from tests.factories import make_trajectory
+
+
+def batch_of(groups, *, policy_version=5):
+    advantage = GRPOAdvantage(std_floor=0.0)
+    return make_step_batch(groups, policy_version=policy_version, advantage=advantage, temperature=1.0)
+
+
+def with_reward(trajectory, reward, **changes):
+    from dataclasses import replace
+
+    return replace(trajectory, reward=reward, **changes)
+
+
+def test_advantages_are_relative_to_the_own_group():
+    groups = [
+        [with_reward(make_trajectory(0, n, group_size=2), reward) for n, reward in enumerate((0.0, 1.0))],
+        [with_reward(make_trajectory(1, n, group_size=2), reward) for n, reward in enumerate((5.0, 7.0))],
+    ]
+    [micro_batch] = pack(batch_of(groups).samples, 16384)
+    first_token = micro_batch.cu_seqlens[:-1].long()
+    assert micro_batch.streams["advantages"][first_token].tolist() == [-1.0, 1.0, -1.0, 1.0]
+
+
+def test_importance_weight_of_a_group_multiplies_its_advantages():
+    rewards = (0.0, 1.0)
+    groups = [
+        [with_reward(make_trajectory(lease, n, group_size=2), reward) for n, reward in enumerate(rewards)]
+        for lease in range(2)
+    ]
+    batch = make_step_batch(
+        groups,
+        weights=[1.0, 0.25],
+        policy_version=5,
+        advantage=GRPOAdvantage(std_floor=0.0),
+        temperature=1.0,
+    )
+    [micro_batch] = pack(batch.samples, 16384)
+    first_token = micro_batch.cu_seqlens[:-1].long()
+    assert micro_batch.streams["advantages"][first_token].tolist() == [-1.0, 1.0, -0.25, 0.25]
+
+
+def test_only_what_is_trained_is_in_the_batch_and_the_rest_is_counted():
+    rewards = (0.0, 1.0, 50.0, 70.0)
+    group = [with_reward(make_trajectory(0, n, group_size=4), reward) for n, reward in enumerate(rewards)]
+    group[2] = with_reward(group[2], 50.0, trainable=False)
+    group[3] = with_reward(group[3], 70.0, end="engine_error")
+    batch = batch_of([group])
+    assert [sample.name for sample in batch.samples] == ["g00000000.0", "g00000000.1"]
+    assert [sample.streams["advantages"] for sample in batch.samples] == [-1.0, 1.0]
+    assert (batch.trajectories, batch.untrainable, batch.untrusted, batch.reward_mean) == (2, 1, 1, 0.5)
+    nothing = batch_of([group[2:]])
+    assert (nothing.samples, nothing.reward_mean, nothing.staleness_mean) == ([], 0.0, 0.0)
+
+
+def by_position(groups):
+    """An advantage function of the user's own: a trajectory's tokens have their positions."""
+    return [[np.arange(len(t.token_ids)) for t in group] for group in groups]
+
+
+def one_too_few(groups):
+    return [group[1:] for group in by_position(groups)]
+
+
+def not_finite(groups):
+    return [[np.inf for _ in group] for group in groups]
+
+
+def misshapen(groups):
+    return [[np.zeros(3) for _ in group] for group in groups]
+
+
+def batch_by(function):
+    group = [make_trajectory(0, n, group_size=2) for n in range(2)]
+    advantage = Plugin(function=f"tests.learner.data.test_batches:{function}")
+    return make_step_batch([group], weights=[0.5], policy_version=5, advantage=advantage, temperature=1.0)
+
+
+def test_a_function_of_the_users_own_gives_each_token_its_advantage():
+    batch = batch_by("by_position")
+    [micro_batch] = pack(batch.samples, 16384)
+    of_labels = [0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 0.0]  # position t carries what concerns token t + 1
+    assert micro_batch.streams["advantages"].tolist() == of_labels * 2
+    assert batch.digest != batch_of([[make_trajectory(0, n, group_size=2) for n in range(2)]]).digest
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("one_too_few", r"returned \[1\] advantages for groups of \[2\] trajectories"),
+        ("not_finite", "g00000000.0 has shape \\[\\] and non-finite values"),
+        ("misshapen", r"g00000000.0 has shape \[3\]"),
+        ("by_positions", "did you mean 'by_position'"),
+    ],
+)
+def test_a_function_of_the_users_own_that_misfits_is_refused_by_name(function, reason):
+    with pytest.raises(ConfigError, match=reason):
+        batch_by(function)
+
+
+def test_staleness_is_that_of_the_oldest_trained_token():
+    fresh, old = make_trajectory(0, 0, group_size=2), make_trajectory(0, 1, group_size=2)
+    versions = np.where(old.loss_mask, 5, -1).astype(np.int32)
+    newer = with_reward(fresh, 0.0, policy_versions=versions)
+    versions = versions.copy()
+    versions[np.flatnonzero(old.loss_mask)[-1]] = 2
+    batch = batch_of([[newer, with_reward(old, 1.0, policy_versions=versions)]], policy_version=5)
+    assert batch.staleness_max == 3
+    assert batch.staleness_mean == pytest.approx(1.5)
+
+
+def test_tokens_of_a_dead_learners_later_version_are_not_stale():
+    trajectory = make_trajectory(0, 0, group_size=1)
+    versions = np.where(trajectory.loss_mask, 9, -1).astype(np.int32)
+    batch = batch_of([[with_reward(trajectory, 1.0, policy_versions=versions)]], policy_version=5)
+    assert batch.staleness_max == 0
+
+
+def test_counts_cover_every_micro_batch():
+    groups = [[make_trajectory(lease, n, group_size=2) for n in range(2)] for lease in range(3)]
+    length = len(groups[0][0].token_ids)
+    batch = batch_of(groups)
+    assert len(pack(batch.samples, 2 * length)) == 3
+    assert batch.trajectories == 6
+    assert batch.tokens == 6 * length
+
+
+def test_digest_tells_batches_apart_by_any_value():
+    def digest(**changes):
+        group = [with_reward(make_trajectory(0, n, group_size=2), float(n)) for n in range(2)]
+        group[0] = with_reward(group[0], changes.pop("reward", 0.0), **changes)
+        return batch_of([group]).xxh3()
+
+    one = make_trajectory(0, 0, group_size=2)
+    digests = {
+        digest(),
+        digest(token_ids=one.token_ids[::-1].copy()),
+        digest(loss_mask=one.token_ids > 0),
+        digest(behaviour_logprobs=one.behaviour_logprobs - np.float32(1e-7) * one.loss_mask),
+        digest(policy_versions=one.policy_versions + 1),
+        digest(reward=2.0),
+    }
+    assert len(digests) == 6
+    assert digest() == digest()
+
+
+def test_digest_is_the_same_in_any_order_and_packing_and_counts_every_sample():
+    groups = [
+        [with_reward(make_trajectory(lease, n, group_size=2), float(n)) for n in range(2)]
+        for lease in range(3)
+    ]
+    digest = batch_of(groups).xxh3()
+    assert len(digest) == 32
+    assert batch_of(groups[::-1]).xxh3() == digest
+    assert batch_of([*groups, groups[0]]).xxh3() != digest
+    parts = [batch_of(groups[:1]), batch_of(groups[1:])]
+    assert sum(part.digest for part in parts) % DIGESTS == int(digest, 16)
+
+
+def test_every_update_of_a_batch_trains_on_as_many_trajectories_of_each_group():
+    groups = [[make_trajectory(lease, n, group_size=4) for n in range(4)] for lease in (3, 8)]
+    samples = batch_of(groups).samples
+    for updates in (1, 2, 4):
+        parts = [[s.name for s in samples if s.update_slot % updates == n] for n in range(updates)]
+        assert sorted(name for part in parts for name in part) == sorted(s.name for s in samples)
+        assert {len(part) for part in parts} == {8 // updates}

@@ -1,0 +1,279 @@
+"""What is issued and what a step gets, decided on the ledger alone: in any order of events, at any speed."""
+
+import sqlite3
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from functools import partial
+from multiprocessing import get_context
+
+import pytest
+from pydantic import ValidationError
+
+from bus.errors import BusError
+from bus.messages import GroupRejected
+from bus.requests import StoredGroups
+from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, UniformSampler
+from storage.dispatch.admission import Admission
+from storage.dispatch.ledger import Ledger
+from storage.dispatch.ledger_schema import prepare
+from tests.storage.dispatch.interleavings import play_many
+from tests.storage.serving import manifest
+
+# --- random interleavings ---
+
+
+def test_any_order_of_events_keeps_the_bound_loses_nothing_and_goes_on():
+    """See `World.check`, `World.check_batch` and `World.settle` for what is asserted."""
+    assert play_many(range(1000), events=25) > 1000
+    assert play_many(range(200), events=70) > 200
+    assert play_many(range(2900, 3000), events=60) > 200  # some resume with larger batches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "orders"), [(0, 10_000), pytest.param(10_000, 100_000, marks=pytest.mark.nightly)]
+)
+def test_thousands_of_orders_of_events_keep_the_bound_lose_nothing_and_go_on(first: int, orders: int):
+    parts = [range(n, n + 2500) for n in range(first, first + orders, 2500)]
+    with ProcessPoolExecutor(2, mp_context=get_context("forkserver")) as pool:
+        assert sum(pool.map(partial(play_many, events=20), parts)) > orders
+
+
+# --- by hand ---
+
+
+@pytest.fixture
+def sql() -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)) as connection:
+        prepare(connection)
+        yield connection
+
+
+class Run:
+    """A run whose groups complete when told to."""
+
+    def __init__(self, sql: sqlite3.Connection, config: AdmissionConfig, *, seed: int = 0) -> None:
+        self.ledger = Ledger(sql)
+        self.admission = Admission(self.ledger, config, seed=seed)
+        self.admission.opened = True
+        self.admission.resume(0, "a")
+        self.publish(0)
+
+    def publish(self, version: int) -> list[int]:
+        """The leases issued at the version."""
+        self.admission.on_policy(manifest(version))
+        return self.admission.issue()
+
+    def store(self, *lease_ids: int) -> None:
+        after = self.admission.seen(0)
+        self.admission.on_stored(
+            StoredGroups(shard=0, after=after, lease_ids=lease_ids, total=after + len(lease_ids))
+        )
+
+    def batch(self, step: int, *, now_s: float = 0.0) -> list[int] | str:
+        answer = self.admission.batch(step, step - 1, now_s=now_s)
+        return answer if isinstance(answer, str) else [use.lease_id for use in answer]
+
+
+def config(groups: int = 2, staleness: int = 1, **changes: object) -> AdmissionConfig:
+    return AdmissionConfig(groups_per_step=groups, max_staleness=staleness, **changes)
+
+
+def test_group_that_never_completes_is_dropped_when_patience_ends(sql):
+    run = Run(sql, config(incomplete="drop", patience_s=10))
+    run.store(1, 2, 3)
+    assert run.batch(1) == [1, 2]
+    assert run.publish(1) == [4, 5]
+    run.store(4, 5)
+    waiting = "group 0, rolling out since version 0, must be trained by version 1"
+    assert run.batch(2, now_s=100.0) == waiting
+    assert run.batch(2, now_s=109.9) == waiting
+    assert run.batch(2, now_s=110.0) == [3, 4]
+    assert run.ledger.reasons == {"incomplete": 1}
+    assert run.admission.issue() == [6]  # its refund
+    run.admission.on_rejected([GroupRejected(lease_id=0, reason="rollout_failed")])
+    run.store(0)  # both too late
+    assert run.ledger.reasons == {"incomplete": 1}
+    assert run.ledger.account().balanced()
+
+
+def test_patience_begins_anew_when_a_group_completes(sql):
+    run = Run(sql, config(incomplete="drop", patience_s=10, staleness=0, groups=3))
+    run.store(0)
+    assert run.batch(1, now_s=0.0) == "1 of 3 groups are stored, 2 rolling out"
+    run.store(1)
+    assert run.batch(1, now_s=11.0) == "2 of 3 groups are stored, 1 rolling out"
+    assert run.batch(1, now_s=20.9) == "2 of 3 groups are stored, 1 rolling out"
+    assert run.batch(1, now_s=21.0) == "2 of 3 groups are stored, 0 rolling out"
+    assert run.admission.issue() == [3]
+    run.store(3)
+    assert run.batch(1) == [0, 1, 3]
+
+
+def test_only_as_many_as_are_missing_are_dropped_at_once(sql):
+    run = Run(sql, config(incomplete="drop", patience_s=10))
+    run.store(3)
+    for now_s in (0.0, 10.0):
+        run.batch(1, now_s=now_s)
+    assert sorted(run.ledger.rolling_out) == [1, 2]
+
+
+def test_waiting_for_a_group_has_no_end_by_default(sql):
+    run = Run(sql, config())
+    run.store(0)
+    for now_s in (0.0, 1e9):
+        assert run.batch(1, now_s=now_s) == "1 of 2 groups are stored, 3 rolling out"
+    assert not run.ledger.reasons
+
+
+def test_smaller_bound_after_a_restart_drops_older_groups_and_refunds_them(sql):
+    run = Run(sql, config(staleness=2))
+    run.store(0, 1, 2, 3, 4)
+    assert run.batch(1) == [0, 1]
+    assert run.publish(1) == [6, 7]
+    assert run.batch(2) == [2, 3]
+    assert run.publish(2) == [8, 9]
+    run.store(6, 7, 8)
+    run.ledger.flush()
+    smaller = Run.__new__(Run)
+    smaller.ledger = Ledger(sql)
+    smaller.admission = Admission(smaller.ledger, config(staleness=1), seed=0)
+    smaller.admission.opened = True
+    assert smaller.publish(2) == []  # 4, 6, 7, 8 are stored, 5 and 9 roll out
+    assert smaller.batch(3) == [6, 7]
+    assert smaller.ledger.reasons == {"stale": 1}
+    assert smaller.ledger.account().balanced()
+    assert smaller.publish(3) == [10]  # 8 stored, 5 and 9 out
+
+
+def test_groups_are_used_again_only_when_too_few_are_fresh(sql):
+    run = Run(sql, config(staleness=3, sampler=FifoSampler(max_reuse=2, min_samples_per_insert=2)))
+    assert sorted(run.ledger.rolling_out) == [0, 1, 2, 3]  # (3 + 1) * 2 samples, two for each group
+    run.store(0, 1, 2)
+    assert run.batch(1) == [0, 1]
+    run.publish(1)
+    assert run.batch(2) == [2, 0]
+    run.publish(2)
+    assert run.batch(3) == [1, 2]
+    run.publish(3)
+    assert run.batch(4).startswith("0 of 2 groups are stored")
+
+
+def test_admission_waits_until_each_group_had_its_samples(sql):
+    run = Run(sql, config(staleness=1, sampler=FifoSampler(max_reuse=2, min_samples_per_insert=2)))
+    assert run.ledger.next_id == 2  # four samples in reach, two for each
+    run.store(0, 1)
+    assert run.batch(1) == [0, 1]
+    assert run.publish(1) == [2]  # two samples are still owed
+    run.store(2)
+    assert run.batch(2) == [2, 0]
+    assert run.ledger.samples / run.ledger.inserted() == pytest.approx(4 / 3)
+
+
+def test_step_waits_rather_than_sample_more_a_group_than_allowed(sql):
+    sampler = UniformSampler(max_reuse=9, min_samples_per_insert=1, max_samples_per_insert=1.5)
+    run = Run(sql, config(groups=3, staleness=2, sampler=sampler))
+    run.store(0, 1, 2, 3, 4)
+    assert len(run.batch(1)) == 3
+    run.admission.on_policy(manifest(1))
+    assert len(run.batch(2)) == 3  # six samples of five groups
+    run.admission.on_policy(manifest(2))
+    assert run.batch(3) == "1 more groups stored, by sampler.max_samples_per_insert; 4 are rolling out"
+    run.store(5, 6, 7, 8)
+    assert len(run.batch(3)) == 3
+
+
+def test_same_step_gets_the_same_groups_also_from_another_process(sql):
+    sampler = FreshnessSampler(importance_exponent=1.0)
+    first = Run(sql, config(groups=3, staleness=2, sampler=sampler), seed=5)
+    first.store(*range(9))
+    first.ledger.flush()
+    chosen = first.batch(1)  # never flushed: that process dies
+    second = Admission(Ledger(sql), config(groups=3, staleness=2, sampler=sampler), seed=5)
+    answer = second.batch(1, 0, now_s=0.0)
+    assert [use.lease_id for use in answer] == chosen
+    second._ledger.flush()
+    assert [(u.lease_id, u.weight) for u in Ledger(sql).steps[1]] == [(u.lease_id, u.weight) for u in answer]
+
+
+def test_rolled_back_uses_are_given_again_and_counted_once(sql):
+    run = Run(sql, config(staleness=3, sampler=FifoSampler(max_reuse=2, min_samples_per_insert=2)))
+    run.store(0, 1, 2)
+    for step, expected in ((1, [0, 1]), (2, [2, 0]), (3, [1, 2])):
+        assert run.batch(step) == expected
+        run.admission.on_policy(manifest(step))
+    run.admission.commit(1, "a")
+    assert run.admission.resume(1, "b") == 4
+    assert (run.ledger.samples, run.ledger.account().trained) == (2, 2)
+    assert run.batch(2) == [2, 0]
+    assert run.batch(3) == [1, 2]
+    with pytest.raises(BusError, match="learner a was replaced by b"):
+        run.admission.commit(3, "a")
+    run.ledger.flush()
+    again = Ledger(sql)
+    assert again.account() == run.ledger.account()
+    assert sorted(again.used(0)) == [(group, 2) for group, _ in sorted(again.used(0))]
+
+
+def test_shards_keep_what_may_still_be_used_again(sql):
+    run = Run(sql, config(staleness=1, sampler=FifoSampler(max_reuse=2)))
+    run.store(0, 1, 2, 3)
+    run.batch(1)
+    run.admission.commit(1, "a")
+    assert sorted(run.admission.unsettled()) == [0, 1, 2, 3]
+    once = Admission(run.ledger, config(), seed=0)
+    assert sorted(once.unsettled()) == [2, 3]
+
+
+def test_step_after_a_resume_never_waits_for_groups_that_only_later_weights_may_sample(sql):
+    """Larger batches use the groups taken back up before the version at which the open lease was issued."""
+    run = Run(sql, config(groups=1, staleness=0))
+    for step in (1, 2):
+        run.store(step - 1)
+        assert run.batch(step) == [step - 1]
+        assert run.publish(step) == [step]
+    larger = Admission(run.ledger, config(groups=3, staleness=0), seed=0)
+    larger.opened = True
+    larger.resume(0, "b")
+    larger.on_policy(manifest(0, incarnation="b"))
+    assert larger.issue() == []
+    assert larger.state(2).policy_version == 2
+    assert larger.batch(1, 0, now_s=0.0) == "2 of 3 groups are stored, 1 rolling out"
+    assert larger.state(2).policy_version == 0  # else the actors would wait for version 2
+    run.ledger.flush()
+    assert Ledger(sql).rolling_out[2].policy_version == 0
+    larger.on_stored(StoredGroups(shard=0, after=2, lease_ids=(2,), total=3))
+    assert [use.lease_id for use in larger.batch(1, 0, now_s=0.0)] == [0, 2, 1]
+
+
+def test_lease_of_a_quarantined_prompt_is_refunded_and_the_next_one_issued(sql):
+    ledger = Ledger(sql)
+    admission = Admission(ledger, config(), seed=0, is_quarantined={1, 4}.__contains__)
+    admission.opened = True
+    admission.on_policy(manifest(0))
+    assert admission.issue() == [0, 2, 3, 5]
+    assert ledger.reasons == {"skipped": 2}
+    assert ledger.account().balanced()
+    assert [admission.state(n).state for n in (0, 1, 7)] == ["open", "quarantined", "settled"]
+
+
+# --- configuration ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"incomplete": "shorten"}, "close_short"),
+        ({"sampler": FifoSampler(max_reuse=1, min_samples_per_insert=2)}, "at most 1 times"),
+        ({"sampler": FifoSampler(max_reuse=9, min_samples_per_insert=3)}, "at most 2 times"),
+        (
+            {"sampler": FifoSampler(max_reuse=2, min_samples_per_insert=2, max_samples_per_insert=1)},
+            "is below min_samples_per_insert=2",
+        ),
+        ({"sampler": {"type": "lifo"}}, "fifo"),
+    ],
+)
+def test_configuration_that_cannot_be_kept_is_refused(changes: dict[str, object], complaint: str):
+    with pytest.raises(ValidationError, match=complaint):
+        config(**changes)
