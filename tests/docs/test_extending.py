@@ -36,7 +36,6 @@ from learner.algorithms.tokens import LossTokens
 from learner.backends.megatron.conversion.qwen2 import QWEN2
 from learner.config.algorithm import ReinforceLoss
 from learner.data.streams import STREAMS, Stream, pack_streams
-from learner.scratch_model import character_tokenizer
 from tests.factories import make_trajectory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
@@ -100,15 +99,24 @@ def test_reward_and_filter():
     assert too_easy([1.0, 0.0]) is None
 
 
+class Characters:
+    """A tokenizer of one token per character, of which 0 ends an answer: quick to import."""
+
+    def apply_chat_template(self, conversation: list, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        return "".join(message["content"] for message in conversation)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(token) for token in token_ids if token)
+
+
 async def test_the_environment_asks_again():
     environment = build_environment(settings_of("my_environment").actors.environment)
     said = iter(("wrong", "12"))
-    tokenizer = character_tokenizer()
-
-    def script(prompt: list[int]) -> list[int]:
-        return [*tokenizer.encode(next(said), add_special_tokens=False), tokenizer.eos_token_id]
-
-    policy = Policy(ScriptedEngine(script), tokenizer, Sampling(stop_token_ids=(tokenizer.eos_token_id,)))
+    engine = ScriptedEngine(lambda prompt: [*map(ord, next(said)), 0])
+    policy = Policy(engine, Characters(), Sampling(stop_token_ids=(0,)))
     episode = await environment.run(Task(task_id="t", prompt="sort 21", label="12"), policy)
     assert {trajectory.reward for trajectory in episode.trajectories} == {0.9}
     assert sum(len(trajectory.turns) for trajectory in episode.trajectories) == 2
