@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain, count
 
-from actors.environments.base import AgentTrajectory, Episode
+from actors.environments.base import AgentTrajectory, Episode, FailedEpisode
 from bus.messages import Lease, trajectory_name
 from bus.requests import GroupStatus
 from bus.trajectory import AgentReward, Parent, Trajectory, TrajectoryBatch
@@ -28,7 +28,8 @@ class Group:
     """What another actor left in the shard."""
     episodes: dict[int, Episode] = field(default_factory=dict)
     """Episodes finished here, by sample."""
-    failures: list[str] = field(default_factory=list)
+    failures: dict[int, FailedEpisode] = field(default_factory=dict)
+    """Rollouts that failed here, by sample; their siblings go on without them."""
     sent: set[int] = field(default_factory=set)
     _unsent_since: float | None = None
 
@@ -64,18 +65,25 @@ class Group:
         here = (part.reward_due for episode in self.episodes.values() for part in episode.trajectories)
         return self.stored.rewards_due or any(here)
 
-    def add(self, sample: int, outcome: Episode | str) -> None:
+    @property
+    def is_usable(self) -> bool:
+        """Whether enough episodes can be trained: a baseline wants two, unless the group is of one."""
+        usable = {reward.rollout for reward in self.rewards}
+        return len(usable) >= min(2, self.samples)
+
+    def add(self, sample: int, outcome: Episode | FailedEpisode) -> None:
         """One rollout has ended."""
-        if isinstance(outcome, str):
-            self.failures.append(outcome)
-        elif self.each is not None and len(outcome.trajectories) != self.each:
-            self.failures.append(
+        if isinstance(outcome, Episode) and self.each not in (None, len(outcome.trajectories)):
+            outcome = FailedEpisode(
+                "environment_error",
                 f"an episode of {len(outcome.trajectories)} trajectories, where the environment promises "
-                f"{self.each}: set its trajectories_per_episode to None"
+                f"{self.each}: set its trajectories_per_episode to None",
             )
-        else:
-            self.episodes[sample] = outcome
-            self._unsent_since = self._unsent_since or asyncio.get_running_loop().time()
+        if isinstance(outcome, FailedEpisode):
+            self.failures[sample] = outcome
+            outcome = outcome.as_episode(self.each or 1)
+        self.episodes[sample] = outcome
+        self._unsent_since = self._unsent_since or asyncio.get_running_loop().time()
 
     def shared_in_s(self, share_after_s: float | None) -> float | None:
         """Seconds until what is finished should be sent without its siblings; None for never."""

@@ -6,20 +6,22 @@ from collections import Counter
 
 import structlog
 
-from actors.environments.base import Environment, Episode, Task
+from actors.environments.base import Environment, Episode, FailedEpisode, Task
 from actors.group import NOTHING, Group
 from actors.log_throttle import Seldom
 from actors.policy.policy import Policy
+from actors.rewards.base import RewardError
 from actors.rewards.group_filters import GroupFilter, reason_to_drop
 from actors.weights.follow import PolicyFollower
 from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox, Received, consume_received
-from bus.errors import EngineLostError, HandBackError, SchemaError, SluiceError
+from bus.errors import EngineError, EngineLostError, HandBackError, SchemaError, SluiceError
 from bus.messages import GroupRejected, Lease
 from bus.publish import Publisher, together
 from bus.requests import GroupStatus, GroupStatusRequest, LeaseRequest, LeaseState
 from bus.topology import shard_of
+from bus.trajectory import End
 from storage.dispatch.lease_status import FREE_DELIVERIES
 
 log = structlog.get_logger()
@@ -31,6 +33,17 @@ WEIGHTS_PATIENCE_S = 1.0
 """Weights that take longer may never come: the learner may have resumed from further back."""
 
 
+def end_after(error: Exception) -> End:
+    """Return how the trajectories of an episode end that raised `error`, or something because of it."""
+    if isinstance(error, RewardError):
+        return "reward_error"
+    if isinstance(error, EngineError):
+        return "engine_error"
+    if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
+        return "timeout"
+    return "environment_error"
+
+
 class Worker:
     """Takes leases as its engine has room, rolls each prompt out, publishes the group or rejects it."""
 
@@ -38,7 +51,6 @@ class Worker:
         self, bus: Bus, policy: Policy, environment: Environment, *,
         follower: PolicyFollower, keep: GroupFilter, shards: int, name: str, share_after_s: float | None,
     ) -> None:  # fmt: skip
-        self.reward_sum = 0.0
         self.counts: Counter[str] = Counter()
         self._bus = bus
         self._policy = policy
@@ -83,8 +95,9 @@ class Worker:
             group.stored = await self._stored(lease)
             self.counts["reused"] += len(group.stored.samples)
         await self._gather(group, version)
-        if group.failures:
-            await self._reject(lease, "rollout_failed", group.failures[0])
+        self.counts["failed_episodes"] += len(group.failures)
+        if group.failures and not group.is_usable:
+            await self._reject(lease, "rollout_failed", group.failures[min(group.failures)].reason)
         elif reason := self._reason_to_drop(group):
             name, _, detail = reason.partition(": ")
             await self._reject(lease, name, detail)
@@ -125,17 +138,23 @@ class Worker:
                 if running and group.shared_in_s(self._share_after_s) == 0:
                     await self._publish(group)
 
-    async def _episode(self, lease: Lease, sample: int, version: int) -> Episode | str:
-        """The episode, or why there is none: a failed rollout is data, not a crash."""
+    async def _episode(self, lease: Lease, sample: int, version: int) -> Episode | FailedEpisode:
+        """Return the episode, or why there is none: a failed rollout is data, not a crash."""
         task = self._task(lease, sample)
         while True:
             try:
                 episode = await self._environment.run(task, self._policy.fresh(task.task_id))
-            except (EngineLostError, HandBackError):  # not the rollout's fault: the lease is another actor's
-                raise
-            except SluiceError as error:
-                log.warning("rollout_failed", task=task.task_id, reason=str(error))
-                return f"{type(error).__name__}: {error}"
+            except (EngineLostError, HandBackError, MemoryError):
+                raise  # this process cannot go on: the lease is another actor's
+            except Exception as error:  # whatever an environment raises costs its own episode alone
+                expected = isinstance(error, SluiceError)
+                log.warning(
+                    "rollout_failed",
+                    task=task.task_id,
+                    reason=f"{type(error).__name__}: {error}",
+                    exc_info=None if expected else error,
+                )
+                return FailedEpisode(end_after(error), f"{type(error).__name__}: {error}")
             if all(trajectory.oldest_version >= version for trajectory in episode.trajectories):
                 return episode
             log.info("rolled_out_again", task=task.task_id, reason="a resumed learner's older weights came")
@@ -144,9 +163,9 @@ class Worker:
             except HandBackError:
                 raise
             except SluiceError as error:
-                return str(error)
+                return FailedEpisode("cancelled", str(error))
             if lowered is None:
-                return "its lease was settled meanwhile"
+                return FailedEpisode("cancelled", "its lease was settled meanwhile")
             version = lowered
 
     async def _may_sample(self, lease: Lease, *, asks: bool) -> int | None:
@@ -209,7 +228,6 @@ class Worker:
         )
         sent = [trajectory for _, batch in messages for trajectory in batch.trajectories]
         self.counts["trajectories"] += len(sent)
-        self.reward_sum += sum(trajectory.reward for trajectory in sent if not trajectory.reward_due)
 
     async def _reject(self, lease: Lease, reason: str, detail: str) -> None:
         event = GroupRejected(lease_id=lease.lease_id, reason=reason, detail=detail, actor=self._name)

@@ -1,7 +1,7 @@
 """What a rollout starts from and what it leaves behind."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -105,6 +105,33 @@ class Episode:
     trajectories: tuple[AgentTrajectory, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log, by `area/name_unit`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedEpisode:
+    """A rollout that something around the policy ended, so that no reward says anything about it."""
+
+    end: End
+    reason: str
+    """What went wrong, for people."""
+
+    def as_episode(self, trajectories: int) -> Episode:
+        """Record the failure in as many trajectories as its siblings have: no tokens, and why they ended.
+
+        A group is complete when each of its episodes has ended, so the failed one takes its place too.
+        """
+        nothing = np.empty(0, np.int32)
+        failed = AgentTrajectory(
+            token_ids=nothing,
+            loss_mask=nothing.astype(np.bool_),
+            behaviour_logprobs=nothing.astype(np.float32),
+            policy_versions=nothing,
+            turns=(),
+            reward=0.0,
+            end=self.end,
+            metadata={"failure": self.reason},
+        )
+        return Episode(tuple(replace(failed, strand=n) for n in range(trajectories)))
 
 
 class EpisodeError(SluiceError):

@@ -201,6 +201,23 @@ async def test_a_group_shared_early_and_rejected_in_the_end_is_never_given_to_a_
         assert 0 not in storage.ledger.stored
 
 
+async def test_a_group_with_a_failed_episode_is_stored_and_given_to_a_step(bus, engine, tmp_path):
+    class FailsOnce(Scripted):
+        async def run(self, task, policy):
+            if task.task_id.endswith(".1"):
+                raise ZeroDivisionError("mine")
+            return await super().run(task, policy)
+
+    learner = LearnerStandIn(bus)
+    async with serving(bus, tmp_path, ONE_GROUP) as storage:
+        await learner.publish(0)
+        async with at_work(make_worker(bus, engine, FailsOnce())):
+            await until(lambda: storage.stores[0].completed == [0])
+            assert await learner.batch(1) == [0]
+        ends = [trajectory.end for trajectory in storage.stores[0].read([0])]
+    assert ends == ["completed", "environment_error", "completed"]
+
+
 async def test_an_environment_that_breaks_its_promise_fails_its_rollouts(bus, engine, tmp_path):
     async with serving(bus, tmp_path, ONE_GROUP) as storage:
         await LearnerStandIn(bus).publish(0)

@@ -9,14 +9,14 @@ from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.single_turn import SingleTurn
 from actors.policy.policy import Policy
-from actors.rewards.base import LATER
+from actors.rewards.base import LATER, RewardError
 from actors.rewards.group_filters import load_filter
 from actors.rewards.scoring import Scorer
 from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode
 from bus.consume import Inbox, understood
-from bus.errors import EngineLostError
+from bus.errors import EngineError, EngineLostError
 from bus.messages import GroupRejected
 from bus.publish import Publisher
 from bus.trajectory import TrajectoryBatch
@@ -147,6 +147,46 @@ async def test_a_failing_reward_rejects_the_group_and_the_actor_goes_on(bus, eng
     assert "nan" in rejection.detail
     [batch] = await actor.roll_out(make_lease(4, samples=1, policy_version=4), result=GROUPS)
     assert batch.trajectories[0].reward == 1.0
+
+
+class FailingFor:
+    """An environment in which some samples of each group fail, each by its own exception."""
+
+    trajectories_per_episode = 1
+
+    def __init__(self, failures):
+        self._failures = failures
+        self._inner = SingleTurn.from_config(SingleTurnConfig(reward="exact"))
+
+    async def run(self, task, policy):
+        sample = int(task.task_id.rpartition(".")[2])
+        if sample in self._failures:
+            raise self._failures[sample]
+        return await self._inner.run(task, policy)
+
+
+async def test_failed_episodes_cost_themselves_and_say_how_they_ended(bus, engine):
+    failures = {
+        1: ZeroDivisionError("mine"),
+        2: RewardError("the judge"),
+        4: EngineError("it fell"),
+        5: TimeoutError(),
+    }
+    actor = Actor(bus, engine, FailingFor(failures))
+    [batch] = await actor.roll_out(make_lease(0, samples=6, policy_version=4), result=GROUPS)
+    found = {t.rollout: (t.end, len(t.token_ids) > 0, t.is_trained) for t in batch.trajectories}
+    ends = "completed", "environment_error", "reward_error", "completed", "engine_error", "timeout"
+    assert found == {n: (end, n in (0, 3), n in (0, 3)) for n, end in enumerate(ends)}
+    assert {t.group_size for t in batch.trajectories} == {6}
+    assert batch.trajectories[1].metadata == {"failure": "ZeroDivisionError: mine"}
+    assert actor.worker.counts["failed_episodes"] == 4
+    assert await actor.leases_left() == 0
+
+
+async def test_a_group_of_which_one_episode_is_left_is_rejected(bus, engine):
+    actor = Actor(bus, engine, FailingFor({0: ValueError("first"), 2: ValueError("last")}))
+    [rejection] = await actor.roll_out(make_lease(0, samples=3, policy_version=4), result=REJECTED)
+    assert (rejection.reason, rejection.detail) == ("rollout_failed", "ValueError: first")
 
 
 async def test_nothing_is_sampled_by_weights_older_than_the_lease(bus, engine):
