@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import dedent
 from tomllib import loads
 
 import pytest
@@ -34,7 +35,7 @@ OTHER_PROGRAMS = {
 }
 """Flags of SGLang's server."""
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
@@ -44,7 +45,7 @@ SETTING = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+")
 
 def blocks(text: str, *languages: str) -> list[str]:
     """The fenced blocks in one of `languages`."""
-    return [block for language, block in FENCE.findall(text) if language in languages]
+    return [dedent(block) for language, block in FENCE.findall(text) if language in languages]
 
 
 def code(text: str) -> Iterator[str]:
