@@ -19,13 +19,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-import structlog
 
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.messages import RoleHolder, RunRecord
 from bus.server import free_port, nats_binary
-from launch.cli import main as cli
+from tests.e2e.conftest import Refused, refusal
 
 LAUNCH = (sys.executable, "-m", "launch")
 NOBODY = "nats://127.0.0.1:1"
@@ -34,38 +33,11 @@ ENV = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
 START_S = 60.0
 
 
-Refused = Callable[..., str]
-
-
 def refused_process(*arguments: str | Path) -> str:
     """Return the one message that a process `launch ...` ends with; the status says whose mistake it is."""
     command = [*LAUNCH, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, env=ENV)
     return refusal(done.returncode, done.stderr)
-
-
-@pytest.fixture
-def refused(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refused]:
-    """A function like `refused_process` that calls the command line here, since a process takes seconds."""
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("NO_COLOR", "1")
-    settings = structlog.get_config()
-
-    def refused(*arguments: str | Path) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main([*map(str, arguments)])
-        return refusal(ended.value.code, capsys.readouterr().err)
-
-    yield refused
-    structlog.configure(**settings)  # the command line logs in its own way
-
-
-def refusal(status: int, stderr: str) -> str:
-    assert "Traceback" not in stderr, stderr
-    messages = re.findall(r"^launch: (.*(?:\n {8}.*)*)", stderr, re.MULTILINE)
-    assert (status, len(messages)) == (2, 1), (status, stderr)
-    return messages[0]
 
 
 @contextmanager
