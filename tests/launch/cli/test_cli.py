@@ -12,8 +12,8 @@ from launch.config import RunConfig
 
 COMMANDS = ("local", "bus", "storage", "shards", "learner", "actors", "retrain", "restore", "convert")
 HEAVY = {"torch", "transformers", "megatron", "zarr", "numpy", "matplotlib", "sglang", "nats", "structlog"}
-USER_SECONDS = 3.0
-"""About four times what help takes on a quiet machine: it must not grow into seconds."""
+MODULES = 900
+"""Twice what help loads: loading more takes seconds, whatever the machine does."""
 HELP_OF_EACH = """
 import sys
 from launch.cli import main as cli
@@ -22,7 +22,8 @@ for command in sys.argv[1:]:
         cli.main([*command.split(), "--help"])
     except SystemExit as ended:
         assert not ended.code, command
-    print(command, *{name.partition(".")[0] for name in sys.modules}, sep="\\t", file=sys.stderr)
+    names = {name.partition(".")[0] for name in sys.modules}
+    print(command, len(sys.modules), *names, sep="\\t", file=sys.stderr)
 """
 FLAGS = {
     "local": ("--preset", "--config", "--prompts", "--reward", "--bus", "--learner.steps", "--seed"),
@@ -38,43 +39,42 @@ FLAGS = {
 }
 
 
-def run_python(*arguments: str) -> tuple[subprocess.CompletedProcess, float]:
-    """A finished `python ...`, and the processor time it took."""
-    before = os.times().children_user
-    done = subprocess.run(
+def run_python(*arguments: str) -> subprocess.CompletedProcess:
+    """A finished `python ...`."""
+    return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
         env=os.environ | {"COLUMNS": "100", "NO_COLOR": "1"},
     )
-    return done, os.times().children_user - before
 
 
-def test_help_takes_no_seconds():
-    done, user_s = run_python("-m", "launch", "learner", "--help")
+def test_a_process_writes_help_and_ends_well():
+    done = run_python("-m", "launch", "learner", "--help")
     assert done.returncode == 0
     assert [flag for flag in FLAGS["learner"] if flag not in done.stdout] == []
-    assert user_s < USER_SECONDS
 
 
 def test_help_of_no_command_loads_anything_heavy():
-    done, _ = run_python("-c", HELP_OF_EACH, *FLAGS)
+    done = run_python("-c", HELP_OF_EACH, *FLAGS)
     assert done.returncode == 0
-    loaded = {line.split("\t")[0]: set(line.split("\t")[1:]) for line in done.stderr.splitlines()}
+    lines = [line.split("\t") for line in done.stderr.splitlines()]
+    assert [(command, modules) for command, modules, *_ in lines if int(modules) > MODULES] == []
+    loaded = {command: set(names) for command, _, *names in lines}
     assert list(loaded) == list(FLAGS)
     assert all("pydantic" in names for names in loaded.values())
     assert [(command, names & HEAVY) for command, names in loaded.items() if names & HEAVY] == []
 
 
 def test_without_a_command_all_commands_are_listed():
-    done, _ = run_python("-m", "launch")
+    done = run_python("-m", "launch")
     assert done.returncode == 0
     assert [command for command in COMMANDS if command not in done.stdout] == []
 
 
 def test_a_wrong_command_line_is_refused_in_one_line():
-    done, _ = run_python("-m", "launch", "local", "--learner.stepps", "3")
+    done = run_python("-m", "launch", "local", "--learner.stepps", "3")
     assert done.returncode == 2
     assert done.stderr == "launch: unknown option: --learner.stepps. Did you mean --learner.steps?\n"
     assert done.stdout == ""
