@@ -52,12 +52,13 @@ LEARNER = LearnerConfig(
 def in_one_process(patch: pytest.MonkeyPatch) -> None:
     """The world of processes is the test's own, and waits are cut short.
 
-    A checkpoint is durable before the next step, so that it is certain where a learner resumes.
+    Files of a checkpoint are written before the next step, which then commits it: it is certain where a
+    learner resumes.
     """
     for module in (service, shadow):
         patch.setattr(module, "init_world", lambda *_: None)
         patch.setattr(module, "close_world", lambda: None)
-    patch.setattr(Learner, "_checkpoint", _checkpoint_at_once(Learner._checkpoint))
+    patch.setattr(Learner, "_step", _step_once_written(Learner._step))
     patch.setattr(shadow, "POLL_S", 0.02)
     patch.setattr(consume, "POLL_S", 0.1)
     patch.setattr(dispatcher, "POLL_S", 0.05)
@@ -65,12 +66,12 @@ def in_one_process(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reader, "RETRY_S", 0.02)
 
 
-def _checkpoint_at_once(begin: Callable[[Learner], Awaitable[None]]) -> Callable[[Learner], Awaitable[None]]:
-    async def checkpoint(learner: Learner) -> None:
-        await begin(learner)
-        await learner._checkpointed()
+def _step_once_written(step: Callable[[Learner], Awaitable[bool]]) -> Callable[[Learner], Awaitable[bool]]:
+    async def step_once_written(learner: Learner) -> bool:
+        await until(lambda: learner._world.rank.written, seconds=LIMIT_S)
+        return await step(learner)
 
-    return checkpoint
+    return step_once_written
 
 
 def rollout(lease: Lease, sample: int) -> Trajectory:
@@ -123,14 +124,26 @@ class MiniRun:
             return await service.run(self.bus, self.settings(**changes), self.demonstrations, asyncio.Event())
 
     async def train_and_die(self, after_step: int, **changes: object) -> None:
-        """A learner that is gone at once when it has trained that step, and that comes no further."""
+        """A learner that is gone at once when it has trained that step, and that comes no further.
+
+        A checkpoint that was begun before that step is durable.
+        """
+        save_every = self.settings(**changes).learner.checkpoint.save_every
+        durable = (after_step - 1) // save_every * save_every
         self.hold(after_step)
         async with asyncio.TaskGroup() as tasks:
             learner = tasks.create_task(self.train(**changes))
-            await until(lambda: after_step in self.steps(), seconds=LIMIT_S)
+            await until(
+                lambda: after_step in self.steps() and self._durable_step() >= durable, seconds=LIMIT_S
+            )
             learner.cancel()
         assert learner.cancelled()
         self.release()
+
+    def _durable_step(self) -> int:
+        """The step of the latest checkpoint that the learner committed; -1 before there is one."""
+        path = self.directory / "progress.json"
+        return json.loads(path.read_text())["step"] if path.exists() else -1
 
     def hold(self, after_step: int) -> None:
         """Let no learner train a later step until `release`."""
