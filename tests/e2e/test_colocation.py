@@ -69,13 +69,13 @@ def evaluations(run: Path) -> dict[int, tuple[int, int]]:
 
 
 def ended_before_an_engine_was_ready(run: Path) -> set[str]:
-    """Holds of which no engine had to hear, by the clock of the logs."""
-    actors, learner = (
-        (run / f"logs/{name}.log").read_text(errors="replace") for name in ("actors", "learner")
-    )
-    ready = re.search(r"^(\S+ \S+) .*engine_ready", actors, re.MULTILINE)
-    ended = re.findall(r"^(\S+ \S+) .*device_given_back .*hold=(\S+)", learner, re.MULTILINE)
-    return {hold for at, hold in ended if ready is None or at <= ready[1]}
+    """Holds of which no engine had to hear, by the host's clock."""
+    ready = re.search(r"\bengine_ready .*\bat_s=(\S+)", (run / "logs/actors.log").read_text(errors="replace"))
+    ready_s = float(ready[1]) if ready else math.inf
+    given_back = [
+        (hold, at_s) for event, hold, at_s, _ in said(run, "learner") if event == "device_given_back"
+    ]
+    return {hold for hold, at_s in given_back if at_s <= ready_s}
 
 
 def batched(items, size):

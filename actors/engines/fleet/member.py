@@ -1,6 +1,7 @@
 """One place of a fleet: an engine, its failures, and the engines built after it."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -257,6 +258,7 @@ class Member:
             "engine_restarted" if self._failures_s else "engine_ready",
             engine=self.name,
             policy_version=self.policy_version,
+            at_s=time.monotonic(),  # by the host's clock, as the learner's holds of a shared device
         )
 
     async def _bring_up(self) -> None:
