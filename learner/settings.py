@@ -19,8 +19,6 @@ class LearnerSettings:
     warmup: WarmupConfig
     learner: LearnerConfig
     evaluation: EvaluationConfig
-    temperature: float
-    """At which the actors sample; log-probs are taken at the same."""
     samples_per_prompt: int
     """Siblings in a whole group."""
     seed: int

@@ -142,7 +142,6 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
         warmup=config.warmup,
         learner=config.learner,
         evaluation=config.evaluation,
-        temperature=config.sampling.temperature,
         samples_per_prompt=config.admission.samples_per_prompt,
         seed=config.seed,
         model_directory=config.model.path or directory.path / "model",

@@ -21,7 +21,7 @@ Groups = Sequence[Sequence[Trajectory]]
 
 def train_on(
     backend: Backend, groups: Groups, weights: Sequence[float], learner: LearnerConfig, *,
-    step: int, policy_version: int, temperature: float,
+    step: int, policy_version: int,
 ) -> tuple[StepBatch, StepResult]:  # fmt: skip
     """Update the weights, which are of `policy_version`, on these groups with their importance weights.
 
@@ -35,7 +35,6 @@ def train_on(
             weights=weights,
             policy_version=policy_version,
             advantage=learner.advantage,
-            temperature=temperature,
         ),
         backend.data_parallel_group,
     )

@@ -60,14 +60,13 @@ class StepBatch:
 
 def make_step_batch(
     groups: Sequence[Sequence[Trajectory]], *,
-    policy_version: int, advantage: AdvantageConfig, temperature: float, weights: Sequence[float] = (),
+    policy_version: int, advantage: AdvantageConfig, weights: Sequence[float] = (),
 ) -> StepBatch:  # fmt: skip
     """Make samples of the trained trajectories, with advantages times their group's weight (1 by default).
 
-    `temperature` is the actors' sampling temperature. Raises `ConfigError` for a user's advantage function
-    that returns anything but advantages."""
+    Raises `ConfigError` for a user's advantage function that returns anything but advantages."""
     samples = [
-        _sample(trajectory, weight * np.asarray(found, np.float64), temperature)
+        _sample(trajectory, weight * np.asarray(found, np.float64))
         for group, advantages, weight in zip(
             groups, estimate_advantages(advantage, groups), weights or [1.0] * len(groups), strict=True
         )
@@ -92,7 +91,7 @@ def make_step_batch(
     )
 
 
-def _sample(trajectory: Trajectory, advantage: NDArray[np.float64], temperature: float) -> Sample:
+def _sample(trajectory: Trajectory, advantage: NDArray[np.float64]) -> Sample:
     return Sample(
         token_ids=trajectory.token_ids,
         loss_mask=trajectory.loss_mask,
@@ -100,9 +99,22 @@ def _sample(trajectory: Trajectory, advantage: NDArray[np.float64], temperature:
             "behaviour_logprobs": trajectory.behaviour_logprobs,
             "policy_versions": trajectory.policy_versions,
             "advantages": advantage.astype(np.float32) if advantage.ndim else float(advantage),
-            "temperatures": temperature,
+            "temperatures": _temperatures(trajectory),
         },
         update_slot=trajectory.lease_id + trajectory.sample,
         group=trajectory.lease_id,
         name=trajectory.trajectory_id,
     )
+
+
+def _temperatures(trajectory: Trajectory) -> NDArray[np.float32] | float:
+    """Return what divided the logits of each token when it was sampled, [L], or the one of all turns.
+
+    Greedy turns are never trained, so theirs is left at 1."""
+    drawn = [turn for turn in trajectory.turns if not turn.is_greedy]
+    if len({turn.temperature for turn in drawn}) == 1:
+        return drawn[0].temperature
+    temperatures = np.ones(len(trajectory.token_ids), np.float32)
+    for turn in drawn:
+        temperatures[turn.start : turn.stop] = turn.temperature
+    return temperatures

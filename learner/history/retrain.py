@@ -173,7 +173,6 @@ def _train(
         learner,
         step=line.step,
         policy_version=line.policy_version - 1,
-        temperature=settings.temperature,
     )
     return RetrainedStep(
         step=line.step,

@@ -225,7 +225,6 @@ class Shadow:
                 settings.learner,
                 step=given.step,
                 policy_version=version,
-                temperature=settings.temperature,
             )
         )
         line = lineage_line(given.step, version + 1, self._incarnation, given.groups, batch, result)

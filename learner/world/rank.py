@@ -83,7 +83,6 @@ class Rank:
                 self._settings.learner,
                 step=step,
                 policy_version=policy_version,
-                temperature=self._settings.temperature,
             )
         )
 

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,24 +71,32 @@ def test_held_out_accuracy_was_measured_for_the_first_the_warm_and_the_last_vers
     assert {"0", "1", str(1 + STEPS)} <= set(progress["evaluations"])
 
 
+@pytest.fixture
+def world() -> Iterator[None]:
+    """A world of this one process, unless tests of the learner made one in it before."""
+    if torch.distributed.is_initialized():
+        yield
+        return
+    init_world()
+    yield
+    close_world()
+
+
+@pytest.mark.usefixtures("world")
 def test_export_answers_greedily_as_the_trainer_does(finished: Path):
     run = finished / "learner/runs/shared-nothing"
     model = AutoModelForCausalLM.from_pretrained(run / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(run / "export")
     hf_config, initial = load_hf_directory(run / "model")
-    init_world()
-    try:
-        trainer = Trainer(hf_config, initial, OptimizerConfig())
-        load_checkpoint(trainer, latest_checkpoint(run / "checkpoints"))
-        chats = [[{"role": "user", "content": f"sort {n:06d}"}] for n in (918273, 5, 774411)]
-        for chat in chats:
-            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-            answer = model.generate(
-                torch.tensor([prompt]), max_new_tokens=7, do_sample=False, pad_token_id=tokenizer.pad_token_id
-            )[0].tolist()
-            assert _greedy(trainer, answer)[len(prompt) - 1 : -1] == answer[len(prompt) :]
-    finally:
-        close_world()
+    trainer = Trainer(hf_config, initial, OptimizerConfig())
+    load_checkpoint(trainer, latest_checkpoint(run / "checkpoints"))
+    chats = [[{"role": "user", "content": f"sort {n:06d}"}] for n in (918273, 5, 774411)]
+    for chat in chats:
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        answer = model.generate(
+            torch.tensor([prompt]), max_new_tokens=7, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )[0].tolist()
+        assert _greedy(trainer, answer)[len(prompt) - 1 : -1] == answer[len(prompt) :]
 
 
 def _greedy(trainer: Trainer, tokens: list[int]) -> list[int]:
@@ -96,9 +105,7 @@ def _greedy(trainer: Trainer, tokens: list[int]) -> list[int]:
     sample = Sample(
         token_ids=torch.tensor(tokens, dtype=torch.int32).numpy(),
         loss_mask=torch.ones(length, dtype=torch.bool).numpy(),
-        behaviour_logprobs=torch.zeros(length).numpy(),
-        policy_versions=torch.zeros(length, dtype=torch.int32).numpy(),
-        advantage=0.0,
+        streams={},
     )
     [batch] = pack([sample], length)
     with torch.no_grad():

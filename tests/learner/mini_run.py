@@ -108,7 +108,6 @@ class MiniRun:
             warmup=WarmupConfig(steps=2, batch_size=4),
             learner=LEARNER.model_copy(update=changes),
             evaluation=EvaluationConfig(every_versions=0),
-            temperature=1.0,
             samples_per_prompt=ADMISSION.samples_per_prompt,
             seed=3,
             model_directory=self.directory / "model",

@@ -26,9 +26,9 @@ def trainer_of() -> Trainer:
 def test_a_step_of_two_updates_is_both_of_them_one_after_the_other():
     groups, learner = [group(1), group(2)], LearnerConfig(batch=BatchConfig(updates=2))
     together = trainer_of()
-    batch, result = train_on(together, groups, [1.0, 1.0], learner, step=1, policy_version=4, temperature=1.0)
+    batch, result = train_on(together, groups, [1.0, 1.0], learner, step=1, policy_version=4)
     apart = trainer_of()
-    samples = make_step_batch(groups, policy_version=4, advantage=learner.advantage, temperature=1.0).samples
+    samples = make_step_batch(groups, policy_version=4, advantage=learner.advantage).samples
     one, two = (
         apart.train_step(pack(part, 1000), TIS, policy_version=4)
         for part in ([samples[1], samples[2]], [samples[0], samples[3]])  # leases 1 and 2, two siblings each
@@ -51,9 +51,7 @@ def test_a_step_one_of_whose_updates_was_not_finite_says_so_whichever_it_was():
         poisoned = next(n for n, one in enumerate(of_bad) if (one.lease_id + one.sample) % 2 == bad)
         broken = np.full_like(of_bad[poisoned].behaviour_logprobs, math.nan)
         of_bad[poisoned] = replace(of_bad[poisoned], behaviour_logprobs=broken)
-        _, result = train_on(
-            trainer_of(), [of_bad, group(2)], [1.0, 1.0], learner, step=1, policy_version=4, temperature=1.0
-        )
+        _, result = train_on(trainer_of(), [of_bad, group(2)], [1.0, 1.0], learner, step=1, policy_version=4)
         assert result.skipped
         assert math.isnan(result.grad_norm)
 
@@ -64,7 +62,5 @@ def test_a_trajectory_that_only_a_later_update_trains_is_refused_before_the_firs
     assert (longest.lease_id + longest.sample) % 2 == 1
     batch = BatchConfig(updates=2, oversized="refuse", tokens_per_micro_batch=len(longest.token_ids) - 1)
     with pytest.raises(ConfigError, match=f"{longest.trajectory_id} has {len(longest.token_ids)} tokens"):
-        train_on(
-            trainer, groups, [1.0, 1.0], LearnerConfig(batch=batch), step=1, policy_version=4, temperature=1.0
-        )
+        train_on(trainer, groups, [1.0, 1.0], LearnerConfig(batch=batch), step=1, policy_version=4)
     assert trainer.steps_done == 0

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from bus.errors import ConfigError
+from bus.trajectory import Turn
 from learner.config.algorithm import GRPOAdvantage, Plugin
 from learner.data.batches import DIGESTS, make_step_batch
 from learner.data.packing import pack
@@ -10,7 +11,7 @@ from tests.factories import make_trajectory
 
 def batch_of(groups, *, policy_version=5):
     advantage = GRPOAdvantage(std_floor=0.0)
-    return make_step_batch(groups, policy_version=policy_version, advantage=advantage, temperature=1.0)
+    return make_step_batch(groups, policy_version=policy_version, advantage=advantage)
 
 
 def with_reward(trajectory, reward, **changes):
@@ -40,7 +41,6 @@ def test_importance_weight_of_a_group_multiplies_its_advantages():
         weights=[1.0, 0.25],
         policy_version=5,
         advantage=GRPOAdvantage(std_floor=0.0),
-        temperature=1.0,
     )
     [micro_batch] = pack(batch.samples, 16384)
     first_token = micro_batch.cu_seqlens[:-1].long()
@@ -80,7 +80,7 @@ def misshapen(groups):
 def batch_by(function):
     group = [make_trajectory(0, n, group_size=2) for n in range(2)]
     advantage = Plugin(function=f"tests.learner.data.test_batches:{function}")
-    return make_step_batch([group], weights=[0.5], policy_version=5, advantage=advantage, temperature=1.0)
+    return make_step_batch([group], weights=[0.5], policy_version=5, advantage=advantage)
 
 
 def test_a_function_of_the_users_own_gives_each_token_its_advantage():
@@ -103,6 +103,24 @@ def test_a_function_of_the_users_own_gives_each_token_its_advantage():
 def test_a_function_of_the_users_own_that_misfits_is_refused_by_name(function, reason):
     with pytest.raises(ConfigError, match=reason):
         batch_by(function)
+
+
+def test_each_token_is_divided_by_the_temperature_of_its_own_turn():
+    one = make_trajectory(0, 0, group_size=2, tokens=8)
+    mask = np.array([False, True, True, False, True, True, False, True])
+    turns = (
+        Turn(1, 3, "stop", 0.5),
+        Turn(4, 6, "stop", 2.0),
+        Turn(6, 7, "stop", 0.0),
+        Turn(7, 8, "stop", 2.0),
+    )
+    mixed = with_reward(one, 0.0, loss_mask=mask, turns=turns, policy_versions=np.where(mask, 5, -1))
+    even = with_reward(make_trajectory(0, 1, group_size=2, tokens=8), 1.0)
+    samples = batch_of([[mixed, even]]).samples
+    assert samples[0].streams["temperatures"].tolist() == [1.0, 0.5, 0.5, 1.0, 2.0, 2.0, 1.0, 2.0]
+    assert samples[1].streams["temperatures"] == 1.0
+    [packed] = pack(samples, 100)
+    assert packed.of_trained("temperatures").tolist()[:5] == [0.5, 0.5, 2.0, 2.0, 2.0]
 
 
 def test_staleness_is_that_of_the_oldest_trained_token():

@@ -50,7 +50,14 @@ def group(number: int) -> list[Trajectory]:
         )
         for n in range(2)
     ]
-    return [replace(sibling, token_ids=sibling.token_ids % VOCAB) for sibling in siblings]
+    return [
+        replace(
+            sibling,
+            token_ids=sibling.token_ids % VOCAB,
+            turns=tuple(turn._replace(temperature=0.7) for turn in sibling.turns),
+        )
+        for sibling in siblings
+    ]
 
 
 def step(loss: str) -> dict[str, list[float] | str]:
@@ -62,7 +69,7 @@ def step(loss: str) -> dict[str, list[float] | str]:
     groups = [group(n) for n in SHARES[ranks.size()][ranks.rank()]]
     learner = LearnerConfig(**{"batch": BatchConfig(tokens_per_micro_batch=16), **LOSSES[loss]})
     weights = [0.5 for _ in groups]
-    batch, result = train_on(trainer, groups, weights, learner, step=1, policy_version=4, temperature=0.7)
+    batch, result = train_on(trainer, groups, weights, learner, step=1, policy_version=4)
     after = torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()]).double()
     numbers = [
         result.loss, result.grad_norm, result.tokens, result.diagnostics["entropy_nats"],

@@ -49,7 +49,6 @@ def settings(directory: Path) -> LearnerSettings:
         warmup=WarmupConfig(),
         learner=LearnerConfig(steps=9),
         evaluation=EvaluationConfig(every_versions=0),
-        temperature=1.0,
         samples_per_prompt=2,
         seed=0,
         model_directory=directory / "model",
