@@ -86,7 +86,8 @@ async def test_agents_turns_and_forks_reach_the_learner_and_each_agent_has_its_o
 
     batch = make_step_batch([group], policy_version=0, advantage=GRPOAdvantage(std_floor=0.0))
     # solvers' episodes have 0 and 1, and both trajectories of an episode count once; critics are all alike
-    advantages = {sample.name: sample.advantage for sample in batch.samples}
+    advantages = {sample.name: sample.streams["advantages"] for sample in batch.samples}
+    assert {s.name: s.streams["temperatures"] for s in batch.samples}["g00000000.1"] == 0.5
     assert advantages == {
         "g00000000.0": -1.0, "g00000000.1": 0.0, "g00000000.2": -1.0,
         "g00000000.4": 1.0, "g00000000.5": 0.0, "g00000000.6": 1.0,
