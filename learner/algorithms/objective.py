@@ -86,6 +86,8 @@ class Objective:
     @property
     def is_separable(self) -> bool:
         """Whether the loss of each token depends on that token alone."""
+        if isinstance(self.correction, Plugin):  # it may look at whole sequences
+            return False
         return self.loss.separable if isinstance(self.loss, PluginLoss) else self.loss.type != "gspo"
 
     @property
@@ -105,7 +107,7 @@ def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums
     sums |= found
     weights, kept, found = _correction(objective, tokens)
     sums |= found
-    losses = losses * weights
+    losses = losses * torch.where(kept, weights, 0.0)
     if objective.reference.kl_coef > 0 and objective.reference.kl_in == "loss":
         losses = losses + objective.reference.kl_coef * _reference_kl(objective, tokens)
     if objective.entropy_coef > 0:

@@ -8,7 +8,7 @@ from tests.learner.mini_run import in_one_process
 from tests.learner.worlds import Worlds
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def world() -> Iterator[None]:
     """A world of this one process, which megatron-core needs to exist."""
     torch.set_num_threads(1)

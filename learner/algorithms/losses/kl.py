@@ -35,7 +35,10 @@ def kl_estimates(
     elif estimator == "k2":
         estimates = log_ratio.square() / 2
     else:
-        estimates = torch.expm1((-log_ratio).clamp(max=LARGEST_LOG_RATIO)) + log_ratio
+        bounded = log_ratio.clamp(
+            min=-LARGEST_LOG_RATIO
+        )  # in both terms: one alone would turn the gradient around
+        estimates = torch.expm1(-bounded) + bounded
     if importance_ratio is not None:
         estimates = estimates * importance_ratio
     return estimates.clamp(-LARGEST, LARGEST) if estimator == "low_var_kl" else estimates

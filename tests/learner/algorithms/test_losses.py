@@ -207,6 +207,18 @@ def test_kl_estimators_by_hand(estimator, expected, slope):
     assert logprobs.grad.tolist() == pytest.approx(slope, rel=1e-4, abs=1e-4)
 
 
+def test_k3_far_below_the_reference_never_pushes_further_away():
+    logprobs = leaf(-19.0, -21.0, -100.0)
+    kl_estimates(logprobs, torch.zeros(3), estimator="k3").sum().backward()
+    assert logprobs.grad[0] < 0
+    assert logprobs.grad[1:].tolist() == [0.0, 0.0]
+
+
+def test_a_correction_of_the_users_own_sees_whole_sequences():
+    correction = Plugin(function=f"{__name__}:reject_far", settings={"bound": 0.5})
+    assert not Objective(ReinforceLoss(), correction).is_separable
+
+
 def test_an_unbiased_estimate_is_weighed_before_it_is_cut_off():
     logprobs, reference = torch.tensor([0.0, 0.0]), torch.tensor([-20.0, -20.0])
     ratio = torch.tensor([0.25, 2.0])
