@@ -12,13 +12,12 @@ denominator [S].
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
 from bus.errors import ConfigError
-from learner.algorithms.plugin import load_plugin
-from learner.config.algorithm import AggregationConfig, Plugin
+from learner.algorithms.plugin import chosen_function
+from learner.config.algorithm import AggregationConfig
 from learner.data.packing import Sample
 
 Aggregated = tuple[np.ndarray, np.ndarray]
@@ -79,6 +78,4 @@ def aggregated(samples: Sequence[Sample], config: AggregationConfig) -> list[Sam
 
 def aggregation(config: AggregationConfig) -> Callable[[np.ndarray, np.ndarray], Aggregated]:
     """Return the function that `config` names."""
-    if isinstance(config, Plugin):
-        return partial(load_plugin("aggregation", config), **config.settings)
-    return partial(AGGREGATIONS[config.type], **config.model_dump(exclude={"type"}))
+    return chosen_function("aggregation", config, AGGREGATIONS)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from learner.algorithms.losses.kl import kl_estimates
 from learner.algorithms.losses.ppo_clip import ppo_clip_loss
 from learner.algorithms.losses.reinforce import reinforce_loss
 from learner.algorithms.losses.sft import sft_loss
-from learner.algorithms.plugin import load_plugin
+from learner.algorithms.plugin import chosen_function
 from learner.algorithms.tokens import LossTokens
 from learner.config.algorithm import (
     GSPOLoss,
@@ -90,6 +91,16 @@ class Objective:
             return False
         return self.loss.separable if isinstance(self.loss, PluginLoss) else self.loss.type != "gspo"
 
+    @cached_property
+    def loss_function(self) -> Callable[[LossTokens], tuple[Tensor, Sums]]:
+        """The loss with its settings; looked up once, since every chunk of every micro-batch calls it."""
+        return chosen_function("loss", self.loss, LOSSES)
+
+    @cached_property
+    def correction_function(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Sums]]:
+        """The correction with its settings, which is not "none"; looked up once."""
+        return chosen_function("correction", self.correction, CORRECTIONS)
+
     @property
     def truncation_cap(self) -> float:
         """Importance weight from which on a token counts as truncated; infinite for most corrections."""
@@ -103,7 +114,7 @@ def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums
     sum of all denominators (learner/algorithms/aggregation.py); and detached sums to log.
     """
     penalised, sums = _penalised(objective, tokens)
-    losses, found = _loss(objective.loss, penalised)
+    losses, found = objective.loss_function(penalised)
     sums |= found
     weights, kept, found = _correction(objective, tokens)
     sums |= found
@@ -116,25 +127,16 @@ def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums
     return losses, {name: values.detach() for name, values in sums.items()}
 
 
-def _loss(config: Any, tokens: LossTokens) -> tuple[Tensor, Sums]:
-    if isinstance(config, Plugin):
-        found: tuple[Tensor, Sums] = load_plugin("loss", config)(tokens, **config.settings)
-        return found
-    return LOSSES[config.type](tokens, **config.model_dump(exclude={"type"}))
-
-
 def _correction(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Tensor, Sums]:
     """Weigh tokens by the policy that the loss takes them to come from over the one that sampled them."""
-    config = objective.correction
-    if isinstance(config, NoCorrection):
+    if isinstance(objective.correction, NoCorrection):
         return torch.ones_like(tokens.logprobs), torch.ones_like(tokens.sequence, dtype=torch.bool), {}
     assumed = tokens.streams["proximal_logprobs"] if objective.is_decoupled else tokens.logprobs.detach()
     log_ratio = assumed - tokens.streams["behaviour_logprobs"]
-    if isinstance(config, Plugin):
-        function = load_plugin("correction", config)
-        weights, kept, sums = function(log_ratio, tokens.sequence, **config.settings)
-        return weights, kept, sums | {"rejected_tokens": (~kept).sum()}
-    return CORRECTIONS[config.type](log_ratio, tokens.sequence, **config.model_dump(exclude={"type"}))
+    weights, kept, sums = objective.correction_function(log_ratio, tokens.sequence)
+    if isinstance(objective.correction, Plugin):
+        sums = sums | {"rejected_tokens": (~kept).sum()}
+    return weights, kept, sums
 
 
 def _reference_kl(objective: Objective, tokens: LossTokens) -> Tensor:

@@ -1,9 +1,14 @@
-"""Functions of the user's own in the place of a built-in advantage, correction, loss or aggregation."""
+"""From the configuration of an advantage, correction, loss or aggregation to its function.
+
+The function is built in, or the user's own.
+"""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+from bus.config import Config
 from bus.errors import ConfigError
 from bus.plugins import load_function
 from learner.config.algorithm import Plugin
@@ -16,6 +21,19 @@ ARGUMENTS = {
     "aggregation": ("lengths", "prompts"),
 }
 """By kind: what the function is called with, in order, before its settings."""
+
+
+def chosen_function(
+    kind: str, config: Config, builtins: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return the function that `config` names, with its settings; `builtins` are by the settings' `type`.
+
+    Raises `ConfigError` as `load_plugin` does.
+    """
+    if isinstance(config, Plugin):
+        return partial(load_plugin(kind, config), **config.settings)
+    settings = config.model_dump()
+    return partial(builtins[settings.pop("type")], **settings)
 
 
 def load_plugin(kind: str, config: Plugin) -> Callable[..., Any]:

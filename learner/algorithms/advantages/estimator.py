@@ -1,7 +1,6 @@
 """The advantage estimator that a configuration names: built in, or the user's own function."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,8 +8,8 @@ from numpy.typing import NDArray
 from bus.errors import ConfigError
 from bus.trajectory import Trajectory
 from learner.algorithms.advantages.grpo import grpo_advantages
-from learner.algorithms.plugin import load_plugin
-from learner.config.algorithm import AdvantageConfig, Plugin
+from learner.algorithms.plugin import chosen_function
+from learner.config.algorithm import AdvantageConfig
 
 Groups = Sequence[Sequence[Trajectory]]
 Advantage = float | NDArray[np.float32]
@@ -18,13 +17,13 @@ Advantage = float | NDArray[np.float32]
 Estimator = Callable[[Groups], Sequence[Sequence[Advantage]]]
 """From this rank's groups, in which all trajectories of a prompt are together, trained or not, with episodes,
 agents, turns and rewards, to an advantage for each trajectory. Those of what is not trained are ignored."""
+ESTIMATORS: dict[str, Callable[..., Sequence[Sequence[Advantage]]]] = {"grpo": grpo_advantages}
+"""By the `type` of the configuration: (groups, its settings) to what an `Estimator` returns."""
 
 
 def advantage_estimator(config: AdvantageConfig) -> Estimator:
     """Return the configured estimator. Raises `ConfigError` for a user's function that cannot be loaded."""
-    if isinstance(config, Plugin):
-        return partial(load_plugin("advantage", config), **config.settings)
-    return partial(grpo_advantages, normalize_std=config.normalize_std, std_floor=config.std_floor)
+    return chosen_function("advantage", config, ESTIMATORS)
 
 
 def estimate_advantages(config: AdvantageConfig, groups: Groups) -> list[list[Advantage]]:
