@@ -47,11 +47,12 @@ def _loss_step(
     tokens = known.with_logprobs(logprobs, entropy)
     losses, sums = token_losses(objective, tokens)
     loss_sum = fused[0] if fused else losses.sum()
-    count = torch.tensor(len(tokens.labels), dtype=torch.int, device=losses.device)
+    # Filled on the device: a copy of a number from the host would make it wait for the forward pass.
+    count = torch.full((), len(tokens.labels), dtype=torch.int, device=losses.device)
     sums |= {
         "loss": loss_sum.detach(),
         "trained_tokens": count,
-        "denominator": torch.tensor(denominator, dtype=torch.float64, device=losses.device),
+        "denominator": torch.full((), denominator, dtype=torch.float64, device=losses.device),
         "entropy": entropy.detach().sum(),
     }
     if not isinstance(objective.loss, SFTLoss):
