@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import MISSING, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import numpy as np
@@ -30,6 +30,9 @@ from storage.disk.atomic_files import Content, publish_files
 from storage.store.compressed import CompressedArray, compressed_group, open_compressed
 from storage.store.index import Columns
 from storage.store.zipped import map_entries, zipped
+
+if TYPE_CHECKING:
+    import zarr
 
 FORMAT = 4
 """Format 3 lacked a trajectory's episode, turns and end; 2 was the same group as a directory of files."""
@@ -49,6 +52,7 @@ ROW_COLUMNS = ("tokens_end", "record_end", "lease_id", "sample", "group_size", "
 """Where a trajectory's tokens and record end, whose it is, and the xxh3-64 of its arrays and its record."""
 
 _REQUIRED = {f.name for f in fields(Trajectory) if f.default is MISSING and f.default_factory is MISSING}
+_DTYPES = {**TOKEN_ARRAYS, "records": "uint8", "rows": "int64"}
 _DOCUMENT = "zarr.json"
 _CHUNK = "c.0"
 _ROWS_CHUNK = "c.0.0"
@@ -224,7 +228,8 @@ def read_columns(path: Path) -> Columns:
     """Whose trajectories a segment holds. Raises `StorageError` naming a torn or corrupt one."""
     with _naming(path):
         entries = _entries(path)
-        rows = _rows(path, entries, _summary(path, entries))
+        summary = _summary(path, entries)
+        rows = _rows(path, _array(entries, _group(entries, summary), "rows"), summary)
     samples, group_sizes = rows[1:, 3].astype(np.int32), rows[1:, 4].astype(np.int32)
     return Columns(rows[1:, 2].copy(), samples, group_sizes, np.diff(rows[:, 0]).astype(np.int32))
 
@@ -234,12 +239,7 @@ def _naming(path: Path) -> Iterator[None]:
     """Failures to read the segment at `path` become a `StorageError` that names it."""
     try:
         yield
-    except (
-        OSError,
-        KeyError,
-        RuntimeError,
-        zipfile.BadZipFile,
-    ) as error:  # RuntimeError: what does not decode
+    except (OSError, KeyError, RuntimeError, zipfile.BadZipFile) as error:  # RuntimeError: it does not decode
         raise StorageError(f"{path} is torn: {error}; {_REMEDY}") from error
 
 
@@ -288,12 +288,27 @@ def _summarise(attributes: dict[str, Any], size_bytes: int) -> Summary:
     )
 
 
-def _rows(path: Path, entries: Mapping[str, memoryview], summary: Summary) -> NDArray[np.int64]:
+def _group(entries: Mapping[str, memoryview], summary: Summary) -> "zarr.Group | None":
+    """The group of a compressed segment; None for a mapped one."""
+    return open_compressed(entries) if summary.compressed else None
+
+
+def _array(
+    entries: Mapping[str, memoryview], group: "zarr.Group | None", name: str
+) -> NDArray[Any] | CompressedArray:
+    """A view of a mapped chunk, flat, or the reader of a compressed array."""
+    if group is None:
+        return np.frombuffer(entries[_chunk(name)], _DTYPES[name])
+    return CompressedArray(group[name])
+
+
+def _decoded(array: NDArray[Any] | CompressedArray) -> NDArray[Any]:
+    return array.decoded() if isinstance(array, CompressedArray) else array
+
+
+def _rows(path: Path, rows: NDArray[Any] | CompressedArray, summary: Summary) -> NDArray[np.int64]:
     """The array `rows` after a row of zeros, where the first trajectory begins."""
-    if summary.compressed:
-        content = CompressedArray(open_compressed(entries)["rows"]).decoded().tobytes()
-    else:
-        content = bytes(entries[_chunk("rows")])
+    content = _decoded(rows).tobytes()
     if xxhash.xxh3_64_hexdigest(content) != summary.rows_xxh3:
         raise StorageError(f"{path} is corrupt: its rows do not match their checksum; {_REMEDY}")
     return np.frombuffer(bytes(8 * len(ROW_COLUMNS)) + content, np.int64).reshape(-1, len(ROW_COLUMNS))
@@ -309,14 +324,10 @@ class Segment:
         with _naming(path):
             entries = _entries(path)
             self.summary = _summary(path, entries)
-            self._rows = _rows(path, entries, self.summary)
-            group = open_compressed(entries) if self.summary.compressed else None
-            for name, dtype in (*TOKEN_ARRAYS.items(), ("records", "uint8")):
-                self._arrays[name] = (
-                    np.frombuffer(entries[_chunk(name)], dtype)
-                    if group is None
-                    else CompressedArray(group[name])
-                )
+            group = _group(entries, self.summary)
+            self._rows = _rows(path, _array(entries, group, "rows"), self.summary)
+            for name in (*TOKEN_ARRAYS, "records"):
+                self._arrays[name] = _array(entries, group, name)
         self._tokens = tuple(self._arrays[name] for name in TOKEN_ARRAYS)
         self._records = self._arrays["records"]
 
@@ -329,11 +340,8 @@ class Segment:
         """Return all of an array of tokens or records; a view of the mapped file is good until `close`.
 
         Raises `StorageError` when its compressed bytes changed."""
-        array = self._arrays[name]
-        if not isinstance(array, CompressedArray):
-            return array
         with _naming(self._path):
-            return array.decoded()
+            return _decoded(self._arrays[name])
 
     def trajectory(self, row: int, *, copied: bool = False) -> Trajectory:
         """The row-th trajectory. Its arrays, views of the mapped files or copies, match their checksum.
