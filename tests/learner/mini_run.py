@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -53,9 +54,12 @@ def in_one_process(patch: pytest.MonkeyPatch) -> None:
     """The world of processes is the test's own, and waits are cut short.
 
     Files of a checkpoint are written before the next step, which then commits it: it is certain where a
-    learner resumes.
+    learner resumes. A learner and its shadow compute on one thread, one after the other: two threads that
+    gather gradients over the one process group of this process would disturb each other.
     """
+    thread = _TrainThread()
     for module in (service, shadow):
+        patch.setattr(module, "ThreadPoolExecutor", lambda *_, **__: thread)
         patch.setattr(module, "init_world", lambda *_: None)
         patch.setattr(module, "close_world", lambda: None)
     patch.setattr(Learner, "_step", _step_once_written(Learner._step))
@@ -64,6 +68,17 @@ def in_one_process(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(dispatcher, "POLL_S", 0.05)
     patch.setattr(dispatcher, "LONG_POLL_S", 0.3)
     patch.setattr(reader, "RETRY_S", 0.02)
+
+
+class _TrainThread(ThreadPoolExecutor):
+    """One thread for all learners and shadows of this process, which outlives each of them."""
+
+    def __init__(self) -> None:
+        super().__init__(1, thread_name_prefix="train")
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait for the work given so far; the thread stays for the others, and ends with this object."""
+        self.submit(int).result(LIMIT_S)
 
 
 def _step_once_written(step: Callable[[Learner], Awaitable[bool]]) -> Callable[[Learner], Awaitable[bool]]:
