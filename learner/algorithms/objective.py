@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from learner.algorithms.corrections.token_tis import token_tis
+from learner.algorithms.corrections.whole_sequences import over_whole_sequences
 from learner.algorithms.losses.gspo import gspo_loss
 from learner.algorithms.losses.kl import kl_estimates
 from learner.algorithms.losses.ppo_clip import ppo_clip_loss
@@ -133,20 +134,19 @@ def _correction(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Tenso
         return torch.ones_like(tokens.logprobs), torch.ones_like(tokens.sequence, dtype=torch.bool), {}
     assumed = tokens.streams["proximal_logprobs"] if objective.is_decoupled else tokens.logprobs.detach()
     log_ratio = assumed - tokens.streams["behaviour_logprobs"]
-    weights, kept, sums = objective.correction_function(log_ratio, tokens.sequence)
-    if isinstance(objective.correction, Plugin):
-        sums = sums | {"rejected_tokens": (~kept).sum()}
-    return weights, kept, sums
+    if not isinstance(objective.correction, Plugin):
+        return objective.correction_function(log_ratio, tokens.sequence)
+    weights, kept, sums = over_whole_sequences(objective.correction_function, log_ratio, tokens)
+    return weights, kept, sums | {"rejected_tokens": (~kept).sum()}
 
 
 def _reference_kl(objective: Objective, tokens: LossTokens) -> Tensor:
     reference = objective.reference
-    sampling = "proximal_logprobs" if objective.is_decoupled else "behaviour_logprobs"
     return kl_estimates(
         tokens.logprobs,
         tokens.streams["reference_logprobs"],
         estimator=reference.kl_estimator,
-        importance_ratio=tokens.ratio_to(sampling) if reference.kl_unbiased else None,
+        importance_ratio=tokens.ratio_to("behaviour_logprobs") if reference.kl_unbiased else None,
     )
 
 

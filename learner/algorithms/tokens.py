@@ -31,6 +31,8 @@ class LossTokens:
     """int64 [N], which sequence of the micro-batch a token belongs to."""
     sequences: int
     """Number of sequences in the micro-batch."""
+    positions: Tensor
+    """int64 [N], each token's place among the trained and untrained tokens of its sequence, from 0."""
     streams: Mapping[str, Tensor]
     """[N] each, all streams of learner/data/streams.py by name."""
     context_group: dist.ProcessGroup | None = None
@@ -66,6 +68,7 @@ class TrainedTokens:
     labels: Tensor
     sequence: Tensor
     sequences: int
+    positions: Tensor
     streams: Mapping[str, Tensor]
     context_group: dist.ProcessGroup | None
 
@@ -76,6 +79,7 @@ class TrainedTokens:
             labels=batch.labels.index_select(0, batch.trained),
             sequence=batch.sequence_of_token.index_select(0, batch.trained),
             sequences=len(batch.lengths),
+            positions=batch.position_ids.index_select(0, batch.trained) + 1,
             streams={name: batch.of_trained(name) for name in STREAMS},
             context_group=context_group,
         )
@@ -88,6 +92,7 @@ class TrainedTokens:
             labels=self.labels[rows],
             sequence=self.sequence[rows],
             sequences=self.sequences,
+            positions=self.positions[rows],
             streams={name: values[rows] for name, values in self.streams.items()},
             context_group=self.context_group,
         )

@@ -147,6 +147,7 @@ def test_correction_and_loss():
         labels=torch.zeros(3, dtype=torch.int64),
         sequence=torch.zeros(3, dtype=torch.int64),
         sequences=1,
+        positions=torch.tensor([1, 2, 3]),
         streams={
             "behaviour_logprobs": behaviour,
             "advantages": torch.tensor([1.0, 2.0, 4.0]),

@@ -46,6 +46,7 @@ def tokens_of(
         labels=torch.zeros(len(logprobs), dtype=torch.int64),
         sequence=of_each,
         sequences=int(of_each.max()) + 1,
+        positions=torch.arange(len(logprobs)),
         streams=filled,
     )
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate, product
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from learner.backends.base import StepResult
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import GSPOLoss, PPOClipLoss, ReinforceLoss, TokenTIS
+from learner.config.algorithm import GSPOLoss, Plugin, PPOClipLoss, ReinforceLoss, TokenTIS
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
 from learner.config.learner import BatchConfig, LearnerConfig
 from learner.config.optimizer import OptimizerConfig
@@ -53,8 +54,22 @@ OBJECTIVES = {
 OBJECTIVES |= {
     "entropy bonus": {"entropy_coef": 0.2},
     "sequences": {"loss": GSPOLoss(sequence_clip_eps=0.1, sequence_clip_eps_high=0.2), "entropy_coef": 0.1},
+    "traces": {"correction": Plugin(function=f"{__name__}:traces", settings={"least": 0.3})},
+    "decoupled, unbiased": reference(kl_unbiased=True) | {"loss": PPOClipLoss(centre="proximal")},
 }
 UPDATES = {name: 2 if "decoupled" in name else 1 for name in OBJECTIVES}
+
+
+def traces(log_ratio: Tensor, sequence: Tensor, *, least: float) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Weigh each token by the product of all ratios up to it, each at most 1; leave out what weighs little.
+
+    Its result depends on the order of a sequence's tokens, and on all of them.
+    """
+    weights = torch.empty_like(log_ratio)
+    for number in sequence.unique():
+        of_sequence = sequence == number
+        weights[of_sequence] = log_ratio[of_sequence].clamp(max=0).cumsum(0).exp()
+    return weights, weights >= least, {"truncated_tokens": (log_ratio > 0).sum()}
 
 
 @dataclass(frozen=True)
@@ -139,7 +154,12 @@ def token_losses(learner: LearnerConfig, sample: Sample, found: Tensor, old: Ten
         advantage = advantage - kl.kl_coef * estimated(kl.kl_estimator, before - others["reference"])
     if learner.teacher.path:
         advantage = advantage - learner.teacher.coef * (before - others["teacher"])
-    if isinstance(loss, ReinforceLoss):
+    if isinstance(learner.correction, Plugin):
+        mask = torch.from_numpy(sample.loss_mask[1:])
+        logs = torch.where(mask, (now.detach() - behaviour).clamp(max=0), 0.0)
+        trace = torch.tensor(list(accumulate(logs.tolist()))).exp()
+        tokens = -torch.where(trace >= learner.correction.settings["least"], trace, 0.0) * advantage * now
+    elif isinstance(loss, ReinforceLoss):
         tokens = -torch.exp(now.detach() - behaviour).clamp(max=2.0) * advantage * now
     elif isinstance(loss, GSPOLoss):
         mask = torch.from_numpy(sample.loss_mask[1:])
@@ -214,13 +234,27 @@ def test_four_steps_follow_plain_torch_adamw(objective):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", ["k3 in the loss", "k1 in the advantage", "decoupled", "sequences"])
+@pytest.mark.parametrize(
+    "objective", ["k3 in the loss", "k1 in the advantage", "decoupled", "sequences", "traces"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_four_steps_follow_plain_torch_adamw_on_any_layout(worlds, layout, objective):
     case = Case(objective, *LAYOUTS[layout])
     answers = worlds.run(case.ranks, train, case)
     assert all(steps == answers[0][0] for steps, _ in answers)
     assert_as_expected(case, *answers[0])
+
+
+@pytest.mark.slow
+def test_a_users_correction_sees_whole_sequences_whose_tokens_are_divided_over_ranks(worlds):
+    case = Case("traces", *LAYOUTS["cp2"])
+    answers = worlds.run(case.ranks, train, case)
+    assert_as_expected(case, *answers[0])
+    alone, _ = train(Case("traces"))
+    for (steps, _), name in product(answers, ("truncated_fraction", "rejected_fraction")):
+        found = [step.diagnostics[name] for step in steps]
+        assert found == pytest.approx([step.diagnostics[name] for step in alone], abs=1e-6)
+        assert min(found) > 0
 
 
 def test_at_the_first_step_the_policy_is_its_own_reference():
