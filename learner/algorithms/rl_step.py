@@ -58,21 +58,24 @@ def _by_update(samples: Sequence[Sample], updates: int) -> list[list[Sample]]:
 
 
 def _together(updates: Sequence[StepResult]) -> StepResult:
-    """Several updates as one result: means by their tokens, the largest gradient norm or one that is
-    not finite, the last learning rate."""
+    """Join several updates in one result.
+
+    It has the loss over the denominators of all, means by their tokens, the largest gradient norm or one that
+    is not finite, and the last learning rate.
+    """
     if len(updates) == 1:
         return updates[0]
-    tokens = sum(update.tokens for update in updates)
 
-    def mean(values: Sequence[tuple[float, int]]) -> float:
-        return sum(value * count for value, count in values) / max(1, sum(count for _, count in values))
+    def mean(values: Sequence[tuple[float, float]]) -> float:
+        return sum(value * count for value, count in values) / (sum(count for _, count in values) or 1.0)
 
     names = dict.fromkeys(name for update in updates for name in update.diagnostics)
     return StepResult(
-        loss=mean([(update.loss, update.tokens) for update in updates]),
+        loss=mean([(update.loss, update.denominator) for update in updates]),
         grad_norm=max((update.grad_norm for update in updates), key=_alarming),
         lr=updates[-1].lr,
-        tokens=tokens,
+        tokens=sum(update.tokens for update in updates),
+        denominator=sum(update.denominator for update in updates),
         skipped=any(update.skipped for update in updates),
         diagnostics={
             name: mean([(u.diagnostics[name], u.tokens) for u in updates if name in u.diagnostics])

@@ -33,6 +33,8 @@ class StepResult:
     lr: float
     tokens: int
     """Trained tokens."""
+    denominator: float
+    """What the sum of the token losses was divided by; the trained tokens with a mean over tokens."""
     skipped: bool
     """The loss or the gradient was not finite, or no token was trained: the weights are as before. Where
     several updates share a step (learner/algorithms/rl_step.py): at least one of them was skipped."""

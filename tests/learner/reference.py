@@ -1,5 +1,6 @@
 """Training written from the formulas, with transformers and torch alone."""
 
+import numpy as np
 import torch
 
 from tests.learner.tiny import reference_logits
@@ -13,13 +14,15 @@ def reference_optimizer(model, config):
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
-def reference_step(model, optimizer, samples, *, loss, lr, temperature):
+def reference_step(model, optimizer, samples, *, loss, lr):
     """The same update in plain torch, written from the formulas."""
     logits = reference_logits(model, samples)
     total, count, start = 0.0, 0, 0
     for sample in samples:
         end = start + len(sample.token_ids)
-        distribution = torch.log_softmax(logits[start : end - 1] / temperature, dim=-1)
+        temperatures = np.broadcast_to(sample.streams["temperatures"], len(sample.token_ids))[1:]
+        scaled = logits[start : end - 1] / torch.tensor(temperatures)[:, None].float()
+        distribution = torch.log_softmax(scaled, dim=-1)
         logprobs = distribution.gather(-1, torch.from_numpy(sample.token_ids[1:]).long()[:, None])[:, 0]
         mask = torch.from_numpy(sample.loss_mask[1:])
         weight = 1.0

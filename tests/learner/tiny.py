@@ -74,10 +74,17 @@ def hf_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def random_samples(
-    lengths: list[int], *, seed: int = 0, versions: tuple[int, ...] = (3,), temperature: float = 1.0
+    lengths: list[int],
+    *,
+    seed: int = 0,
+    versions: tuple[int, ...] = (3,),
+    temperatures: float | tuple[float, ...] = 1.0,
 ) -> list[Sample]:
-    """Samples of these lengths, most of their tokens trained, behaviour log-probs near uniform."""
-    rng = np.random.default_rng(seed)
+    """Samples of these lengths, most of their tokens trained, behaviour log-probs near uniform.
+
+    Each token has one of `temperatures`, if there are several.
+    """
+    rng, drawn = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     return [
         Sample(
             token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
@@ -86,7 +93,9 @@ def random_samples(
                 "behaviour_logprobs": (-np.log(VOCAB) + rng.normal(0, 0.5, length)).astype(np.float32),
                 "policy_versions": rng.choice(versions, length).astype(np.int32),
                 "advantages": float(rng.normal()),
-                "temperatures": temperature,
+                "temperatures": temperatures
+                if isinstance(temperatures, float)
+                else drawn.choice(temperatures, length).astype(np.float32),
             },
         )
         for length in lengths

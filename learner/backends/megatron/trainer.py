@@ -131,6 +131,7 @@ class Trainer:
             grad_norm=norm,
             lr=lr,
             tokens=tokens,
+            denominator=sums["denominator"],
             skipped=not updated,
             diagnostics=step_diagnostics(sums, tokens),
         )

@@ -123,7 +123,7 @@ def of_update(number: int, learner: LearnerConfig) -> list[int]:
 
 
 def samples_of(step: int) -> list[Sample]:
-    return random_samples(LENGTHS, seed=step, versions=(2, 3), temperature=TEMPERATURE)
+    return random_samples(LENGTHS, seed=step, versions=(2, 3), temperatures=TEMPERATURE)
 
 
 def sample_logprobs(model, samples: list[Sample]) -> list[Tensor]:

@@ -46,7 +46,7 @@ def test_four_steps_follow_plain_torch_adamw(fraction):
     optimizer = reference_optimizer(reference, OPTIMIZER)
     for step, result in enumerate(train(trainer, range(4))):
         samples = random_samples(LENGTHS, seed=step)
-        expected = reference_step(reference, optimizer, samples, loss="tis", lr=1e-3, temperature=1.0)
+        expected = reference_step(reference, optimizer, samples, loss="tis", lr=1e-3)
         assert (result.loss, result.grad_norm) == pytest.approx(expected, abs=2e-5)
     exported = trainer.export()
     assert all((exported[k] - tensor).abs().max() < 1e-5 for k, tensor in hf_state(reference).items())

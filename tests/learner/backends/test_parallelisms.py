@@ -118,7 +118,9 @@ def train(case: Case, dtype: torch.dtype) -> tuple[list[StepResult], dict[str, T
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     steps = []
     for step in range(STEPS):
-        samples = random_samples(LENGTHS, seed=step, versions=(2, 3), temperature=0.8)[rank::ranks]
+        samples = random_samples(LENGTHS, seed=step, versions=(2, 3), temperatures=(0.5, 0.8, 2.0))[
+            rank::ranks
+        ]
         batches = pack(samples, case.budget)
         steps.append(trainer.train_step(batches, TIS, policy_version=3))
     weights = trainer.export()
@@ -155,10 +157,9 @@ def reference(model: tuple[tuple[str, object], ...]) -> tuple[list[tuple[float, 
         reference_step(
             policy,
             optimizer,
-            random_samples(LENGTHS, seed=step, versions=(2, 3), temperature=0.8),
+            random_samples(LENGTHS, seed=step, versions=(2, 3), temperatures=(0.5, 0.8, 2.0)),
             loss="tis",
             lr=OPTIMIZER.lr * min(1, (step + 1) / 3),
-            temperature=0.8,
         )
         for step in range(STEPS)
     ]

@@ -89,7 +89,13 @@ class TorchBackend:
         self.updates_done += 1
         diagnostics = {"entropy_nats": entropies / tokens}
         return StepResult(
-            loss=total, grad_norm=norm, lr=lr, tokens=tokens, skipped=False, diagnostics=diagnostics
+            loss=total,
+            grad_norm=norm,
+            lr=lr,
+            tokens=tokens,
+            denominator=tokens,
+            skipped=False,
+            diagnostics=diagnostics,
         )
 
     def release_memory(self) -> None:

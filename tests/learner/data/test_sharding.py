@@ -11,7 +11,7 @@ LENGTHS = [5, 17, 1, 32, 9]
 @pytest.mark.parametrize("multiple", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_ranks_together_hold_every_token_once(ranks, multiple):
-    [whole] = pack(random_samples(LENGTHS, temperature=0.5), 1000)
+    [whole] = pack(random_samples(LENGTHS, temperatures=0.5), 1000)
     shares = [share_of_rank(whole, ranks=ranks, rank=rank, multiple=multiple) for rank in range(ranks)]
     assert len({len(share.tokens) for share in shares}) == 1
     assert len(shares[0].tokens) % multiple == 0

@@ -61,7 +61,7 @@ def scored(case: Case) -> tuple[list[Scores], list[Scores], bool, tuple[int, int
     parallel = ParallelConfig(**case.layout)
     divide_world(parallel)
     share = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    samples = random_samples(LENGTHS, temperature=TEMPERATURE)[share[0] :: share[1]]
+    samples = random_samples(LENGTHS, temperatures=TEMPERATURE)[share[0] :: share[1]]
     policy, reference = (tiny_model(**dict(case.model), seed=seed) for seed in (0, 1))
     trainer = Trainer(policy.config, hf_state(policy), OPTIMIZER, parallel=parallel)
     trainer.frozen.load("reference", policy.config, hf_state(reference), Path("elsewhere"))
@@ -124,7 +124,7 @@ def test_on_any_layout_every_rank_has_those_of_its_samples(worlds, name):
     answers = worlds.run(case.ranks, scored, case)
     reference, one = tiny_model(**dict(case.model), seed=1), alone(case.model)
     for found, current, moved, (share, shares) in answers:
-        assert_close(found, reference, random_samples(LENGTHS, temperature=TEMPERATURE)[share::shares])
+        assert_close(found, reference, random_samples(LENGTHS, temperatures=TEMPERATURE)[share::shares])
         for ours, theirs in zip(current, one[1][share::shares], strict=True):
             assert np.allclose(ours.logprobs, theirs.logprobs, atol=2e-5, equal_nan=True)
         assert not moved

@@ -93,7 +93,7 @@ def test_gradients_of_a_pack_are_the_sum_of_those_of_its_sequences():
 @torch.no_grad()
 def test_logprobs_of_the_trained_tokens_are_at_the_temperature():
     reference = tiny_model()
-    samples = random_samples([6, 11], temperature=0.7)
+    samples = random_samples([6, 11], temperatures=0.7)
     [batch] = pack(samples, 100)
     logprobs, entropy = built_from(reference)(batch)
     distribution = torch.log_softmax(reference_logits(reference, samples) / 0.7, dim=-1)
