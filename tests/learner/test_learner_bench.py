@@ -11,7 +11,7 @@ def test_all_sides_train_and_are_compared():
     model = dataclasses.replace(whole, sequence=32, micro_batch=64, rounds=1)
     report = side_by_side(model)
     torch.set_num_threads(threads)
-    assert report["ratios"].keys() == {"step_over_bare", "step_over_hf"}
+    assert report["ratios"].keys() == {"step_over_bare", "step_over_hf", "sequences_over_tokens"}
     assert min(*report["ratios"].values(), *report["absolute"].values()) > 0
 
 
