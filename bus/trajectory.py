@@ -1,6 +1,6 @@
 """What an agent did in an episode, token by token: actors send it, shards store it, learners train on it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Literal, NamedTuple
@@ -252,6 +252,10 @@ class Trajectory(Message, tag="trajectory", version=2):
     def newest_version(self) -> int:
         """Version of the newest token of the mask; -1 where the mask is empty."""
         return int(self.policy_versions[self.loss_mask].max(initial=-1))
+
+
+Groups = Sequence[Sequence[Trajectory]]
+"""Trajectories by group: those of one prompt are together, in the order of their samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import isfinite
 
 from bus.requests import GroupRef
-from bus.trajectory import Trajectory
+from bus.trajectory import Groups
 from learner.algorithms.aggregation import aggregated
 from learner.algorithms.objective import Objective
 from learner.backends.base import Backend, StepResult
@@ -15,8 +15,6 @@ from learner.data.packing import Sample, pack, refuse_oversized
 from learner.lineage import TrainedStep
 from learner.scoring.frozen_policies import refresh_reference
 from learner.scoring.logprobs import with_logprobs
-
-Groups = Sequence[Sequence[Trajectory]]
 
 
 def train_on(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.trajectory import Trajectory
+from bus.trajectory import Groups, Trajectory
 from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.config.algorithm import AdvantageConfig
 from learner.data.packing import Sample
@@ -59,7 +59,7 @@ class StepBatch:
 
 
 def make_step_batch(
-    groups: Sequence[Sequence[Trajectory]], *,
+    groups: Groups, *,
     policy_version: int, advantage: AdvantageConfig, weights: Sequence[float] = (),
 ) -> StepBatch:  # fmt: skip
     """Make samples of the trained trajectories, with advantages times their group's weight (1 by default).

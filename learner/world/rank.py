@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bus.errors import WorldError
 from bus.requests import GroupRef
-from bus.trajectory import Trajectory
+from bus.trajectory import Groups
 from learner.algorithms.rl_step import train_on
 from learner.backends.base import Backend, StepResult
 from learner.checkpoint.commit import PendingCheckpoint, start_checkpoint
@@ -24,7 +24,6 @@ from learner.warmup import begin_reinforcement_learning, warm_up_step
 from storage.client.reader import ReplayReader
 
 T = TypeVar("T")
-Groups = list[list[Trajectory]]
 
 
 class Rank:

@@ -6,12 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.errors import ConfigError
-from bus.trajectory import Trajectory
+from bus.trajectory import Groups, Trajectory
 from learner.algorithms.advantages.grpo import grpo_advantages
 from learner.algorithms.plugin import chosen_function
 from learner.config.algorithm import AdvantageConfig
 
-Groups = Sequence[Sequence[Trajectory]]
 Advantage = float | NDArray[np.float32]
 """A trajectory's advantage: one for all its tokens, or [L]."""
 Estimator = Callable[[Groups], Sequence[Sequence[Advantage]]]

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bus.trajectory import Trajectory, episode_rewards
+from bus.trajectory import Groups, Trajectory, episode_rewards
 
 
-def grpo_advantages(
-    groups: Sequence[Sequence[Trajectory]], *, normalize_std: bool, std_floor: float
-) -> list[list[float]]:
+def grpo_advantages(groups: Groups, *, normalize_std: bool, std_floor: float) -> list[list[float]]:
     """Compare each agent of an episode with itself in the other episodes of its group.
 
     The baseline is that of arXiv:2402.03300, eq. 3, with outcome rewards. Rewards of different agents are of
