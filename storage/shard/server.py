@@ -75,7 +75,7 @@ class Shard:
             await serve_siblings(self._bus, self.store, self._number),
             await serve_closing(self._bus, self.store, self._number),
             await self._bus.serve(
-                self._bus.subject("rpc", "full_groups", self._number), FullGroupsRequest, self._on_whole
+                self._bus.subject("rpc", "full_groups", self._number), FullGroupsRequest, self._on_full
             ),
         ]
         inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}")
@@ -163,8 +163,8 @@ class Shard:
             return 0.0
         return float(np.concatenate([np.abs(values - values.mean()) for values in rewards]).mean())
 
-    async def _on_whole(self, request: FullGroupsRequest) -> list[Message]:
-        return [FullGroups(lease_ids=tuple(self.store.whole(request.lease_ids)))]
+    async def _on_full(self, request: FullGroupsRequest) -> list[Message]:
+        return [FullGroups(lease_ids=tuple(self.store.full(request.lease_ids)))]
 
     async def _on_read(self, request: ReadRequest) -> list[Message]:
         try:

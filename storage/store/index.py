@@ -15,12 +15,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.errors import SchemaError, StorageError
-from bus.trajectory import Trajectory
+from bus.errors import StorageError
 from storage.disk.atomic_files import write_file
-from storage.store.closed_groups import Marks, in_order
 
-LARGEST = np.iinfo(np.int32).max
+LARGEST_GROUP = int(np.iinfo(np.int32).max)
 """Samples that a group may have."""
 
 
@@ -87,9 +85,7 @@ def load_columns(path: Path) -> tuple[Columns, NDArray[np.int64]]:
 class RowIndex:
     """Rows by group; each row knows the one before it of the same group, and how many there are so far."""
 
-    def __init__(self, columns: Columns | None = None, closed: Marks | None = None) -> None:
-        self.closed = closed or {}
-        """Groups that count as complete with what is stored of them: places in `completed`. Do not modify."""
+    def __init__(self, columns: Columns | None = None) -> None:
         columns = columns or Columns.none()
         self._leases = _as_array("q", columns.leases)
         self._samples = _as_array("i", columns.samples)
@@ -101,8 +97,6 @@ class RowIndex:
         self._ordinal = _as_array("i", ordinal)
         """How many samples of the group were stored with this one."""
         self._last: dict[int, int] = dict(zip(columns.leases[last].tolist(), last.tolist(), strict=True))
-        self.completed = in_order(columns.leases[ordinal == columns.group_sizes].tolist(), self.closed)
-        """Leases as their last trajectory was stored, or they were closed; it only grows. Do not modify."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -116,27 +110,8 @@ class RowIndex:
             np.array(self._tokens[rows], np.int32),
         )
 
-    def fresh(self, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-        """Return those not stored yet, each once. Raises `SchemaError` if siblings disagree on `group_size`.
-
-        A group that was closed takes no more."""
-        fresh: dict[tuple[int, int], Trajectory] = {}
-        sizes: dict[int, int] = {}
-        for t in trajectories:
-            if t.lease_id in self.closed:
-                continue
-            last = self._last.get(t.lease_id, -1)
-            size = self._sizes[last] if last >= 0 else sizes.setdefault(t.lease_id, t.group_size)
-            if t.group_size != size:
-                raise _misfit(t, f"its group has {size} samples, it says {t.group_size}")
-            if size > LARGEST:
-                raise _misfit(t, f"a group of {size} samples cannot be stored")
-            if not self.holds(t.lease_id, t.sample):
-                fresh.setdefault((t.lease_id, t.sample), t)
-        return list(fresh.values())
-
     def add(self, lease_id: int, sample: int, group_size: int, tokens: int) -> bool:
-        """Index the next row; whether it completes its group."""
+        """Index the next row; return whether the group has all its samples now."""
         last = self._last.get(lease_id, -1)
         ordinal = 1 + (self._ordinal[last] if last >= 0 else 0)
         self._last[lease_id] = len(self._leases)
@@ -146,32 +121,27 @@ class RowIndex:
         self._tokens.append(tokens)
         self._previous.append(last)
         self._ordinal.append(ordinal)
-        if ordinal < group_size:
-            return False
-        self.completed.append(lease_id)
-        return True
+        return ordinal >= group_size
 
-    def is_whole(self, lease_id: int) -> bool:
-        """Whether all samples of the group are stored, or it was closed without the others."""
-        if lease_id in self.closed:
-            return True
+    def full_groups(self) -> list[int]:
+        """Return the groups that have all their samples, in the order in which the last ones were stored."""
+        ordinal, sizes = np.array(self._ordinal, np.int32), np.array(self._sizes, np.int32)
+        leases: list[int] = np.array(self._leases, np.int64)[ordinal == sizes].tolist()
+        return leases
+
+    def holds_all(self, lease_id: int) -> bool:
+        """Tell whether all samples of the group are stored."""
+        return 0 < self.samples_stored(lease_id) == self.group_size(lease_id)
+
+    def samples_stored(self, lease_id: int) -> int:
+        """Return how many samples of the group are stored."""
         last = self._last.get(lease_id, -1)
-        return last >= 0 and self._ordinal[last] >= self._sizes[last]
+        return self._ordinal[last] if last >= 0 else 0
 
     def group_size(self, lease_id: int) -> int | None:
         """Return the size of a group of which something is stored, else None."""
         last = self._last.get(lease_id, -1)
         return self._sizes[last] if last >= 0 else None
-
-    def complete(self, lease_id: int) -> list[int]:
-        """Rows of a group that is whole, by sample; raises `StorageError` for any other."""
-        last = self._last.get(lease_id, -1)
-        if not self.is_whole(lease_id):
-            what = "nothing of it is"
-            if last >= 0:
-                what = f"{self._ordinal[last]} of its {self._sizes[last]} trajectories are"
-            raise StorageError(f"group of lease {lease_id} cannot be read: {what} stored")
-        return self.stored(lease_id)
 
     def stored(self, lease_id: int) -> list[int]:
         """Rows of the samples that are stored, by sample."""
@@ -182,28 +152,6 @@ class RowIndex:
     def tokens(self, lease_id: int) -> int:
         """Return the tokens of all stored samples of a group."""
         return sum(self._tokens[row] for row in self._chain(self._last.get(lease_id, -1)))
-
-    def closable(self, lease_ids: Iterable[int], fewest: int) -> Marks:
-        """Marks for those groups that are not complete and of which so many samples are stored."""
-        marks: Marks = {}
-        for lease_id in dict.fromkeys(lease_ids):
-            last = self._last.get(lease_id, -1)
-            if lease_id in self.closed or last < 0 or self._ordinal[last] == self._sizes[last]:
-                continue
-            if self._ordinal[last] >= fewest:
-                marks[lease_id] = len(self.completed) + len(marks)
-        return marks
-
-    def close(self, marks: Marks) -> None:
-        """Count these groups as complete from now on."""
-        self.closed |= marks
-        self.completed += marks
-
-    def is_late(self, trajectory: Trajectory) -> bool:
-        """Whether it comes after its group was closed without it."""
-        if trajectory.lease_id not in self.closed:
-            return False
-        return not self._holds(self._last[trajectory.lease_id], trajectory.sample)
 
     def holds(self, lease_id: int, sample: int) -> bool:
         """Whether this sample of the group is stored."""
@@ -219,11 +167,6 @@ class RowIndex:
         while last >= 0:
             yield last
             last = self._previous[last]
-
-
-def _misfit(trajectory: Trajectory, why: str) -> SchemaError:
-    reason = f"{trajectory.trajectory_id}: {why}"
-    return SchemaError(reason, kind="group_size", actor=trajectory.actor)
 
 
 def _as_array(typecode: str, values: NDArray[Any]) -> "array[int]":

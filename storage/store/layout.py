@@ -7,7 +7,6 @@ from itertools import accumulate
 from pathlib import Path
 
 from bus.errors import StorageError
-from bus.trajectory import Trajectory
 from storage.store.mapped import MappedSegments
 from storage.store.pieces import Piece
 from storage.store.segments import Segment
@@ -63,10 +62,10 @@ class Layout:
             )
         return piece, row - self._begins[n]
 
-    def trajectory(self, row: int) -> Trajectory:
-        """The one in a row, its arrays views of the mapped file. Raises `StorageError` as `place_of`."""
+    def segment_of(self, row: int) -> tuple[Segment, int]:
+        """Return the mapped segment of a row, and the row's place in it. Raises `StorageError` as `place_of`."""
         piece, at = self.place_of(row)
-        return self._mapped.get(piece.first, lambda: Segment(self.path(piece))).trajectory(at)
+        return self._mapped.get(piece.first, lambda: Segment(self.path(piece))), at
 
     def close(self) -> None:
         """Unmap everything."""

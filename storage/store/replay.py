@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from io import BufferedRandom
-from itertools import count
 from pathlib import Path
 from typing import Self
 
@@ -18,9 +17,8 @@ from bus.messages import RewardGiven
 from bus.trajectory import Trajectory
 from storage.disk.atomic_files import lock_directory, make_directory, remove, remove_leftovers
 from storage.store.archive import archive_segment
-from storage.store.closed_groups import load_marks, save_marks
-from storage.store.index import Columns, RowIndex, load_columns, save_columns
-from storage.store.late_rewards import LateRewards
+from storage.store.complete_groups import CompleteGroups
+from storage.store.index import LARGEST_GROUP, Columns, RowIndex, load_columns, save_columns
 from storage.store.layout import Layout
 from storage.store.pieces import Piece, choose_merge, choose_retirement, find_pieces, merged
 from storage.store.segments import (
@@ -42,7 +40,7 @@ class ReplayStore:
     """Trajectories of one shard: appended by one writer, read from any thread.
 
     A trajectory is known by its lease and sample, which its `trajectory_id` names: storing it again does
-    nothing. A group is complete when all `group_size` samples are stored, and every reward that was due.
+    nothing. Which groups are complete is decided in storage/store/complete_groups.py.
 
     `append`, `give` and the housekeeping (`compact`, `retire`) may run at the same time, each in a thread."""
 
@@ -56,8 +54,7 @@ class ReplayStore:
         self._index = RowIndex()
         self.late_siblings = 0
         """Trajectories not stored, since their groups had been closed without them; from the opening on."""
-        self._completed: list[int] = []
-        self._late = LateRewards(directory, writable=writable)
+        self._groups = CompleteGroups(directory, writable=writable)
         self._writing = threading.Lock()  # held while groups become complete: their order is durable
         self._mutex = threading.Lock()  # guards everything above
         self._housekeeping = threading.Lock()
@@ -83,7 +80,7 @@ class ReplayStore:
     @property
     def completed(self) -> list[int]:
         """Leases in the order in which their groups became complete; it only grows. Do not modify."""
-        return self._completed
+        return self._groups.order
 
     @property
     def trajectories(self) -> int:
@@ -93,7 +90,7 @@ class ReplayStore:
     @property
     def closed_short(self) -> int:
         """Groups that were closed though siblings were missing."""
-        return len(self._index.closed)
+        return self._groups.closed_short
 
     @property
     def size_bytes(self) -> int:
@@ -138,39 +135,53 @@ class ReplayStore:
         What comes of them later is dropped. Raises `StorageError` when the disk refuses."""
         self._refuse_reader()
         with self._writing:
-            settled = [lease_id for lease_id in lease_ids if not self._late.is_missing(lease_id)]
-            marks = self._index.closable(settled, fewest)
-            if marks:
-                save_marks(self.directory, {**self._index.closed, **marks})
-                with self._mutex:
-                    self._index.close(marks)
-                self._late.keep({}, self._places([*marks]))
-                self._completed += marks
-                log.info("groups_closed_short", store=str(self.directory), lease_ids=list(marks))
-            return [lease_id for lease_id in settled if self._index.is_whole(lease_id)]
+            return self._groups.close_short(lease_ids, fewest=fewest)
 
     def _append(self, trajectories: Sequence[Trajectory]) -> list[int]:
-        fresh = self._index.fresh(trajectories)
-        self.late_siblings += sum(map(self._index.is_late, trajectories))
-        if not fresh:
-            return []
-        self._late.expect(fresh)
-        number = len(self._layout.ends)
-        written = write_segment(self._path(Piece(number, number)), fresh)
-        piece = Piece(number, number, size_bytes=written.size_bytes, written_s=written.written_s)
-        with self._mutex:
-            before = len(self._index.completed)
-            for t in fresh:
-                self._index.add(t.lease_id, t.sample, t.group_size, len(t.token_ids))
-            self._layout.add(piece, len(self._index))
-        whole = self._index.completed[before:]
-        completed = [lease_id for lease_id in whole if not self._late.is_missing(lease_id)]
-        self._late.keep({}, self._places(completed))
-        self._completed += completed
+        fresh = self._fresh(trajectories)
+        full = self._store(fresh) if fresh else []
+        completed = self._groups.on_stored(full)
         segments, rows = self._indexed
         if len(self._layout.ends) - segments >= UNINDEXED_SEGMENTS and len(self._index) - rows >= rows // 4:
             self._save_index()
         return completed
+
+    def _fresh(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return those not stored yet, each once; `SchemaError` if siblings disagree on `group_size`."""
+        fresh: dict[tuple[int, int], Trajectory] = {}
+        sizes: dict[int, int] = {}
+        late = 0
+        for t in trajectories:
+            held = self._index.holds(t.lease_id, t.sample)
+            if self._groups.is_closed(t.lease_id):
+                late += not held
+                continue
+            size = self._index.group_size(t.lease_id) or sizes.setdefault(t.lease_id, t.group_size)
+            if t.group_size != size:
+                raise _misfit(t, f"its group has {size} samples, it says {t.group_size}")
+            if size > LARGEST_GROUP:
+                raise _misfit(t, f"a group of {size} samples cannot be stored")
+            if not held:
+                fresh.setdefault((t.lease_id, t.sample), t)
+        self.late_siblings += late
+        return list(fresh.values())
+
+    def _store(self, fresh: Sequence[Trajectory]) -> list[int]:
+        """Write these as the next segment, and index them; return the groups that are full now."""
+        keys = [(t.lease_id, t.sample) for t in fresh]
+        due = [key for key, t in zip(keys, fresh, strict=True) if t.reward_due]
+        self._groups.rewards.expect(due, stored=keys)
+        number = len(self._layout.ends)
+        written = write_segment(self._path(Piece(number, number)), fresh)
+        piece = Piece(number, number, size_bytes=written.size_bytes, written_s=written.written_s)
+        with self._mutex:
+            full = [
+                t.lease_id
+                for t in fresh
+                if self._index.add(t.lease_id, t.sample, t.group_size, len(t.token_ids))
+            ]
+            self._layout.add(piece, len(self._index))
+        return full
 
     def give(self, rewards: Sequence[RewardGiven]) -> list[int]:
         """Keep rewards that come apart from their trajectories; the leases whose groups this completed.
@@ -180,27 +191,14 @@ class ReplayStore:
         cannot have or that has its reward, where a retry cannot help (`SchemaError`)."""
         with self._writing:
             self._refuse_reader()
-            for given in rewards:
-                self._refuse_not_due(given)
-            fresh, counts = self._late.first_of(rewards)
-            completed = [n for n in self._late.settled_by(fresh) if self._index.is_whole(n)]
-            self._late.keep(fresh, self._places(completed))
-            self._completed += completed
+            completed, counts = self._groups.give(rewards)
             self.rewards += counts
             return completed
 
-    def _refuse_not_due(self, given: RewardGiven) -> None:
-        lease_id, sample = given.lease_id, given.sample
-        size = self._index.group_size(lease_id)
-        if size is not None and sample >= size:
-            raise SchemaError(f"{given.trajectory_id}: its group has {size} samples", kind="reward")
-        if self._index.holds(lease_id, sample) and not self._late.is_due(lease_id, sample):
-            raise SchemaError(f"{given.trajectory_id}: it was stored with its reward", kind="reward")
-
-    def whole(self, lease_ids: Iterable[int]) -> list[int]:
-        """Return the groups of which every trajectory is stored; rewards may still be due."""
+    def full(self, lease_ids: Iterable[int]) -> list[int]:
+        """Return the groups that no trajectory will be added to; rewards may still be due."""
         with self._mutex:
-            return [lease_id for lease_id in lease_ids if self._index.is_whole(lease_id)]
+            return [lease_id for lease_id in lease_ids if self._groups.is_full(lease_id)]
 
     def read(self, lease_ids: Iterable[int]) -> list[Trajectory]:
         """The trajectories of these complete groups, each group in the order of its samples.
@@ -209,7 +207,7 @@ class ReplayStore:
         is held. Raises `StorageError` for a group that is unknown, incomplete or retired, or whose bytes
         changed."""
         leases = list(lease_ids)
-        found = self._read(lambda: [row for lease in leases for row in self._index.complete(lease)])
+        found = self._read(lambda: [row for lease in leases for row in self._groups.rows(lease)])
         if due := [trajectory for trajectory in found if trajectory.reward_due]:
             raise StorageError(
                 f"group of lease {due[0].lease_id} cannot be read: the reward of "
@@ -222,17 +220,17 @@ class ReplayStore:
 
         Raises `StorageError` for a group that is unknown, incomplete or retired, or had rewards due."""
         leases = list(lease_ids)
-        if late := [lease_id for lease_id in leases if self._late.is_late(lease_id)]:
+        if late := [lease_id for lease_id in leases if self._groups.rewards.is_late(lease_id)]:
             raise StorageError(
                 f"group of lease {late[0]} has rewards that lie apart from it: read it instead"
             )
         with self._mutex:
-            return [self._layout.place_of(row) for lease in leases for row in self._index.complete(lease)]
+            return [self._layout.place_of(row) for lease in leases for row in self._groups.rows(lease)]
 
     def rows_of(self, lease_id: int) -> list[int]:
         """Where a complete group is, by sample. Raises `StorageError` for any other."""
         with self._mutex:
-            return self._index.complete(lease_id)
+            return self._groups.rows(lease_id)
 
     def trajectories_of(self, lease_id: int) -> list[Trajectory]:
         """What is stored of a group, complete or not, in the order of its samples, some with a reward due."""
@@ -283,11 +281,6 @@ class ReplayStore:
 
     # --- inside ---
 
-    def _places(self, completed: Sequence[int]) -> dict[int, int]:
-        """Where in the list of complete groups these are to be, as far as that must be remembered."""
-        places = zip(completed, count(len(self._completed)), strict=False)
-        return {lease_id: place for lease_id, place in places if self._late.is_late(lease_id)}
-
     def _refuse_reader(self) -> None:
         if self._lock is None:
             raise StorageError(f"{self.directory} was opened for reading")
@@ -311,12 +304,17 @@ class ReplayStore:
             return [self._at(row) for row in find()]
 
     def _at(self, row: int) -> Trajectory:
-        return self._late.joined(self._layout.trajectory(row))
+        segment, n = self._layout.segment_of(row)
+        trajectory = segment.trajectory(n)
+        if not trajectory.reward_due:
+            return trajectory
+        reward = self._groups.rewards.reward_of(trajectory.lease_id, trajectory.sample)
+        return trajectory if reward is None else replace(trajectory, reward=reward, reward_due=False)
 
     def _release(self) -> None:
         with self._mutex:
             self._layout.close()
-        self._late.close()
+        self._groups.close()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -330,9 +328,7 @@ class ReplayStore:
             for piece in replaced:
                 remove(self._path(piece))
             self._load(pieces)
-            unplaced = self._late.unplaced(self._index.completed)
-            self._late.keep({}, self._places(unplaced))
-            self._completed += unplaced
+            self._groups.on_stored([])
             return
         for attempt in range(READER_ATTEMPTS):
             try:
@@ -345,7 +341,6 @@ class ReplayStore:
 
     def _load(self, pieces: list[Piece]) -> None:
         """Index these pieces: by the index file as far as it goes, from there on by the segments."""
-        self._late.open()
         path = self.directory / INDEX_FILE
         known, ends = Columns.none(), np.empty(0, np.int64)
         if path.exists():
@@ -365,8 +360,8 @@ class ReplayStore:
         with self._mutex:
             self._layout.close()
             self._layout = Layout(self.directory, sized, rows)
-            self._index = RowIndex(Columns.join(parts), load_marks(self.directory))
-            self._completed = self._late.order(self._index.completed)
+            self._index = RowIndex(Columns.join(parts))
+            self._groups.load(self._index)
             self._indexed = (pieces[covered - 1].last + 1 if covered else 0), indexed
 
     def _columns_on_disk(self, piece: Piece) -> Columns:
@@ -393,3 +388,8 @@ def _agreeing(pieces: Sequence[Piece], found: Sequence[Summary | None], ends: ND
             return 0
         begin = end
     return len(pieces)
+
+
+def _misfit(trajectory: Trajectory, why: str) -> SchemaError:
+    reason = f"{trajectory.trajectory_id}: {why}"
+    return SchemaError(reason, kind="group_size", actor=trajectory.actor)

@@ -9,7 +9,7 @@ import pytest
 from bus.errors import StorageError
 from storage.config import AdmissionConfig
 from storage.dispatch.short_groups import FEWEST
-from storage.store.closed_groups import MARKS_FILE, in_order
+from storage.store.complete_groups import in_order
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 from tests.storage.serving import LearnerStandIn, has, refusing_disk, send, serving, until
@@ -78,22 +78,13 @@ def test_a_reader_finds_a_group_that_was_closed_since_it_looked(store):
 
 def test_nothing_is_closed_when_the_disk_refuses(store):
     store.append(siblings(0, 0, 1))
-    with refusing_disk(), pytest.raises(StorageError, match=r"cannot write .*\.closed\.jsonl"):
+    with refusing_disk(), pytest.raises(StorageError, match=r"\.groups\.sqlite cannot be used"):
         store.close_short([0], fewest=FEWEST)
     assert store.completed == []
     assert store.append(siblings(0, 2)) == [0]
 
 
-def test_damaged_marks_are_named(tmp_path):
-    ReplayStore.open(tmp_path).close()
-    (tmp_path / MARKS_FILE).write_text('{"lease_id": 4}\n')
-    with pytest.raises(
-        StorageError, match=r"\.closed\.jsonl cannot be used \(KeyError\('place'\)\): restore"
-    ):
-        ReplayStore.open(tmp_path)
-
-
-def test_marks_put_groups_where_they_were():
+def test_groups_are_put_where_they_were():
     assert in_order([1, 2, 3], {7: 0, 8: 2, 9: 3}) == [7, 1, 8, 9, 2, 3]
     assert in_order([], {7: 0}) == [7]
 

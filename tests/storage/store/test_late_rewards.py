@@ -53,7 +53,7 @@ def test_group_becomes_complete_with_its_last_reward(tmp_path):
         with pytest.raises(StorageError, match=r"lease 4 cannot be read: the reward of g00000004\.0 is due"):
             store.read([4])
         assert [t.reward_due for t in store.trajectories_of(4)] == [True, False]
-        assert store.whole([4, 5]) == [4]
+        assert store.full([4, 5]) == [4]
         assert store.give([reward(4, 0, 0.25)]) == [4]
         assert store.completed == [4]
         assert read(store, 4) == [(0.25, False), (0.75, False)]
@@ -144,7 +144,7 @@ def test_group_whose_place_a_crash_prevented_gets_one_at_the_next_start(tmp_path
     with opened(tmp_path) as store:
         store.give(rewards_of(4))
         store.append(late(6))
-        store._late.keep = None  # the crash: it comes after the segment, before the place
+        store._groups._complete = None  # the crash: it comes after the segment, before the place
         with pytest.raises(TypeError):
             store.append([*late(4), *scored(2)])
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_group_whose_place_a_crash_prevented_gets_one_at_the_next_start(tmp_path
 def test_full_disk_keeps_no_reward_and_the_next_attempt_does(tmp_path):
     with opened(tmp_path) as store:
         store.append(late(4))
-        with refusing_disk(), pytest.raises(StorageError, match=r"\.rewards\.sqlite cannot be used"):
+        with refusing_disk(), pytest.raises(StorageError, match=r"\.groups\.sqlite cannot be used"):
             store.give(rewards_of(4))
         assert store.completed == []
         assert store.give(rewards_of(4)) == [4]
@@ -165,7 +165,7 @@ def test_without_its_rewards_file_a_group_is_refused_rather_than_trained_on_with
     with opened(tmp_path) as store:
         store.append(late(4))
         store.give(rewards_of(4))
-    (tmp_path / "shard_00/.rewards.sqlite").unlink()
+    (tmp_path / "shard_00/.groups.sqlite").unlink()
     with opened(tmp_path) as store, pytest.raises(StorageError, match="is due"):
         store.read([4])
 
@@ -173,15 +173,15 @@ def test_without_its_rewards_file_a_group_is_refused_rather_than_trained_on_with
 def test_file_that_is_no_rewards_database_is_named(tmp_path):
     with opened(tmp_path) as store:
         store.append(late(4))
-    (tmp_path / "shard_00/.rewards.sqlite").write_bytes(b"x" * 4096)
-    with pytest.raises(StorageError, match=r"\.rewards\.sqlite cannot be used"):
+    (tmp_path / "shard_00/.groups.sqlite").write_bytes(b"x" * 4096)
+    with pytest.raises(StorageError, match=r"\.groups\.sqlite cannot be used"):
         ReplayStore.open(tmp_path / "shard_00")
 
 
 def test_run_without_late_rewards_has_no_file_for_them(tmp_path):
     with opened(tmp_path) as store:
         store.append(scored(4))
-    assert not (tmp_path / "shard_00/.rewards.sqlite").exists()
+    assert not (tmp_path / "shard_00/.groups.sqlite").exists()
 
 
 def test_reader_beside_the_writer_sees_rewards_as_they_come(tmp_path):
