@@ -22,11 +22,11 @@ test: install
 test-slow: install
 	$(BIN)/pytest -m "slow and not nightly" $(IN_PARALLEL)
 
-test-nightly: install
+test-nightly: install sglang
 	$(BIN)/pytest -m nightly
 
 test-sglang: install sglang
-	$(BIN)/pytest -m sglang
+	$(BIN)/pytest -m "sglang and not nightly" $(IN_PARALLEL)
 
 check: install
 	$(BIN)/ruff check .

@@ -63,7 +63,7 @@ class Layout:
         return piece, row - self._begins[n]
 
     def segment_of(self, row: int) -> tuple[Segment, int]:
-        """Return the mapped segment of a row, and the row's place in it. Raises `StorageError` as `place_of`."""
+        """Return the mapped segment of a row, and its place in it. Raises `StorageError` as `place_of`."""
         piece, at = self.place_of(row)
         return self._mapped.get(piece.first, lambda: Segment(self.path(piece))), at
 

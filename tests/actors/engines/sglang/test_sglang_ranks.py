@@ -22,7 +22,11 @@ async def of_both_ranks(engine):
 
 
 @pytest.mark.parametrize(
-    ("server", "written"), [({"tp_size": 2}, ["changes"]), ({"dp_size": 2}, [])], ids=["cut", "replicated"]
+    ("server", "written"),
+    [
+        pytest.param({"tp_size": 2}, ["changes"], id="cut"),
+        pytest.param({"dp_size": 2}, [], id="replicated", marks=pytest.mark.nightly),
+    ],
 )
 async def test_both_ranks_take_new_weights_and_what_changed_of_them(model_dir, tmp_path, server, written):
     config = SglangEngineConfig(**CONFIG, server=server, environment=EACH_ON_A_CORE)

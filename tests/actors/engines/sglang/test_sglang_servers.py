@@ -97,6 +97,7 @@ async def test_a_killed_server_is_replaced_by_the_fleet_with_the_newest_weights(
     assert built[-1].tokens_generated <= LONG - len(tokens)
 
 
+@pytest.mark.nightly  # 80 s; a killed server is replaced in the same way
 async def test_a_server_that_hangs_is_killed_and_replaced_by_the_fleet(rebuilt, monkeypatch):
     fleet, built = rebuilt
     hung = built[-1]
