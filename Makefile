@@ -20,13 +20,13 @@ test: install
 	$(BIN)/pytest $(IN_PARALLEL)
 
 test-slow: install
-	$(BIN)/pytest -m "slow and not nightly" $(IN_PARALLEL)
+	$(BIN)/pytest -m "slow and not nightly" $(IN_PARALLEL) --no-loadscope-reorder
 
 test-nightly: install sglang
 	$(BIN)/pytest -m nightly
 
 test-sglang: install sglang
-	$(BIN)/pytest -m "sglang and not nightly" $(IN_PARALLEL)
+	$(BIN)/pytest -m "sglang and not nightly" $(IN_PARALLEL) --no-loadscope-reorder
 
 check: install
 	$(BIN)/ruff check .

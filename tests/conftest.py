@@ -19,6 +19,11 @@ RUN = "test"
 Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put whole runs first: with the longest tests last, one worker would wait for the other."""
+    items.sort(key=lambda item: "e2e" not in item.path.parts)
+
+
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
     """A fresh nats-server of the test's own, which it may kill and start again."""

@@ -31,6 +31,16 @@ LONG = (
 """The sort preset, long enough for parts of it to be killed on the way."""
 
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+"""Variables of a command that runs elsewhere than beside Sluice's packages."""
+
+
+def with_steps(settings: tuple[str, ...], steps: int) -> tuple[str, ...]:
+    """Return the settings with another number of steps."""
+    value = settings.index("--learner.steps") + 1
+    return (*settings[:value], str(steps), *settings[value + 1 :])
+
+
 class Command:
     """A running `launch` command; its output lies in `<directory>/<name>.out`."""
 
@@ -43,7 +53,7 @@ class Command:
                 cwd=directory,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+                env=ENVIRONMENT,
                 start_new_session=True,
             )
 

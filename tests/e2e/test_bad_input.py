@@ -24,6 +24,7 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.messages import RoleHolder, RunRecord
 from bus.server import free_port, nats_binary
+from launch.chaos.faults import launch_command
 from tests.e2e.conftest import Refused, refusal
 
 LAUNCH = (sys.executable, "-m", "launch")
@@ -372,31 +373,30 @@ def says(process: subprocess.Popen, wanted: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.nats
-@pytest.mark.timeout(300)
-def test_prompts_longer_than_the_context_end_the_whole_run(tmp_path: Path):
-    with local(tmp_path, "--model.scratch.context", "12", "--warmup.steps", "0") as process:
-        says(process, "storage: started")
-        started = family(process)
-        _, stderr = process.communicate(timeout=120)
-    message = refusal(process.returncode, stderr)
-    assert "exceeds the model's context of 12" in message
-    assert psutil.wait_procs(started, timeout=5)[1] == []
-
-
-@pytest.mark.slow
-@pytest.mark.nats
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("moment", ["storage: started", "-> reinforcement learning"])
-def test_a_run_that_was_interrupted_goes_on_where_it_was(tmp_path: Path, moment: str):
-    with local(tmp_path) as process:
-        says(process, moment)
+def test_a_run_that_is_interrupted_again_and_again_goes_on_where_it_was(tmp_path: Path):
+    for moment in ("storage: started", "-> reinforcement learning"):
+        with local(tmp_path) as process:
+            says(process, moment)
+            started = family(process)
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=180)
+        assert process.returncode == 0, stderr
+        assert "Stopped. The same command takes the run up again." in stdout
+        assert json.loads((tmp_path / "small" / "summary.json").read_text())["steps"] < 6
+        assert psutil.wait_procs(started, timeout=5)[1] == []
+
+    with local(tmp_path) as process:  # the second Ctrl-C comes while the first waits for actors that hang
+        says(process, "actor-")
         started = family(process)
+        [actors] = [part for part in started if launch_command(part.cmdline()) == "actors"]
+        actors.suspend()
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=180)
-    assert process.returncode == 0, stderr
-    assert "Stopped. The same command takes the run up again." in stdout
-    assert json.loads((tmp_path / "small" / "summary.json").read_text())["steps"] < 6
-    assert psutil.wait_procs(started, timeout=5)[1] == []
+        wait_until(lambda: not all(part.is_running() for part in started))
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert psutil.wait_procs(started, timeout=10)[1] == []
 
     with local(tmp_path) as process:
         stdout, stderr = process.communicate(timeout=300)
@@ -404,22 +404,3 @@ def test_a_run_that_was_interrupted_goes_on_where_it_was(tmp_path: Path, moment:
     summary = json.loads((tmp_path / "small" / "summary.json").read_text())
     assert (summary["stage"], summary["steps"], summary["accounted"]) == ("done", 6, True)
     assert summary["trajectories_trained"] == 6 * 4 * 4
-
-
-@pytest.mark.slow
-@pytest.mark.nats
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("how", ["twice", "killed"])
-def test_a_run_that_is_ended_at_once_leaves_nobody_behind(tmp_path: Path, how: str):
-    with local(tmp_path, "--warmup.steps", "100000") as process:
-        says(process, "-> warm-up")
-        started = family(process)
-        if how == "twice":
-            process.send_signal(signal.SIGINT)
-            time.sleep(0.5)
-            process.send_signal(signal.SIGINT)
-            process.communicate(timeout=30)
-            assert process.returncode == 130
-        else:
-            process.kill()
-    assert psutil.wait_procs(started, timeout=10 if how == "twice" else 60)[1] == []

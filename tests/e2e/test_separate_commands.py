@@ -1,8 +1,14 @@
-"""A run from four commands in four working directories that share nothing but the bus."""
+"""A run from eight commands in eight working directories that share nothing but the bus.
+
+Its shards are processes of their own, one of which is killed; its actors have two engines each, and some of
+them get the weights from others.
+"""
 
 import json
 import sqlite3
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,27 +22,47 @@ from learner.checkpoint.commit import latest_checkpoint, load_checkpoint
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import Sample, pack
 from learner.model_directory import load_hf_directory
-from tests.e2e.commands import SMALL, Command
+from storage.store.replay import ReplayStore
+from tests.e2e.commands import SMALL, Command, with_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.nats]
-STEPS, GROUPS, SAMPLES = 4, 4, 4
+pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(600)]
+STEPS, GROUPS, SAMPLES = 8, 4, 4
+RUN = "apart"
+SETTINGS = (
+    *with_steps(SMALL, STEPS), "--replay.shards", "4",
+    "--actors.fleet.engines", "2", "--actors.mask-older-versions", "1",
+    "--learner.publication.transport.type", "http", "--learner.publication.snapshot-every", "2",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory):
-    """The directories of a run that has ended."""
+    """The directories of a run that has ended; a shards process was killed on the way."""
     root = tmp_path_factory.mktemp("hosts")
     port = free_port("127.0.0.1")
-    join = ("--bus", f"nats://127.0.0.1:{port}", "--run", "shared-nothing")
+    join = ("--bus", f"nats://127.0.0.1:{port}", "--run", RUN)
     started = [Command(root / "bus", "bus", "--port", str(port))]
+
+    def start(host: str, command: str, *arguments: str) -> Command:
+        started.append(Command(root / host, command, *join, *arguments))
+        return started[-1]
+
     try:
-        started.append(Command(root / "storage", "storage", *join, *SMALL))
-        learner = Command(root / "learner", "learner", *join)
-        actors = Command(root / "actors", "actors", *join)
-        started += [learner, actors]
-        assert learner.wait(180) == 0, learner.said()
-        assert actors.wait(30) == 0, actors.said()  # they hear that the run is done
-        for service in started[1::-1]:
+        storage = start("storage", "storage", *SETTINGS, "--replay.here", "none")
+        first = start("first", "shards", "--shards", "0-1")
+        second = start("second", "shards", "--shards", "2-3", "--directory", "elsewhere")
+        learner = start("learner", "learner")
+        near = start("near", "actors", "--actors.weights.site", "near")
+        far = start("far", "actors", "--actors.weights.via", "near")
+        _until(lambda: _stored(root) >= 2 * GROUPS, learner)
+        second.kill()
+        again = start("second", "shards", "--shards", "2-3", "--directory", "elsewhere")
+        _until(lambda: _stored(root) >= 4 * GROUPS, learner)
+        assert start("thief", "shards", "--shards", "3").wait(60) == 2
+        assert learner.wait(240) == 0, learner.said()
+        for actors in (near, far):
+            assert actors.wait(30) == 0, actors.said()  # they hear that the run is done
+        for service in (first, again, storage, started[0]):
             assert service.stop() == 0, service.said()
         yield root
     finally:
@@ -44,31 +70,95 @@ def finished(tmp_path_factory: pytest.TempPathFactory):
             command.kill()
 
 
+def _stored(root: Path) -> int:
+    """Groups that the ledger knows to be complete."""
+    path = root / f"storage/runs/{RUN}/ledger.sqlite"
+    if not path.exists():
+        return 0
+    with closing(sqlite3.connect(path, timeout=10)) as ledger:
+        if not ledger.execute("SELECT 1 FROM sqlite_master WHERE name = 'leases'").fetchone():
+            return 0
+        question = "SELECT count(*) FROM leases WHERE state NOT IN ('issued', 'rejected')"
+        return int(ledger.execute(question).fetchone()[0])
+
+
+def _until(true, alive: Command, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert alive.process.poll() is None, alive.said()
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.1)
+
+
 def test_each_host_keeps_only_what_is_its_own(finished: Path):
-    found = {
-        host.name: {p.name for p in (host / "runs/shared-nothing").glob("*")} for host in finished.iterdir()
-    }
+    found = {host.name: {p.name for p in (host / f"runs/{RUN}").glob("*")} for host in finished.iterdir()}
     assert {"checkpoints", "export", "model", "progress.json"} <= found["learner"]
-    assert {"ledger.sqlite", "replay", "data"} <= found["storage"]
-    assert found["actors"] == set()
+    assert {"ledger.sqlite", "data"} <= found["storage"]
+    assert found["near"] <= {"weights"}  # what the relay passes on
+    assert found["far"] == set()
     assert not found["learner"] & {"ledger.sqlite", "replay"}
 
 
-def test_every_group_is_trained_stored_or_rolling_out(finished: Path):
-    progress = json.loads((finished / "learner/runs/shared-nothing/progress.json").read_text())
-    ledger = sqlite3.connect(finished / "storage/runs/shared-nothing/ledger.sqlite")
-    groups = dict(ledger.execute("SELECT state, count(*) FROM leases GROUP BY state"))
-    ledger.close()
+def test_nothing_is_lost_and_every_group_trained_on_once(finished: Path):
+    progress = json.loads((finished / f"learner/runs/{RUN}/progress.json").read_text())
+    with closing(sqlite3.connect(finished / f"storage/runs/{RUN}/ledger.sqlite")) as ledger:
+        groups = dict(ledger.execute("SELECT state, count(*) FROM leases GROUP BY state"))
+        known = {lease for (lease,) in ledger.execute("SELECT lease_id FROM leases WHERE state != 'issued'")}
+        counts = {uses for (uses,) in ledger.execute("SELECT count(*) FROM uses GROUP BY lease_id")}
     assert progress["step"] == STEPS
     assert progress["trajectories_trained"] == STEPS * GROUPS * SAMPLES
+    assert progress["max_staleness_seen"] <= 2
     assert groups.pop("committed") == STEPS * GROUPS
     assert set(groups) <= {"stored", "issued"}
-    assert progress["max_staleness_seen"] <= 2
+    assert counts == {1}
+    assert known <= set(_complete(finished))
+
+
+def test_each_shard_lies_where_its_process_was_told_to(finished: Path):
+    for replay, shards in (
+        (f"first/runs/{RUN}/replay", {"shard_00", "shard_01"}),
+        (f"second/elsewhere/{RUN}/replay", {"shard_02", "shard_03"}),
+    ):
+        assert {path.name for path in (finished / replay).iterdir()} == shards
+    assert not (finished / f"storage/runs/{RUN}/replay").exists()
+    for lease_id, shard in _complete(finished).items():
+        assert lease_id % 4 == shard
+
+
+def _complete(root: Path) -> dict[int, int]:
+    """Complete groups on disk, and in which shard."""
+    found: dict[int, int] = {}
+    for host in (f"first/runs/{RUN}", f"second/elsewhere/{RUN}"):
+        for directory in (root / host / "replay").iterdir():
+            with closing(ReplayStore.open(directory, writable=False)) as store:
+                found |= dict.fromkeys(store.completed, int(directory.name[-2:]))
+    return found
+
+
+def test_second_writer_is_refused_with_the_first_ones_name(finished: Path):
+    said = (finished / "thief/shards.out").read_text()
+    assert f"launch: run '{RUN}' already has a shard-3: process " in said
+    assert "Traceback" not in said
 
 
 def test_held_out_accuracy_was_measured_for_the_first_the_warm_and_the_last_version(finished: Path):
-    progress = json.loads((finished / "learner/runs/shared-nothing/progress.json").read_text())
+    progress = json.loads((finished / f"learner/runs/{RUN}/progress.json").read_text())
     assert {"0", "1", str(1 + STEPS)} <= set(progress["evaluations"])
+
+
+def test_both_engines_of_all_actors_take_part_and_none_is_lost(finished: Path):
+    for host in ("near", "far"):
+        said = (finished / host / "actors.out").read_text()
+        assert "engine=engine-0" in said
+        assert "engine=engine-1" in said
+        assert "engine_lost" not in said
+
+
+def test_actors_follow_the_policy_through_a_relay(finished: Path):
+    near, far = ((finished / host / "actors.out").read_text() for host in ("near", "far"))
+    assert "relay_ready" in near
+    assert "weights_not_fetched" not in near + far
+    assert list((finished / f"learner/runs/{RUN}/weights").glob("*.snapshot.*.blob"))
 
 
 @pytest.fixture
@@ -84,7 +174,7 @@ def world() -> Iterator[None]:
 
 @pytest.mark.usefixtures("world")
 def test_export_answers_greedily_as_the_trainer_does(finished: Path):
-    run = finished / "learner/runs/shared-nothing"
+    run = finished / f"learner/runs/{RUN}"
     model = AutoModelForCausalLM.from_pretrained(run / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(run / "export")
     hf_config, initial = load_hf_directory(run / "model")
