@@ -1,21 +1,23 @@
-"""What recurs for hundreds of leases at once, said in one line."""
+"""Keeps a message that recurs for hundreds of leases at once to one line of the log."""
 
 from math import inf
 
 
-class Seldom:
-    """Counts how often something happened, and says when that is to be told."""
+class LogThrottle:
+    """Counts how often something happened, and decides when to log that."""
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
-        self._told_s = -inf
+        self._logged_s = -inf
         self._times = 0
 
     def due(self, now_s: float) -> int:
-        """It happened: how often since it was told last if it is to be told now, at the first and later every
-        `every_s` at most; else 0."""
+        """Count one more; return how many there were since the last line if one is due now, else 0.
+
+        The first is due at once, later ones every `every_s` at most.
+        """
         self._times += 1
-        if now_s - self._told_s < self._every_s:
+        if now_s - self._logged_s < self._every_s:
             return 0
-        times, self._told_s, self._times = self._times, now_s, 0
+        times, self._logged_s, self._times = self._times, now_s, 0
         return times

@@ -18,13 +18,14 @@ from actors.config import ActorsConfig, SamplingConfig
 from actors.counters import report_metrics
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import build_engine, evaluation_engine
-from actors.engines.fleet.engine_admin import EngineDesk, attached_builds
+from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.fleet import Fleet
+from actors.environments.base import Environment
 from actors.environments.build import build_environment
 from actors.evaluation.engines import EvaluationEngines, OwnEngine, RolloutEngines
 from actors.evaluation.evaluator import Evaluator
 from actors.policy.policy import Policy
-from actors.rewards.group_filters import load_filter
+from actors.rewards.group_filters import GroupFilter, load_filter
 from actors.weights.follow import PolicyFollower, obtain_model
 from actors.worker import Worker
 from bus.codec import Json
@@ -35,7 +36,7 @@ from bus.messages import PolicyManifest, SnapshotWanted
 from bus.process_tuning import few_collections
 from bus.status import report_status
 from bus.waiting import set_within
-from storage.weights.blob_sources import blob_source
+from storage.weights.blob_sources import BlobSource, blob_source
 
 log = structlog.get_logger()
 NOTHING_ANNOUNCED = SnapshotWanted(incarnation="", policy_version=-1, reason="no policy is announced")
@@ -69,10 +70,6 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         )
         if model is None:
             return
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        ends = stop_tokens(model, tokenizer)
-        sampled = Sampling.from_config(settings.sampling, ends)
-        greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0)
         engine = _fleet(settings, model)
         try:
             if settings.colocation.enabled:
@@ -80,44 +77,51 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
                 await open_parts.enter_async_context(turns.taken())
             if not await _started(bus, engine, stop):
                 return
-            from_learner = getattr(settings.actors.engine, "update", "") == "group"
-            follower = PolicyFollower(bus, engine, blobs, loads_at_once=2, from_learner=from_learner)
-            worker = Worker(
-                bus,
-                Policy(
-                    engine,
-                    tokenizer,
-                    sampled,
-                    mask_older_versions=settings.actors.mask_older_versions,
-                    routed_experts=settings.actors.engine.routed_experts,
-                ),
-                environment,
-                follower=follower,
-                keep=keep,
-                shards=settings.shards,
-                name=actor_name(),
-                share_after_s=settings.actors.share_after_s,
-            )
-            at_once = settings.actors.evaluation.prompts_at_once
-            answering: EvaluationEngines = (
-                RolloutEngines(bus, engine, follower, prompts_at_once=at_once)
-                if settings.actors.evaluates_on == "rollout"
-                else OwnEngine(partial(evaluation_engine, settings.actors.engine, model), blobs)
-            )
-            evaluator = Evaluator(bus, answering, tokenizer, environment, sampled=sampled, greedy=greedy)
-            desk = EngineDesk(
-                bus,
-                engine,
-                settings.actors.engine,
-                model,
-                actor=actor_name(),
-                colocated=settings.colocation.enabled,
-            )
             open_parts.enter_context(few_collections())
-            actor = _Actor(bus, engine, follower, worker, evaluator, desk)
+            actor = _actor(bus, settings, engine, blobs, model, environment, keep)
             await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
         finally:
             await engine.close()
+
+
+def _actor(
+    bus: Bus, settings: ActorSettings, engine: Fleet, blobs: BlobSource, model: Path,
+    environment: Environment, keep: GroupFilter,
+) -> "_Actor":  # fmt: skip
+    """Put the parts of an actor together around engines that have started."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sampled = Sampling.from_config(settings.sampling, stop_tokens(model, tokenizer))
+    greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0)
+    from_learner = getattr(settings.actors.engine, "update", "") == "group"
+    follower = PolicyFollower(bus, engine, blobs, loads_at_once=2, from_learner=from_learner)
+    worker = Worker(
+        bus,
+        Policy(
+            engine,
+            tokenizer,
+            sampled,
+            mask_older_versions=settings.actors.mask_older_versions,
+            routed_experts=settings.actors.engine.routed_experts,
+        ),
+        environment,
+        follower=follower,
+        keep=keep,
+        shards=settings.shards,
+        name=actor_name(),
+        share_after_s=settings.actors.share_after_s,
+    )
+    at_once = settings.actors.evaluation.prompts_at_once
+    answering: EvaluationEngines = (
+        RolloutEngines(bus, engine, follower, prompts_at_once=at_once)
+        if settings.actors.evaluates_on == "rollout"
+        else OwnEngine(partial(evaluation_engine, settings.actors.engine, model), blobs)
+    )
+    evaluator = Evaluator(bus, answering, tokenizer, environment, sampled=sampled, greedy=greedy)
+    admin = EngineAdmin(
+        bus, engine, settings.actors.engine, model,
+        actor=actor_name(), colocated=settings.colocation.enabled,
+    )  # fmt: skip
+    return _Actor(bus, engine, follower, worker, evaluator, admin)
 
 
 class _Actor:
@@ -125,14 +129,14 @@ class _Actor:
 
     def __init__(
         self, bus: Bus, engine: Fleet, follower: PolicyFollower, worker: Worker, evaluator: Evaluator,
-        desk: EngineDesk,
+        admin: EngineAdmin,
     ) -> None:  # fmt: skip
         self._bus = bus
         self._engine = engine
         self._follower = follower
         self._worker = worker
         self._evaluator = evaluator
-        self._desk = desk
+        self._admin = admin
         self._seen = (time.monotonic(), 0)
 
     async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
@@ -145,7 +149,7 @@ class _Actor:
             tasks.create_task(
                 report_metrics(self._bus, source=actor_name(), look=self._counters, stop=finished)
             )
-            tasks.create_task(self._desk.run(finished))
+            tasks.create_task(self._admin.run(finished))
             tasks.create_task(self._stop_when_done(stop))
             try:
                 async with asyncio.TaskGroup() as work:

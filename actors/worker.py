@@ -6,9 +6,9 @@ from collections import Counter
 
 import structlog
 
-from actors.environments.base import Environment, Episode, FailedEpisode, Task
+from actors.environments.base import Environment, Episode, FailedEpisode, Task, raised_by_environment
 from actors.group import NOTHING, Group
-from actors.log_throttle import Seldom
+from actors.log_throttle import LogThrottle
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
 from actors.rewards.group_filters import GroupFilter, reason_to_drop
@@ -61,7 +61,7 @@ class Worker:
         self._name = name
         self._share_after_s = share_after_s
         self._publisher = Publisher(bus)
-        self._unanswered = Seldom(TELL_EVERY_S)
+        self._unanswered = LogThrottle(TELL_EVERY_S)
         self._suspect = asyncio.Lock()
         """Held for a lease that may have killed its actors: so a death accuses one prompt, not all."""
         self._stop = asyncio.Event()
@@ -147,12 +147,11 @@ class Worker:
             except (EngineLostError, HandBackError, MemoryError):
                 raise  # this process cannot go on: the lease is another actor's
             except Exception as error:  # whatever an environment raises costs its own episode alone
-                expected = isinstance(error, SluiceError)
                 log.warning(
                     "rollout_failed",
                     task=task.task_id,
                     reason=f"{type(error).__name__}: {error}",
-                    exc_info=None if expected else error,
+                    exc_info=raised_by_environment(error),
                 )
                 return FailedEpisode(end_after(error), f"{type(error).__name__}: {error}")
             if all(trajectory.oldest_version >= version for trajectory in episode.trajectories):

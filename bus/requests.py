@@ -181,21 +181,21 @@ class Located(Message, tag="located"):
     device: int = 0
     inode: int = 0
     """Inode of the directory, which with `device` identifies it on the host."""
-    pieces: tuple[str, ...] = ()
+    segments: tuple[str, ...] = ()
     """Names of the segments in the directory."""
-    piece_of: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """Index in `pieces` of each trajectory's segment; groups in the order asked for, then by sample."""
+    segment_of: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    """Index in `segments` of each trajectory's segment; groups in the order asked for, then by sample."""
     rows: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     """Row of each trajectory in its segment."""
 
     def check(self) -> None:
         """Refuse addresses outside the named segments."""
-        if len(self.piece_of) != len(self.rows):
-            raise SchemaError(f"{len(self.rows)} rows in {len(self.piece_of)} pieces")
+        if len(self.segment_of) != len(self.rows):
+            raise SchemaError(f"{len(self.rows)} rows in {len(self.segment_of)} segments")
         if len(self.rows) and not (
-            0 <= self.piece_of.min() <= self.piece_of.max() < len(self.pieces) and self.rows.min() >= 0
+            0 <= self.segment_of.min() <= self.segment_of.max() < len(self.segments) and self.rows.min() >= 0
         ):
-            raise SchemaError(f"an address outside the {len(self.pieces)} pieces")
+            raise SchemaError(f"an address outside the {len(self.segments)} segments")
 
 
 # --- the dispatcher and its shards ask each other ---

@@ -29,7 +29,7 @@ from storage.prompts.data_sets import DataSets
 from storage.prompts.dataset import load_prompts
 from storage.prompts.generators import generate_task
 from storage.prompts.length_check import check_lengths
-from storage.prompts.updates import DataDesk
+from storage.prompts.updates import DataUpdates
 from storage.shard.ingest_checks import RUN_ID, VOCABULARY, Quarantine
 from storage.shard.server import Shard
 from storage.shard.service import HeldShard, hold_shards, run_shard
@@ -130,7 +130,7 @@ class _Service:
         self._bus = bus
         self._settings = settings
         self._data = data
-        self._data_desk = DataDesk(bus, ledger, data, max_new_tokens=settings.max_new_tokens)
+        self._data_updates = DataUpdates(bus, ledger, data, max_new_tokens=settings.max_new_tokens)
         self._ledger = ledger
         self._held = held
         self._queues: dict[str, Json] = {}
@@ -156,7 +156,7 @@ class _Service:
                         parts.create_task(run_shard(self._bus, held, shard, self._retention, stop))
                     parts.create_task(self._dispatcher.run(stop, reissue=reissue))
                     parts.create_task(self._admit_when_checked(stop))
-                    parts.create_task(self._data_desk.run(stop))
+                    parts.create_task(self._data_updates.run(stop))
             finally:
                 finished.set()
 

@@ -138,6 +138,13 @@ class EpisodeError(SluiceError):
     """An environment failed: this rollout has no episode."""
 
 
+def raised_by_environment(error: Exception) -> BaseException | None:
+    """Return what an environment's own code raised, whose traceback says where; None for other failures."""
+    if isinstance(error, EpisodeError):
+        return error.__cause__
+    return None if isinstance(error, SluiceError) else error
+
+
 class Environment(Protocol):
     """Lets a policy act on a task. One instance serves many rollouts at once."""
 

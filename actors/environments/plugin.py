@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import cast
 
-import structlog
 from pydantic import BaseModel, ValidationError
 
 from actors.config import PluginEnvironmentConfig
@@ -12,7 +11,6 @@ from actors.policy.policy import Policy
 from bus.errors import ConfigError, EngineLostError, HandBackError, SluiceError
 from bus.plugins import load_function
 
-log = structlog.get_logger()
 NOT_THE_EPISODES = EngineLostError, HandBackError
 """Errors that say nothing about the episode: its lease is for another actor."""
 
@@ -45,7 +43,6 @@ class PluginEnvironment:
         return episode
 
     def _failed(self, task: Task, error: Exception) -> EpisodeError:
-        log.warning("environment_raised", environment=self._name, task=task.task_id, exc_info=error)
         return EpisodeError(f"environment {self._name} raised {error!r} on task {task.task_id}")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from actors.engines.base import Engine, Sampling
-from actors.environments.base import Environment, Episode, Task
+from actors.environments.base import Environment, Episode, Task, raised_by_environment
 from actors.evaluation.engines import EvaluationEngines
 from actors.policy.policy import Policy, Tokenizer
 from bus.blobs import get_blob
@@ -162,7 +162,12 @@ class Evaluator:
         except (EngineLostError, HandBackError):  # not the rollout's fault: another actor evaluates
             raise
         except SluiceError as error:
-            log.warning("evaluation_rollout_failed", task=task.task_id, reason=str(error))
+            log.warning(
+                "evaluation_rollout_failed",
+                task=task.task_id,
+                reason=str(error),
+                exc_info=raised_by_environment(error),
+            )
             return _Answer(reward=0.0, failed=True)
         [first, *_] = episode.trajectories
         if first.reward_due:

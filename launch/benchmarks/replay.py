@@ -151,7 +151,7 @@ def _bench_read(directory: Path, size: Size) -> tuple[Figures, Figures]:
                     np.array(mapped[begin:end])
 
         stored, memmap = _taking_turns(4 * size.rounds, from_store, from_memmap, clock=time.perf_counter)
-        segments = len(store.pieces)
+        segments = len(store.entries)
     megabytes = READ * material.size_bytes / size.stored / 1e6
     return {"read_over_memmap": memmap / stored}, {
         "read_store_MB": material.size_bytes / 1e6,
@@ -216,7 +216,7 @@ def _opened(directory: Path) -> Figures:
     return {
         "open_s": seconds,
         "open_without_index_s": time.perf_counter() - began,
-        "open_segments": len(store.pieces),
+        "open_segments": len(store.entries),
         "open_rss_MB": memory / 1e6,
         "choose_group_us": 1e6 * choosing,
     }

@@ -37,14 +37,14 @@ def directory_identity(directory: Path) -> tuple[int, int]:
 def locate(store: ReplayStore, lease_ids: Sequence[int]) -> Located:
     """Return the addresses of these complete groups, in the order of `ReplayStore.read`. Raises like it."""
     found = store.locate(lease_ids)
-    numbers = {piece: n for n, piece in enumerate(dict.fromkeys(piece for piece, _ in found))}
+    numbers = {entry: n for n, entry in enumerate(dict.fromkeys(entry for entry, _ in found))}
     device, inode = directory_identity(store.directory)
     return Located(
         host=host_identity(),
         directory=str(store.directory.absolute()),
         device=device,
         inode=inode,
-        pieces=tuple(piece.name for piece in numbers),
-        piece_of=np.array([numbers[piece] for piece, _ in found], np.int32),
+        segments=tuple(entry.name for entry in numbers),
+        segment_of=np.array([numbers[entry] for entry, _ in found], np.int32),
         rows=np.array([row for _, row in found], np.int32),
     )

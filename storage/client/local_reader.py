@@ -13,8 +13,8 @@ from bus.errors import BusError, StorageError
 from bus.requests import Located, LocateRequest
 from bus.trajectory import Trajectory
 from storage.client.addresses import directory_identity, host_identity
+from storage.store.entries import SegmentEntry
 from storage.store.mapped import MappedSegments
-from storage.store.pieces import Piece
 from storage.store.segments import Segment, check_segment
 
 log = structlog.get_logger()
@@ -87,9 +87,9 @@ class LocalReader:
         found: dict[int, Trajectory] = {}
         rows = where.rows.tolist()
         with self._mutex:
-            for number, name in enumerate(where.pieces):  # in turn, or one would evict another
+            for number, name in enumerate(where.segments):  # in turn, or one would evict another
                 segment = self._segment(directory, name)
-                for at in np.flatnonzero(where.piece_of == number).tolist():
+                for at in np.flatnonzero(where.segment_of == number).tolist():
                     found[at] = segment.trajectory(rows[at], copied=True)
         if {t.lease_id for t in found.values()} != leases:
             raise StorageError(f"{directory} holds other groups than its shard says")
@@ -97,7 +97,7 @@ class LocalReader:
 
     def _segment(self, directory: Path, name: str) -> Segment:
         path = directory / name
-        if Piece.parse(path).retired:
+        if SegmentEntry.parse(path).retired:
             raise StorageError(f"{path} is no segment")
         try:
             found = path.stat()

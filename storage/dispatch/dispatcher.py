@@ -34,7 +34,7 @@ from bus.waiting import set_within
 from storage.config import AdmissionConfig, PrioritySampler
 from storage.dispatch.admission import Admission
 from storage.dispatch.lease_recovery import LostLeases
-from storage.dispatch.lease_status import LeaseDesk
+from storage.dispatch.lease_status import LeaseStatus
 from storage.dispatch.ledger import Ledger, Use
 from storage.dispatch.sampling import Candidate
 from storage.dispatch.short_groups import close_short
@@ -60,7 +60,7 @@ class Dispatcher:
         self.facts = LedgerFacts(ledger, self.look_at_policy)
         self._data = data
         self._admission = Admission(ledger, admission, seed=seed, is_quarantined=data.is_quarantined)
-        self._desk = LeaseDesk(
+        self._lease_status = LeaseStatus(
             ledger, self._admission, data, max_deliver=admission.max_deliver, on_refund=self._wake
         )
         self._samples = admission.samples_per_prompt
@@ -110,7 +110,7 @@ class Dispatcher:
             await self._bus.serve(
                 self._bus.subject("rpc", "unsettled"), UnsettledRequest, self._on_unsettled
             ),
-            await self._bus.serve(self._bus.subject("rpc", "lease"), LeaseRequest, self._desk.answer),
+            await self._bus.serve(self._bus.subject("rpc", "lease"), LeaseRequest, self._lease_status.answer),
             await self._bus.listen(self._bus.subject("notice", "policy"), PolicyManifest, self._on_policy),
             await self._bus.listen(self._bus.subject("notice", "stored"), StoredGroups, self._on_notice),
         ]

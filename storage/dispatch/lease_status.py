@@ -13,7 +13,7 @@ FREE_DELIVERIES = 2
 """Deliveries of a lease that prove nothing against it: its actor died of another one, or was stopped."""
 
 
-class LeaseDesk:
+class LeaseStatus:
     """What becomes of leases that are delivered again and again."""
 
     def __init__(

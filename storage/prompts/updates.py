@@ -13,7 +13,7 @@ from storage.prompts.data_sets import DataSets
 from storage.prompts.length_check import check_lengths
 
 
-class DataDesk:
+class DataUpdates:
     """Answers `launch data`."""
 
     def __init__(self, bus: Bus, ledger: Ledger, data: DataSets, *, max_new_tokens: int) -> None:

@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from bus.errors import ConfigError, StorageError
 from storage.disk.atomic_files import fsync_path, lock_directory, publish
-from storage.store.pieces import Piece, find_pieces
+from storage.store.entries import SegmentEntry, find_entries
 from storage.store.segments import FILE, check_trajectories, compressed_file
 
 log = structlog.get_logger()
@@ -91,13 +91,13 @@ def restore(directory: Path, archive: str) -> list[str]:
 
     To call while no writer has it open. Raises `StorageError` naming what the archive does not hold whole."""
     with lock_directory(directory):
-        pieces, _ = find_pieces(directory)
-        retired = [piece for piece in pieces if piece.retired]
-        return [_restore(directory, piece, archive) for piece in retired]
+        entries, _ = find_entries(directory)
+        retired = [entry for entry in entries if entry.retired]
+        return [_restore(directory, entry, archive) for entry in retired]
 
 
-def _restore(directory: Path, retired: Piece, archive: str) -> str:
-    segment = directory / Piece(retired.first, retired.last).name
+def _restore(directory: Path, retired: SegmentEntry, archive: str) -> str:
+    segment = directory / SegmentEntry(retired.first, retired.last).name
     name = f"{directory.name}/{segment.name}{SUFFIX}"
     with (
         _translating(f"{archive}/{name}"),

@@ -18,9 +18,9 @@ from bus.trajectory import Trajectory
 from storage.disk.atomic_files import lock_directory, make_directory, remove, remove_leftovers
 from storage.store.archive import archive_segment
 from storage.store.complete_groups import CompleteGroups
+from storage.store.entries import SegmentEntry, choose_merge, choose_retirement, find_entries, merged
 from storage.store.index import LARGEST_GROUP, Columns, RowIndex, load_columns, save_columns
 from storage.store.layout import Layout
-from storage.store.pieces import Piece, choose_merge, choose_retirement, find_pieces, merged
 from storage.store.segments import (
     Summary,
     check_segment,
@@ -96,27 +96,27 @@ class ReplayStore:
     def size_bytes(self) -> int:
         """Size of all segments on disk."""
         with self._mutex:
-            return sum(piece.size_bytes for piece in self._layout.pieces)
+            return sum(entry.size_bytes for entry in self._layout.entries)
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def entries(self) -> tuple[SegmentEntry, ...]:
         """What the directory holds, in order."""
         with self._mutex:
-            return tuple(self._layout.pieces)
+            return tuple(self._layout.entries)
 
     def tokens_of(self, lease_id: int) -> int:
         """Return the tokens of all trajectories of a complete group."""
         return self._index.tokens(lease_id)  # without the mutex, as its rows change no more
 
-    def leases_of(self, piece: Piece) -> NDArray[np.int64]:
-        """Return the leases of the trajectories that a piece holds or held, each once."""
-        return np.unique(self._columns_of(piece).leases)
+    def leases_of(self, entry: SegmentEntry) -> NDArray[np.int64]:
+        """Return the leases of the trajectories that an entry holds or held, each once."""
+        return np.unique(self._columns_of(entry).leases)
 
     def overdue(
-        self, *, retain_bytes: int | None, oldest_s: float, settled: Callable[[Piece], bool]
-    ) -> list[Piece]:
-        """Pieces to retire by `choose_retirement`."""
-        return choose_retirement(self.pieces, retain_bytes=retain_bytes, oldest_s=oldest_s, settled=settled)
+        self, *, retain_bytes: int | None, oldest_s: float, settled: Callable[[SegmentEntry], bool]
+    ) -> list[SegmentEntry]:
+        """Entries to retire by `choose_retirement`."""
+        return choose_retirement(self.entries, retain_bytes=retain_bytes, oldest_s=oldest_s, settled=settled)
 
     # --- trajectories ---
 
@@ -172,15 +172,15 @@ class ReplayStore:
         due = [key for key, t in zip(keys, fresh, strict=True) if t.reward_due]
         self._groups.rewards.expect(due, stored=keys)
         number = len(self._layout.ends)
-        written = write_segment(self._path(Piece(number, number)), fresh)
-        piece = Piece(number, number, size_bytes=written.size_bytes, written_s=written.written_s)
+        written = write_segment(self._path(SegmentEntry(number, number)), fresh)
+        entry = SegmentEntry(number, number, size_bytes=written.size_bytes, written_s=written.written_s)
         with self._mutex:
             full = [
                 t.lease_id
                 for t in fresh
                 if self._index.add(t.lease_id, t.sample, t.group_size, len(t.token_ids))
             ]
-            self._layout.add(piece, len(self._index))
+            self._layout.add(entry, len(self._index))
         return full
 
     def give(self, rewards: Sequence[RewardGiven]) -> list[int]:
@@ -215,8 +215,8 @@ class ReplayStore:
             )
         return found
 
-    def locate(self, lease_ids: Iterable[int]) -> list[tuple[Piece, int]]:
-        """Return piece and row of each trajectory of these complete groups, in the order of `read`.
+    def locate(self, lease_ids: Iterable[int]) -> list[tuple[SegmentEntry, int]]:
+        """Return entry and row of each trajectory of these complete groups, in the order of `read`.
 
         Raises `StorageError` for a group that is unknown, incomplete or retired, or had rewards due."""
         leases = list(lease_ids)
@@ -244,33 +244,33 @@ class ReplayStore:
         Raises `StorageError` when the disk refuses; then all is as it was."""
         with self._housekeeping:
             self._refuse_reader()
-            run = choose_merge(self.pieces)
+            run = choose_merge(self.entries)
             if not run:
                 return False
-            written = merge_segments(self._path(merged(run)), [self._path(piece) for piece in run])
+            written = merge_segments(self._path(merged(run)), [self._path(entry) for entry in run])
             with self._mutex:
                 self._layout.switch(run, merged(run, written.size_bytes))
-            for piece in run:
-                remove(self._path(piece))
+            for entry in run:
+                remove(self._path(entry))
         log.info("segments_merged", store=str(self.directory), segments=len(run), bytes=written.size_bytes)
         return True
 
-    def retire(self, piece: Piece, archive: str | None) -> None:
-        """Put the segment of `piece` into the archive, if there is one, and remove it here.
+    def retire(self, entry: SegmentEntry, archive: str | None) -> None:
+        """Put the segment of `entry` into the archive, if there is one, and remove it here.
 
         Its groups stay known, and are not stored again; `storage.archive.restore` brings them back.
         Raises `StorageError` when the archive or the disk refuses; then the segment is still here."""
         with self._housekeeping:
             self._refuse_reader()
             if archive is not None:
-                archive_segment(self._path(piece), archive)
-            columns = self._columns_of(piece)
-            retired = replace(piece, retired=True, size_bytes=0)
+                archive_segment(self._path(entry), archive)
+            columns = self._columns_of(entry)
+            retired = replace(entry, retired=True, size_bytes=0)
             save_columns(self._path(retired), columns, [len(columns)])
             with self._mutex:
-                self._layout.switch([piece], retired)
-            remove(self._path(piece))
-        log.info("segment_retired", segment=str(self._path(piece)), bytes=piece.size_bytes, archive=archive)
+                self._layout.switch([entry], retired)
+            remove(self._path(entry))
+        log.info("segment_retired", segment=str(self._path(entry)), bytes=entry.size_bytes, archive=archive)
 
     def close(self) -> None:
         """Unmap every file and let another writer in. Trajectories already read stay valid."""
@@ -285,12 +285,12 @@ class ReplayStore:
         if self._lock is None:
             raise StorageError(f"{self.directory} was opened for reading")
 
-    def _path(self, piece: Piece) -> Path:
-        return self._layout.path(piece)
+    def _path(self, entry: SegmentEntry) -> Path:
+        return self._layout.path(entry)
 
-    def _columns_of(self, piece: Piece) -> Columns:
+    def _columns_of(self, entry: SegmentEntry) -> Columns:
         with self._mutex:
-            return self._index.columns(self._layout.rows_of(piece))
+            return self._index.columns(self._layout.rows_of(entry))
 
     def _read(self, find: Callable[[], list[int]]) -> list[Trajectory]:
         with self._mutex:
@@ -324,23 +324,23 @@ class ReplayStore:
     def _scan(self) -> None:
         if self._lock is not None:
             remove_leftovers(self.directory)
-            pieces, replaced = find_pieces(self.directory)
-            for piece in replaced:
-                remove(self._path(piece))
-            self._load(pieces)
+            entries, replaced = find_entries(self.directory)
+            for entry in replaced:
+                remove(self._path(entry))
+            self._load(entries)
             self._groups.on_stored([])
             return
         for attempt in range(READER_ATTEMPTS):
             try:
-                self._load(find_pieces(self.directory)[0])
+                self._load(find_entries(self.directory)[0])
             except StorageError:  # a writer merged or retired what was here a moment ago
                 if attempt == READER_ATTEMPTS - 1:
                     raise
             else:
                 return
 
-    def _load(self, pieces: list[Piece]) -> None:
-        """Index these pieces: by the index file as far as it goes, from there on by the segments."""
+    def _load(self, entries: list[SegmentEntry]) -> None:
+        """Index these entries: by the index file as far as it goes, from there on by the segments."""
         path = self.directory / INDEX_FILE
         known, ends = Columns.none(), np.empty(0, np.int64)
         if path.exists():
@@ -348,25 +348,25 @@ class ReplayStore:
                 known, ends = load_columns(path)
             except StorageError as error:  # it says nothing that the segments do not say
                 log.warning("replay_index_not_used", reason=str(error))
-        sizes = [None if p.retired else check_segment(self._path(p)) for p in pieces]
-        covered = _agreeing(pieces, sizes, ends)
-        indexed = int(ends[pieces[covered - 1].last]) if covered else 0
-        parts = [known[:indexed], *(self._columns_on_disk(piece) for piece in pieces[covered:])]
-        rows = [*np.diff([0, *(ends[p.last] for p in pieces[:covered])]).tolist(), *map(len, parts[1:])]
+        sizes = [None if p.retired else check_segment(self._path(p)) for p in entries]
+        covered = _agreeing(entries, sizes, ends)
+        indexed = int(ends[entries[covered - 1].last]) if covered else 0
+        parts = [known[:indexed], *(self._columns_on_disk(entry) for entry in entries[covered:])]
+        rows = [*np.diff([0, *(ends[p.last] for p in entries[:covered])]).tolist(), *map(len, parts[1:])]
         sized = [
             replace(p, size_bytes=size.size_bytes, written_s=size.written_s) if size else p
-            for p, size in zip(pieces, sizes, strict=True)
+            for p, size in zip(entries, sizes, strict=True)
         ]
         with self._mutex:
             self._layout.close()
             self._layout = Layout(self.directory, sized, rows)
             self._index = RowIndex(Columns.join(parts))
             self._groups.load(self._index)
-            self._indexed = (pieces[covered - 1].last + 1 if covered else 0), indexed
+            self._indexed = (entries[covered - 1].last + 1 if covered else 0), indexed
 
-    def _columns_on_disk(self, piece: Piece) -> Columns:
-        path = self._path(piece)
-        return load_columns(path)[0] if piece.retired else read_columns(path)
+    def _columns_on_disk(self, entry: SegmentEntry) -> Columns:
+        path = self._path(entry)
+        return load_columns(path)[0] if entry.retired else read_columns(path)
 
     def _save_index(self) -> None:
         try:
@@ -377,17 +377,19 @@ class ReplayStore:
             self._indexed = len(self._layout.ends), len(self._index)
 
 
-def _agreeing(pieces: Sequence[Piece], found: Sequence[Summary | None], ends: NDArray[np.int64]) -> int:
-    """How many of the first pieces an index with these `ends` covers; none if it is not of these segments."""
+def _agreeing(
+    entries: Sequence[SegmentEntry], found: Sequence[Summary | None], ends: NDArray[np.int64]
+) -> int:
+    """Count the first entries that an index with these `ends` covers; 0 if it is of other segments."""
     begin = 0
-    for n, (piece, summary) in enumerate(zip(pieces, found, strict=True)):
-        if piece.last >= len(ends):
+    for n, (entry, summary) in enumerate(zip(entries, found, strict=True)):
+        if entry.last >= len(ends):
             return n
-        end = int(ends[piece.last])
+        end = int(ends[entry.last])
         if summary is not None and summary.trajectories != end - begin:
             return 0
         begin = end
-    return len(pieces)
+    return len(entries)
 
 
 def _misfit(trajectory: Trajectory, why: str) -> SchemaError:

@@ -15,7 +15,7 @@ from bus.requests import Unsettled, UnsettledRequest
 from bus.waiting import set_within
 from storage.config import ReplayConfig
 from storage.store.archive import check_archive
-from storage.store.pieces import Piece
+from storage.store.entries import SegmentEntry
 from storage.store.replay import ReplayStore
 
 log = structlog.get_logger()
@@ -65,23 +65,23 @@ async def retire_settled(bus: Bus, store: ReplayStore, retention: Retention, sto
     """Archive and remove what is over the limits, as far as the dispatcher says that it is settled."""
     oldest_s = -inf if retention.retain_age_s is None else time.time() - retention.retain_age_s
     overdue = store.overdue(
-        retain_bytes=retention.retain_bytes, oldest_s=oldest_s, settled=lambda piece: True
+        retain_bytes=retention.retain_bytes, oldest_s=oldest_s, settled=lambda entry: True
     )
     if not overdue:
         return
-    present = set(store.pieces)  # what comes later may hold leases that the answer does not know
+    present = set(store.entries)  # what comes later may hold leases that the answer does not know
     answer = await bus.request(
         bus.subject("rpc", "unsettled"), UnsettledRequest(), Unsettled, timeout_s=ANSWER_TIMEOUT_S
     )
     unsettled = np.array(answer.lease_ids, np.int64)
 
-    def settled(piece: Piece) -> bool:
-        return piece in present and not np.isin(unsettled, store.leases_of(piece)).any()
+    def settled(entry: SegmentEntry) -> bool:
+        return entry in present and not np.isin(unsettled, store.leases_of(entry)).any()
 
     chosen = await asyncio.to_thread(
         store.overdue, retain_bytes=retention.retain_bytes, oldest_s=oldest_s, settled=settled
     )
-    for piece in chosen:
+    for entry in chosen:
         if stop.is_set():
             return
-        await asyncio.to_thread(store.retire, piece, retention.archive)
+        await asyncio.to_thread(store.retire, entry, retention.archive)

@@ -13,7 +13,7 @@ from actors.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.weights import follow as weights
 from bus.connection import Bus
-from tests.actors.held_out import Desk
+from tests.actors.held_out import Evaluations
 from tests.actors.sglang_served import FIRST
 from tests.actors.tiny import tiny_model
 
@@ -40,11 +40,11 @@ def quick(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def desk(bus: Bus) -> Desk:
+async def evaluations(bus: Bus) -> Evaluations:
     """Asks for evaluations."""
-    desk = Desk(bus)
-    await desk.listen()
-    return desk
+    evaluations = Evaluations(bus)
+    await evaluations.listen()
+    return evaluations
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,7 @@ class Recording:
         return Episode(trajectories=trajectories)
 
 
-class Desk:
+class Evaluations:
     """Asks for evaluations as a learner does, and has evaluators answer."""
 
     def __init__(self, bus):

@@ -7,7 +7,7 @@ import pytest
 
 from actors.config import SglangEngineConfig
 from actors.engines.fleet.config import FleetConfig
-from actors.engines.fleet.engine_admin import EngineDesk, attached_builds, subject_of
+from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds, subject_of
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.scripted import ScriptedEngine
 from bus.errors import BusError, ConfigError
@@ -48,7 +48,7 @@ def settings(tmp_path, **more):
 
 @pytest.fixture
 async def fleet(bus, model, tmp_path):
-    """An actor's fleet of one scripted engine, with its desk on the bus."""
+    """An actor's fleet of one scripted engine, with its admin on the bus."""
 
     async def build():
         return ScriptedEngine(lambda _: [1, 2, 3, 4])
@@ -56,8 +56,8 @@ async def fleet(bus, model, tmp_path):
     fleet, stop = Fleet({"engine-0": build}, FleetConfig(requests_per_engine=2)), asyncio.Event()
     await fleet.start()
     await fleet.load_weights(STATE, 3)
-    desk = EngineDesk(bus, fleet, settings(tmp_path), model, actor=ACTOR, colocated=False)
-    serving = asyncio.create_task(desk.run(stop))
+    admin = EngineAdmin(bus, fleet, settings(tmp_path), model, actor=ACTOR, colocated=False)
+    serving = asyncio.create_task(admin.run(stop))
     yield fleet
     stop.set()
     await serving
@@ -71,7 +71,7 @@ async def asked(bus, action, engine):
             try:
                 return await bus.request(subject_of(bus, ACTOR), change, Done, timeout_s=TIMEOUT_S)
             except BusError as error:
-                if "nobody serves" not in str(error):  # its desk is about to open
+                if "nobody serves" not in str(error):  # its admin is about to open
                     raise
                 await asyncio.sleep(0.02)
 
@@ -113,8 +113,8 @@ async def test_what_cannot_join_or_leave_is_refused_with_the_reason(bus, fleet, 
 
 async def test_no_server_joins_an_actor_that_shares_its_devices_with_the_learner(bus, model, tmp_path):
     fleet, stop = Fleet({}, FleetConfig()), asyncio.Event()
-    desk = EngineDesk(bus, fleet, settings(tmp_path), model, actor=ACTOR, colocated=True)
-    serving = asyncio.create_task(desk.run(stop))
+    admin = EngineAdmin(bus, fleet, settings(tmp_path), model, actor=ACTOR, colocated=True)
+    serving = asyncio.create_task(admin.run(stop))
     with pytest.raises(BusError, match=r"http://there:1 cannot join: .*colocation\.enabled"):
         await asked(bus, "join", "http://there:1")
     assert not fleet.engines

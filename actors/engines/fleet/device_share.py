@@ -4,10 +4,11 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from actors.engines.base import SharesDevice
+from actors.engines.fleet.engine_life import EngineLife
 from actors.engines.waiting import bounded, unless
 
 if TYPE_CHECKING:
-    from actors.engines.fleet.member import Member, _Life
+    from actors.engines.fleet.member import Member
 
 
 class Turn:
@@ -58,7 +59,7 @@ class Turn:
             self.over = False
             self.device.release()
 
-    async def _free(self, life: "_Life") -> None:
+    async def _free(self, life: EngineLife) -> None:
         member, config = self._member, self._member._config
         async with bounded(config.update_timeout_s, f"{member.name} did not end its update"):
             await life.update.acquire()  # an engine that loads weights hands out nothing before that is over
@@ -71,7 +72,7 @@ class Turn:
         finally:
             life.update.release()
 
-    async def _take(self, life: "_Life") -> None:
+    async def _take(self, life: EngineLife) -> None:
         """Weights first: an engine that has none on its device takes these with it, not the older ones."""
         member = self._member
         await member._load_newest(life)

@@ -33,7 +33,7 @@ def subject_of(bus: Bus, actor: str) -> str:
     return bus.subject("rpc", "engines", actor.replace(".", "_"))
 
 
-class EngineDesk:
+class EngineAdmin:
     """Answers `launch engines`: servers join the actor's fleet while it works, and leave it."""
 
     def __init__(

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -12,6 +11,7 @@ import structlog
 from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.device_share import Turn
+from actors.engines.fleet.engine_life import EngineLife
 from actors.engines.fleet.host_weights import HostWeights
 from actors.engines.fleet.occupancy import Occupancy
 from actors.engines.fleet.partial_generation import left_of, sound
@@ -26,24 +26,6 @@ Build = Callable[[], Awaitable[Engine]]
 WEIGHTS_AGAIN_S = 2.0
 """Until an engine without weights looks for them again."""
 State = Literal["starting", "serving", "resting", "stopping", "waiting", "given up", "left"]
-
-
-@dataclass(eq=False)
-class _Life:
-    """One engine from its building to its end."""
-
-    engine: Engine
-    serial: int = 0
-    """The update it has; 0 for the weights that it came with."""
-    errors: int = 0
-    """Requests that failed in a row."""
-    failed_under: int | None = None
-    """Requests that it may have failed of; None when it has not failed."""
-    ending: set[asyncio.Task[Generation]] = field(default_factory=set)
-    """Requests whose callers are gone, until it has aborted them."""
-    update: asyncio.Lock = field(default_factory=asyncio.Lock)
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it was closed: nothing comes from it any more."""
 
 
 class Member:
@@ -74,7 +56,7 @@ class Member:
         self._config = config
         self._weights = weights
         self._changed = changed
-        self._life: _Life | None = None
+        self._life: EngineLife | None = None
         self._asked: dict[str, asyncio.Task[Generation]] = {}
         self._idle = asyncio.Event()
         self._out = asyncio.Event()
@@ -219,7 +201,7 @@ class Member:
                 self.fail(f"new weights: {_said(error)}", of_requests=False)
         return seconds
 
-    def _ended(self, life: _Life, task: asyncio.Task[Generation]) -> None:
+    def _ended(self, life: EngineLife, task: asyncio.Task[Generation]) -> None:
         life.ending.discard(task)
         self._changed()
 
@@ -264,10 +246,10 @@ class Member:
     async def _bring_up(self) -> None:
         async with bounded(self._config.start_timeout_s, f"{self.name} did not start"):
             engine = await self._build()
-            self._life = _Life(engine)
+            self._life = EngineLife(engine)
             await engine.start()
 
-    async def _interrupt(self, life: _Life) -> None:
+    async def _interrupt(self, life: EngineLife) -> None:
         """Have the engine hand out what it has sampled of all its requests."""
         await asyncio.sleep(0)  # requests that were asked for in this turn of the loop get there first
         await asyncio.gather(*(life.engine.abort(request_id) for request_id in self._asked))
@@ -276,18 +258,18 @@ class Member:
         if life.ending:
             await asyncio.wait(life.ending)
 
-    async def _load_newest(self, life: _Life) -> None:
+    async def _load_newest(self, life: EngineLife) -> None:
         while not self._out.is_set() and life.serial != self._weights().serial:
             await unless(self._out, self._load_patiently(life))
 
-    async def _load_patiently(self, life: _Life) -> None:
+    async def _load_patiently(self, life: EngineLife) -> None:
         try:
             await self._load(life)
         except WeightsKeptError as error:  # the learner may be starting again
             log.warning("weights_not_to_be_had", engine=self.name, reason=str(error))
             await set_within(self._out, WEIGHTS_AGAIN_S)
 
-    async def _load(self, life: _Life) -> float:
+    async def _load(self, life: EngineLife) -> float:
         weights = self._weights()
         loading = weights.load_into(life.engine, life.serial)
         async with bounded(self._config.update_timeout_s, f"{self.name} did not load its weights"):
@@ -307,7 +289,7 @@ class Member:
         while not await set_within(self._out, self._config.health_period_s):
             await self._check_health(life)
 
-    async def _check_health(self, life: _Life) -> None:
+    async def _check_health(self, life: EngineLife) -> None:
         """Fail an engine that says it is not well, or says nothing."""
         if not isinstance(life.engine, HealthChecked):
             return
@@ -318,7 +300,7 @@ class Member:
             if life is self._life:
                 self.fail(str(error))
 
-    async def _doubt(self, life: _Life, reason: str) -> None:
+    async def _doubt(self, life: EngineLife, reason: str) -> None:
         """A request failed: the engine has, too, unless it is well and this was rare."""
         log.warning("generation_failed", engine=self.name, reason=reason)
         life.errors += 1
@@ -328,7 +310,7 @@ class Member:
             await self._check_health(life)
 
     async def _piece(
-        self, life: _Life, request: GenerationRequest, task: asyncio.Task[Generation]
+        self, life: EngineLife, request: GenerationRequest, task: asyncio.Task[Generation]
     ) -> Generation:
         try:
             await first(task, life.gone, self._config.request_timeout_s)

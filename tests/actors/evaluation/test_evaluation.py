@@ -48,18 +48,18 @@ async def busy_with(engine, requests):
     await until(is_busy)
 
 
-async def test_the_result_says_which_versions_drew_its_tokens(bus, desk, engine, follower, rollouts):
+async def test_the_result_says_which_versions_drew_its_tokens(bus, evaluations, engine, follower, rollouts):
     environment = Recording()
-    async with desk.evaluator(rollouts, environment):
+    async with evaluations.evaluator(rollouts, environment):
         asked = await publish(bus, 3)
         await reached(follower, 3)
         engine.hold()
-        await desk.ask(asked)
+        await evaluations.ask(asked)
         await busy_with(engine, PROMPTS)
         await publish(bus, 5)
         await reached(follower, 5)
         engine.release()
-        result = await desk.result()
+        result = await evaluations.result()
     assert (result.policy_version, result.incarnation, result.drawn_by) == (3, "one", (3, 5))
     assert (min(environment.versions), max(environment.versions)) == (3, 5)
     assert (result.sampled, result.greedy, result.prompts) == (1.0, 1.0, PROMPTS)
@@ -68,17 +68,17 @@ async def test_the_result_says_which_versions_drew_its_tokens(bus, desk, engine,
 
 
 async def test_nothing_is_answered_by_a_version_older_than_the_one_asked_for(
-    bus, desk, engine, follower, rollouts
+    bus, evaluations, engine, follower, rollouts
 ):
     await publish(bus, 4)
     await reached(follower, 4)
     asked = await publish(bus, 5, announce=False)
-    async with desk.evaluator(rollouts, Recording()):
-        await desk.ask(asked)
-        await until(lambda: desk.handed_out(1))
+    async with evaluations.evaluator(rollouts, Recording()):
+        await evaluations.ask(asked)
+        await until(lambda: evaluations.handed_out(1))
         assert not engine.requests
         await publish(bus, 6)
-        result = await desk.result()
+        result = await evaluations.result()
     assert (result.policy_version, result.drawn_by) == (5, (6, 6))
 
 
@@ -96,114 +96,114 @@ async def test_a_version_that_does_not_come_is_handed_to_others_with_the_reason(
 
 
 async def test_an_evaluation_that_was_handed_back_is_answered_when_its_version_has_come(
-    bus, desk, follower, rollouts, monkeypatch
+    bus, evaluations, follower, rollouts, monkeypatch
 ):
     monkeypatch.setattr(evaluation_engines, "PATIENCE_S", 0.1)
     monkeypatch.setattr(evaluation_engines, "LOOK_S", 0.05)
     asked = await publish(bus, 7, announce=False)
-    async with desk.evaluator(rollouts, Recording()):
-        await desk.ask(asked)
-        await until(lambda: desk.handed_out(3))
+    async with evaluations.evaluator(rollouts, Recording()):
+        await evaluations.ask(asked)
+        await until(lambda: evaluations.handed_out(3))
         await publish(bus, 7)
-        assert (await desk.result()).drawn_by == (7, 7)
-    await desk.settled()
+        assert (await evaluations.result()).drawn_by == (7, 7)
+    await evaluations.settled()
 
 
 async def test_what_a_dead_learner_asked_for_is_forgotten_and_its_successor_is_answered(
-    bus, desk, engine, follower, rollouts
+    bus, evaluations, engine, follower, rollouts
 ):
-    async with desk.evaluator(rollouts, Recording()):
+    async with evaluations.evaluator(rollouts, Recording()):
         await publish(bus, 9, incarnation="dead")
         await reached(follower, 9, of="dead")
         gone = await publish(bus, 10, incarnation="dead", announce=False)
         asked = await publish(bus, 5, incarnation="resumed")
-        await desk.ask(gone)
-        await desk.ask(asked)
-        result = await desk.result()
+        await evaluations.ask(gone)
+        await evaluations.ask(asked)
+        result = await evaluations.result()
     assert (result.incarnation, result.policy_version, result.drawn_by) == ("resumed", 5, (5, 5))
-    await desk.settled()
-    assert desk.results.empty()
+    await evaluations.settled()
+    assert evaluations.results.empty()
 
 
 async def test_no_result_mixes_in_the_older_weights_of_a_resumed_learner(
-    bus, desk, engine, follower, rollouts
+    bus, evaluations, engine, follower, rollouts
 ):
-    async with desk.evaluator(rollouts, Recording()):
+    async with evaluations.evaluator(rollouts, Recording()):
         asked = await publish(bus, 5)
         await reached(follower, 5)
         engine.hold()
-        await desk.ask(asked)
+        await evaluations.ask(asked)
         await busy_with(engine, PROMPTS)
         resumed = await publish(bus, 3, incarnation="resumed")
         await reached(follower, 3, of="resumed")
         engine.release()
-        await desk.settled()
-        await desk.ask(resumed)
-        assert (await desk.result()).drawn_by == (3, 3)
-    assert desk.results.empty()
+        await evaluations.settled()
+        await evaluations.ask(resumed)
+        assert (await evaluations.result()).drawn_by == (3, 3)
+    assert evaluations.results.empty()
 
 
 async def test_an_actor_that_stops_leaves_the_prompts_it_did_not_begin_to_another(
-    bus, desk, engine, follower
+    bus, evaluations, engine, follower
 ):
     asked = await publish(bus, 1)
     await reached(follower, 1)
     first, second = Recording(), Recording()
     engines = RolloutEngines(bus, engine, follower, prompts_at_once=2)
     engine.hold()
-    async with desk.evaluator(engines, first) as (stop, running):
-        await desk.ask(asked)
+    async with evaluations.evaluator(engines, first) as (stop, running):
+        await evaluations.ask(asked)
         await busy_with(engine, 2)
         stop.set()
         engine.release()
         async with asyncio.timeout(TIMEOUT_S):
             await running
     assert (first.runs, first.busy, engine.running) == (2, 0, 0)
-    assert not await desk.no_task_is_left()
-    async with desk.evaluator(engines, second):
-        assert (await desk.result()).drawn_by == (1, 1)
+    assert not await evaluations.no_task_is_left()
+    async with evaluations.evaluator(engines, second):
+        assert (await evaluations.result()).drawn_by == (1, 1)
     assert second.runs == 2 * PROMPTS
-    assert desk.results.empty()
+    assert evaluations.results.empty()
 
 
 async def test_an_actor_that_stops_while_the_version_is_on_its_way_leaves_the_evaluation_to_another(
-    bus, desk, engine, follower, rollouts
+    bus, evaluations, engine, follower, rollouts
 ):
     asked = await publish(bus, 2, announce=False)
-    async with desk.evaluator(rollouts, Recording()):
-        await desk.ask(asked)
-        await until(lambda: desk.handed_out(1))
-    assert not await desk.no_task_is_left()
+    async with evaluations.evaluator(rollouts, Recording()):
+        await evaluations.ask(asked)
+        await until(lambda: evaluations.handed_out(1))
+    assert not await evaluations.no_task_is_left()
     assert not engine.requests
 
 
-async def test_rollouts_wait_for_no_more_prompts_than_are_allowed_at_once(bus, desk, engine, follower):
+async def test_rollouts_wait_for_no_more_prompts_than_are_allowed_at_once(bus, evaluations, engine, follower):
     asked = await publish(bus, 1)
     await reached(follower, 1)
     environment = Recording()
     engines = RolloutEngines(bus, engine, follower, prompts_at_once=3)
-    async with desk.evaluator(engines, environment):
-        await desk.ask(asked)
-        await desk.result()
+    async with evaluations.evaluator(engines, environment):
+        await evaluations.ask(asked)
+        await evaluations.result()
     assert (environment.most_busy, environment.runs) == (3, 2 * PROMPTS)
 
 
 async def test_what_fell_behind_is_answered_by_one_measurement_and_the_newest_version_alone(
-    bus, desk, engine, follower, rollouts
+    bus, evaluations, engine, follower, rollouts
 ):
     environment = Recording()
     asked = [await publish(bus, version) for version in (1, 2, 3, 4)]
     await reached(follower, 4)
     engine.hold()
-    async with desk.evaluator(rollouts, environment):
+    async with evaluations.evaluator(rollouts, environment):
         for manifest in asked:
-            await desk.ask(manifest)
+            await evaluations.ask(manifest)
         await busy_with(engine, PROMPTS)
         asked.append(await publish(bus, 5))
         await reached(follower, 5)
         engine.release()
-        await desk.ask(asked[-1])
-        results = [await desk.result() for _ in asked]
+        await evaluations.ask(asked[-1])
+        results = [await evaluations.result() for _ in asked]
     assert [(r.policy_version, r.drawn_by) for r in results] == [
         (1, (4, 5)), (2, (4, 5)), (3, (4, 5)), (4, (4, 5)), (5, (5, 5)),
     ]  # fmt: skip
@@ -212,80 +212,82 @@ async def test_what_fell_behind_is_answered_by_one_measurement_and_the_newest_ve
 
 @pytest.mark.parametrize("other", ["learner", "prompts"])
 async def test_no_measurement_answers_for_another_learner_or_for_other_prompts(
-    bus, desk, engine, follower, rollouts, other
+    bus, evaluations, engine, follower, rollouts, other
 ):
     environment = Recording()
-    async with desk.evaluator(rollouts, environment):
-        await desk.ask(await publish(bus, 5))
-        await desk.result()
+    async with evaluations.evaluator(rollouts, environment):
+        await evaluations.ask(await publish(bus, 5))
+        await evaluations.result()
         resumed = await publish(bus, 5, incarnation="resumed" if other == "learner" else "one")
-        await desk.ask(resumed, prompts=PROMPTS if other == "learner" else 2)
-        result = await desk.result()
+        await evaluations.ask(resumed, prompts=PROMPTS if other == "learner" else 2)
+        result = await evaluations.result()
     assert (result.incarnation, result.prompts) == (
         ("resumed", PROMPTS) if other == "learner" else ("one", 2)
     )
     assert environment.runs == 2 * PROMPTS + 2 * result.prompts
 
 
-async def test_a_measurement_with_failed_rollouts_answers_for_no_other_version(bus, desk, follower, rollouts):
+async def test_a_measurement_with_failed_rollouts_answers_for_no_other_version(
+    bus, evaluations, follower, rollouts
+):
     async def fail(run):
         if run == 1:
             raise EngineError("this prompt ends its engines")
 
     asked = [await publish(bus, version) for version in (1, 2)]
     await reached(follower, 2)
-    async with desk.evaluator(rollouts, Recording(fail)):
+    async with evaluations.evaluator(rollouts, Recording(fail)):
         for manifest in asked:
-            await desk.ask(manifest)
-        results = [await desk.result() for _ in asked]
+            await evaluations.ask(manifest)
+        results = [await evaluations.result() for _ in asked]
     assert [(r.policy_version, r.drawn_by, r.failed) for r in results] == [(1, (2, 2), 1), (2, (2, 2), 0)]
 
 
-async def test_a_rollout_that_fails_counts_as_zero_and_the_others_count(bus, desk, follower, rollouts):
+async def test_a_rollout_that_fails_counts_as_zero_and_the_others_count(bus, evaluations, follower, rollouts):
     async def fail(run):
         if run in (1, PROMPTS + 1, PROMPTS + 2):
             raise EngineError("this prompt ends its engines")
 
     asked = await publish(bus, 1)
-    async with desk.evaluator(rollouts, Recording(fail)):
-        await desk.ask(asked)
-        result = await desk.result()
+    async with evaluations.evaluator(rollouts, Recording(fail)):
+        await evaluations.ask(asked)
+        result = await evaluations.result()
     assert (result.sampled, result.greedy, result.failed) == (0.75, 0.5, 3)
 
 
 async def test_nothing_is_told_where_every_rollout_failed_and_the_next_version_is_measured(
-    bus, desk, follower, rollouts
+    bus, evaluations, follower, rollouts
 ):
     async def fail(run):
         if run <= 2 * PROMPTS:
             raise EngineError("engines that answer nothing")
 
-    async with desk.evaluator(rollouts, Recording(fail)):
-        await desk.ask(await publish(bus, 1))
-        await desk.settled()
-        await desk.ask(await publish(bus, 2))
-        result = await desk.result()
+    async with evaluations.evaluator(rollouts, Recording(fail)):
+        await evaluations.ask(await publish(bus, 1))
+        await evaluations.settled()
+        await evaluations.ask(await publish(bus, 2))
+        result = await evaluations.result()
     assert (result.policy_version, result.sampled, result.failed) == (2, 1.0, 0)
-    assert desk.results.empty()
+    assert evaluations.results.empty()
 
 
 async def test_without_engines_the_evaluator_ends_and_its_task_is_left_for_others(
-    bus, desk, follower, rollouts
+    bus, evaluations, follower, rollouts
 ):
     async def lose(run):
         raise EngineLostError("all engines failed")
 
     asked = await publish(bus, 1)
-    async with desk.evaluator(rollouts, Recording(lose), fails=True) as (_, running):
-        await desk.ask(asked)
+    async with evaluations.evaluator(rollouts, Recording(lose), fails=True) as (_, running):
+        await evaluations.ask(asked)
         await asyncio.wait([running], timeout=TIMEOUT_S)
     assert running.exception().subgroup(EngineLostError)
-    assert not await desk.no_task_is_left()
+    assert not await evaluations.no_task_is_left()
 
 
 async def test_the_range_of_real_engines_is_that_of_their_tokens_across_a_turn_of_the_learner(
     bus,
-    desk,
+    evaluations,
     state,  # noqa: F811
 ):
     """As with colocation: the engines leave the device in the midst, and come back with newer weights."""
@@ -301,7 +303,7 @@ async def test_the_range_of_real_engines_is_that_of_their_tokens_across_a_turn_o
         environment = Recording(take_the_device)
         asked = await published(bus, 1, tiny_model("qwen3", seed=1))
         engines = RolloutEngines(bus, fleet, follower, prompts_at_once=2)
-        async with desk.evaluator(engines, environment):
-            await desk.ask(asked)
-            result = await desk.result()
+        async with evaluations.evaluator(engines, environment):
+            await evaluations.ask(asked)
+            result = await evaluations.result()
     assert result.drawn_by == (min(environment.versions), max(environment.versions)) == (1, 2)

@@ -14,7 +14,7 @@ from tests.actors.weights.test_weights import publish
 pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 
 
-async def test_an_own_engine_keeps_the_version_while_others_are_published(bus, desk, model):
+async def test_an_own_engine_keeps_the_version_while_others_are_published(bus, evaluations, model):
     async def publish_another(run):
         await published(bus, 1 + run, tiny_model("qwen3", seed=run))
 
@@ -25,30 +25,30 @@ async def test_an_own_engine_keeps_the_version_while_others_are_published(bus, d
         return built[-1]
 
     environment = Recording(publish_another)
-    async with desk.evaluator(OwnEngine(build, Blobs(bus)), environment):
+    async with evaluations.evaluator(OwnEngine(build, Blobs(bus)), environment):
         asked = await published(bus, 1, model)
-        await desk.ask(asked)
-        first = await desk.result()
-        await desk.ask(await published(bus, 50, tiny_model("qwen3", seed=3)))
-        second = await desk.result()
-        await desk.ask(await published(bus, 40, tiny_model("qwen3", seed=4)))
-        third = await desk.result()
+        await evaluations.ask(asked)
+        first = await evaluations.result()
+        await evaluations.ask(await published(bus, 50, tiny_model("qwen3", seed=3)))
+        second = await evaluations.result()
+        await evaluations.ask(await published(bus, 40, tiny_model("qwen3", seed=4)))
+        third = await evaluations.result()
     assert [result.drawn_by for result in (first, second, third)] == [(1, 1), (50, 50), (40, 40)]
     assert set(environment.versions) == {1, 40, 50}
     assert len(built) == 1
     assert not built[0]._thread.is_alive()
 
 
-async def test_an_own_engine_skips_a_version_whose_weights_are_gone(bus, desk):
+async def test_an_own_engine_skips_a_version_whose_weights_are_gone(bus, evaluations):
     def build():
         raise AssertionError("there is nothing to load")
 
     gone = await publish(bus, 1)
     await delete_blob(bus, gone.snapshot)
-    async with desk.evaluator(OwnEngine(build, Blobs(bus)), Recording()):
-        await desk.ask(gone)
-        await desk.settled()
-    assert desk.results.empty()
+    async with evaluations.evaluator(OwnEngine(build, Blobs(bus)), Recording()):
+        await evaluations.ask(gone)
+        await evaluations.settled()
+    assert evaluations.results.empty()
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,8 @@ async def test_groups_that_were_retired_are_missed_with_the_way_to_bring_them_ba
     async with mini_run(bus, tmp_path) as run:
         await run.train(steps=2)
         for store in run.storage.stores:
-            for piece in store.pieces:
-                store.retire(piece, None)
+            for entry in store.entries:
+                store.retire(entry, None)
         with pytest.raises(StorageError, match=r"step 1 cannot be trained again: .*retired.*launch restore"):
             await asyncio.to_thread(retrained, run, 0, 2)
 

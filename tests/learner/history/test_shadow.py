@@ -145,9 +145,9 @@ async def test_steps_whose_groups_were_retired_are_passed_over_and_counted(bus, 
         await run.train(steps=3)
         used = {lease for step in run.steps().values() for lease in step.leases}
         for store in run.storage.stores:
-            for piece in store.pieces:
-                if used.issuperset(store.leases_of(piece).tolist()):
-                    store.retire(piece, None)
+            for entry in store.entries:
+                if used.issuperset(store.leases_of(entry).tolist()):
+                    store.retire(entry, None)
         await run.train(steps=5)
         progress = await run.follow(asyncio.Event(), steps=5)
     assert (progress.step, progress.steps_retired) == (5, 3)

@@ -54,8 +54,8 @@ async def test_a_step_that_was_rolled_back_is_no_longer_given_and_the_learner_is
 async def test_a_group_that_was_retired_is_refused_at_once(bus, tmp_path):
     async with serving(bus, tmp_path) as storage:
         await start_run(bus, storage)
-        for piece in storage.stores[1].pieces:
-            storage.stores[1].retire(piece, None)
+        for entry in storage.stores[1].entries:
+            storage.stores[1].retire(entry, None)
         async with asyncio.timeout(5):
             with pytest.raises(BusError, match=RETIRED):
                 await ReplayReader(bus, "onlooker").fetch([GroupRef(lease_id=3, shard=1)])

@@ -18,7 +18,7 @@ from storage.client import addresses, local_reader
 from storage.client import reader as reader_module
 from storage.client.local_reader import LocalReader
 from storage.client.reader import ReplayReader
-from storage.store import pieces
+from storage.store import entries
 from storage.store.replay import ReplayStore
 from storage.store.segments import FILE
 from storage.store.zipped import zipped
@@ -126,7 +126,7 @@ async def test_bus_can_be_chosen(bus, store):
 
 
 async def test_segments_merged_since_they_were_located_are_located_again(bus, store, monkeypatch):
-    monkeypatch.setattr(pieces, "MERGE_SEGMENTS", 2)
+    monkeypatch.setattr(entries, "MERGE_SEGMENTS", 2)
 
     class Slow(LocalReader):
         answers = 0
@@ -217,7 +217,7 @@ async def test_addresses_that_lead_out_of_the_directory_are_not_followed(bus, st
 
             async def elsewhere(request: LocateRequest) -> list[Located]:
                 fields = {name: getattr(where, name) for name in Located.__slots__}
-                return [Located(**fields | {"pieces": ("../replay/segment_00000002",)})]
+                return [Located(**fields | {"segments": ("../replay/segment_00000002",)})]
 
             await bus.serve(bus.subject("rpc", "locate", 1), LocateRequest, elsewhere)
             assert await reader.read(1, [0]) is None  # it holds the group of lease 4

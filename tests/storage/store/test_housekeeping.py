@@ -17,9 +17,9 @@ from zarr.storage import ZipStore
 
 from bus.errors import StorageError
 from storage.disk.atomic_files import remove
-from storage.store import compressed, pieces
+from storage.store import compressed, entries
 from storage.store.archive import restore
-from storage.store.pieces import Piece, choose_merge, choose_retirement
+from storage.store.entries import SegmentEntry, choose_merge, choose_retirement
 from storage.store.replay import INDEX_FILE, ReplayStore
 from storage.store.segments import FILE, TOKEN_ARRAYS
 from storage.store.zipped import map_entries
@@ -27,7 +27,7 @@ from storage.store.zipped import map_entries
 
 @pytest.fixture
 def merge_four(monkeypatch):
-    monkeypatch.setattr(pieces, "MERGE_SEGMENTS", 4)
+    monkeypatch.setattr(entries, "MERGE_SEGMENTS", 4)
 
 
 def fill(directory: Path, leases: range) -> ReplayStore:
@@ -97,8 +97,8 @@ def test_an_index_file_that_cannot_be_written_stops_nothing(tmp_path):
 
 
 def test_what_is_chosen_to_be_merged():
-    def sized(*sizes: int) -> list[Piece]:
-        return [Piece(n, n, size_bytes=size) for n, size in enumerate(sizes)]
+    def sized(*sizes: int) -> list[SegmentEntry]:
+        return [SegmentEntry(n, n, size_bytes=size) for n, size in enumerate(sizes)]
 
     small, medium, large = 10_000, 4 << 20, 200 << 20
     assert choose_merge(sized(*[small] * 47)) == []
@@ -108,18 +108,18 @@ def test_what_is_chosen_to_be_merged():
     assert len(choose_merge(sized(*[medium] * 24, small, *[medium] * 24))) == 49
     assert len(choose_merge(sized(*[12 << 20] * 40))) == 22  # together they reach 256 MB
     assert choose_merge(sized(*[large] * 100)) == []
-    assert choose_merge([Piece(n, n, retired=True) for n in range(100)]) == []
+    assert choose_merge([SegmentEntry(n, n, retired=True) for n in range(100)]) == []
 
 
 def test_a_byte_is_rewritten_a_few_times_at_most():
-    found: list[Piece] = []
+    found: list[SegmentEntry] = []
     rewritten = 0
     for n in range(10_000):
-        found.append(Piece(n, n, size_bytes=50_000))
+        found.append(SegmentEntry(n, n, size_bytes=50_000))
         while run := choose_merge(found):
             at = found.index(run[0])
-            rewritten += sum(piece.size_bytes for piece in run)
-            found[at : at + len(run)] = [pieces.merged(run, sum(piece.size_bytes for piece in run))]
+            rewritten += sum(entry.size_bytes for entry in run)
+            found[at : at + len(run)] = [entries.merged(run, sum(entry.size_bytes for entry in run))]
     assert rewritten < 2.1 * 10_000 * 50_000
     assert len(found) < 120
 
@@ -230,10 +230,10 @@ MERGING = """
 import sys
 sys.path[:0] = [{root!r}, {here!r}]
 from pathlib import Path
-from storage.store import compressed, pieces
+from storage.store import compressed, entries
 from storage.store.replay import ReplayStore
 from test_replay import group
-pieces.MERGE_SEGMENTS = 3
+entries.MERGE_SEGMENTS = 3
 store = ReplayStore.open(Path({directory!r}))
 lease = len(store.completed)
 print("open", flush=True)
@@ -242,9 +242,9 @@ while True:
     lease += 1
     while store.compact():
         pass
-    for piece in store.pieces[:-8]:
-        if not piece.retired and piece.last > piece.first:
-            store.retire(piece, {archive!r})
+    for entry in store.entries[:-8]:
+        if not entry.retired and entry.last > entry.first:
+            store.retire(entry, {archive!r})
 """
 
 
@@ -263,7 +263,7 @@ def test_a_writer_killed_at_any_moment_of_its_housekeeping_loses_nothing(tmp_pat
         leases = range(len(store.completed))
         assert store.completed == list(leases)
         assert store.trajectories == 2 * len(leases)
-        assert any(piece.last > piece.first for piece in store.pieces)
+        assert any(entry.last > entry.first for entry in store.entries)
     restore(tmp_path / "s", str(tmp_path / "a"))
     with closing(ReplayStore.open(tmp_path / "s")) as store:
         expect(store, leases)
@@ -274,14 +274,14 @@ def test_a_writer_killed_at_any_moment_of_its_housekeeping_loses_nothing(tmp_pat
 
 def test_what_is_chosen_to_be_retired():
     def settled(*numbers: int):
-        return lambda piece: piece.first in numbers
+        return lambda entry: entry.first in numbers
 
-    held = [Piece(n, n, size_bytes=100, written_s=float(n)) for n in range(5)]
+    held = [SegmentEntry(n, n, size_bytes=100, written_s=float(n)) for n in range(5)]
     everything = settled(*range(5))
 
     def chosen(**how) -> list[int]:
         how = {"retain_bytes": None, "oldest_s": 0.0, "settled": everything} | how
-        return [piece.first for piece in choose_retirement(held, **how)]
+        return [entry.first for entry in choose_retirement(held, **how)]
 
     assert chosen() == []
     assert chosen(oldest_s=2.0) == [0, 1]
@@ -298,10 +298,10 @@ def test_a_segment_comes_back_from_the_archive_bit_for_bit(tmp_path, merge_four,
     with closing(fill(directory, range(6))) as store:
         assert store.compact()
         before = contents(directory)
-        [merged, *others] = store.pieces
+        [merged, *others] = store.entries
         store.retire(merged, archive)
         store.retire(others[0], archive)
-        assert store.size_bytes == sum(piece.size_bytes for piece in others[1:])
+        assert store.size_bytes == sum(entry.size_bytes for entry in others[1:])
         with pytest.raises(StorageError, match=r"retired_00000000-00000003 was retired .* restore"):
             store.read([0])
         assert store.completed == list(range(6))
@@ -331,7 +331,7 @@ def test_zarr_opens_hot_merged_and_archived_segments_and_finds_the_same_tokens(t
         tokens = {name: np.concatenate([each[name][:] for each in hot]) for name in TOKEN_ARRAYS}
         assert store.compact()
         merged = opened_by_zarr(directory / "segment_00000000-00000003" / FILE)
-        store.retire(store.pieces[0], str(tmp_path / "archive"))
+        store.retire(store.entries[0], str(tmp_path / "archive"))
     archived = opened_by_zarr(tmp_path / "archive/shard_00/segment_00000000-00000003.zip")
     for opened in (merged, archived):
         assert {codec.to_dict()["name"] for codec in opened["token_ids"].metadata.codecs} == {
@@ -375,7 +375,7 @@ def test_a_merged_segment_of_many_chunks_reads_any_trajectory(tmp_path, merge_fo
 
 def test_without_an_archive_a_retired_segment_is_gone_but_known(tmp_path):
     with closing(fill(tmp_path, range(2))) as store:
-        store.retire(store.pieces[0], None)
+        store.retire(store.entries[0], None)
         assert names(tmp_path) == ["retired_00000000", "segment_00000001", "segment_00000002"]
         assert store.append(group(0)) == []
         with pytest.raises(StorageError, match="retired"):
@@ -389,15 +389,15 @@ def test_an_archive_that_refuses_keeps_the_segment(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with closing(fill(tmp_path / "s", range(2))) as store:
         with pytest.raises(StorageError, match="cannot be written"):
-            store.retire(store.pieces[0], str(tmp_path / "file"))
+            store.retire(store.entries[0], str(tmp_path / "file"))
         with pytest.raises(StorageError, match="cannot be written"):
-            store.retire(store.pieces[0], "nonsense://bucket")
+            store.retire(store.entries[0], "nonsense://bucket")
         expect(store, range(2))
 
 
 def test_a_damaged_archive_file_is_refused_and_changes_nothing(tmp_path):
     with closing(fill(tmp_path / "s", range(2))) as store:
-        store.retire(store.pieces[0], str(tmp_path / "a"))
+        store.retire(store.entries[0], str(tmp_path / "a"))
     [file] = (tmp_path / "a").rglob("*.zip")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 255

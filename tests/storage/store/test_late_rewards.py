@@ -133,11 +133,11 @@ def test_a_sample_noted_as_due_whose_segment_was_never_written_may_come_with_its
 @contextmanager
 def refusing_segments(store: ReplayStore) -> Iterator[None]:
     """Where the next segment would be, something is in its way."""
-    (store.directory / f"segment_{len(store.pieces):08d}").mkdir()
+    (store.directory / f"segment_{len(store.entries):08d}").mkdir()
     try:
         yield
     finally:
-        (store.directory / f"segment_{len(store.pieces):08d}").rmdir()
+        (store.directory / f"segment_{len(store.entries):08d}").rmdir()
 
 
 def test_group_whose_place_a_crash_prevented_gets_one_at_the_next_start(tmp_path):
@@ -202,7 +202,7 @@ def test_merged_archived_and_restored_groups_keep_their_late_rewards(tmp_path):
         order = list(store.completed)
         assert store.compact()
         assert read(store, 0) == [(0.25, False), (0.75, False)]
-        store.retire(store.pieces[0], str(tmp_path / "archive"))
+        store.retire(store.entries[0], str(tmp_path / "archive"))
         with pytest.raises(StorageError, match="was retired"):
             store.read([0])
     restore(tmp_path / "shard_00", str(tmp_path / "archive"))

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from bus.requests import Unsettled, UnsettledRequest
-from storage.store import pieces, retention
+from storage.store import entries, retention
 from storage.store.archive import restore
 from storage.store.retention import Retention, keep_house
 from tests.storage.serving import LearnerStandIn, running, send_groups, send_rejections, serving, until
@@ -67,11 +67,11 @@ async def test_committed_groups_go_to_the_archive_and_others_stay(bus, tmp_path)
             await send_groups(bus, [2])
             await until(lambda: store.completed == [0, 2])
             await asyncio.sleep(0.3)
-            assert not any(piece.retired for piece in store.pieces)
+            assert not any(entry.retired for entry in store.entries)
             await learner.commit(1)
-            await until(lambda: store.pieces[0].retired)
+            await until(lambda: store.entries[0].retired)
             await asyncio.sleep(0.2)
-            assert [piece.retired for piece in store.pieces] == [True, False]
+            assert [entry.retired for entry in store.entries] == [True, False]
             assert len(store.read([2])) == 2
     assert restore(tmp_path / "0", how.archive) == ["segment_00000000"]
 
@@ -87,13 +87,13 @@ async def test_age_is_a_limit_of_its_own(bus, tmp_path):
         await learner.commit(1)
         async with housekeeping(bus, storage, Retention(retain_age_s=3600)):
             await asyncio.sleep(0.2)
-            assert not store.pieces[0].retired
+            assert not store.entries[0].retired
         async with housekeeping(bus, storage, Retention(retain_age_s=0.01)):
-            await until(lambda: store.pieces[0].retired)
+            await until(lambda: store.entries[0].retired)
 
 
 async def test_segments_are_merged_while_the_shard_stores(bus, tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "MERGE_SEGMENTS", 4)
+    monkeypatch.setattr(entries, "MERGE_SEGMENTS", 4)
     async with serving(bus, tmp_path) as storage:
         store = storage.stores[0]
         storage.ledger.issue(40, 0)
@@ -101,7 +101,7 @@ async def test_segments_are_merged_while_the_shard_stores(bus, tmp_path, monkeyp
             for lease_id in range(0, 40, 2):
                 await send_groups(bus, [lease_id])
                 await until(lambda lease=lease_id: lease in store.completed)
-            await until(lambda: len(store.pieces) < 8)
+            await until(lambda: len(store.entries) < 8)
         assert len(store.read(store.completed)) == 40
 
 
@@ -113,4 +113,4 @@ async def test_a_dispatcher_that_does_not_answer_keeps_everything(bus, tmp_path)
         await until(lambda: store.completed == [0])
     async with running(lambda stop: keep_house(bus, store, ALL, stop)):
         await asyncio.sleep(0.2)
-    assert not store.pieces[0].retired
+    assert not store.entries[0].retired

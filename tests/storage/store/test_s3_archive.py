@@ -42,7 +42,7 @@ def test_segment_comes_back_from_a_bucket_bit_for_bit(object_store, tmp_path):
     with closing(ReplayStore.open(directory)) as store:
         store.append(group(0))
         store.append(group(1))
-        store.retire(store.pieces[0], ARCHIVE)
+        store.retire(store.entries[0], ARCHIVE)
         assert objects() == ["bucket/replay/test/shard_00/segment_00000000.zip"]  # and nothing in parts
         with pytest.raises(StorageError, match="restore its segment from the archive"):
             store.read([0])
@@ -69,11 +69,11 @@ async def test_nothing_is_removed_while_the_server_is_away_and_all_is_archived_w
         with capture_logs() as said:
             async with running(lambda stop: keep_house(bus, store, how, stop)):
                 await until(lambda: sum(refusal in entry.get("reason", "") for entry in said) >= 2)
-                assert not store.pieces[0].retired
+                assert not store.entries[0].retired
                 assert len(store.read([0])) == 2
                 object_store.start()
                 object_store.create_bucket("bucket")
-                await until(lambda: store.pieces[0].retired)
+                await until(lambda: store.entries[0].retired)
     assert restore(tmp_path / "0", ARCHIVE) == ["segment_00000000"]
 
 

@@ -1,8 +1,8 @@
 """What a replay directory consists of, by the names in it, and which of it to merge or to retire.
 
-Segments are numbered in the order of writing. A piece is one segment, several merged, or what is left of
+Segments are numbered in the order of writing. An entry is one segment, several merged, or what is left of
 them when they are retired, and its name says which: `segment_00000004`, `segment_00000004-00000051`,
-`retired_00000004-00000051`. A piece that covers another's numbers replaces it, and a retired piece the
+`retired_00000004-00000051`. An entry that covers another's numbers replaces it, and a retired entry the
 segment of the same numbers: so one rename switches, and whatever a crash leaves counts once.
 """
 
@@ -25,7 +25,7 @@ _NAME = re.compile(r"(segment|retired)_(\d{8,})(?:-(\d{8,}))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SegmentEntry:
     """A range of segment numbers, and what the directory holds of it."""
 
     first: int
@@ -47,78 +47,82 @@ class Piece:
         return range(self.first, self.last + 1)
 
     @classmethod
-    def parse(cls, path: Path) -> "Piece":
-        """The piece with the name of `path`. Raises `StorageError` when it is no piece's."""
+    def parse(cls, path: Path) -> "SegmentEntry":
+        """Return the entry with the name of `path`. Raises `StorageError` when it names none."""
         match = _NAME.fullmatch(path.name)
         if match is None:
             raise StorageError(f"{path} is foreign: restore the replay directory or move this away")
         first = int(match[2])
         return cls(first, int(match[3] or first), retired=match[1] == "retired")
 
-    def replaces(self, other: "Piece") -> bool:
+    def replaces(self, other: "SegmentEntry") -> bool:
         """Whether `other` is what this one was made of."""
         if (self.first, self.last) == (other.first, other.last):
             return self.retired and not other.retired
         return self.first <= other.first and other.last <= self.last
 
 
-def find_pieces(directory: Path) -> tuple[list[Piece], list[Piece]]:
-    """The pieces of `directory` in order, without a gap from 0 on; and those that others replace.
+def find_entries(directory: Path) -> tuple[list[SegmentEntry], list[SegmentEntry]]:
+    """The entries of `directory` in order, without a gap from 0 on; and those that others replace.
 
     Raises `StorageError` naming what is foreign or follows a gap."""
-    found = [Piece.parse(path) for path in directory.iterdir() if not path.name.startswith(".")]
-    found.sort(key=lambda piece: (piece.first, -piece.last, not piece.retired))
-    pieces: list[Piece] = []
-    replaced: list[Piece] = []
-    for piece in found:
-        if pieces and pieces[-1].replaces(piece):
-            replaced.append(piece)
-        elif piece.first != (pieces[-1].last + 1 if pieces else 0):
+    found = [SegmentEntry.parse(path) for path in directory.iterdir() if not path.name.startswith(".")]
+    found.sort(key=lambda entry: (entry.first, -entry.last, not entry.retired))
+    entries: list[SegmentEntry] = []
+    replaced: list[SegmentEntry] = []
+    for entry in found:
+        if entries and entries[-1].replaces(entry):
+            replaced.append(entry)
+        elif entry.first != (entries[-1].last + 1 if entries else 0):
             raise StorageError(
-                f"{directory / piece.name} is here but an earlier segment is missing: restore the replay "
+                f"{directory / entry.name} is here but an earlier segment is missing: restore the replay "
                 "directory or move this away"
             )
         else:
-            pieces.append(piece)
-    return pieces, replaced
+            entries.append(entry)
+    return entries, replaced
 
 
-def choose_merge(pieces: Iterable[Piece]) -> list[Piece]:
+def choose_merge(entries: Iterable[SegmentEntry]) -> list[SegmentEntry]:
     """Neighbours that are due to become one; empty when none are. A byte is rewritten a few times at most."""
-    ordered = list(pieces)
+    ordered = list(entries)
     for tiny, small in pairwise((0, *SMALL_BYTES)):
-        run: list[Piece] = []
+        run: list[SegmentEntry] = []
         size_bytes = similar = 0
-        for piece in ordered:
-            if piece.retired or piece.size_bytes >= small:
+        for entry in ordered:
+            if entry.retired or entry.size_bytes >= small:
                 run, size_bytes, similar = [], 0, 0
                 continue
-            run.append(piece)
-            size_bytes += piece.size_bytes
-            similar += piece.size_bytes >= tiny
+            run.append(entry)
+            size_bytes += entry.size_bytes
+            similar += entry.size_bytes >= tiny
             if similar >= MERGE_SEGMENTS or (similar > 1 and size_bytes >= MERGED_BYTES):
                 return run
     return []
 
 
 def choose_retirement(
-    pieces: Sequence[Piece], *, retain_bytes: int | None, oldest_s: float, settled: Callable[[Piece], bool]
-) -> list[Piece]:
-    """Pieces to retire, oldest first: those written before `oldest_s`, and what exceeds `retain_bytes`.
+    entries: Sequence[SegmentEntry],
+    *,
+    retain_bytes: int | None,
+    oldest_s: float,
+    settled: Callable[[SegmentEntry], bool],
+) -> list[SegmentEntry]:
+    """Choose what to retire, oldest first: what was written before `oldest_s`, what exceeds `retain_bytes`.
 
-    A piece that is not `settled` stays, and younger ones go in its place; asked only where it matters."""
-    present = [piece for piece in pieces if not piece.retired]
-    excess = 0 if retain_bytes is None else sum(piece.size_bytes for piece in present) - retain_bytes
-    chosen: list[Piece] = []
-    for piece in present:
-        if (piece.written_s < oldest_s or excess > 0) and settled(piece):
-            chosen.append(piece)
-            excess -= piece.size_bytes
+    An entry that is not `settled` stays, and younger ones go in its place; asked only where it matters."""
+    present = [entry for entry in entries if not entry.retired]
+    excess = 0 if retain_bytes is None else sum(entry.size_bytes for entry in present) - retain_bytes
+    chosen: list[SegmentEntry] = []
+    for entry in present:
+        if (entry.written_s < oldest_s or excess > 0) and settled(entry):
+            chosen.append(entry)
+            excess -= entry.size_bytes
     return chosen
 
 
-def merged(pieces: Collection[Piece], size_bytes: int = 0) -> Piece:
-    """The piece that replaces these neighbours."""
-    ordered = sorted(pieces, key=lambda piece: piece.first)
-    written_s = max(piece.written_s for piece in pieces)
-    return Piece(ordered[0].first, ordered[-1].last, size_bytes=size_bytes, written_s=written_s)
+def merged(entries: Collection[SegmentEntry], size_bytes: int = 0) -> SegmentEntry:
+    """The entry that replaces these neighbours."""
+    ordered = sorted(entries, key=lambda entry: entry.first)
+    written_s = max(entry.written_s for entry in entries)
+    return SegmentEntry(ordered[0].first, ordered[-1].last, size_bytes=size_bytes, written_s=written_s)
