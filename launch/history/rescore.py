@@ -138,6 +138,7 @@ def _config(run: RunDirectory) -> RunConfig:
         raise ConfigError(
             f"there is no run {run.name!r} in this directory: name it with --run and --directory"
         )
+    run.refuse_other_format()
     return resolve(config_file(run.config))
 
 

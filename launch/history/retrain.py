@@ -26,10 +26,11 @@ log = structlog.get_logger()
 def recorded_config(run: RunDirectory, config: Path | None = None) -> RunConfig:
     """The settings that the run's learner had when it last started, or those in the file `config`.
 
-    Raises `ConfigError` when the run's directory is not here, or does not say.
+    Raises `ConfigError` when the run's directory is not here, is of another format, or does not say.
     """
     if not run.exists:
         raise ConfigError(f"no run {run.name!r} here: give --run, and --directory where runs lie")
+    run.refuse_other_format()
     found = [config] if config else [path for path in (run.learner_config, run.config) if path.exists()]
     if not found:
         raise ConfigError(f"{run.path} does not hold the run's settings: give them with --config")

@@ -48,6 +48,7 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
         print_summary(console, json.loads(run.summary.read_text()))
         console.print(f"Run {config.run!r} is complete. Start anew with another --run, or remove {run.path}.")
         return 0
+    run.refuse_other_format()
     _check_early(config, run)
     async with _only_launch(run) as lock:
         summary = await _supervise(config, run, console, stop, own_bus=own_bus, lock=lock)

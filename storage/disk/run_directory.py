@@ -16,6 +16,8 @@ from storage.disk.atomic_files import make_directory, write_json
 
 __all__ = ["RunDirectory", "provenance", "write_json"]
 
+FORMAT = 2
+"""Number of the layout of a run's directory. Every start notes it; another one is refused."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SOURCE = Path(__file__).parents[2]
 _PACKAGES = (
@@ -136,9 +138,29 @@ class RunDirectory:
         write_json(path, value)
 
     def write_provenance(self) -> None:
-        """Record this start of the run after the earlier ones, as a list."""
-        earlier = json.loads(self.provenance.read_bytes()) if self.provenance.exists() else []
-        write_json(self.provenance, [*earlier, provenance()])
+        """Record this start of the run after the earlier ones, as a list.
+
+        Raises `ConfigError` as `refuse_other_format` does.
+        """
+        self.refuse_other_format()
+        write_json(self.provenance, [*self._starts(), provenance() | {"format": FORMAT}])
+
+    def refuse_other_format(self) -> None:
+        """Raise `ConfigError` for a directory of another format, whose files this build cannot read."""
+        if not (starts := self._starts()):
+            return
+        last = starts[-1]
+        if (found := last.get("format", 1)) != FORMAT:
+            raise ConfigError(
+                f"{self._path} has format {found}, this build reads format {FORMAT}: the run was started on "
+                f"{last.get('started')} by the code of commit {last.get('git_commit')}. Choose another "
+                "--run, or go on with that code"
+            )
+
+    def _starts(self) -> list[dict[str, Json]]:
+        path = self._path / "provenance.json"
+        starts: list[dict[str, Json]] = json.loads(path.read_bytes()) if path.exists() else []
+        return starts
 
     def _directory(self, name: str) -> Path:
         path = self._path / name

@@ -21,7 +21,7 @@ SMALL = (
 )  # fmt: skip
 """The sort preset, small enough for a test."""
 
-STEPS, GROUPS, SAMPLES = 24, 4, 4
+STEPS, GROUPS, SAMPLES = 16, 4, 4
 LONG = (
     "--preset", "sort", "--warmup.steps", "2", "--learner.steps", str(STEPS),
     "--admission.groups-per-step", str(GROUPS), "--admission.samples-per-prompt", str(SAMPLES),

@@ -52,14 +52,14 @@ def test_a_run_ends_whole_though_every_part_of_it_was_killed(tmp_path: Path):
     run = tmp_path / "runs/sort"
     try:
         agent = None
-        for step, number, resumed in ((2, 1, 2), (5, 0, 4)):
+        for step, number, resumed in ((2, 1, 2), (4, 0, 4)):
             wait_for_step(launcher, run, step, timeout_s=300)
             wait_for_checkpoint(run)
             agent = agent or part(launcher, "learner")
             rank(agent, number).kill()
             wait_for_resumed(run, resumed)
         assert "part=learner" not in launcher.said()  # the agent mended it, not the supervisor
-        for step, name in ((8, "actors"), (11, "storage"), (14, "bus"), (18, "learner")):
+        for step, name in ((6, "actors"), (8, "storage"), (10, "bus"), (12, "learner")):
             wait_for_step(launcher, run, step)
             part(launcher, name).kill()
         assert launcher.wait(300) == 0, launcher.said()

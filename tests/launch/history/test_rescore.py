@@ -153,7 +153,7 @@ def test_prompts_are_those_of_the_leases_whatever_became_of_the_file(run, tmp_pa
 
 def test_retired_groups_are_named(run):
     with closing(ReplayStore.open(run.replay(0))) as store:
-        store.retire(store.pieces[0], None)
+        store.retire(store.entries[0], None)
     with pytest.raises(StorageError, match="was retired to save space: restore its segment from the archive"):
         rescored(run)
 
@@ -161,7 +161,7 @@ def test_retired_groups_are_named(run):
 def test_groups_that_went_to_s3_are_scored_again_once_they_are_restored(run, object_store):
     before = rescored(run)
     with closing(ReplayStore.open(run.replay(0))) as store:
-        store.retire(store.pieces[0], "s3://bucket/replay/mine")
+        store.retire(store.entries[0], "s3://bucket/replay/mine")
     with pytest.raises(StorageError, match="restore its segment from the archive"):
         rescored(run)
     assert [Path(path).name for path in restore_run(run, "s3://bucket/replay")] == ["segment_00000000"]

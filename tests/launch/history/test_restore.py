@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> RunDirectory:
         with closing(ReplayStore.open(run.replay(shard))) as store:
             for lease_id in (shard, shard + 2):
                 store.append(group(lease_id))
-            store.retire(store.pieces[0], f"{archive}/mine")
+            store.retire(store.entries[0], f"{archive}/mine")
     return run
 
 

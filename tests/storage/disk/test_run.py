@@ -58,3 +58,16 @@ def test_provenance_keeps_every_start_and_no_password(tmp_path, monkeypatch):
     assert starts[0]["host"] == platform.node()
     assert starts[0]["packages"]["zarr"].startswith("3.")
     assert {"started", "platform", "git_commit"} <= starts[0].keys()
+
+
+def test_a_directory_of_an_older_build_is_refused(tmp_path):
+    run = RunDirectory(tmp_path, "old")
+    run.refuse_other_format()  # nothing is there yet
+    run.write_provenance()
+    run.refuse_other_format()
+    starts = json.loads(run.provenance.read_text())
+    del starts[0]["format"]  # as older builds wrote it
+    run.write_json(run.provenance, [starts[0] | {"git_commit": "abc"}])
+    for use in (run.refuse_other_format, run.write_provenance):
+        with pytest.raises(ConfigError, match=r"old has format 1, this build reads format 2: .* commit abc"):
+            use()
