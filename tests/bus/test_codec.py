@@ -164,8 +164,8 @@ EXAMPLES = (
         directory="/replay",
         device=2,
         inode=9,
-        pieces=("segment_00000001", "segment_00000004-00000006"),
-        piece_of=np.array([0, 1, 1], np.int32),
+        segments=("segment_00000001", "segment_00000004-00000006"),
+        segment_of=np.array([0, 1, 1], np.int32),
         rows=np.array([3, 0, 1], np.int32),
     ),
     StoredRequest(after=5),
@@ -238,13 +238,15 @@ def wire(message: Message, **changes: object) -> bytes:
     "wrong",
     [
         {"pieces": ("a",)},
-        {"piece_of": np.array([-1, 0], "<i4").tobytes()},
+        {"segment_of": np.array([-1, 0], "<i4").tobytes()},
         {"rows": b""},
         {"rows": b"\xff" * 8},
     ],
 )
 def test_addresses_that_lead_nowhere_are_refused(wrong: dict[str, object]):
-    two = Located(host="h", pieces=("a", "b"), piece_of=np.array([0, 1], "i4"), rows=np.array([0, 1], "i4"))
+    two = Located(
+        host="h", segments=("a", "b"), segment_of=np.array([0, 1], "i4"), rows=np.array([0, 1], "i4")
+    )
     with pytest.raises(SchemaError, match=r"an address outside|rows in"):
         decode(wire(two, **wrong), Located)
 
