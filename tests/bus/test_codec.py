@@ -237,7 +237,7 @@ def wire(message: Message, **changes: object) -> bytes:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"pieces": ("a",)},
+        {"segments": ("a",)},
         {"segment_of": np.array([-1, 0], "<i4").tobytes()},
         {"rows": b""},
         {"rows": b"\xff" * 8},
