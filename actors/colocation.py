@@ -45,8 +45,8 @@ def able_to_release(engine: EngineConfig) -> EngineConfig:
     return engine.model_copy(update={"server": {**engine.settings, "enable_memory_saver": True}})
 
 
-class Turns:
-    """Does what the learner's hold asks for, and says so; a hold that is not renewed is over."""
+class DeviceSharing:
+    """Frees the devices while the learner holds them and reports that; a hold that is not renewed is over."""
 
     def __init__(self, bus: Bus, engines: Engines, config: ColocationConfig, *, actor: str) -> None:
         self.released = False
@@ -64,19 +64,19 @@ class Turns:
         self._news, self._changed, self._ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @asynccontextmanager
-    async def taken(self) -> AsyncIterator[None]:
+    async def active(self) -> AsyncIterator[None]:
         """Share the device inside, where engines may start: they wait for a hold there is already to end."""
         # whoever says first that it wants the device is seen by the other: each says it, and then looks
         await self._bus.put(user_key(self._actor), self._said())
         listening = await self._bus.listen(self._bus.subject("notice", "device"), DeviceHold, self._hear)
         await self._obey(await self._wanted())
         async with asyncio.TaskGroup() as tasks:
-            turns = [tasks.create_task(self._beat()), tasks.create_task(self._follow())]
+            loops = [tasks.create_task(self._beat()), tasks.create_task(self._follow())]
             try:
                 yield
             finally:
                 self._ended.set()  # too: an answer from the bus that comes just then hides a cancellation
-                for task in turns:
+                for task in loops:
                     task.cancel()
                 await self._take_leave()
                 await listening.unsubscribe()

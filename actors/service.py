@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from actors.colocation import Turns, able_to_release
+from actors.colocation import DeviceSharing, able_to_release
 from actors.config import ActorsConfig, SamplingConfig
 from actors.counters import report_metrics
 from actors.engines.base import Engine, Sampling
@@ -73,8 +73,8 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         engine = _fleet(settings, model)
         try:
             if settings.colocation.enabled:
-                turns = Turns(bus, engine, settings.colocation, actor=actor_name())
-                await open_parts.enter_async_context(turns.taken())
+                sharing = DeviceSharing(bus, engine, settings.colocation, actor=actor_name())
+                await open_parts.enter_async_context(sharing.active())
             if not await _started(bus, engine, stop):
                 return
             open_parts.enter_context(few_collections())

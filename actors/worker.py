@@ -27,8 +27,8 @@ from storage.dispatch.lease_status import FREE_DELIVERIES
 log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 2.0
 """Without an answer from storage a lease is rolled out as its message says."""
-TELL_EVERY_S = 10.0
-"""That storage does not answer, which hundreds of leases find at once each second while it is away."""
+UNANSWERED_LOG_PERIOD_S = 10.0
+"""The shortest time between two log lines which say that storage does not answer: each lease finds it out."""
 WEIGHTS_PATIENCE_S = 1.0
 """Weights that take longer may never come: the learner may have resumed from further back."""
 
@@ -45,7 +45,7 @@ def end_after(error: Exception) -> End:
 
 
 class Worker:
-    """Takes leases as its engine has room, rolls each prompt out, publishes the group or rejects it."""
+    """Takes leases, rolls each prompt out, and publishes the group or rejects it."""
 
     def __init__(
         self, bus: Bus, policy: Policy, environment: Environment, *,
@@ -61,7 +61,7 @@ class Worker:
         self._name = name
         self._share_after_s = share_after_s
         self._publisher = Publisher(bus)
-        self._unanswered = LogThrottle(TELL_EVERY_S)
+        self._unanswered = LogThrottle(UNANSWERED_LOG_PERIOD_S)
         self._suspect = asyncio.Lock()
         """Held for a lease that may have killed its actors: so a death accuses one prompt, not all."""
         self._stop = asyncio.Event()

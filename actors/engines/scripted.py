@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from actors.engines.base import Generation, GenerationRequest
-from actors.engines.waiting import unless
 from bus.errors import EngineError
 from bus.trajectory import FinishReason
+from bus.waiting import unless
 
 if TYPE_CHECKING:
     import torch

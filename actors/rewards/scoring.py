@@ -49,7 +49,8 @@ class Scorer:
                 return await reward(answer)
         except TimeoutError as error:
             return error
-        except Exception as error:  # noqa: BLE001  # a user's reward may raise anything
+        # A user's reward may raise anything; `_checked` raises it again, as a `RewardError` with this cause.
+        except Exception as error:  # noqa: BLE001
             return error
 
     async def _in_thread(self, answer: Answer) -> Outcome:
@@ -110,7 +111,8 @@ async def _run_in_thread(reward: Reward, answers: Sequence[Answer], timeout_s: f
 def _call(reward: Reward, answer: Answer) -> Outcome:
     try:
         return reward(answer)
-    except Exception as error:  # noqa: BLE001  # a user's reward may raise anything
+    # A user's reward may raise anything; `_checked` raises it again, as a `RewardError` with this cause.
+    except Exception as error:  # noqa: BLE001
         return error
 
 

@@ -10,6 +10,7 @@ import os
 import queue
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -60,7 +61,10 @@ def main() -> NoReturn:
         _say(joined=True)
         while True:
             _obey(asked.get(), source, group)
-    except Exception as error:  # noqa: BLE001  # whatever it is, the learner is told and this process ends
+    # Whatever goes wrong ends this process. The learner is sent the error, which it raises or logs, and the
+    # traceback goes to standard error, which is the learner's log.
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
         _say(error=f"{type(error).__name__}: {error}")
     os._exit(1)  # no clean-up: it would wait for the others
 

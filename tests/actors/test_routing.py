@@ -8,7 +8,7 @@ import pytest
 
 from actors.config import ActorsConfig
 from actors.engines.base import NOTHING, Sampling
-from actors.engines.fleet.pending_request import Ticket
+from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.sglang.answers import read_answer
 from actors.engines.sglang.client import request_body
 from actors.engines.sglang.expert_routing import Routing
@@ -124,19 +124,19 @@ def test_the_embedded_engine_refuses_to_promise_them():
 
 
 def test_pieces_are_joined_without_counting_a_token_twice():
-    ticket = Ticket(0, asked(1))
+    pending = PendingRequest(0, asked(1))
 
     def sample(new: int, reason: str, *, routed: bool) -> None:
-        rest = ticket.rest("rest")
-        run = Run(rest, tokens=[50 + ticket.sampled + n for n in range(new)], versions=[0] * new)
-        ticket.pieces.append(run.generation(reason, routed=routed))
+        rest = pending.rest("rest")
+        run = Run(rest, tokens=[50 + pending.sampled + n for n in range(new)], versions=[0] * new)
+        pending.pieces.append(run.generation(reason, routed=routed))
 
     sample(2, "abort", routed=True)
     sample(1, "abort", routed=False)  # an engine that died
-    ticket.pieces.append(NOTHING)
+    pending.pieces.append(NOTHING)
     sample(2, "abort", routed=True)
     sample(7, "length", routed=True)
-    found = ticket.generation()
+    found = pending.generation()
     whole = [1, 2, 3, *found.token_ids.tolist()]
     assert len(whole) == 15
     np.testing.assert_array_equal(found.routed_experts, experts_of(whole)[1:])

@@ -111,7 +111,7 @@ async def test_a_redelivered_lease_gives_the_same_ids_so_nothing_is_stored_twice
 
 
 async def test_that_storage_does_not_answer_is_told_once_for_all_leases(bus, engine, monkeypatch):
-    monkeypatch.setattr("actors.worker.TELL_EVERY_S", 3600.0)
+    monkeypatch.setattr("actors.worker.UNANSWERED_LOG_PERIOD_S", 3600.0)
     leases = [replace(make_lease(n, samples=1, policy_version=4), republished=True) for n in (0, 2, 4, 6)]
     with capture_logs() as logs:
         await Actor(bus, engine).roll_out(*leases, result=GROUPS)

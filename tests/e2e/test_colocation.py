@@ -119,7 +119,7 @@ def test_the_learner_trains_while_the_engines_stand_still_and_only_then(tmp_path
         row["step"] for row in rows if row.get("train/stage") == "rl" and "time/waiting_for_device_s" in row
     }
     assert len(steps) == STEPS, "a row may come twice"
-    assert "engine_lost" not in (run / "logs/actors.log").read_text(), "resting is no failure"
+    assert "engine_lost" not in (run / "logs/actors.log").read_text(), "freeing the device is no failure"
     evaluated = evaluations(run)
     last = STEPS + 1
     assert {0, 1, last} <= evaluated.keys()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.colocation import Turns
+from actors.colocation import DeviceSharing
 from bus.config import ColocationConfig
 from bus.device_messages import HOLD_KEY, DeviceHold, DeviceUser, user_key
 from bus.errors import BusError
@@ -57,9 +57,9 @@ def device(bus, journal, config=STEADY, incarnation="first", waits=None) -> Devi
 @asynccontextmanager
 async def actor(bus, journal, name="actor", config=STEADY):
     engines = Engines(journal, name)
-    turns = Turns(bus, engines, config, actor=name)
-    async with turns.taken():
-        yield turns, engines
+    sharing = DeviceSharing(bus, engines, config, actor=name)
+    async with sharing.active():
+        yield sharing, engines
 
 
 async def until(condition, what: str) -> None:

@@ -219,8 +219,10 @@ class EmbeddedEngine:
                 if finished := self._decoder.step():
                     self._to_loop(partial(self._deliver, finished))
             reason = "it was closed"
-        except Exception as error:  # noqa: BLE001  # every waiter hears of it
-            log.error("engine_failed", error=repr(error))
+        # Whatever ends this thread must reach those who wait for its answers, or they would wait for ever:
+        # `_fail` raises `EngineError` at each of them.
+        except Exception as error:
+            log.error("engine_failed", exc_info=error)
             reason = repr(error)
         self._to_loop(partial(self._fail, reason, self._decoder.interrupted()))
 

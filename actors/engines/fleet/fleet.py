@@ -15,7 +15,7 @@ from actors.engines.base import Generation, GenerationRequest
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.host_weights import HostWeights
 from actors.engines.fleet.member import Build, Member
-from actors.engines.fleet.pending_request import Ticket
+from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.fleet.prefix_affinity import Affinity
 from bus.codec import Json
 from bus.errors import EngineError, EngineLostError, RequestRefusedError
@@ -39,16 +39,16 @@ class Fleet:
         self._config = config
         self._weights = HostWeights()
         self._members: dict[str, Member] = {}
-        self._living: dict[str, asyncio.Task[None]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._affinity = Affinity()
-        self._tickets: dict[str, Ticket] = {}
-        self._queue: list[Ticket] = []
+        self._pending_by_id: dict[str, PendingRequest] = {}
+        self._queue: list[PendingRequest] = []
         self._numbers = itertools.count()
         self._attempts = itertools.count()
         self._name = secrets.token_hex(4)
         """Random name. It has the same length in all fleets, so that no request id is a prefix of another."""
         self._updating = 0
-        self._turn = asyncio.Condition()
+        self._update_slot = asyncio.Condition()
         self._end: EngineError | None = None
         self._tokens_of_the_left = 0
         self._busy_s_of_the_left = self._request_s_of_the_left = 0.0
@@ -116,7 +116,7 @@ class Fleet:
         for member in list(self._members.values()):
             await member.tried.wait()  # its own timeouts bound this
         members = list(self._members.values())
-        if members and not any(member.state in ("serving", "resting") for member in members):
+        if members and not any(member.state in ("serving", "released") for member in members):
             await self.close()
             if error := next((member.misconfigured for member in members if member.misconfigured), None):
                 raise error
@@ -133,7 +133,7 @@ class Fleet:
         """Let an engine go: its requests go on elsewhere, and it is closed. Unknown names are ignored."""
         if member := self._members.get(name):
             member.leave()
-            await asyncio.wait([self._living[name]])  # its own timeouts bound this
+            await asyncio.wait([self._tasks[name]])  # its own timeouts bound this
             if member.state == "given up":
                 self._forget(member)
 
@@ -143,17 +143,17 @@ class Fleet:
         Raises RequestRefusedError when no engine can ever serve it, EngineLostError when no engine is left,
         and EngineError when too many failed under it or the fleet was closed."""
         self._refuse_when_ended()
-        if request.request_id in self._tickets:
+        if request.request_id in self._pending_by_id:
             raise RequestRefusedError(
                 f"request {request.request_id} is already in flight: ids must be unique"
             )
-        ticket = self._tickets[request.request_id] = Ticket(next(self._numbers), request)
+        pending = self._pending_by_id[request.request_id] = PendingRequest(next(self._numbers), request)
         try:
-            while ticket.finish_reason is None:
-                await self._attempt(ticket)
-            return ticket.generation()
+            while pending.finish_reason is None:
+                await self._attempt(pending)
+            return pending.generation()
         finally:
-            del self._tickets[request.request_id]
+            del self._pending_by_id[request.request_id]
 
     async def load_weights(self, state: Mapping[str, "torch.Tensor"], policy_version: int) -> float:
         """Bring the engines in service to these weights, `updated_at_once` of them at a time.
@@ -176,31 +176,31 @@ class Fleet:
         Requests wait, and go on from their tokens. Returns when all is free; an engine that was starting is
         waited for, one that cannot free its device is closed."""
         self.released = True
-        await asyncio.gather(*(member.turn.rest() for member in self._members.values()))
+        await asyncio.gather(*(member.device_share.release() for member in self._members.values()))
 
     async def resume(self) -> None:
         """Take the device back: engines serve again, with the newest weights."""
         self.released = False
-        await asyncio.gather(*(member.turn.wake() for member in self._members.values()))
+        await asyncio.gather(*(member.device_share.resume() for member in self._members.values()))
 
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
-        ticket = self._tickets.get(request_id)
-        if ticket is None:
+        pending = self._pending_by_id.get(request_id)
+        if pending is None:
             return
-        ticket.aborted = True
-        if ticket.seat is not None and not ticket.seat.done():
-            ticket.seat.set_result(None)
-        elif ticket.member is not None and ticket.attempt_id is not None:
-            await ticket.member.abort(ticket.attempt_id)
+        pending.aborted = True
+        if pending.place is not None and not pending.place.done():
+            pending.place.set_result(None)
+        elif pending.member is not None and pending.attempt_id is not None:
+            await pending.member.abort(pending.attempt_id)
 
     async def close(self) -> None:
         """Close all engines; requests in flight raise EngineError."""
         self._fail_all(EngineError("the fleet was closed"))
         for member in self._members.values():
             member.leave()
-        if living := list(self._living.values()):
-            await asyncio.wait(living)  # their own timeouts bound this
+        if tasks := list(self._tasks.values()):
+            await asyncio.wait(tasks)  # their own timeouts bound this
 
     def _add(self, name: str, build: Build) -> Member:
         if name in self._members:
@@ -211,12 +211,12 @@ class Fleet:
         return member
 
     def _begin(self, member: Member) -> None:
-        task = self._living[member.name] = asyncio.create_task(self._live(member), name=member.name)
+        task = self._tasks[member.name] = asyncio.create_task(self._live(member), name=member.name)
         task.add_done_callback(partial(self._ended, member))
 
     async def _live(self, member: Member) -> None:
         if self.released:  # it joined meanwhile
-            await member.turn.rest()
+            await member.device_share.release()
         await member.live()
 
     def _ended(self, member: Member, task: asyncio.Task[None]) -> None:
@@ -229,7 +229,7 @@ class Fleet:
         self._dispatch()
 
     def _forget(self, member: Member) -> None:
-        del self._members[member.name], self._living[member.name]
+        del self._members[member.name], self._tasks[member.name]
         self._tokens_of_the_left += member.tokens_generated
         self._busy_s_of_the_left += member.occupancy.busy_s
         self._request_s_of_the_left += member.occupancy.request_s
@@ -239,7 +239,7 @@ class Fleet:
         if name in self._members and self._members[name].state == "stopping":
             self._affinity.forget(name)
         given_up = [other.reason for other in self._members.values() if other.state == "given up"]
-        if given_up and all(other.hopeless for other in self._members.values()):
+        if given_up and all(other.has_ended for other in self._members.values()):
             self._fail_all(
                 EngineLostError(
                     f"all engines failed more than {self._config.restarts} times within "
@@ -250,97 +250,97 @@ class Fleet:
 
     def _fail_all(self, error: EngineError) -> None:
         self._end = self._end or error
-        for ticket in self._queue:
-            if ticket.seat is not None and not ticket.seat.done():
-                ticket.seat.set_exception(self._end)
+        for pending in self._queue:
+            if pending.place is not None and not pending.place.done():
+                pending.place.set_exception(self._end)
 
     def _refuse_when_ended(self) -> None:
         if self._end is not None:
             raise self._end
 
-    async def _attempt(self, ticket: Ticket) -> None:
+    async def _attempt(self, pending: PendingRequest) -> None:
         """Wait for a place and have that engine go on with it."""
-        if ticket.faults >= self._config.attempts:
+        if pending.faults >= self._config.attempts:
             raise EngineError(
-                f"{ticket.request.request_id} failed {ticket.faults} times, or its engines under it, at last "
-                "with no other request there: it is what they fail of"
+                f"{pending.request.request_id} failed {pending.faults} times, or its engines under it, "
+                "at last with no other request there: it is what they fail of"
             )
         try:
-            await self._wait_for_seat(ticket)
-            if ticket.member is not None and not ticket.aborted:
-                ticket.attempt_id = f"{next(self._attempts)}-{self._name}-{ticket.request.request_id}"
-                await ticket.member.work_on(ticket)
-                self._note_affinity(ticket, ticket.member)
+            await self._wait_for_place(pending)
+            if pending.member is not None and not pending.aborted:
+                pending.attempt_id = f"{next(self._attempts)}-{self._name}-{pending.request.request_id}"
+                await pending.member.work_on(pending)
+                self._note_affinity(pending, pending.member)
         except RequestRefusedError as error:
-            if ticket.member is None:
+            if pending.member is None:
                 raise
-            ticket.refusals[ticket.member.name] = error
+            pending.refusals[pending.member.name] = error
         finally:
-            if ticket.member is not None:
-                ticket.member.unseat(ticket)
-                ticket.member = ticket.attempt_id = None
+            if pending.member is not None:
+                pending.member.remove_request(pending)
+                pending.member = pending.attempt_id = None
                 self._dispatch()
 
-    async def _wait_for_seat(self, ticket: Ticket) -> None:
+    async def _wait_for_place(self, pending: PendingRequest) -> None:
         """Return when it has a member, or was aborted."""
         self._refuse_when_ended()
-        ticket.seat = asyncio.get_running_loop().create_future()
-        insort(self._queue, ticket, key=lambda waiting: waiting.number)
+        pending.place = asyncio.get_running_loop().create_future()
+        insort(self._queue, pending, key=lambda waiting: waiting.number)
         try:
             self._dispatch()
-            await ticket.seat
+            await pending.place
         finally:
-            if ticket in self._queue:
-                self._queue.remove(ticket)
+            if pending in self._queue:
+                self._queue.remove(pending)
 
     def _dispatch(self) -> None:
         """Give places to those that wait, the oldest first.
 
         A request under which engines have failed waits for a place among few enough others; nobody younger
         goes to the least busy engine meanwhile, or it would never be less so."""
-        for ticket in [ticket for ticket in self._queue if ticket.refusals]:
-            self._refuse_for_good(ticket)
+        for pending in [pending for pending in self._queue if pending.refusals]:
+            self._refuse_for_good(pending)
         kept_free: Member | None = None
-        for ticket in list(self._queue):
-            free = [m for m in self._members.values() if m.has_room() and m is not kept_free]
+        for pending in list(self._queue):
+            free = [m for m in self._members.values() if m.has_capacity() and m is not kept_free]
             if not free:
                 return
-            if ticket.seat is None or ticket.seat.done():
+            if pending.place is None or pending.place.done():
                 continue
-            request_limit = self._config.requests_after(ticket.failures)
+            request_limit = self._config.requests_after(pending.failures)
             open_to_it = [member for member in free if member.load < request_limit]
             if not open_to_it and kept_free is None:
-                able = (member for member in free if member.name not in ticket.refusals)
+                able = (member for member in free if member.name not in pending.refusals)
                 kept_free = min(able, key=lambda member: member.load, default=None)
-            elif member := self._choose(ticket, open_to_it):
-                self._queue.remove(ticket)
-                ticket.member = member
-                member.seat(ticket)
-                self._note_affinity(ticket, member)
-                ticket.seat.set_result(None)
+            elif member := self._choose(pending, open_to_it):
+                self._queue.remove(pending)
+                pending.member = member
+                member.add_request(pending)
+                self._note_affinity(pending, member)
+                pending.place.set_result(None)
 
-    def _choose(self, ticket: Ticket, free: Iterable[Member]) -> Member | None:
+    def _choose(self, pending: PendingRequest, free: Iterable[Member]) -> Member | None:
         """The least busy, unless another has its beginning and is not much busier."""
-        able = {member.name: member for member in free if member.name not in ticket.refusals}
+        able = {member.name: member for member in free if member.name not in pending.refusals}
         if not able:
             return None
         least = min(able.values(), key=lambda member: (member.load, member.served))
-        held = able.get(self._affinity.holder(ticket.tokens) or "") if len(able) > 1 else None
+        held = able.get(self._affinity.holder(pending.tokens) or "") if len(able) > 1 else None
         if held and held.load - least.load <= self._config.affinity_slack:
             return held
         return least
 
-    def _note_affinity(self, ticket: Ticket, member: Member) -> None:
+    def _note_affinity(self, pending: PendingRequest, member: Member) -> None:
         if member.state == "serving" and len(self._members) > 1:
-            self._affinity.note(ticket.tokens, member.name)
+            self._affinity.note(pending.tokens, member.name)
 
-    def _refuse_for_good(self, ticket: Ticket) -> None:
+    def _refuse_for_good(self, pending: PendingRequest) -> None:
         """Refuse a request that no engine takes, not even one that is being built."""
-        left = [member for member in self._members.values() if not member.hopeless]
-        if ticket.seat is None or ticket.seat.done() or not left:
+        left = [member for member in self._members.values() if not member.has_ended]
+        if pending.place is None or pending.place.done() or not left:
             return
-        if all(member.name in ticket.refusals for member in left):
-            ticket.seat.set_exception(ticket.refusals[left[0].name])
+        if all(member.name in pending.refusals for member in left):
+            pending.place.set_exception(pending.refusals[left[0].name])
 
     async def _bring_to(self, weights: HostWeights) -> float:
         """Update the engines in service; when one keeps what it has, it is said after all have been asked."""
@@ -354,18 +354,18 @@ class Fleet:
 
     async def _update(self, member: Member) -> float:
         """Update one engine in its turn; those that have no weights yet need no turn."""
-        turn = member.policy_version >= 0
-        if turn:
-            async with self._turn:
-                await self._turn.wait_for(lambda: self._updating < self._at_once)
+        needs_slot = member.policy_version >= 0
+        if needs_slot:
+            async with self._update_slot:
+                await self._update_slot.wait_for(lambda: self._updating < self._at_once)
                 self._updating += 1
         try:
             return await member.update()
         finally:
-            if turn:
+            if needs_slot:
                 self._updating -= 1
-                async with self._turn:
-                    self._turn.notify_all()
+                async with self._update_slot:
+                    self._update_slot.notify_all()
             self._dispatch()  # with its first weights it may serve
 
     @property

@@ -10,22 +10,22 @@ import structlog
 
 from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked
 from actors.engines.fleet.config import FleetConfig
-from actors.engines.fleet.device_share import Turn
+from actors.engines.fleet.device_share import DeviceShare
 from actors.engines.fleet.engine_life import EngineLife
 from actors.engines.fleet.host_weights import HostWeights
 from actors.engines.fleet.occupancy import Occupancy
 from actors.engines.fleet.partial_generation import left_of, sound
-from actors.engines.fleet.pending_request import Ticket
-from actors.engines.waiting import bounded, first, hear, unless
+from actors.engines.fleet.pending_request import PendingRequest
+from actors.engines.fleet.restart_limit import RestartLimit
 from bus.errors import ConfigError, EngineError, RequestRefusedError, SluiceError, WeightsKeptError
-from bus.waiting import set_within
+from bus.waiting import bounded, first, retrieve_exception, set_within, unless
 
 log = structlog.get_logger()
 Build = Callable[[], Awaitable[Engine]]
 """Makes an engine that was not started yet."""
 WEIGHTS_AGAIN_S = 2.0
 """Until an engine without weights looks for them again."""
-State = Literal["starting", "serving", "resting", "stopping", "waiting", "given up", "left"]
+State = Literal["starting", "serving", "released", "stopping", "waiting", "given up", "left"]
 
 
 class Member:
@@ -37,8 +37,8 @@ class Member:
     ) -> None:  # fmt: skip
         self.name = name
         self.state: State = "starting"
-        self.seated: set[Ticket] = set()
-        """Requests that have a place here."""
+        self.requests: set[PendingRequest] = set()
+        """The requests that have a place at this engine."""
         self.occupancy = Occupancy()
         """Use of its places over time."""
         self.served = 0
@@ -48,8 +48,8 @@ class Member:
         """Reason of the latest failure."""
         self.misconfigured: ConfigError | None = None
         """Set when the engine did not start for its settings."""
-        self.turn = Turn(self)
-        """On a device that it shares with other processes."""
+        self.device_share = DeviceShare(self)
+        """Its use of a device that it shares with other processes."""
         self.tried = asyncio.Event()
         """Set when the first engine serves or has failed."""
         self._build = build
@@ -64,7 +64,7 @@ class Member:
         self._full = False
         """Whether too few of its places have become free since it had none."""
         self._leaving = False
-        self._failures_s: list[float] = []
+        self._restart_limit = RestartLimit(config)
         self._tokens_before = 0
 
     @property
@@ -85,15 +85,15 @@ class Member:
     @property
     def load(self) -> int:
         """Places that are taken: also by what its engine has yet to abort."""
-        return len(self.seated) + (len(self._life.ending) if self._life else 0)
+        return len(self.requests) + (len(self._life.ending) if self._life else 0)
 
     @property
     def request_limit(self) -> int:
         """Requests that may be here at once, for the sake of those under which engines have failed."""
-        suspicion = max((ticket.failures for ticket in self.seated), default=0)
+        suspicion = max((pending.failures for pending in self.requests), default=0)
         return self._config.requests_after(suspicion)
 
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether a request may have a place here, of which those of a full engine become free together."""
         request_limit = self.request_limit
         self._full = self.load > request_limit - (self._config.refill_of(request_limit) if self._full else 1)
@@ -105,20 +105,20 @@ class Member:
         return self._tokens_before + (self._life.engine.tokens_generated if self._life else 0)
 
     @property
-    def hopeless(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether no engine will serve here again."""
         return self.state in ("given up", "left")
 
-    def seat(self, ticket: Ticket) -> None:
+    def add_request(self, pending: PendingRequest) -> None:
         """Give a request a place."""
-        self.seated.add(ticket)
+        self.requests.add(pending)
         self.served += 1
-        self.occupancy.note(len(self.seated))
+        self.occupancy.note(len(self.requests))
 
-    def unseat(self, ticket: Ticket) -> None:
+    def remove_request(self, pending: PendingRequest) -> None:
         """Take its place from it."""
-        self.seated.discard(ticket)
-        self.occupancy.note(len(self.seated))
+        self.requests.discard(pending)
+        self.occupancy.note(len(self.requests))
 
     async def live(self) -> None:
         """Serve until `leave`, or until too many engines failed here."""
@@ -144,19 +144,19 @@ class Member:
                 suspects = len(self._asked) + len(self._life.ending)
                 self._life.failed_under = suspects if of_requests else 0
             self._out.set()
-            if self.state in ("serving", "resting"):
+            if self.state in ("serving", "released"):
                 self._enter("stopping")
 
-    async def work_on(self, ticket: Ticket) -> None:
-        """Add what the engine samples for `ticket` to it; all troubles but a refusal cut the piece short.
+    async def work_on(self, pending: PendingRequest) -> None:
+        """Add what the engine samples for `pending` to it; all troubles but a refusal cut the piece short.
 
         When it returns or raises, the engine works on it no more. Raises `RequestRefusedError`."""
         life = self._life
-        if life is None or self.state != "serving" or ticket.attempt_id is None:
+        if life is None or self.state != "serving" or pending.attempt_id is None:
             return
-        request = ticket.rest(ticket.attempt_id)
+        request = pending.rest(pending.attempt_id)
         task = self._asked[request.request_id] = asyncio.create_task(life.engine.generate(request))
-        task.add_done_callback(hear)
+        task.add_done_callback(retrieve_exception)
         self._idle.clear()
         try:
             piece = await self._piece(life, request, task)
@@ -164,14 +164,14 @@ class Member:
             del self._asked[request.request_id]
             if not self._asked:
                 self._idle.set()
-        ticket.pieces.append(piece)
-        asked_to = self._leaving or self.turn.over or ticket.aborted
+        pending.pieces.append(piece)
+        asked_to = self._leaving or self.device_share.released or pending.aborted
         if piece.finish_reason != "abort" or asked_to:
             return
         if life.failed_under:
-            ticket.failures, ticket.alone = ticket.failures + 1, life.failed_under == 1
+            pending.failures, pending.alone = pending.failures + 1, life.failed_under == 1
         elif life.failed_under is None and not len(piece.token_ids):
-            ticket.errors += 1
+            pending.errors += 1
 
     async def abort(self, request_id: str) -> None:
         """Have the engine end a request."""
@@ -196,9 +196,11 @@ class Member:
                     seconds = await self._load(life)
         except WeightsKeptError:  # it serves on; who wants the update asks again
             raise
-        except Exception as error:  # noqa: BLE001  # of this engine alone, whatever it is; the limit makes it loud
+        # An engine of any kind may raise anything here, and the update of the others must go on: `fail`
+        # logs it, and an engine that fails too often is given up, which `Fleet` raises.
+        except Exception as error:  # noqa: BLE001
             if life is self._life:
-                self.fail(f"new weights: {_said(error)}", of_requests=False)
+                self.fail(f"new weights: {_reason(error)}", of_requests=False)
         return seconds
 
     def _ended(self, life: EngineLife, task: asyncio.Task[Generation]) -> None:
@@ -215,11 +217,11 @@ class Member:
         if self._leaving:
             return
         self._enter("starting")
-        if await unless(self._out, self.turn.device.acquire()):
+        if await unless(self._out, self.device_share.device.acquire()):
             try:
                 await self._begin_to_serve()
             finally:
-                self.turn.device.release()
+                self.device_share.device.release()
         if not self._out.is_set():
             self.tried.set()
             await self._watch()
@@ -229,15 +231,17 @@ class Member:
             await unless(self._out, self._bring_up())
             if self._life:
                 await self._load_newest(self._life)
-        except Exception as error:  # noqa: BLE001  # whatever keeps it from starting; the limit makes it loud
+        # Whatever keeps an engine from starting costs this engine alone: `fail` logs it, and an engine that
+        # fails too often is given up, which `Fleet` raises.
+        except Exception as error:  # noqa: BLE001
             self.misconfigured = error if isinstance(error, ConfigError) else None
-            self.fail(_said(error))
+            self.fail(_reason(error))
         if self._out.is_set():
             return
         # nothing is awaited between the comparison and this: who does not serve misses the next update
         self._enter("serving")
         log.info(
-            "engine_restarted" if self._failures_s else "engine_ready",
+            "engine_restarted" if self._restart_limit.failures else "engine_ready",
             engine=self.name,
             policy_version=self.policy_version,
             at_s=time.monotonic(),  # by the host's clock, as the learner's holds of a shared device
@@ -365,19 +369,18 @@ class Member:
 
     async def _may_go_on(self) -> bool:
         """Wait before the next engine; False when too many failed."""
-        config, now_s = self._config, asyncio.get_running_loop().time()
-        self._failures_s = [at for at in self._failures_s if now_s - at < config.restart_window_s]
-        self._failures_s.append(now_s)
-        if len(self._failures_s) > config.restarts:
-            log.error("engine_given_up", engine=self.name, failures=len(self._failures_s), reason=self.reason)
+        pause_s = self._restart_limit.pause_after_failure_s(asyncio.get_running_loop().time())
+        if pause_s is None:
+            failures = self._restart_limit.failures
+            log.error("engine_given_up", engine=self.name, failures=failures, reason=self.reason)
             self._enter("given up")
             return False
         self.restarts += 1
         self._out = asyncio.Event()
         self._enter("waiting")
-        await set_within(self._out, config.backoff_after_s(len(self._failures_s)))
+        await set_within(self._out, pause_s)
         return True
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, SluiceError) else repr(error)

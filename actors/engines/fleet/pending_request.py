@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Ticket:
+class PendingRequest:
     """A request, and the pieces of its generation."""
 
     number: int
     """Orders the requests: the oldest waiting one goes first, interrupted ones too."""
     request: GenerationRequest
     pieces: list[Generation] = field(default_factory=list)
-    seat: "asyncio.Future[None] | None" = None
+    place: "asyncio.Future[None] | None" = None
     """Done when it has a place, or needs none any more."""
     member: "Member | None" = None
     """Where it has a place."""

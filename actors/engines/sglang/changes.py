@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.engines.sglang.differences import WORTH_IT, known, told, worth_it
+from actors.engines.sglang.differences import WORTH_IT, gaps_and_words, known, worth_it
 from actors.engines.sglang.features import replicas
 from actors.engines.sglang.in_server import sluice_changes
 from actors.engines.sglang.in_server.sluice_changes import CHANGES, GAPS, VALUES, WHOLE
@@ -89,7 +89,7 @@ def _compared(old: torch.Tensor, new: torch.Tensor) -> Found | None:
     found = changed_positions(_words(old), _words(new), at_most=at_most)
     if found is None:
         return None
-    gaps, values = told(_words(new), found)
+    gaps, values = gaps_and_words(_words(new), found)
     return (gaps, values) if len(gaps) <= at_most else None
 
 
@@ -103,9 +103,9 @@ def _concatenated(arrays: Sequence[Words], dtype: torch.dtype) -> torch.Tensor:
 
     In memory that numpy makes, since it asks the system for large pages, but by torch, in one step."""
     kind = f"i{dtype.itemsize}"
-    room = torch.from_numpy(np.empty(sum(map(len, arrays)), kind))
-    torch.cat([torch.from_numpy(array.view(kind)) for array in arrays], out=room)
-    return room.view(dtype)
+    joined = torch.from_numpy(np.empty(sum(map(len, arrays)), kind))
+    torch.cat([torch.from_numpy(array.view(kind)) for array in arrays], out=joined)
+    return joined.view(dtype)
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:

@@ -20,9 +20,9 @@ from actors.engines.sglang.changes import APPLY
 from actors.engines.sglang.expert_routing import Routing
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.stream import Streamed, read_events
-from actors.engines.waiting import bounded, left_s
 from bus.broadcast_messages import OfferedBucket
 from bus.errors import EngineError, RequestRefusedError
+from bus.waiting import bounded, left_s
 
 
 class UnreachableError(EngineError):

@@ -48,7 +48,7 @@ def note(old: Words, new: Words, moved: Sequence[Moved]) -> None:
     weakref.finalize(new, _noted.pop, address, None).atexit = False
 
 
-def told(words: Words, positions: Positions, before: int = -1) -> tuple[Words, Words]:
+def gaps_and_words(words: Words, positions: Positions, before: int = -1) -> tuple[Words, Words]:
     """How a file tells of the words at `positions`: the gaps, the first counted from `before`, and the words.
 
     Where a gap would be too wide words in between are told of too, as they are. In embeddings rows of tokens
@@ -79,7 +79,7 @@ def _joined(new: Words, moved: Sequence[Moved]) -> tuple[Words, Words]:
             gaps = part.gaps.astype(GAP)
             gaps[0] = first
         else:
-            gaps, values = told(new, part.positions, last)
+            gaps, values = gaps_and_words(new, part.positions, last)
         all_gaps.append(gaps)
         all_values.append(values)
         last = part.last

@@ -16,13 +16,13 @@ from actors.engines.sglang.client import SglangClient, UnreachableError
 from actors.engines.sglang.expert_routing import Routing
 from actors.engines.sglang.loading import Load, Loading
 from actors.engines.sglang.pair import server_of
-from actors.engines.sglang.requests_in_progress import Flight, Flights
+from actors.engines.sglang.requests_in_progress import RequestInProgress, RequestsInProgress
 from actors.engines.sglang.server import Server
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.stream import Streamed
 from actors.engines.sglang.weights import HeldWeights
-from actors.engines.waiting import left_s, unless
 from bus.errors import ConfigError, EngineError, RequestRefusedError
+from bus.waiting import left_s, unless
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class SglangEngine:
         self._looking = asyncio.Lock()
         """Held while its health is looked at, which generates a token."""
         self._released = False
-        self._flights = Flights(self._connected, number)
+        self._in_progress = RequestsInProgress(self._connected, number)
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -73,12 +73,12 @@ class SglangEngine:
     @property
     def running(self) -> int:
         """Requests at the server."""
-        return self._flights.running
+        return self._in_progress.running
 
     @property
     def waiting(self) -> int:
         """Requests that wait for weights, or for a look at a server that did not answer."""
-        return self._flights.waiting
+        return self._in_progress.waiting
 
     @property
     def url(self) -> str:
@@ -112,9 +112,9 @@ class SglangEngine:
         """Continue `request`; waits for the first weights. Cancelling the caller aborts the request.
 
         An update may end it with the tokens so far, where a server says of no token which weights drew it."""
-        with self._flights.new(request) as flight:
-            while flight.begins_again(generation := await self._fly(flight)):
-                self._flights.renew(flight)
+        with self._in_progress.new(request) as flight:
+            while flight.begins_again(generation := await self._send(flight)):
+                self._in_progress.renew(flight)
             return generation
 
     async def load_weights(self, state: Mapping[str, torch.Tensor], policy_version: int) -> float:
@@ -170,7 +170,7 @@ class SglangEngine:
 
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
-        await self._flights.abort(request_id)
+        await self._in_progress.abort(request_id)
 
     async def check_health(self) -> None:
         """Raise EngineError when the server has failed; it is looked at all the time."""
@@ -182,7 +182,7 @@ class SglangEngine:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
-        await self._flights.aborted()
+        await self._in_progress.aborted()
         await self._server.kill()
         if self._loading is not None:
             await self._loading.close()
@@ -196,7 +196,7 @@ class SglangEngine:
 
     # A request's way.
 
-    async def _fly(self, flight: Flight) -> Generation:
+    async def _send(self, flight: RequestInProgress) -> Generation:
         await flight.admitted(self._serving)
         self._check()
         if flight.aborted.is_set():
@@ -213,7 +213,7 @@ class SglangEngine:
         try:
             await asyncio.wait({flight.sent})
         except asyncio.CancelledError:
-            self._flights.abandon(flight)
+            self._in_progress.abandon(flight)
             raise
         if flight.failure:
             failed = f"request {request.request_id}: the SGLang server failed: {flight.failure}"
@@ -221,17 +221,17 @@ class SglangEngine:
         try:
             generation = flight.sent.result()
         except RequestRefusedError:
-            self._flights.abandon(flight)  # the other server of a pair may have taken it
+            self._in_progress.abandon(flight)  # the other server of a pair may have taken it
             raise
         except EngineError as error:
-            self._flights.abandon(flight)  # it may have been too slow only, or the connection broke
+            self._in_progress.abandon(flight)  # it may have been too slow only, or the connection broke
             if isinstance(error, UnreachableError):
                 await self._looked_at()
             raise self._interrupted(flight, self.failure or str(error)) from error
         self.tokens_generated += len(generation.token_ids)
         return generation
 
-    def _interrupted(self, flight: Flight, reason: str) -> InterruptedGenerationError:
+    def _interrupted(self, flight: RequestInProgress, reason: str) -> InterruptedGenerationError:
         """The error of a request that ends before its time, with the tokens that are left of it."""
         left = flight.left()
         self.tokens_generated += len(left.token_ids)
@@ -265,13 +265,13 @@ class SglangEngine:
         self._serving.clear()
         end_s = time.monotonic() + config.update_timeout_s  # of all that follows together
         if config.pause == "drain":
-            await self._flights.drained(config.update_timeout_s)
+            await self._in_progress.drained(config.update_timeout_s)
         begun = time.perf_counter()
         mode = config.pause if config.pause != "drain" and facts.reports_spans else None
         if mode is None:
-            await self._flights.interrupt(left_s(end_s))  # no answer may span the update
+            await self._in_progress.interrupt(left_s(end_s))  # no answer may span the update
         else:
-            self._flights.weights_change()
+            self._in_progress.weights_change()
             await client.pause(mode)
         try:
             version = await load(mode == "retract", end_s)
@@ -349,7 +349,7 @@ class SglangEngine:
 
     def _stop_for_good(self, reason: str) -> None:
         self.failure = self.failure or reason
-        self._flights.fail(self.failure)
+        self._in_progress.fail(self.failure)
         self._serving.set()  # who waits is to hear of it
 
     def _check(self) -> None:

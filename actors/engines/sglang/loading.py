@@ -15,8 +15,8 @@ from actors.engines.sglang.features import replicas
 from actors.engines.sglang.server_facts import ServerFacts, drafts, own_draft
 from actors.engines.sglang.tensor_files import State
 from actors.engines.sglang.weights import HeldWeights, buckets
-from actors.engines.waiting import bounded, left_s
 from bus.errors import BusError, ConfigError, EngineError, StorageError, WeightsKeptError
+from bus.waiting import bounded, left_s
 
 Load = Callable[[bool, float], Awaitable[int]]
 """Has the server take weights, and drop what it cached if told so; returns their version.

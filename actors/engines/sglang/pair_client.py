@@ -25,8 +25,8 @@ from actors.engines.sglang.expert_routing import Routing
 from actors.engines.sglang.requests_in_progress import ABORT_AGAIN_S
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.stream import Streamed
-from actors.engines.waiting import bounded, hear
 from bus.errors import EngineError, RequestRefusedError
+from bus.waiting import bounded, retrieve_exception
 
 log = structlog.get_logger()
 One = TypeVar("One")
@@ -125,7 +125,7 @@ class PairClient(SglangClient):
         finally:
             del self._asked[rid]
             for half in (asked.first, asked.rest):
-                half.add_done_callback(hear)
+                half.add_done_callback(retrieve_exception)
                 half.cancel()
         if updates != self._updates and len(generation.token_ids) and said.get("num_retractions", 1):
             # put aside for want of memory, perhaps while weights changed: nobody knows of which they are

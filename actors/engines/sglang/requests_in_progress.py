@@ -11,8 +11,8 @@ from itertools import count
 from actors.engines.base import NOTHING, Generation, GenerationRequest
 from actors.engines.sglang.client import SglangClient
 from actors.engines.sglang.stream import Streamed
-from actors.engines.waiting import unless
 from bus.errors import EngineError, RequestRefusedError
+from bus.waiting import unless
 
 ABORT_AGAIN_S = 0.5
 """An abort that overtakes its request is not heard: it is said until the request ends."""
@@ -21,7 +21,7 @@ INTERRUPT_AGAIN_S = 0.05
 
 
 @dataclass(eq=False)
-class Flight:
+class RequestInProgress:
     """A request that has not been answered."""
 
     request: GenerationRequest
@@ -50,19 +50,19 @@ class Flight:
         return self.streamed.kept() if self.streamed else NOTHING
 
 
-class Flights:
+class RequestsInProgress:
     """Requests of one engine, each from its start until its caller knows of its end."""
 
     def __init__(self, connected: Callable[[], SglangClient], number: int) -> None:
         """`number` is the engine's, of those of this process; `connected` its server."""
         self._connected = connected
-        self._flights: dict[str, Flight] = {}
+        self._in_progress: dict[str, RequestInProgress] = {}
         self._rids = (f"{uuid.uuid4().hex}-{number:012d}" for number in count())  # none is another's prefix
         self._aborts: set[asyncio.Task[None]] = set()
 
-    def __iter__(self) -> Iterator[Flight]:
+    def __iter__(self) -> Iterator[RequestInProgress]:
         """All of them."""
-        return iter(self._flights.values())
+        return iter(self._in_progress.values())
 
     @property
     def running(self) -> int:
@@ -72,29 +72,29 @@ class Flights:
     @property
     def waiting(self) -> int:
         """Requests that were not sent yet."""
-        return len(self._flights) - self.running
+        return len(self._in_progress) - self.running
 
     @contextmanager
-    def new(self, request: GenerationRequest) -> Iterator[Flight]:
+    def new(self, request: GenerationRequest) -> Iterator[RequestInProgress]:
         """One more, for as long as it is inside. Raises `RequestRefusedError` for an id that is in flight."""
-        if request.request_id in self._flights:
+        if request.request_id in self._in_progress:
             raise RequestRefusedError(
                 f"request {request.request_id} is already in flight: ids must be unique"
             )
-        flight = Flight(request, self._rid(request))
-        self._flights[request.request_id] = flight
+        flight = RequestInProgress(request, self._rid(request))
+        self._in_progress[request.request_id] = flight
         try:
             yield flight
         finally:
-            del self._flights[request.request_id]
+            del self._in_progress[request.request_id]
 
-    def renew(self, flight: Flight) -> None:
+    def renew(self, flight: RequestInProgress) -> None:
         """Make it one that was not sent yet."""
         flight.rid, flight.sent, flight.interrupted = self._rid(flight.request), None, False
 
     async def abort(self, request_id: str) -> None:
         """End one, and return when it has ended. Unknown ids are ignored."""
-        flight = self._flights.get(request_id)
+        flight = self._in_progress.get(request_id)
         if flight is None:
             return
         flight.aborted.set()
@@ -103,7 +103,7 @@ class Flights:
                 await self._connected().abort(flight.rid)
             await asyncio.wait({flight.sent}, timeout=ABORT_AGAIN_S)
 
-    def abandon(self, flight: Flight) -> None:
+    def abandon(self, flight: RequestInProgress) -> None:
         """End at the worker what nobody waits for any more."""
         if flight.sent is not None:
             flight.sent.cancel()

@@ -10,7 +10,7 @@ import torch
 from actors.config import SglangEngineConfig
 from actors.engines.sglang.changes import APPLY
 from actors.engines.sglang.engine import SglangEngine
-from actors.engines.sglang.requests_in_progress import Flights
+from actors.engines.sglang.requests_in_progress import RequestsInProgress
 from bus.errors import ConfigError, EngineError
 from tests.actors.sglang_stand_in import StandIn
 from tests.actors.tiny import request
@@ -274,7 +274,7 @@ async def test_requests_that_are_to_begin_again_before_the_abort_is_answered_are
             await flight.sent
             flights.renew(flight)
 
-    ended, flights = asyncio.Event(), Flights(Server, 0)
+    ended, flights = asyncio.Event(), RequestsInProgress(Server, 0)
     with flights.new(request("first", [1])) as flight:
         flight.sent = asyncio.create_task(ended.wait())
         await asyncio.wait_for(flights.interrupt(TIMEOUT_S), TIMEOUT_S)

@@ -17,7 +17,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from actors.config import SglangEngineConfig
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
-from actors.engines.fleet.pending_request import Ticket
+from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.process import group_members
 from actors.engines.sglang.server import OwnServer
@@ -61,7 +61,7 @@ async def rebuilt(model_dir, tmp_path_factory) -> AsyncIterator[tuple[Fleet, lis
 
 async def tokens_handed_out(engine) -> list[int]:
     """Those of its only request, as soon as there are more than the first, which comes at once."""
-    [flight] = engine._flights
+    [flight] = engine._in_progress
 
     async def several():
         return len(flight.streamed.kept().token_ids) > 1
@@ -145,20 +145,20 @@ async def test_a_mixture_of_experts_takes_published_weights_and_says_where_it_se
         engine._client.load_changes = noted(engine._client.load_changes, changes, "changes")
         await engine.load_weights(state, 1)
         generation = await engine.generate(first)
-        ticket = Ticket(
+        pending = PendingRequest(
             0, replace(first, request_id="again", sampling=replace(first.sampling, max_new_tokens=200))
         )
-        flight = asyncio.create_task(engine.generate(ticket.rest("cut")))
+        flight = asyncio.create_task(engine.generate(pending.rest("cut")))
         await in_flight(engine, flight)
         await engine.abort("cut")
-        ticket.pieces = [await flight]
-        ticket.pieces.append(await engine.generate(ticket.rest("rest")))
+        pending.pieces = [await flight]
+        pending.pieces.append(await engine.generate(pending.rest("rest")))
     finally:
         await engine.close()
     np.testing.assert_allclose(generation.logprobs, recomputed(model, PROMPT, generation), atol=1e-5)
     assert changes == ["changes"]
-    assert ticket.pieces[0].finish_reason == "abort"
-    for found, new in ((generation, 32), (ticket.generation(), 200)):
+    assert pending.pieces[0].finish_reason == "abort"
+    for found, new in ((generation, 32), (pending.generation(), 200)):
         assert found.routed_experts.dtype == np.uint8
         assert found.routed_experts.shape == (len(PROMPT) + new - 1, 2, 2)
         np.testing.assert_array_equal(np.sort(found.routed_experts), routed_by(model, PROMPT, found))

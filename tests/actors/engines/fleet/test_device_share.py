@@ -34,7 +34,7 @@ async def test_a_generation_goes_on_from_its_tokens_when_the_device_is_back(stat
         late = asyncio.create_task(fleet.generate(request("late", PROMPT, new=LONG, temperature=0.0)))
         await fleet.release()
         sampled = fleet.tokens_generated
-        assert [engine["state"] for engine in fleet.engines.values()] == ["resting"] * 2
+        assert [engine["state"] for engine in fleet.engines.values()] == ["released"] * 2
         assert fleet.running == 0
         caches = [engine._decoder._cache.layers[0] for [engine] in built.values()]
         assert not any(layer.is_initialized for layer in caches)
@@ -157,7 +157,7 @@ async def test_an_engine_that_loads_weights_ends_that_before_it_rests():
         await asyncio.sleep(1)
         await yard.fleet.release()
         await update
-        assert [engine["state"] for engine in yard.fleet.engines.values()] == ["resting"]
+        assert [engine["state"] for engine in yard.fleet.engines.values()] == ["released"]
         await yard.fleet.resume()
         is_right(await task, new=20)
     assert len(yard.built["e0"]) == 1
