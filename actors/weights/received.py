@@ -9,7 +9,7 @@ from typing import TypeVar
 import structlog
 import torch
 
-from actors.engines.sglang.differences import note
+from actors.engines.sglang.changes import note
 from bus.errors import BusError, StorageError
 from bus.messages import DeltaRef, PolicyManifest
 from bus.publish import together

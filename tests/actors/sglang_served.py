@@ -6,7 +6,7 @@ import time
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from actors.engines.sglang.process import group_members
+from actors.engines.sglang.server import group_members
 from tests.actors.tiny import request
 
 PROMPT = [3, 4, 5, 6, 7]

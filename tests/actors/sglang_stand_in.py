@@ -12,8 +12,8 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from actors.engines.sglang.changes import APPLY
 from actors.engines.sglang.in_server.sluice_changes import apply_2
+from actors.engines.sglang.settings import APPLY
 from tests.actors.gloo_rank import GlooRank
 
 TOKEN = 5

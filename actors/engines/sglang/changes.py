@@ -1,27 +1,26 @@
-"""What changed in weights that a server has: a file with those elements, which its own process writes in.
+"""The elements that changed in weights which a server has, as a file whose content its own process writes in.
 
-Of an update by Adam at a learning rate of 1e-6 that is a hundredth of all."""
+An update by Adam at a learning rate of 1e-6 changes a hundredth of all elements. Where they lie is known from
+the delta in which the weights came: engines of this process share the tensors, and each would have to compare
+all of them otherwise."""
 
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from actors.engines.sglang.differences import WORTH_IT, gaps_and_words, known, worth_it
-from actors.engines.sglang.features import replicas
-from actors.engines.sglang.in_server import sluice_changes
-from actors.engines.sglang.in_server.sluice_changes import CHANGES, GAPS, VALUES, WHOLE
+from actors.engines.sglang.in_server.sluice_changes import CHANGES, GAP_BITS, GAPS, VALUES, WHOLE
 from actors.engines.sglang.server_facts import drafts, own_draft
+from actors.engines.sglang.settings import APPLY, replicas
 from actors.engines.sglang.tensor_files import State, bytes_of, raw
-from storage.weights.deltas import changed_positions
+from storage.weights.deltas import Moved, Positions, changed_positions
 from storage.weights.tensors import WORD, Words, spare_threads
 
-APPLY = f"{sluice_changes.__name__.rsplit('.', 1)[1]}.{sluice_changes.apply_2.__name__}"
-"""As SGLang names it among its custom weight loaders. Another form of the file is another name."""
 Found = tuple[Words, Words]
 """Gaps between the changed elements of a tensor (uint16 [N], see `sluice_changes.GAPS`), and their words [N].
 
@@ -29,6 +28,90 @@ Numpy computes them: torch releases the interpreter in every step and then waits
 COPYING = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Model types of which SGLang copies what it loads, by its source: others might compute something of it."""
 EXPERTS = ("mixtral", "qwen3_moe")
+GAP = np.dtype(np.uint16)
+FARTHEST = GAP_BITS + 1
+"""From one element of a file to the next at most, since a gap tells no more."""
+WORTH_IT = 0.5
+"""What changes may take of the space of the whole."""
+
+
+class _Difference(NamedTuple):
+    old: "weakref.ref[Words]"
+    new: "weakref.ref[Words]"
+    gaps: Words
+    values: Words
+
+
+_noted: dict[int, _Difference] = {}
+"""By the address of the new words, as long as these live."""
+
+
+def worth_it(size_bytes: int, itemsize: int) -> int:
+    """How many changed elements of a tensor may be written alone: each takes a gap and itself."""
+    return int(WORTH_IT * size_bytes / (GAP.itemsize + itemsize))
+
+
+def note(old: Words, new: Words, moved: Sequence[Moved]) -> None:
+    """Remember the words that are others in `new`, and how many lie between each and the one before it.
+
+    Nobody writes to either from now on."""
+    gaps, values = _joined(new, moved)
+    if len(gaps) > worth_it(new.nbytes, new.itemsize):
+        return  # then all are written
+    address = new.ctypes.data
+    _noted[address] = _Difference(weakref.ref(old), weakref.ref(new), gaps, values)
+    weakref.finalize(new, _noted.pop, address, None).atexit = False
+
+
+def gaps_and_words(words: Words, positions: Positions, before: int = -1) -> Found:
+    """How a file tells of the words at `positions`: the gaps, the first counted from `before`, and the words.
+
+    Where a gap would be too wide words in between are told of too, as they are. In embeddings rows of tokens
+    that were never seen make such gaps."""
+    positions = _in_reach(positions, before)
+    return (np.diff(positions, prepend=before) - 1).astype(GAP), words[positions]
+
+
+def _in_reach(positions: Positions, before: int) -> Positions:
+    """With others put in where a step would be too wide."""
+    steps = np.diff(positions, prepend=before)
+    missing = (steps - 1) // FARTHEST
+    far = np.flatnonzero(missing)
+    counts = missing[far]
+    nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + 1
+    between = np.repeat(positions[far] - steps[far], counts) + nth * FARTHEST
+    return np.sort(np.concatenate([positions, between])) if len(far) else positions
+
+
+def _joined(new: Words, moved: Sequence[Moved]) -> Found:
+    """What a file tells of all parts together."""
+    all_gaps, all_values, last = [], [], -1
+    for part in moved:
+        if not len(part.gaps):
+            continue
+        first, values = part.start + int(part.gaps[0]) - last - 1, part.words
+        if max(first, int(part.gaps.max())) < FARTHEST:
+            gaps = part.gaps.astype(GAP)
+            gaps[0] = first
+        else:
+            gaps, values = gaps_and_words(new, part.positions, last)
+        all_gaps.append(gaps)
+        all_values.append(values)
+        last = part.last
+    return np.concatenate(all_gaps), np.concatenate(all_values)
+
+
+def known(old: torch.Tensor, new: torch.Tensor) -> Found | None:
+    """The gaps (uint16) and words, where `new` came as what changed in `old`.
+
+    `old` and `new` lie in the memory of what came."""
+    found = _noted.get(new.data_ptr())
+    if found is None or not (old.is_contiguous() and new.is_contiguous()):
+        return None
+    words = found.old(), found.new()
+    at = [(w.ctypes.data, w.nbytes) for w in words if w is not None]
+    same = at == [(tensor.data_ptr(), tensor.nbytes) for tensor in (old, new)]
+    return (found.gaps, found.values) if same else None
 
 
 def takes_changes(server: Mapping[str, Any], model_type: str, *, update_sessions: bool) -> bool:
@@ -41,8 +124,8 @@ def takes_changes(server: Mapping[str, Any], model_type: str, *, update_sessions
     moves_draft = drafts(server) and not own_draft(server)  # it would write them into both, by the same names
     other = any(server.get(name) for name in ("quantization", "cpu_offload_gb"))
     plain = not (replicas(server) > 1 or moves_draft or other)
-    known = model_type in COPYING and (update_sessions or model_type not in EXPERTS)
-    return plain and known and APPLY in (server.get("custom_weight_loader") or ())
+    copied = model_type in COPYING and (update_sessions or model_type not in EXPERTS)
+    return plain and copied and APPLY in (server.get("custom_weight_loader") or ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,10 @@ import aiohttp
 import torch
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
-from actors.engines.sglang.answers import BAD_REQUEST, read_answer
-from actors.engines.sglang.changes import APPLY
+from actors.engines.sglang.answers import BAD_REQUEST, Streamed, read_answer, read_events
 from actors.engines.sglang.expert_routing import Routing
 from actors.engines.sglang.server_facts import ServerFacts
-from actors.engines.sglang.stream import Streamed, read_events
+from actors.engines.sglang.settings import APPLY
 from bus.broadcast_messages import OfferedBucket
 from bus.errors import EngineError, RequestRefusedError
 from bus.waiting import bounded, left_s

@@ -12,6 +12,7 @@ import torch
 from actors.config import SglangEngineConfig
 from actors.engines.announced_version import Published
 from actors.engines.base import NOTHING, Generation, GenerationRequest, InterruptedGenerationError
+from actors.engines.sglang.answers import Streamed
 from actors.engines.sglang.client import SglangClient, UnreachableError
 from actors.engines.sglang.expert_routing import Routing
 from actors.engines.sglang.loading import Load, Loading
@@ -19,7 +20,6 @@ from actors.engines.sglang.pair import server_of
 from actors.engines.sglang.requests_in_progress import RequestInProgress, RequestsInProgress
 from actors.engines.sglang.server import Server
 from actors.engines.sglang.server_facts import ServerFacts
-from actors.engines.sglang.stream import Streamed
 from actors.engines.sglang.weights import HeldWeights
 from bus.errors import ConfigError, EngineError, RequestRefusedError
 from bus.waiting import left_s, unless

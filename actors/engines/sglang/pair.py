@@ -5,10 +5,9 @@ from pathlib import Path
 
 from actors.config import SglangEngineConfig, by_name
 from actors.engines.sglang.client import SglangClient
-from actors.engines.sglang.features import size
 from actors.engines.sglang.pair_client import PairClient, together
 from actors.engines.sglang.server import HOST, AttachedServer, OwnServer, Server
-from actors.engines.sglang.settings import device_of, gpus
+from actors.engines.sglang.settings import device_of, gpus, size
 from bus.errors import ConfigError
 from bus.server import free_port
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from actors.engines.base import NOTHING, Generation, GenerationRequest
+from actors.engines.sglang.answers import Streamed
 from actors.engines.sglang.client import SglangClient
-from actors.engines.sglang.stream import Streamed
 from bus.errors import EngineError, RequestRefusedError
 from bus.waiting import unless
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from actors.config import SglangEngineConfig
-from actors.engines.sglang.changes import APPLY
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.requests_in_progress import RequestsInProgress
+from actors.engines.sglang.settings import APPLY
 from bus.errors import ConfigError, EngineError
 from tests.actors.sglang_stand_in import StandIn
 from tests.actors.tiny import request

@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from actors.engines.sglang.changes import APPLY, changes, takes_changes
-from actors.engines.sglang.differences import FARTHEST
+from actors.engines.sglang.changes import FARTHEST, changes, takes_changes
 from actors.engines.sglang.in_server import sluice_changes
+from actors.engines.sglang.settings import APPLY
 from actors.engines.sglang.weights import HeldWeights
 
 BIG, LENGTH = 64, 96

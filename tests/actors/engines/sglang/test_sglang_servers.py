@@ -19,8 +19,7 @@ from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.sglang.engine import SglangEngine
-from actors.engines.sglang.process import group_members
-from actors.engines.sglang.server import OwnServer
+from actors.engines.sglang.server import OwnServer, group_members
 from bus.errors import ConfigError, EngineError
 from tests.actors.sglang_served import (
     CONFIG,

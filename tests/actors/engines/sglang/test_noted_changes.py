@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from actors.engines.sglang import changes as sglang_changes
-from actors.engines.sglang import differences
-from actors.engines.sglang.changes import changes
-from actors.engines.sglang.differences import known, note
+from actors.engines.sglang.changes import changes, known, note
 from actors.weights.received import torch_tensors
 from storage.weights import tensors as in_parts
 from storage.weights.deltas import Moved, apply_delta, encode_delta
@@ -138,7 +136,7 @@ def test_what_is_known_goes_with_the_tensors():
     assert known(new["k"], new["q"]) is None  # what it was made of is no more
     del new
     gc.collect()
-    assert address not in differences._noted
+    assert address not in sglang_changes._noted
 
 
 @pytest.mark.parametrize(
