@@ -1,4 +1,4 @@
-"""From prompt lease to published group: what an actor does all day."""
+"""The worker of an actor: it takes prompt leases, rolls them out and publishes the groups."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ from storage.dispatch.lease_status import FREE_DELIVERIES
 
 log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 2.0
-"""Without an answer from storage a lease is rolled out as its message says."""
+"""How long storage may take to answer; then the lease is rolled out as its message says."""
 UNANSWERED_LOG_PERIOD_S = 10.0
 """The shortest time between two log lines which say that storage does not answer: each lease finds it out."""
 WEIGHTS_PATIENCE_S = 1.0

@@ -119,7 +119,7 @@ class _Set:
     raws: dict[int, Msg]
     size_bytes: int
     held_since: float
-    """On the clock of `Parts`."""
+    """When it was put aside, on the clock of `Parts`."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ class _Progress:
 
     most: int
     since: float
-    """On the clock of `Parts`."""
+    """When the first part came, on the clock of `Parts`."""
 
 
 class Parts:

@@ -28,7 +28,7 @@ class HeldOut:
         self._patience_s = patience_s
         self._publisher = Publisher(bus)
         self._asked: dict[int, asyncio.Event] = {}
-        """By version, set when its result is here."""
+        """One event for each version asked for, set when its result is here."""
 
     async def find(self) -> None:
         """Look for held-out prompts, and begin to listen."""

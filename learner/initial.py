@@ -24,7 +24,7 @@ class Initial:
     state: State
     """Weights by Hugging Face name."""
     demonstrations: Demonstrations | None
-    """For the warm-up, if the run has one."""
+    """What the warm-up trains on, if the run has one."""
 
 
 def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:

@@ -33,8 +33,8 @@ class TrainedStep:
     """Nats, mean over the trained tokens."""
     lr: float | None = None
     skipped: bool | None = None
-    """At least one of its updates left the weights as they were: loss or gradient were not finite, or there
-    was nothing to train."""
+    """Whether at least one of its updates left the weights as they were, since loss or gradient were not
+    finite or there was nothing to train."""
 
     @classmethod
     def parse(cls, line: bytes) -> "TrainedStep | None":

@@ -40,12 +40,12 @@ class Progress:
     """Step -> leases of its groups, of the steps since the checkpoint before."""
 
     def to_json(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Return what the checkpoint keeps."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """From a checkpoint."""
+        """Read what a checkpoint kept."""
         evaluations = {version: (pair[0], pair[1]) for version, pair in values["evaluations"].items()}
         return cls(**{**values, "evaluations": evaluations})
 

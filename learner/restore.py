@@ -44,7 +44,7 @@ def restore_alone(
     settings: LearnerSettings, initial: Initial, checkpoint: Path | None, progress: Progress, *,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Backend:  # fmt: skip
-    """As `restore_backend` in one process, whatever layout the learner had, with the warm-up finished.
+    """Restore a backend in one process, whatever layout the learner had, and finish the warm-up.
 
     It takes the same steps as the learner's, so the weights after it are the same. When `stopped` comes
     before its end, the stage stays "warmup".

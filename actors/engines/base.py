@@ -134,7 +134,9 @@ class TakesPublished(Protocol):
     """An engine to which the learner itself can send the weights that it announced."""
 
     async def load_published(self, published: "Published") -> float:
-        """As `load_weights`, by the announcement alone: have the learner send it, or else have it fetched.
+        """Load what was announced: have the learner send it, or else have it fetched.
+
+        Returns as `load_weights` does.
 
         A later version of the same learner is as good. Raises WeightsKeptError when there was no way."""
 

@@ -66,7 +66,7 @@ class Completion:
     """What the policy answered."""
 
     text: str
-    """Without special tokens."""
+    """The answer, without special tokens."""
     token_ids: np.ndarray
     """int32 [N], as sampled."""
     finish_reason: FinishReason
@@ -100,7 +100,7 @@ class Policy:
         self._completions = count()
         self._strands: list[Strand] = []
         self._turn_rewards: dict[int, float] = {}
-        """By the number of the completion."""
+        """Rewards of single turns, by the number of the completion."""
 
     def fresh(self, rollout_id: str) -> "Policy":
         """Return a policy with nothing recorded, which shares the engine and the remembered prompts."""

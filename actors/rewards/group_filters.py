@@ -6,8 +6,8 @@ from bus.plugins import load_function
 from bus.trajectory import AgentReward, episode_rewards
 
 GroupFilter = Callable[[Sequence[float]], str | None]
-"""From an agent's rewards, one for each episode of a group, to the reason to drop the group, or None to keep
-it; reasons are counted, so few."""
+"""A filter takes an agent's rewards, one for each episode of a group, and returns the reason to drop the
+group, or None to keep it. Reasons are counted, so there are to be few."""
 
 
 def reason_to_drop(keep: GroupFilter, rewards: Iterable[AgentReward]) -> str | None:

@@ -126,7 +126,7 @@ async def bench_actor(
 
 
 def _state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """As a learner publishes: on the host, tied weights once."""
+    """Return weights as a learner publishes them: on the host, tied ones once."""
     return {name: tensor.detach().cpu() for name, tensor in model.named_parameters()}
 
 
@@ -170,7 +170,7 @@ async def _bare(url: str, number: int, load: ActorLoad) -> float:
 
 
 async def _through_an_actor(bus: Bus, engine: SglangEngine, number: int, load: ActorLoad) -> float:
-    """From leases on the bus to the last acknowledged trajectory."""
+    """Measure the seconds from leases on the bus to the last acknowledged trajectory."""
     worker = Worker(
         bus,
         Policy(engine, Characters(), load.sampling),

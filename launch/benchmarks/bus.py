@@ -67,7 +67,7 @@ async def _bench(directory: Path) -> Report:
 
 
 def _measures(url: str, c_client: Path | None, size: int) -> Mapping[str, Callable[[], Awaitable[float]]]:
-    """By name, what one round measures of messages of `size`."""
+    """Return what one round measures of messages of `size`, by name."""
 
     async def tcp() -> float:
         port = str(free_port("127.0.0.1"))

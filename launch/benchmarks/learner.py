@@ -261,7 +261,7 @@ def _measured(side: Callable[[Workload], Step], workload: Workload) -> dict[str,
 
 
 def _seconds(step: Step) -> float:
-    """On CPU those of this process, which other work on the machine hardly changes; steps have one thread."""
+    """Measure a step: on CPU by the time of this process, whose one thread feels other work little."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     _wait()
     began = clock()

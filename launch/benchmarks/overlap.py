@@ -29,7 +29,7 @@ from storage.disk.run_directory import RunDirectory
 log = structlog.get_logger()
 WELL = "well"
 START_TIMEOUT_S = 1500.0
-"""Until the first step: the first start of a server on a GPU compiles kernels."""
+"""Time limit for the first step: the first start of a server on a GPU compiles kernels."""
 STEP_TIMEOUT_S = 600.0
 POLL_S = 0.5
 MEASURING_SHARE, ENDING_SHARE = 0.88, 0.95
@@ -53,9 +53,9 @@ class Plan:
     rounds: int
     """Each is a turn of one mode, then one of the other; every other round begins with the other."""
     limit_s: float = inf
-    """For the run's start, for measuring and for the run's end, counted from `began`."""
+    """Time limit for the run's start, for measuring and for the run's end, counted from `began`."""
     began: float = field(default_factory=time.monotonic)
-    """On the monotonic clock."""
+    """When the bench began, on the monotonic clock."""
 
     @property
     def modes(self) -> list[str]:
@@ -149,7 +149,7 @@ class Measurement:
         self.local = local
         self.config = config
         self.turns: list[Turn] = []
-        """That have settled; the last one's steps may be yet to come."""
+        """Turns that have settled; the last one's steps may be yet to come."""
         self.heard = Heard({}, [])
         """Records of the run when they were last read."""
         self._staleness = config.admission.max_staleness

@@ -123,7 +123,7 @@ def _clear(directory: Path) -> None:
 
 
 def void(_: object) -> None:
-    """For a call whose result nobody needs."""
+    """Take the result of a call that nobody needs."""
 
 
 def _bench_read(directory: Path, size: Size) -> tuple[Figures, Figures]:

@@ -75,5 +75,5 @@ class Material:
         )
 
     def trajectories(self, begin: int, count: int) -> list[Trajectory]:
-        """From the `begin`-th of the run on; tokens come round again."""
+        """Return `count` trajectories from the run's `begin`-th on; their tokens come round again."""
         return [self.trajectory(n % len(self), n) for n in range(begin, begin + count)]

@@ -71,7 +71,7 @@ class Learning:
         self._trainer.train_step(batches, Objective(ReinforceLoss()), policy_version=0)
 
     async def copy(self) -> Copied:
-        """As the learner copies before it publishes."""
+        """Copy as the learner does before it publishes."""
         return await copy_weights(self._host, self._trainer, self._thread)
 
     @property

@@ -36,7 +36,7 @@ class Agent(LocalElasticAgent):
         )
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """As torch does it, with a store of its own for each round.
+        """Meet the other agents as torch does, with a store of its own for each round.
 
         torch 2.13 keeps the first, in which the ranks of the next round find addresses of dead ones: whether
         they then reach each other is chance.
@@ -46,7 +46,7 @@ class Agent(LocalElasticAgent):
         super()._rendezvous(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """As torch does it, but what only the user can mend is not tried again."""
+        """Watch the ranks as torch does, but do not try again what only the user can mend."""
         result: RunResult = super()._monitor_workers(worker_group)
         for failure in result.failures.values():
             log.warning("rank_failed", local_rank=failure.local_rank, status=failure.exitcode)

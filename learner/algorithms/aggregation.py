@@ -52,7 +52,7 @@ AGGREGATIONS: dict[str, Callable[..., Aggregated]] = {
     "prompt_mean": prompt_mean,
     "constant": constant,
 }
-"""By the `type` of the configuration."""
+"""Aggregations by the `type` of the configuration."""
 
 
 def aggregated(samples: Sequence[Sample], config: AggregationConfig) -> list[Sample]:

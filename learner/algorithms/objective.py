@@ -1,4 +1,4 @@
-"""From the configuration of an objective to the loss of each token."""
+"""The configured objective, which gives the loss of each token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,10 +41,11 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, Sums]]] = {
     "reinforce": reinforce_loss,
     "sft": sft_loss,
 }
-"""By the `type` of the configuration: (tokens, its settings) to the losses of tokens [N] and sums to log."""
+"""Losses by the `type` of the configuration. Each takes tokens and its settings, and returns the losses of
+the tokens [N] and sums to log."""
 CORRECTIONS: dict[str, Callable[..., tuple[Tensor, Tensor, Sums]]] = {"token_tis": token_tis}
-"""By the `type` of the configuration: (log ratio [N], sequence [N], its settings) to weights [N], which
-tokens are kept [N], and sums to log."""
+"""Corrections by the `type` of the configuration. Each takes log ratios [N], the sequence of each token [N]
+and its settings, and returns weights [N], which tokens are kept [N], and sums to log."""
 NO_CORRECTION = NoCorrection()
 
 

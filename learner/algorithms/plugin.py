@@ -1,7 +1,4 @@
-"""From the configuration of an advantage, correction, loss or aggregation to its function.
-
-The function is built in, or the user's own.
-"""
+"""Finds the function of a configured advantage, correction, loss or aggregation: built in or a user's."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -20,7 +17,7 @@ ARGUMENTS = {
     "loss": ("tokens",),
     "aggregation": ("lengths", "prompts"),
 }
-"""By kind: what the function is called with, in order, before its settings."""
+"""What a function of each kind is called with, in order, before its settings."""
 
 
 def chosen_function(

@@ -25,8 +25,8 @@ class ReferenceConfig(Config):
     """A term of the loss, or a penalty on each token's advantage."""
 
     kl_unbiased: bool = False
-    """In the loss: times the importance ratio to the policy that sampled (the proximal one where the clip is
-    centred on it), as in DeepSeek-V3.2."""
+    """Multiply the KL term of the loss by the importance ratio to the policy that sampled, as DeepSeek-V3.2
+    does."""
 
     path: Path | None = None
     """Hugging Face directory of the reference, a model of the same architecture and vocabulary. Without it

@@ -56,7 +56,7 @@ class RetrainedStep:
 
     @property
     def differs(self) -> bool:
-        """In the batch, or in any bit of loss or gradient norm."""
+        """Tell whether the batch differs, or any bit of loss or gradient norm."""
         return self.batch_equal is False or self.loss_diff > 0 or self.grad_norm_diff > 0
 
 

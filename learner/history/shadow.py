@@ -276,7 +276,7 @@ class Shadow:
     # --- what others see ---
 
     async def _report(self, values: dict[str, Json]) -> None:
-        """To the screens, and to a file of our own, which stays whatever becomes of the bus."""
+        """Send metrics to the screens and to a file of our own, which stays whatever becomes of the bus."""
         progress = self.progress
         values = {
             "train/stage": "shadow",

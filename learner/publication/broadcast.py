@@ -31,11 +31,11 @@ from storage.weights.tensors import Weights
 
 log = structlog.get_logger()
 AS_SGLANG = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""As SGLang sets NCCL for its servers: ranks that share memory in different ways fail in CUDA."""
+"""Settings of NCCL that SGLang gives its servers: ranks that share memory in different ways fail in CUDA."""
 Line = dict[str, Any]
 Announced = Callable[[], Weights | None]
 START_S = 120.0
-"""Until a process of ours has loaded torch; and until it has mapped and locked what it is to send."""
+"""Time limit for a process of ours to load torch, and then to map and lock what it is to send."""
 IDLE_S = 900.0
 """After so long without a broadcast a group is given up."""
 SPARES = 2

@@ -87,7 +87,7 @@ def _say(**line: object) -> None:
 
 
 def _join(store: c10d.Store, order: Line, timeout: timedelta) -> dist.ProcessGroup:
-    """As SGLang's `init_custom_process_group`, so that both sides look under the same keys of the store."""
+    """Join the group as SGLang's `init_custom_process_group` does: both sides use the same keys."""
     name, size = order["group"], order["world_size"]
     group: dist.ProcessGroup
     group, _ = c10d._new_process_group_helper(
@@ -159,7 +159,7 @@ class Source:
             sent.synchronize()
 
     def _allocate(self, asked: Line) -> str:
-        """For as many of the first buckets as may lie on the device, and for what is on its way there.
+        """Allocate memory for as many buckets as may lie on the device, and for what is on its way there.
 
         Where the device has not so much, none lie there from now on: return that it is so."""
         try:

@@ -46,7 +46,7 @@ class HostCopy:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.seconds = 0.0
-        """That the latest `take` took."""
+        """Duration of the latest `take`."""
         self._dtype = dtype
         self._sets: list[_Buffers | None] = [None, None]
         self._turn = 0

@@ -31,7 +31,7 @@ SNAPSHOT_PAUSE_S = 5.0
 SAME_SNAPSHOT_PAUSE_S = 60.0
 """Between two of the same version, all of whose bytes are there."""
 POLL_S = 0.25
-"""Until a wish for a snapshot is seen."""
+"""Time until a wish for a snapshot is seen."""
 WORTH_IT = 0.5
 """A delta of more than this part of all weights is not sent: whole they travel once, for late joiners too."""
 
@@ -60,7 +60,7 @@ class WeightPublisher:
         self._files: ModelFiles | None = None
         self._model: BlobRef | None = None
         self._weights: Weights | None = None
-        """As announced last; the base of the next delta."""
+        """The weights announced last, which are the base of the next delta."""
         self._held: OrderedDict[int, PolicyManifest] = OrderedDict()
         self._stored: set[BlobRef] = set()
         self._pinned: set[int] = set()
@@ -103,7 +103,7 @@ class WeightPublisher:
             return manifest
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Until `stop`, publish a snapshot when somebody cannot get the announced weights without one."""
+        """Publish a snapshot, until `stop`, when somebody cannot get the announced weights without one."""
         while not stop.is_set():
             wanted, self._wanted = self._wanted, None
             if wanted is not None and self.latest is not None:

@@ -69,7 +69,7 @@ class World:
         await self.rank.fetched(lease.step)
 
     async def follow(self) -> None:
-        """On any other rank: do what rank 0 calls until it ends the world.
+        """Do what rank 0 calls until it ends the world; any other rank calls this.
 
         Raises `WorldError` when rank 0 is gone.
         """

@@ -85,7 +85,7 @@ class Dispatcher:
         return self._admission.policy
 
     def admit(self) -> None:
-        """From now on leases may be issued: the prompts are known to fit the model."""
+        """Issue leases from now on: the prompts are known to fit the model."""
         self._admission.opened = True
         self._changed.set()
 

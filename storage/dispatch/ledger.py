@@ -73,7 +73,7 @@ class Ledger:
         self.samples = 0
         """Groups given to steps, each as often as it was given."""
         self._given: dict[int, dict[int, tuple[Candidate, list[int]]]] = {}
-        """By policy version and lease: the groups given to steps, and to which."""
+        """The groups given to steps, and to which, by policy version and lease."""
         self._youngest = -1
         self._trained = 0
         self._load()

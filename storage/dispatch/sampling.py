@@ -79,7 +79,7 @@ class Question:
     """Versions a token may lag."""
     step: int = 1
     seed: int = 0
-    """With `step` all that the random strategies draw from."""
+    """Seed of the random strategies, together with `step`."""
 
 
 def choose(

@@ -47,17 +47,17 @@ class LedgerFacts:
 
     @property
     def run(self) -> str:
-        """As `RunFacts`."""
+        """This run's identity, which the ledger keeps."""
         return self.ledger.facts.get(RUN_ID, "")
 
     @property
     def vocabulary(self) -> int | None:
-        """As `RunFacts`."""
+        """Number of token ids, which the ledger keeps."""
         return self._number(VOCABULARY)
 
     @property
     def newest_version(self) -> int | None:
-        """As `RunFacts`."""
+        """The newest version published, which the ledger keeps."""
         return self._number(NEWEST_VERSION)
 
     def issue_version(self, lease_id: int) -> int | None:
@@ -70,7 +70,7 @@ class LedgerFacts:
         await self.look_at_policy()
 
     def issued(self, shard: int, shards: int, seen: int) -> Issued:
-        """For a shard elsewhere, of so many, of which the ledger has seen so many complete groups."""
+        """Return what a shard elsewhere must know, `seen` of whose complete groups the ledger has."""
         leases = [c for c in self.ledger.rolling_out.values() if shard_of(c.lease_id, shards) == shard]
         return Issued(
             next_id=self.ledger.next_id,

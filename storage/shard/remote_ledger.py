@@ -25,7 +25,7 @@ class IssuedLeases:
         self._stop = stop
         self._known = Issued(next_id=0, seen=0)
         self._versions: dict[int, int] = {}
-        """By lease, of those that were rolling out for this shard."""
+        """Policy version of each lease that was rolling out for this shard."""
 
     @property
     def run(self) -> str:

@@ -27,7 +27,7 @@ class LateRewards:
     def __init__(self, database: GroupDatabase) -> None:
         self._database = database
         self._missing: dict[int, set[int]] = {}
-        """By lease, the samples whose reward is due and not here."""
+        """Samples whose reward is due and not here, by lease."""
         self._late: set[int] = set()
         """Leases that had a reward due."""
 

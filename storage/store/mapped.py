@@ -10,14 +10,14 @@ K = TypeVar("K", bound=Hashable)
 
 
 class MappedSegments(Generic[K]):
-    """At most so many at once, each of which holds a file descriptor. Threads that share them take turns."""
+    """Keeps a few segments mapped, which each hold a file descriptor. Threads that share them take turns."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._segments: OrderedDict[K, Segment] = OrderedDict()
 
     def get(self, key: K, opened: Callable[[], Segment]) -> Segment:
-        """That of `key`, which is `opened` unless it is here; from now on the last to be unmapped."""
+        """Return the segment of `key`, `opened` unless it is here; it becomes the last to be unmapped."""
         if key in self._segments:
             self._segments.move_to_end(key)
             return self._segments[key]

@@ -64,7 +64,7 @@ _TURNS, _PARENT = RECORD_FIELDS.index("turns"), RECORD_FIELDS.index("parent")
 _UINT64 = (1 << 64) - 1
 _NO_RECORDS = np.empty(0, np.uint8)
 Arrays = dict[str, list[NDArray[Any]]]
-"""By name, in pieces that follow one another."""
+"""Arrays by name, in parts that follow one another."""
 
 
 @dataclass(frozen=True, slots=True)

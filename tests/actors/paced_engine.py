@@ -49,7 +49,7 @@ class Run:
         )
 
     def experts(self):
-        """Of the tokens that were asked for and read: of the last one, none."""
+        """Experts of the tokens that were asked for and read; the last token has none."""
         if self.request.experts_from is None:
             return None
         assert self.request.experts_from <= len(self.request.token_ids)

@@ -39,7 +39,7 @@ class StandIn:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.versions: list[str | None] = []
-        """Of each request that carried weights."""
+        """Version of each request that carried weights."""
         self.version = "default"
         self.refuses_weights = False
         self.custom_weight_loader: list[str] | None = None

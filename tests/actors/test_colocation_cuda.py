@@ -13,7 +13,7 @@ from tests.actors.tiny import recomputed, request
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 LEFT = 0.2
-"""Of what a server takes, its processes may keep so much: CUDA's own memory cannot be freed."""
+"""So much of what a server takes may stay with its processes: CUDA's own memory cannot be freed."""
 
 
 def free_bytes() -> int:

@@ -33,6 +33,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(coroutine: Coroutine[Any, Any, None]) -> None:
-    """As `asyncio.run`, on a virtual clock."""
+    """Run a coroutine as `asyncio.run` does, on a virtual clock."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(coroutine)

@@ -59,7 +59,7 @@ def assert_never_both(run: Path) -> int:
 
 
 def evaluations(run: Path) -> dict[int, tuple[int, int]]:
-    """By the version asked for, the oldest and the newest that drew a token."""
+    """Return the oldest and the newest version that drew a token, by the version asked for."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return {
         row["policy_version"]: (row["oldest_version"], row["newest_version"])

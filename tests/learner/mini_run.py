@@ -117,7 +117,7 @@ class MiniRun:
     released: asyncio.Event = field(default_factory=asyncio.Event)
 
     def settings(self, **changes: object) -> LearnerSettings:
-        """Of the learner; `changes` are the section `learner`'s."""
+        """Return the learner's settings; `changes` are those of the section `learner`."""
         return LearnerSettings(
             model=ModelConfig(scratch=SCRATCH, dtype="float32"),
             warmup=WarmupConfig(steps=2, batch_size=4),

@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick", "quick_roles")]
 
 @pytest.fixture(scope="module")
 def model_files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    """Of a model with a context of 32 tokens, one a character."""
+    """Files of a model with a context of 32 tokens, one a character."""
     directory = tmp_path_factory.mktemp("model")
     character_tokenizer().save_pretrained(directory)
     Qwen3Config(max_position_embeddings=32).save_pretrained(directory)

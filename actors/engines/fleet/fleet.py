@@ -165,7 +165,7 @@ class Fleet:
         return await self._bring_to(self._weights.followed_by(state, policy_version))
 
     async def load_published(self, published: Published) -> float:
-        """As `load_weights`, of which each engine gets the tensors from the learner.
+        """Have each engine get the announced tensors from the learner. Returns as `load_weights`.
 
         Raises `WeightsKeptError` when an engine could not, and goes on with those it has."""
         return await self._bring_to(self._weights.followed_by_published(published))

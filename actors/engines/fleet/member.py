@@ -24,7 +24,7 @@ log = structlog.get_logger()
 Build = Callable[[], Awaitable[Engine]]
 """Makes an engine that was not started yet."""
 WEIGHTS_AGAIN_S = 2.0
-"""Until an engine without weights looks for them again."""
+"""Time until an engine without weights looks for them again."""
 State = Literal["starting", "serving", "released", "stopping", "waiting", "given up", "left"]
 
 
@@ -101,7 +101,7 @@ class Member:
 
     @property
     def tokens_generated(self) -> int:
-        """By all its engines."""
+        """Tokens that all its engines have generated."""
         return self._tokens_before + (self._life.engine.tokens_generated if self._life else 0)
 
     @property

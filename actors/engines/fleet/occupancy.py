@@ -11,7 +11,7 @@ class Occupancy:
         self._count = 0
 
     def note(self, count: int) -> None:
-        """From now on it has so many requests."""
+        """Note how many requests it has from now on."""
         now_s = asyncio.get_running_loop().time()
         self._busy_s, self._request_s = self._until(now_s)
         self._since_s, self._count = now_s, count

@@ -33,9 +33,9 @@ class TooSlowError(EngineError):
 
 
 IDLE_AGAIN_S = 0.05
-"""Until a server is asked again whether it is idle."""
+"""Time until a server is asked again whether it is idle."""
 SHORT_S = 30.0
-"""For requests that a working server answers at once."""
+"""Time limit of requests that a working server answers at once."""
 OK = 200
 NONE_OPEN = (400, 404)
 """No update is open; it has no such sessions (0.5.17)."""

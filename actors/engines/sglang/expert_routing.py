@@ -30,7 +30,7 @@ class Routing:
 
     @classmethod
     def of_model(cls, directory: Path) -> Self:
-        """From the config.json in a directory. Raises `ConfigError` for none and for too many experts."""
+        """Read a directory's config.json. Raises `ConfigError` for no experts and for too many."""
         whole = json.loads((directory / "config.json").read_text())
         config = whole.get("text_config") or whole
         experts = next((config[name] for name in _COUNTS if config.get(name)), 0)

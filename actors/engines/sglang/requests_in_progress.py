@@ -129,7 +129,7 @@ class RequestsInProgress:
                 flight.sent.cancel()
 
     def weights_change(self) -> None:
-        """From now on the server may draw tokens with other weights, and a pair may end what has none yet."""
+        """Note that the server may draw from other weights now, and a pair may end what has no token yet."""
         for flight in self:
             flight.interrupted = flight.sent is not None
             if flight.streamed is not None:

@@ -10,7 +10,7 @@ from storage.weights.tensors import TORCH_DTYPES, laid_out
 NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
 FROM_TORCH = {"format": "pt"}
 State = Mapping[str, torch.Tensor]
-"""By Hugging Face name."""
+"""Tensors by Hugging Face name."""
 
 
 def write_tensors(path: Path, state: State, metadata: Mapping[str, str] = FROM_TORCH) -> None:

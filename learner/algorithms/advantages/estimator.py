@@ -14,10 +14,11 @@ from learner.config.algorithm import AdvantageConfig
 Advantage = float | NDArray[np.float32]
 """A trajectory's advantage: one for all its tokens, or [L]."""
 Estimator = Callable[[Groups], Sequence[Sequence[Advantage]]]
-"""From this rank's groups, in which all trajectories of a prompt are together, trained or not, with episodes,
-agents, turns and rewards, to an advantage for each trajectory. Those of what is not trained are ignored."""
+"""An estimator takes this rank's groups, in which all trajectories of a prompt are together, trained or not,
+with episodes, agents, turns and rewards. It returns an advantage for each trajectory; those of what is not
+trained are ignored."""
 ESTIMATORS: dict[str, Callable[..., Sequence[Sequence[Advantage]]]] = {"grpo": grpo_advantages}
-"""By the `type` of the configuration: (groups, its settings) to what an `Estimator` returns."""
+"""Estimators by the `type` of the configuration. Each takes groups and its settings."""
 
 
 def advantage_estimator(config: AdvantageConfig) -> Estimator:

@@ -81,7 +81,7 @@ class Trainer:
         self._export = WeightExport(self.chunks, hf_config)
         self._checkpoint_buffers = CopyBuffers()
         self._read: torch.cuda.Event | None = None
-        """Until when no weight may change."""
+        """Event until which no weight may change."""
         self.ddp = data_parallel(self.chunks, parallel)
         self.frozen = FrozenPolicies(
             self.chunks, settle=self.settle_parameters, load=partial(load_hf_weights, self.chunks)

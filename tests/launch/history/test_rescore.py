@@ -34,7 +34,7 @@ SIZES = ScratchModel(hidden_size=8, layers=1, heads=1, kv_heads=1, intermediate_
 
 
 def answered(lease_id: int, sample: int, text: str) -> Trajectory:
-    """As an actor records it: a prompt's tokens, then those of the answer."""
+    """Make a trajectory as an actor records it: a prompt's tokens, then those of the answer."""
     index = PromptOrder(len(PROMPTS), seed=0, shuffle=True).index(lease_id)
     _, prompt = CHAT.encode_chat(({"role": "user", "content": PROMPTS[index]["prompt"]},))
     answer = [*CHAT.encode(text), TOKENIZER.eos_token_id]

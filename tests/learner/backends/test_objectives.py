@@ -144,7 +144,7 @@ def estimated(kind: str, r: Tensor) -> Tensor:
 
 
 def token_losses(learner: LearnerConfig, sample: Sample, found: Tensor, old: Tensor, others) -> Tensor:
-    """From the formulas: FEATURES of slime, and arXiv:2505.24298 for the decoupled clip."""
+    """Return the losses by their formulas; that of the decoupled clip is in arXiv:2505.24298."""
     now, entropy = found
     behaviour = torch.from_numpy(sample.streams["behaviour_logprobs"][1:])
     kl, loss, advantage = learner.reference, learner.loss, torch.tensor(sample.streams["advantages"])

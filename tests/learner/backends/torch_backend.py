@@ -49,7 +49,7 @@ class TorchBackend:
         self.optimizer = reference_optimizer(self.model, config)
 
     def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Of the labels, and entropy, [T] each: each sequence by itself."""
+        """Return log-probs of the labels and entropies, [T] each, computed for each sequence by itself."""
         logits = [self.model(tokens[None]).logits[0] for tokens in torch.split(batch.tokens, batch.lengths)]
         temperatures = batch.streams.get("temperatures", torch.ones(len(batch.tokens)))
         distribution = torch.log_softmax(torch.cat(logits).float() / temperatures[:, None], dim=-1)

@@ -17,7 +17,7 @@ def dearest(costs, parts):
 
 
 def cheapest_possible(costs, parts):
-    """By trying every division."""
+    """Find the best division by trying every one."""
     divisions = itertools.product(range(parts), repeat=len(costs))
     return min(
         max(sum(c for c, p in zip(costs, division, strict=True) if p == part) for part in range(parts))

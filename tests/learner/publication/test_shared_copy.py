@@ -36,7 +36,7 @@ def bytes_of(state):
 
 
 def bytes_in(copy):
-    """Of each tensor, from where it lies."""
+    """Return the bytes of each tensor from where it lies."""
     sizes = {name: tensor.nbytes for name, tensor in STATE.items()}
     return {
         name: copy.memory.bytes[offset : offset + sizes[name]].tobytes()

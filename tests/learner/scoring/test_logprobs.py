@@ -106,7 +106,7 @@ def assert_close(found: list[Scores], policy, samples) -> None:
 
 @cache
 def alone(model: tuple[tuple[str, object], ...]) -> tuple[list[Scores], list[Scores], bool, tuple[int, int]]:
-    """On one rank: that of this process."""
+    """Train on one rank, that of this process."""
     return scored(Case(1, {}, model))
 
 

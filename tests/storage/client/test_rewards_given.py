@@ -229,7 +229,7 @@ async def test_reward_for_a_run_that_is_not_there_is_refused(bus):
 
 
 async def chunks(lines):
-    """As they come from a file, a few at a time."""
+    """Give the bytes as they come from a file, a few at a time."""
     for n in range(0, len(lines), 4):
         yield lines[n : n + 4]
 

@@ -61,7 +61,7 @@ class World:
     """Leases in the order in which their groups became complete."""
     incarnation: int = 0
     step: int = 0
-    """Of the learner."""
+    """The learner's step."""
     checkpoint: int = 0
     trained: dict[int, list[int]] = field(default_factory=dict)
     """What each step of the weights as they are was trained on."""
@@ -150,7 +150,7 @@ class World:
     # --- the actors ---
 
     def complete(self) -> None:
-        """By the weights of the day, if they may."""
+        """Roll out with the weights of the day, if they may."""
         if self.tasks:
             lease_id = self.draw.choice(sorted(self.tasks))
             if not self.may_sample(lease_id):

@@ -18,7 +18,7 @@ from tests.storage.serving import refusing_disk
 
 
 def late(lease_id: int, *samples: int) -> list[Trajectory]:
-    """Of a group of two, without their rewards."""
+    """Make two siblings without their rewards."""
     siblings = (make_trajectory(lease_id, sample, reward=0.0) for sample in samples or (0, 1))
     return [replace(t, reward_due=True) for t in siblings]
 

@@ -25,7 +25,7 @@ A gap is how many elements lie between an element and the one before it in its f
 without a sign, in an int16."""
 GAP_BITS = 0xFFFF
 CHANGES = "changes"
-"""In the file's metadata: JSON, of each dtype the name, shape and number of elements of each tensor."""
+"""Key in the file's metadata: its JSON gives name, shape and number of elements of each tensor by dtype."""
 PIECE_ELEMENTS = 1 << 26
 """Written at a time: what that takes of the device besides stays small."""
 TAKEN_ELEMENTS = 1 << 23

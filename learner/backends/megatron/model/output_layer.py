@@ -25,8 +25,8 @@ if torch.cuda.is_available():  # triton comes with torch for CUDA only
     from learner.backends.megatron.model import kernels
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
-"""From the float32 log-probabilities [n] and entropies [n] of a slice of the trained tokens to the sum of
-their losses."""
+"""A token loss takes the float32 log-probabilities [n] and entropies [n] of a slice of the trained tokens,
+and the slice, and returns the sum of their losses."""
 
 
 class RowStatistics(NamedTuple):

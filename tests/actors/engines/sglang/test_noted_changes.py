@@ -103,7 +103,7 @@ def test_a_gap_from_one_part_to_the_next_is_one_as_well(start, told):
 
 @pytest.mark.parametrize("part_bytes", [in_parts.PART_BYTES, 400_000])
 def test_rows_that_nobody_sees_make_gaps_that_are_bridged(part_bytes, monkeypatch):
-    """As in embeddings."""
+    """Embeddings have such rows."""
     monkeypatch.setattr(in_parts, "PART_BYTES", part_bytes)
     rng = np.random.default_rng(0)
     first = {"q": rng.normal(size=(4000, 400)).astype(np.float32)}

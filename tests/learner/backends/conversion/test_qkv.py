@@ -16,7 +16,7 @@ def inputs(dtype=torch.float64, *, normed=True):
 
 
 def plain(mixed, query_weight, key_weight, rotation, settings):
-    """Of megatron-core's and transformers' own operations."""
+    """Compute the same with megatron-core's and transformers' own operations."""
     heads = mixed.view(TOKENS, GROUPS, EACH + 2, WIDTH)
     query, key, value = heads.split([EACH, 1, 1], dim=2)
     cos, sin = rotation
