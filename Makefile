@@ -26,7 +26,7 @@ test-nightly: install sglang
 	$(BIN)/pytest -m nightly
 
 test-sglang: install sglang
-	$(BIN)/pytest -m "sglang and not nightly" $(IN_PARALLEL) --no-loadscope-reorder
+	$(BIN)/pytest -m "sglang and not nightly"
 
 check: install
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.commands import GROUPS, LONG, SAMPLES, Command, assert_whole, part, wait_for_step
 
-pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nats, pytest.mark.timeout(900)]
 EVENTS = ("device_yielded", "device_taken_back", "device_held", "device_given_back")
 STEPS = 10
 
@@ -105,6 +105,7 @@ def wait_for(condition, what: str, launcher: Command) -> None:
         psutil.Process(launcher.process.pid).cpu_percent(interval=0.1)
 
 
+@pytest.mark.slow
 def test_the_learner_trains_while_the_engines_stand_still_and_only_then(tmp_path: Path):
     launcher = Command(tmp_path, "local", *run_of(STEPS), "--colocation.lapse-s", "60")
     run = tmp_path / "runs/sort"
@@ -127,6 +128,7 @@ def test_the_learner_trains_while_the_engines_stand_still_and_only_then(tmp_path
         assert evaluated[version] == (version, version), "nothing was published while the learner waited"
 
 
+@pytest.mark.nightly
 def test_the_engines_go_on_when_the_learner_falls_silent_while_it_has_the_device(tmp_path: Path):
     launcher = Command(tmp_path, "local", *run_of(2000), "--colocation.lapse-s", "5")
     run = tmp_path / "runs/sort"

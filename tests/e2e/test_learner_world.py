@@ -10,7 +10,7 @@ import pytest
 from bus.server import free_port
 from tests.e2e.commands import SMALL, Command, with_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.nats, pytest.mark.timeout(900)]
 
 
 def test_two_nodes_stop_together_when_one_is_told_to_and_finish_when_started_again(tmp_path: Path):

@@ -11,7 +11,7 @@ from launch.benchmarks.overlap_record import Heard
 from storage.disk.run_directory import RunDirectory
 from tests.e2e.commands import Command
 
-pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nats, pytest.mark.timeout(900)]
 STEPS, STALENESS, GROUPS, SAMPLES = 4, 2, 4, 4
 BURST = STALENESS + 1
 
@@ -30,6 +30,7 @@ def reported(command: Command) -> dict:
     return json.loads(line)
 
 
+@pytest.mark.slow
 def test_both_modes_are_measured_in_one_run_that_loses_nothing(tmp_path: Path):
     command = bench(tmp_path, "--steps", str(STEPS))
     try:
@@ -54,6 +55,7 @@ def test_both_modes_are_measured_in_one_run_that_loses_nothing(tmp_path: Path):
     assert account["max_staleness_seen"] <= STALENESS
 
 
+@pytest.mark.nightly
 def test_a_bench_that_is_stopped_reports_what_was_measured_and_leaves_nothing_behind(tmp_path: Path):
     command = bench(tmp_path, "--steps", "1000000")
     try:
@@ -78,6 +80,7 @@ def test_a_bench_that_is_stopped_reports_what_was_measured_and_leaves_nothing_be
     assert (report["modes"]["sync"], report["ratios"]["async_over_sync"]) == (None, None)
 
 
+@pytest.mark.slow
 def test_a_limit_that_ends_before_the_first_step_is_an_error_and_leaves_nothing_behind(tmp_path: Path):
     command = bench(tmp_path, "--limit-s", "5")
     try:

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
 
 @pytest.fixture
 def ledger(tmp_path) -> Iterator[Ledger]:
-    """Ledger of run "ours": leases 0 to 9, issued at version 3; version 5 is the newest, of 1000 token ids."""
+    """Ledger of run "ours": leases 0 to 9 of version 3; version 5 is the newest; 1000 token ids."""
     with closing(Ledger.open(tmp_path / "ledger.sqlite")) as made:
         made.issue(10, policy_version=3)
         made.set_fact(RUN_ID, "ours")
