@@ -30,7 +30,7 @@ COPYING = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 EXPERTS = ("mixtral", "qwen3_moe")
 GAP = np.dtype(np.uint16)
 FARTHEST = GAP_BITS + 1
-"""From one element of a file to the next at most, since a gap tells no more."""
+"""Largest step from one element of a file to the next: a gap holds no larger one."""
 WORTH_IT = 0.5
 """What changes may take of the space of the whole."""
 
@@ -43,7 +43,7 @@ class _Difference(NamedTuple):
 
 
 _noted: dict[int, _Difference] = {}
-"""By the address of the new words, as long as these live."""
+"""Differences by the address of the new words, as long as these live."""
 
 
 def worth_it(size_bytes: int, itemsize: int) -> int:
@@ -73,7 +73,7 @@ def gaps_and_words(words: Words, positions: Positions, before: int = -1) -> Foun
 
 
 def _in_reach(positions: Positions, before: int) -> Positions:
-    """With others put in where a step would be too wide."""
+    """Put further positions in where a step would be too wide."""
     steps = np.diff(positions, prepend=before)
     missing = (steps - 1) // FARTHEST
     far = np.flatnonzero(missing)
@@ -167,7 +167,7 @@ def _differences(old: State, new: State) -> dict[str, Found]:
 
 
 def _compared(old: torch.Tensor, new: torch.Tensor) -> Found | None:
-    """As `known`, of tensors that came in any way; `None` where more changed than may be written alone."""
+    """Compare two tensors that came in any way; return None where more changed than may be written alone."""
     at_most = worth_it(new.nbytes, new.itemsize)
     found = changed_positions(_words(old), _words(new), at_most=at_most)
     if found is None:
