@@ -11,6 +11,7 @@ from bus.errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# launch/process/own_packages.py has this list again: it runs before `bus` may be imported.
 OWN_PACKAGES = ("actors", "bus", "launch", "learner", "storage")
 
 

@@ -9,6 +9,7 @@ from types import ModuleType
 
 ROOT = str(Path(__file__).parents[2])
 """The directory that holds Sluice's packages."""
+# bus/plugins.py has this list too. It is not imported here: a user's bus.py would still be found for ours.
 PACKAGES = ("actors", "bus", "launch", "learner", "storage")
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from bus.child_process import module_command
 from bus.errors import ConfigError
-from bus.plugins import load_function
+from bus.plugins import OWN_PACKAGES, load_function
+from launch.process.own_packages import PACKAGES
 
 ROOT = Path(__file__).parents[3]
 HELP = ("launch", "engines", "--help")
@@ -21,6 +22,11 @@ def directory(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("raise RuntimeError('a file of the user was imported for ours')\n")
     return tmp_path
+
+
+def test_both_lists_of_our_packages_name_what_the_repository_has():
+    found = {file.parent.name for file in ROOT.glob("*/__init__.py")} - {"tests"}
+    assert set(PACKAGES) == set(OWN_PACKAGES) == found
 
 
 @pytest.mark.parametrize("first", [False, True])
