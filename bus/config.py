@@ -27,7 +27,7 @@ class BusConfig(Config):
 
 
 class ColocationConfig(Config):
-    """Whether the learner and the actors of its host take turns on its devices."""
+    """Sets whether the learner and the actors of its host take turns on its devices."""
 
     enabled: bool = False
     """Engines on the learner's host stop and free their memory while it trains, and have the memory while it

@@ -33,7 +33,7 @@ class Lease(Message, tag="lease"):
     policy_version: int
     """The learner's version when the lease was issued: the oldest that can sample it."""
     republished: bool = False
-    """Whether the lease was on the bus before: some of its trajectories may be stored already."""
+    """Says whether the lease was on the bus before: some of its trajectories may be stored already."""
     run: str = ""
     """Identity of the run that issued it; its trajectories repeat it, since run names may be used again."""
 
@@ -264,7 +264,7 @@ class Metrics(Message, tag="metrics"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status(Message, tag="status"):
-    """What a process is doing now; sent about once a second and never stored."""
+    """Says what a process is doing now; sent about once a second and never stored."""
 
     source: str
     role: str

@@ -34,7 +34,8 @@ class LeaseRequest(Message, tag="lease_request"):
 
     lease_id: int
     attempt: bool = False
-    """Whether the lease came back more than once and is about to be rolled out; such attempts are counted."""
+    """Says whether the lease came back more than once and is about to be rolled out; such attempts are
+    counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +65,7 @@ class GroupStatus(Message, tag="group_status", version=2):
     rewards: tuple[AgentReward, ...] = ()
     """Rewards of those that are trained."""
     rewards_due: bool = False
-    """Whether one of these rewards is still to come."""
+    """Says whether one of these rewards is still to come."""
 
     def check(self) -> None:
         """Refuse more rewards than samples."""
@@ -207,7 +208,7 @@ class StoredRequest(Message, tag="stored_request"):
 
     after: int
     spreads: bool = False
-    """Whether the answer has the spread of each group's rewards."""
+    """Says whether the answer has the spread of each group's rewards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,9 +315,9 @@ class NewData(Message, tag="new_data"):
     prompts: BlobRef
     """A `PromptSet`."""
     keep_old: bool
-    """Whether they follow the present prompts instead of replacing them."""
+    """Says whether they follow the present prompts instead of replacing them."""
     source: str
-    """Where the prompts come from, for a human."""
+    """Says where the prompts come from, for a human."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

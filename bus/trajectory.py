@@ -1,4 +1,5 @@
-"""What an agent did in an episode, token by token: actors send it, shards store it, learners train on it."""
+"""Tells what an agent did in an episode, token by token: actors send it, shards store it, learners train on
+it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ End = Literal[
     "engine_error",
     "cancelled",
 ]
-"""Why a trajectory has no more turns."""
+"""Says why a trajectory has no more turns."""
 TRUSTED_ENDS: frozenset[End] = frozenset({"completed", "length", "turn_limit"})
 """Ends that the policy itself brought about, so that the reward says something about it. The others are
 failures of what surrounds it; trained as zero rewards they would bias the policy."""
@@ -46,18 +47,19 @@ class Turn(NamedTuple):
     top_p: float = 1.0
     """Mass of the likeliest tokens that were drawn from; 1 is all. Log-probs are of all in any case."""
     top_k: int = 0
-    """How many of the likeliest tokens were drawn from; 0 is all of them."""
+    """Says how many of the likeliest tokens were drawn from; 0 is all of them."""
     reward: float | None = None
     """Reward of this turn alone, where the environment gives one."""
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the tokens were chosen, not drawn: their log-probs are not those of the sampling policy."""
+        """Tell whether the tokens were chosen, not drawn: their log-probs are not those of the sampling
+        policy."""
         return self.temperature == 0
 
 
 class Parent(NamedTuple):
-    """Where a trajectory was forked from another of its episode."""
+    """Says where a trajectory was forked from another of its episode."""
 
     trajectory_id: str
     token: int
@@ -102,7 +104,7 @@ class Trajectory(Message, tag="trajectory", version=2):
     group_size: int
     """Trajectories the group has when complete."""
     rollout: int
-    """Which rollout of the prompt it belongs to, from 0: trajectories of one episode share it."""
+    """Says which rollout of the prompt it belongs to, from 0: trajectories of one episode share it."""
     token_ids: Int32Array
     loss_mask: BoolArray
     """[L], True on sampled tokens that may be trained, which those of greedy turns may not."""
@@ -120,7 +122,7 @@ class Trajectory(Message, tag="trajectory", version=2):
     policy: str = DEFAULT_POLICY
     """Name of the policy that is trained on it."""
     parent: Parent | None = None
-    """What it was forked from; None where it began by itself."""
+    """Says what it was forked from; None where it began by itself."""
     trainable: bool = True
     """False for a frozen opponent or a judge: it is recorded, but enters neither baselines nor losses."""
     reward_components: dict[str, float] = field(default_factory=dict)
@@ -217,7 +219,7 @@ class Trajectory(Message, tag="trajectory", version=2):
 
     @property
     def is_trained(self) -> bool:
-        """Whether it enters baselines and losses: a trained policy's, with a reward to be trusted."""
+        """Tell whether it enters baselines and losses: a trained policy's, with a reward to be trusted."""
         return self.trainable and self.end in TRUSTED_ENDS
 
     @property
