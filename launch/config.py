@@ -71,11 +71,11 @@ class ActorsProcess(ProcessConfig):
     """Actor processes, which roll out prompts."""
 
     colocation: ColocationConfig = ColocationConfig()
-    """How engines and learner take turns on the same devices."""
+    """Sets how engines and learner take turns on the same devices."""
 
 
 class SupervisionConfig(Config):
-    """How `launch local` keeps its processes alive."""
+    """Sets how `launch local` keeps its processes alive."""
 
     restarts: int = Field(5, ge=0)
     """Most restarts of one process within `window_s`; one more failure ends the run."""
@@ -114,13 +114,13 @@ class RunConfig(ProcessConfig):
     """Prompts to train on and to measure with."""
 
     admission: AdmissionConfig = AdmissionConfig()
-    """How many groups are rolled out, and how stale they may get."""
+    """Sets how many groups are rolled out, and how stale they may get."""
 
     replay: ReplayConfig = ReplayConfig()
     """The trajectory store."""
 
     sampling: SamplingConfig = SamplingConfig()
-    """How tokens are sampled."""
+    """Sets how tokens are sampled."""
 
     model: ModelConfig = ModelConfig()
     """Model of the policy."""
@@ -138,10 +138,10 @@ class RunConfig(ProcessConfig):
     """Actor processes, which roll out prompts."""
 
     colocation: ColocationConfig = ColocationConfig()
-    """How engines and learner take turns on the same devices."""
+    """Sets how engines and learner take turns on the same devices."""
 
     supervision: SupervisionConfig = SupervisionConfig()
-    """How `launch local` keeps its processes alive."""
+    """Sets how `launch local` keeps its processes alive."""
 
 
 def resolve(*layers: Layer) -> RunConfig:

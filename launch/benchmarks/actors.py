@@ -1,4 +1,5 @@
-"""What an actor costs: rollouts through the bus, the recording and the engine, over the bare SGLang server.
+"""Tells what an actor costs: rollouts through the bus, the recording and the engine, over the bare SGLang
+server.
 
 Both do the same requests, all at once, in turns in one run; log-probs are compared with transformers'."""
 
@@ -43,7 +44,7 @@ POLL_S = 0.005
 
 @dataclass(frozen=True)
 class ActorLoad:
-    """How much is asked for."""
+    """Says how much is asked for."""
 
     concurrency: int = 128
     """Requests that run at once, a multiple of `SAMPLES`."""
@@ -205,7 +206,7 @@ async def _through_an_actor(bus: Bus, engine: SglangEngine, number: int, load: A
 
 
 async def _differences(engine: SglangEngine, model: PreTrainedModel, load: ActorLoad) -> dict[str, float]:
-    """How far sampled tokens' log-probs are from one forward over the whole sequence, in nats.
+    """Return how far sampled tokens' log-probs are from one forward over the whole sequence, in nats.
 
     `float32_head` ones are of an output layer in float32, as the learner computes them."""
     found: dict[str, list[np.ndarray]] = {"": [], "float32_head_": []}

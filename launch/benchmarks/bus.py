@@ -1,4 +1,4 @@
-"""What publishing costs: our publisher against raw TCP and against the C client, in the same run.
+"""Tells what publishing costs: our publisher against raw TCP and against the C client, in the same run.
 
 `python -m launch.benchmarks.bus` prints the figures as JSON; with arguments it is one of the processes that
 it measures. Both publishers keep the same number of deduplicated messages in flight, into a stream in files.
@@ -91,7 +91,7 @@ OURSELVES = module_command("launch.benchmarks.bus")
 
 
 async def _speed(*command: str) -> float:
-    """What the process prints in the end. Raises `BusError` when it fails."""
+    """Return what the process prints in the end. Raises `BusError` when it fails."""
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

@@ -1,4 +1,4 @@
-"""How fast the embedded engine is against transformers' own two ways, in one process and one thread.
+"""Tells how fast the embedded engine is against transformers' own two ways, in one process and one thread.
 
 `python -m launch.benchmarks.embedded_engine` prints the figures as JSON."""
 
@@ -92,7 +92,8 @@ def bench_actors(
 
 
 def _lacking(config: SglangEngineConfig) -> str | None:
-    """Why no server can be started here; None if one can. Raises `ConfigError` for a wrong interpreter."""
+    """Return why no server can be started here; None if one can. Raises `ConfigError` for a wrong
+    interpreter."""
     if config.url is not None:
         return None
     try:

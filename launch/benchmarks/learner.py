@@ -1,4 +1,5 @@
-"""How fast a step of the learner is, beside a bare megatron-core loop and transformers on the same batch.
+"""Tells how fast a step of the learner is, beside a bare megatron-core loop and transformers on the same
+batch.
 
 `python -m launch.benchmarks.learner` prints the figures as JSON. On CPU a small Qwen3 in float32, the sides
 taking turns; on CUDA a Qwen3-0.6B in bfloat16, one side after the other. Our side computes the RL
@@ -101,7 +102,7 @@ def weights(config: Qwen3Config) -> int:
 
 
 def small() -> Workload:
-    """What a laptop trains in a fraction of a second."""
+    """Return what a laptop trains in a fraction of a second."""
     return Workload(qwen3(256, 768, 4, 8, 4, 32, 4096), torch.float32, 256, 2048, 2, rounds=7)
 
 

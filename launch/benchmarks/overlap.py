@@ -1,4 +1,5 @@
-"""What asynchrony is worth: one real run, in turns as configured and held synchronous, and who waits in each.
+"""Tells what asynchrony is worth: one real run, in turns as configured and held synchronous, and who waits in
+each.
 
 Bus, storage, learner and actors are the processes of `launch local`. Only storage is started again, with
 another bound on staleness, when the mode changes; so engine and learner stay warm, and both modes have the
@@ -37,7 +38,7 @@ MEASURING_SHARE, ENDING_SHARE = 0.88, 0.95
 KINDLY_S = 45.0
 """Time for the run's end, which writes a checkpoint; it is less where measuring would get less than half."""
 ACCOUNT_S = 5.0
-"""Where less of the limit is left, no account is begun."""
+"""No account is begun when fewer seconds of the limit are left."""
 
 
 class LimitError(SluiceError):
@@ -46,7 +47,7 @@ class LimitError(SluiceError):
 
 @dataclass(frozen=True)
 class Plan:
-    """How long is measured."""
+    """Says how long is measured."""
 
     steps: int
     """Measured in each turn, after those in which the mode settles."""
@@ -64,12 +65,12 @@ class Plan:
 
     @property
     def measuring_s(self) -> float:
-        """When nothing more is measured: the run's end begins."""
+        """Return the time at which measuring ends and the run's end begins."""
         return min(MEASURING_SHARE * self.limit_s, max(self.limit_s / 2, self.ending_s - KINDLY_S))
 
     @property
     def ending_s(self) -> float:
-        """When the run is killed."""
+        """Return the time at which the run is killed."""
         return ENDING_SHARE * self.limit_s
 
     def elapsed_s(self) -> float:
@@ -127,7 +128,7 @@ async def end_run(local: LocalRun, plan: Plan, stop: asyncio.Event) -> str:
 async def accounted(
     config: RunConfig, run: RunDirectory, plan: Plan, stop: asyncio.Event
 ) -> tuple[dict[str, Json] | None, str]:
-    """What became of every trajectory, and `WELL`; or None, and why that is not known."""
+    """Return what became of every trajectory, and `WELL`; or None, and why that is not known."""
 
     def go_on(needs_s: float = 0.0) -> None:
         if stop.is_set():
@@ -197,7 +198,7 @@ class Measurement:
         log.info("turn_ends", mode=mode, at_s=self._now(), step=turn.last, step_s=step_s)
 
     def _set_bound(self, max_staleness: int) -> None:
-        """What storage reads when it starts again."""
+        """Write the bound that storage reads when it starts again."""
         path = self.local.run.config
         config = json.loads(path.read_text())
         config["admission"]["max_staleness"] = max_staleness
@@ -206,7 +207,7 @@ class Measurement:
     async def until(
         self, found: Callable[[Heard], int], limit_s: float, *, first_s: float = STEP_TIMEOUT_S
     ) -> int:
-        """What is `found` in what the run has said, as soon as it is not 0.
+        """Return what is `found` in what the run has said, as soon as it is not 0.
 
         Raises `LimitError` at the plan's limit, and `SluiceError` after `limit_s`, after `first_s` or later
         `STEP_TIMEOUT_S` without a step, on `stop`, or when the run has given up."""

@@ -1,4 +1,4 @@
-"""What `launch bench overlap` reads of a run: the steps of its learner, the counters of its actors."""
+"""Tells what `launch bench overlap` reads of a run: the steps of its learner, the counters of its actors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Turn:
     after: int = 0
     """The last step before the mode was changed to: those up to `first` settled it."""
     began_s: float = 0.0
-    """When it was changed to, in seconds since the bench began."""
+    """Says when it was changed to, in seconds since the bench began."""
     cut: bool = False
-    """Whether it was to have more steps."""
+    """Says whether it was to have more steps."""
 
     @property
     def steps(self) -> range:
@@ -64,11 +64,11 @@ class Heard:
 
     @property
     def engines(self) -> int:
-        """How many the actors have."""
+        """Return how many the actors have."""
         return integer(self.readings[-1], "engine/count")
 
     def ended_s(self, step: int) -> float:
-        """When a step ended, in seconds since the epoch."""
+        """Return when a step ended, in seconds since the epoch."""
         return number(self.steps[step], "time_s")
 
     def has_read_after(self, step: int) -> bool:
@@ -76,7 +76,7 @@ class Heard:
         return bool(self.readings) and number(self.readings[-1], "time_s") >= self.ended_s(step)
 
     def counted(self, name: str, turn: Turn) -> float:
-        """How much a counter of the actors grew in a turn."""
+        """Return how much a counter of the actors grew in a turn."""
         span = self.ended_s(turn.first), self.ended_s(turn.last)
         times, values = ([number(reading, key) for reading in self.readings] for key in ("time_s", name))
         began, ended = np.interp(span, times, values)

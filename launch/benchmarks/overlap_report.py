@@ -32,7 +32,7 @@ def trained(heard: Heard, turns: Sequence[Turn], *, burst: int) -> list[Turn]:
 
 
 def _cut(turn: Turn, steps: int, burst: int) -> Turn:
-    """What counts of a turn of which only so many steps are known; it may be none."""
+    """Return what counts of a turn of which only so many steps are known; it may be none."""
     if turn.mode == "async":
         steps -= steps % burst
     elif steps < ENOUGH_STEPS:
@@ -41,7 +41,8 @@ def _cut(turn: Turn, steps: int, burst: int) -> Turn:
 
 
 def figures(config: RunConfig, run: RunDirectory, heard: Heard, turns: Sequence[Turn]) -> dict[str, Json]:
-    """What was measured; null is what needs turns of a mode that has none. Raises `SluiceError` on gaps."""
+    """Return what was measured; null is what needs turns of a mode that has none. Raises `SluiceError` on
+    gaps."""
     if missing := {step for turn in turns for step in turn.steps} - set(heard.steps):
         raise SluiceError(f"{run.metrics} lacks steps {sorted(missing)}: was a process killed?")
     in_mode = {mode: [turn for turn in turns if turn.mode == mode] for mode in MODES}
@@ -76,7 +77,7 @@ def figures(config: RunConfig, run: RunDirectory, heard: Heard, turns: Sequence[
 
 
 def account_of(config: RunConfig, run: RunDirectory, go_on: Callable[[], None]) -> dict[str, Json]:
-    """What became of every trajectory of a run that has ended well; `account` says what is raised."""
+    """Return what became of every trajectory of a run that has ended well; `account` says what is raised."""
     shards, samples = config.replay.shards, config.admission.samples_per_prompt
     bound = config.admission.max_staleness
     counts = account(run, shards=shards, samples=samples, max_staleness=bound, go_on=go_on)

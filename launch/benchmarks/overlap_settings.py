@@ -1,4 +1,4 @@
-"""What `launch bench overlap` measures: the settings of its run, its model and its prompts."""
+"""Tells what `launch bench overlap` measures: the settings of its run, its model and its prompts."""
 
 import json
 import random
@@ -57,7 +57,7 @@ def defaults(model: str, directory: Path, *, devices: Mapping[str, int | None]) 
 
 
 def settings(layers: Layer, below: Layer, model: str, *, prompt_tokens: int) -> RunConfig:
-    """What the user gives over the `defaults`. Raises `ConfigError` for what cannot be measured."""
+    """Return what the user gives over the `defaults`. Raises `ConfigError` for what cannot be measured."""
     if url := layers.get("bus", {}).get("url"):
         raise ConfigError(f"--bus.url {url}: the measured run has a bus of its own, leave this out")
     config = resolve(below, layers)

@@ -1,4 +1,5 @@
-"""How fast is replay, as ratios against the plainest thing that does the same on this machine in this run.
+"""Tells how fast replay is, as ratios against the plainest thing that does the same on this machine in this
+run.
 
 `python -m launch.benchmarks.replay [--full]` prints them as JSON. The two sides of a ratio take turns; each
 is the median of its rounds. Wall-clock times, except `ingest_cost_1e6_over_1e3` and `leases_per_s`: CPU time

@@ -1,4 +1,5 @@
-"""What is left of the speed of pulling and acking when a shard decodes, checks and stores before it acks.
+"""Tells what is left of the speed of pulling and acking when a shard decodes, checks and stores before it
+acks.
 
 `python -m launch.benchmarks.replay_ingest URL MESSAGES` is the process that publishes for the measurement.
 """
@@ -34,7 +35,7 @@ from storage.store.replay import ReplayStore
 
 RUN = "bench"
 LOOK_S = 0.003
-"""How often the stream is asked whether all is acked."""
+"""Says how often the stream is asked whether all is acked."""
 Step = Callable[[], Coroutine[None, None, None]]
 Take = Callable[[], Coroutine[None, None, float]]
 """Returns the moment when all was taken."""
@@ -153,7 +154,7 @@ def _messages(count: int) -> list[bytes]:
 
 @asynccontextmanager
 async def _publisher(url: str, count: int) -> AsyncIterator[Step]:
-    """What has another process publish all messages once more, and returns when it has."""
+    """Return a call that has another process publish all messages once more, and returns when it has."""
     process = await asyncio.create_subprocess_exec(
         *module_command(__name__, url, str(count)), stdin=PIPE, stdout=PIPE
     )

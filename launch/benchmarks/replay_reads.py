@@ -1,5 +1,5 @@
-"""How long a learner takes to fetch a step's trajectories, by mapping and over the bus, and what that costs
-its event loop.
+"""Tells how long a learner takes to fetch a step's trajectories, by mapping and over the bus, and what that
+costs its event loop.
 
 `python -m launch.benchmarks.replay_reads` prints it as JSON. The shards run in a process of their
 own, as they do in a run, with a nats-server beside them. Every step reads groups that were not read before.

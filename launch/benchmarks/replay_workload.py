@@ -1,4 +1,4 @@
-"""What the measurements of storage have in common: how much of what, and how long it takes."""
+"""Tells what the measurements of storage have in common: how much of what, and how long it takes."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ Figures = dict[str, Json]
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """Says how much is measured."""
 
     rounds: int
     written: int

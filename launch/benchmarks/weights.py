@@ -1,4 +1,4 @@
-"""What a publication costs, from a real learner's step to an engine that serves the new version.
+"""Tells what a publication costs, from a real learner's step to an engine that serves the new version.
 
 A learner trains at lr 1e-6 in bfloat16 and publishes each step over a real bus to an engine that generates
 meanwhile. The engine shares the learner's device, unless a SGLang server is given another.
@@ -75,7 +75,7 @@ class Measured:
         self.values: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, figures: Mapping[str, Json], **seconds: float) -> None:
-        """One more version."""
+        """Add one more version."""
         wire, full, sent = (
             float(str(figures[f"weights/{name}"])) for name in ("wire_bytes", "full_bytes", "sent_fraction")
         )
@@ -105,7 +105,7 @@ class Following:
         return self._follower.receive_s
 
     async def served(self, version: int) -> float:
-        """When the engine has the version. Raises what ended the following, or `TimeoutError`."""
+        """Wait until the engine has the version. Raises what ended the following, or `TimeoutError`."""
         serving = asyncio.create_task(self._follower.at_least(version))
         await asyncio.wait(
             {serving, self._running}, timeout=SERVED_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
@@ -234,7 +234,7 @@ async def _train_and_publish(
 async def _transport_figures(
     store: BlobStore, blobs: BlobSource, publisher: WeightPublisher
 ) -> dict[str, Json]:
-    """How long bytes alone take, as many as a delta has and as many as all weights have."""
+    """Return how long bytes alone take, as many as a delta has and as many as all weights have."""
     manifest = _published(publisher)
     figures: dict[str, Json] = {}
     sizes = {"full": manifest.snapshot.size_bytes}

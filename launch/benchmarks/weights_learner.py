@@ -57,7 +57,7 @@ class Learning:
         self._bare: list[Tensor] = []
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """What `work` returns, done where torch works."""
+        """Return what `work` returns, done in the thread where torch works."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def step(self) -> None:

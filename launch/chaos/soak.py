@@ -21,7 +21,8 @@ FAULT_EVERY_S = 5.0
 KILLS_PER_MINUTE = 4.0
 START_TIMEOUT_S = 300.0
 SETTLE_S = 15.0
-"""How long the run goes on once it trains again after the last fault; what is missing then counts as lost."""
+"""Says how long the run goes on once it trains again after the last fault; what is missing then counts as
+lost."""
 SETTINGS = (
     "--run", RUN, "--data.task", "sort", "--reward", "launch.chaos.soak:longer",
     "--model.dtype", "float32", "--model.scratch.hidden-size", "32", "--model.scratch.layers", "1",

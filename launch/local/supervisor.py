@@ -35,7 +35,7 @@ class Part:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables that it has besides those of this process."""
     ends_run: bool = False
-    """Whether the run is over when it ends with status 0."""
+    """Says whether the run is over when it ends with status 0."""
     process: asyncio.subprocess.Process | None = None
     started: list[float] = field(default_factory=list)
     """Monotonic time of each start."""
@@ -65,7 +65,7 @@ class Supervisor:
 
     @property
     def restarts(self) -> int:
-        """How often a part had to be started again."""
+        """Return how often a part had to be started again."""
         return sum(len(part.started) - 1 for part in self.parts)
 
     async def start(self, part: Part, *, ready: Callable[[], Awaitable[bool]] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a rank learns from the agent that started it: its number and host. Loads no torch."""
+"""Tells what a rank learns from the agent that started it: its number and host. Loads no torch."""
 
 import os
 import signal

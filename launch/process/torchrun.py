@@ -55,7 +55,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def ended_kindly(self) -> bool:
-        """Whether every rank of this host ended with status 0."""
+        """Tell whether every rank of this host ended with status 0."""
         ranks: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
         return all(rank.proc.poll() == 0 for rank in ranks.values())
 

@@ -120,7 +120,7 @@ class Evaluation:
 
     @property
     def exact(self) -> bool:
-        """Whether the evaluated version sampled all tokens."""
+        """Tell whether the evaluated version sampled all tokens."""
         return self.drawn_by == (self.policy_version, self.policy_version)
 
     @property
