@@ -1,4 +1,4 @@
-"""What a run trains from: its model directory, made where there is none, and its demonstrations."""
+"""Tells what a run trains from: its model directory, made where there is none, and its demonstrations."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from storage.prompts.generators import load_demonstrations
 
 @dataclass(frozen=True)
 class Initial:
-    """What a run trains from, before its first step."""
+    """Says what a run trains from, before its first step."""
 
     hf_config: PretrainedConfig
     state: State

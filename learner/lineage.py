@@ -1,4 +1,5 @@
-"""Which groups made which policy version, and what came of it: one line a step, for audits and replays."""
+"""Tells which groups made which policy version, and what came of it: one line a step, for audits and
+replays."""
 
 import json
 import os
@@ -28,7 +29,7 @@ class TrainedStep:
     loss: float | None = None
     """Mean over the trained tokens."""
     grad_norm: float | None = None
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     entropy: float | None = None
     """Nats, mean over the trained tokens."""
     lr: float | None = None
@@ -81,7 +82,8 @@ def read(path: Path, *, until_step: int) -> dict[int, list[int]]:
 
 
 def resumes(path: Path) -> int:
-    """How often another learner process went on with training; one that came to no step does not count."""
+    """Return how often another learner process went on with training; one that came to no step does not
+    count."""
     return max(0, len({line.incarnation for line in _lines(path)}) - 1)
 
 

@@ -8,7 +8,7 @@ from learner.data.batches import StepBatch
 
 
 def step_values(result: StepResult) -> dict[str, Json]:
-    """What an optimizer step did."""
+    """Return what an optimizer step did."""
     return {
         "train/loss": result.loss,
         "train/grad_norm": result.grad_norm,
@@ -20,7 +20,7 @@ def step_values(result: StepResult) -> dict[str, Json]:
 
 
 def batch_values(batch: StepBatch) -> dict[str, Json]:
-    """What it trained on."""
+    """Return what it trained on."""
     return {
         "reward/mean": batch.reward_mean,
         "staleness/max_versions": batch.staleness_max,
@@ -34,6 +34,6 @@ def batch_values(batch: StepBatch) -> dict[str, Json]:
 
 
 def read_values(read: Mapping[str, int]) -> dict[str, Json]:
-    """How many trajectories rank 0 has read so far, and how many bytes of tokens, by each way."""
+    """Return how many trajectories rank 0 has read so far, and how many bytes of tokens, by each way."""
     ways = ("mapped", "mapped_bytes", "bus", "bus_bytes")
     return {f"replay/read_{way}": read.get(way, 0) for way in ways}

@@ -1,4 +1,4 @@
-"""How far a run has come: saved inside every checkpoint, so that counters and weights move together."""
+"""Tells how far a run has come: saved inside every checkpoint, so that counters and weights move together."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
@@ -16,7 +16,7 @@ Stage = Literal["warmup", "rl", "done"]
 
 @dataclass
 class Progress:
-    """Where training stands. `step` counts optimizer steps of the reinforcement learning stage."""
+    """Says where training stands. `step` counts optimizer steps of the reinforcement learning stage."""
 
     stage: Stage = "warmup"
     warmup_step: int = 0
@@ -66,7 +66,8 @@ class Progress:
 
 
 def values_to_save(settings: LearnerSettings, progress: Progress) -> dict[str, Any]:
-    """What a checkpoint at `progress` holds: all of it, with the groups of the steps since the one before.
+    """Return what a checkpoint at `progress` holds: all of it, with the groups of the steps since the one
+    before.
 
     Their lines of the lineage are on the disk before it: what a kill costs is only what no checkpoint holds.
     """

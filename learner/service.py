@@ -82,7 +82,7 @@ async def _follow(bus: Bus, built: "Built", number: int) -> None:
 
 @dataclass(frozen=True)
 class Built:
-    """What a rank has before the first step."""
+    """Says what a rank has before the first step."""
 
     world: World
     progress: Progress

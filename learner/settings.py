@@ -1,4 +1,4 @@
-"""What one learner process is told: its sections of the configuration, and where its files lie."""
+"""Tells what one learner process is told: its sections of the configuration, and where its files lie."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from storage.config import EvaluationConfig
 
 @dataclass(frozen=True)
 class LearnerSettings:
-    """What one learner process needs to know."""
+    """Says what one learner process needs to know."""
 
     model: ModelConfig
     warmup: WarmupConfig
@@ -25,11 +25,11 @@ class LearnerSettings:
     model_directory: Path
     checkpoints: Path
     progress: Path
-    """Where the newest checkpoint's progress is written as JSON, for people and the summary."""
+    """Says where the newest checkpoint's progress is written as JSON, for people and the summary."""
     lineage: Path
-    """Where the groups of every step are written down."""
+    """Says where the groups of every step are written down."""
     export: Path
     evaluated_on: Literal["own", "rollout"] = "own"
     """The actors' engines that answer held-out prompts; those that roll out take later versions meanwhile."""
     colocation: ColocationConfig = field(default_factory=ColocationConfig)
-    """Whether actors share this host's devices."""
+    """Says whether actors share this host's devices."""

@@ -160,7 +160,7 @@ class Learner:
                     return
 
     async def _step(self) -> bool:
-        """One optimizer step and its publication; False if `stop` came before it."""
+        """Take one optimizer step and its publication; False if `stop` came before it."""
         progress = self.progress
         started = time.monotonic()
         lease = await self._next_groups()

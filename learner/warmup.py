@@ -16,7 +16,7 @@ from learner.settings import LearnerSettings
 def warm_up_step(
     backend: Backend, settings: LearnerSettings, demonstrations: Demonstrations | None, step: int
 ) -> StepResult:
-    """One optimizer step on the `step`-th batch of demonstrations, from 0. Every rank calls this."""
+    """Take one optimizer step on the `step`-th batch of demonstrations, from 0. Every rank calls this."""
     if demonstrations is None:
         raise RuntimeError("no demonstrations to warm up on")
     torch.set_num_threads(settings.warmup.threads)

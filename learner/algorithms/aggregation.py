@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number: each token's weight, and what the sum is divided by.
+"""Tells how the losses of tokens become one number: each token's weight, and what the sum is divided by.
 
 A loss is sum(weight * token loss) / sum(denominator), both sums over all micro-batches and ranks of an
 update. Weights and denominators are known before the first forward pass and count every trained token, so

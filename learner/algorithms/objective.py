@@ -83,12 +83,12 @@ class Objective:
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether the clip is centred on the policy before the step."""
+        """Tell whether the clip is centred on the policy before the step."""
         return isinstance(self.loss, PPOClipLoss) and self.loss.centre == "proximal"
 
     @property
     def is_separable(self) -> bool:
-        """Whether the loss of each token depends on that token alone."""
+        """Tell whether the loss of each token depends on that token alone."""
         if isinstance(self.correction, Plugin):  # it may look at whole sequences
             return False
         return self.loss.separable if isinstance(self.loss, PluginLoss) else self.loss.type != "gspo"

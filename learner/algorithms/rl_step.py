@@ -91,7 +91,7 @@ def lineage_line(
     step: int, policy_version: int, incarnation: str, groups: Sequence[GroupRef], batch: StepBatch,
     result: StepResult,
 ) -> TrainedStep:  # fmt: skip
-    """What the lineage keeps of a step that made `policy_version`; `groups` are those of all ranks."""
+    """Return what the lineage keeps of a step that made `policy_version`; `groups` are those of all ranks."""
     return TrainedStep(
         step=step,
         policy_version=policy_version,

@@ -1,4 +1,4 @@
-"""What a loss sees of the N tokens that it is computed over."""
+"""Tells what a loss sees of the N tokens that it is computed over."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -63,7 +63,7 @@ class LossTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedTokens:
-    """What is known of a micro-batch's trained tokens before the model has seen them."""
+    """Says what is known of a micro-batch's trained tokens before the model has seen them."""
 
     labels: Tensor
     sequence: Tensor

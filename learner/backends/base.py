@@ -1,4 +1,5 @@
-"""What the learner asks of whatever holds and trains the model: its weights, its optimizer, their files.
+"""Tells what the learner asks of whatever holds and trains the model: its weights, its optimizer, their
+files.
 
 The loop, the objective, scoring, publication and the commit of checkpoints know this module alone. Which
 backend is built is decided in learner/backends/factory.py.
@@ -24,17 +25,17 @@ from learner.data.packing import MicroBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What one optimizer step did, over all data-parallel ranks."""
+    """Says what one optimizer step did, over all data-parallel ranks."""
 
     loss: float
     """Sum of the token losses over the sum of their denominators (learner/algorithms/aggregation.py)."""
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     lr: float
     tokens: int
     """Trained tokens."""
     denominator: float
-    """What the sum of the token losses was divided by; the trained tokens with a mean over tokens."""
+    """Says what the sum of the token losses was divided by; the trained tokens with a mean over tokens."""
     skipped: bool
     """The loss or the gradient was not finite, or no token was trained: the weights are as before. Where
     several updates share a step (learner/algorithms/rl_step.py): at least one of them was skipped."""
@@ -142,7 +143,7 @@ class Backend(Protocol):
         """List, for people, those by which weights of a model `hf_config` do not fit this one."""
 
     def training_state(self) -> dict[str, JsonValue]:
-        """Where training stands, and what of it must be the same to go on from there."""
+        """Return where training stands, and what of it must be the same to go on from there."""
 
     def stage_checkpoint(self, directory: Path) -> StagedFiles:
         """Copy weights, optimizer, random generators and own frozen policies, to be written there."""

@@ -1,4 +1,4 @@
-"""Which backend trains: the only module outside learner/backends/megatron that names one."""
+"""Tells which backend trains: the only module outside learner/backends/megatron that names one."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -68,7 +68,7 @@ class FrozenPolicies:
         self._put(tag, weights, None)
 
     def weights(self, tag: str) -> Weights:
-        """What is held of `tag`; or buffers for it, whose contents mean nothing yet."""
+        """Return what is held of `tag`; or buffers for it, whose contents mean nothing yet."""
         return self._held.get(tag) or _buffers_like(self._live())
 
     def keep_only(self, tags: set[str]) -> None:

@@ -48,7 +48,7 @@ class PendingCheckpoint:
 
     @property
     def written(self) -> bool:
-        """Whether this rank's files are on disk, so that `finish` need not wait for them."""
+        """Tell whether this rank's files are on disk, so that `finish` need not wait for them."""
         return self._writing.done()
 
     def finish(self) -> None:
@@ -71,7 +71,7 @@ class PendingCheckpoint:
         dist.barrier()  # nobody prunes or commits before the checkpoint has its name
 
     def _failure(self) -> str:
-        """What went wrong on this rank, or nothing."""
+        """Return what went wrong on this rank, or nothing."""
         try:
             error = self._writing.exception(WRITING_TIMEOUT_S)
         except TimeoutError:

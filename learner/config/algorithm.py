@@ -43,10 +43,10 @@ class PPOClipLoss(Config):
     the first update the policy is still at the centre."""
 
     clip_eps: float = Field(0.2, gt=0)
-    """How far below 1 the importance ratio may fall before its gradient stops."""
+    """Sets how far below 1 the importance ratio may fall before its gradient stops."""
 
     clip_eps_high: float | None = Field(None, gt=0)
-    """How far above 1 it may rise (arXiv:2503.14476); `None` means `clip_eps`."""
+    """Sets how far above 1 it may rise (arXiv:2503.14476); `None` means `clip_eps`."""
 
 
 class GSPOLoss(Config):
@@ -59,10 +59,10 @@ class GSPOLoss(Config):
     """Name of the loss."""
 
     sequence_clip_eps: float = Field(3e-4, gt=0)
-    """How far below 1 the sequence's ratio may fall before its gradient stops."""
+    """Sets how far below 1 the sequence's ratio may fall before its gradient stops."""
 
     sequence_clip_eps_high: float | None = Field(4e-4, gt=0)
-    """How far above 1 it may rise; `None` means `sequence_clip_eps`."""
+    """Sets how far above 1 it may rise; `None` means `sequence_clip_eps`."""
 
 
 class PluginLoss(Plugin):
@@ -70,8 +70,8 @@ class PluginLoss(Plugin):
     `learner.algorithms.tokens.LossTokens`."""
 
     separable: bool = True
-    """Whether the loss of each token depends on that token alone. Otherwise the function sees all tokens of a
-    micro-batch at once, and the logits are computed twice."""
+    """Sets whether the loss of each token depends on that token alone. Otherwise the function sees all tokens
+    of a micro-batch at once, and the logits are computed twice."""
 
     sampled_by: Literal["behaviour", "current"] = "current"
     """The policy that the loss takes its tokens to come from: the correction weighs by the ratio of that
@@ -161,7 +161,7 @@ class ConstantDenominator(Config):
     """Name of the aggregation."""
 
     tokens: int = Field(gt=0)
-    """What each trajectory's sum is divided by, such as the longest answer that is allowed."""
+    """Sets what each trajectory's sum is divided by, such as the longest answer that is allowed."""
 
 
 AggregationConfig = Annotated[

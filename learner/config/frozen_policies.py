@@ -18,7 +18,7 @@ class ReferenceConfig(Config):
     """Weight of the divergence in nats; 0 does without a reference."""
 
     kl_estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
-    """How a sampled token tells the divergence, with r = log(policy / reference): k1 = r, k2 = r^2 / 2,
+    """Sets how a sampled token tells the divergence, with r = log(policy / reference): k1 = r, k2 = r^2 / 2,
     k3 = exp(-r) - 1 + r, low_var_kl is k3 cut off at 10 nats. In the loss k1 has a mean gradient of 0."""
 
     kl_in: Literal["loss", "advantage"] = "loss"

@@ -28,7 +28,7 @@ from learner.config.publication import PublicationConfig
 
 
 class BatchConfig(Config):
-    """How trajectories become micro-batches."""
+    """Sets how trajectories become micro-batches."""
 
     tokens_per_micro_batch: int = Field(16384, gt=0)
     """Token budget of one packed micro-batch."""
@@ -42,8 +42,8 @@ class BatchConfig(Config):
     `admission.samples_per_prompt`."""
 
     oversized: Literal["alone", "refuse"] = "alone"
-    """What happens to a trajectory longer than the budget. `alone`: it is a micro-batch by itself. `refuse`:
-    it ends the run with an error that names it."""
+    """Sets what happens to a trajectory longer than the budget. `alone`: it is a micro-batch by itself.
+    `refuse`: it ends the run with an error that names it."""
 
     balance: Literal["tokens", "flops"] = "tokens"
     """Measure by which data-parallel ranks get equal shares. With `flops`, attention counts by the square of
@@ -51,7 +51,7 @@ class BatchConfig(Config):
 
 
 class CheckpointConfig(Config):
-    """When the learner's state is saved, and how much of it is kept."""
+    """Sets when the learner's state is saved, and how much of it is kept."""
 
     save_every: int = Field(50, gt=0)
     """Steps between checkpoints."""
@@ -81,13 +81,13 @@ class LearnerConfig(Config):
     `gspo`)."""
 
     aggregation: AggregationConfig = TokenMean()
-    """How the losses of tokens become one number."""
+    """Sets how the losses of tokens become one number."""
 
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus: each token's loss loses so many times the entropy of its distribution."""
 
     advantage: AdvantageConfig = GRPOAdvantage()
-    """How rewards become advantages."""
+    """Sets how rewards become advantages."""
 
     reference: ReferenceConfig = NO_REFERENCE
     """Frozen policy that training stays close to."""
@@ -99,26 +99,26 @@ class LearnerConfig(Config):
     """AdamW of reinforcement learning."""
 
     world: WorldConfig = WorldConfig()
-    """How many learner processes there are, and where."""
+    """Sets how many learner processes there are, and where."""
 
     parallel: ParallelConfig = UNDIVIDED
-    """How the ranks of a torchrun world share the model."""
+    """Sets how the ranks of a torchrun world share the model."""
 
     batch: BatchConfig = BatchConfig()
-    """How trajectories become micro-batches."""
+    """Sets how trajectories become micro-batches."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When the learner's state is saved, and how much of it is kept."""
+    """Sets when the learner's state is saved, and how much of it is kept."""
 
     read: Literal["auto", "bus"] = "auto"
-    """How trajectories come from their shards: `auto` maps the files of those on the same host and asks the
-    others over the bus, `bus` asks all."""
+    """Sets how trajectories come from their shards: `auto` maps the files of those on the same host and asks
+    the others over the bus, `bus` asks all."""
 
     publish_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the published weights, in which the engines compute."""
 
     publication: PublicationConfig = PublicationConfig()
-    """How policy versions reach the actors."""
+    """Sets how policy versions reach the actors."""
 
     @property
     def used_correction(self) -> UsedCorrection:
@@ -139,7 +139,8 @@ class LearnerConfig(Config):
 
 
 def _has_its_own_ratio(loss: ReinforceLoss | PPOClipLoss | GSPOLoss | PluginLoss) -> bool:
-    """Whether the loss itself weighs by the ratio to the policy that sampled, which leaves no correction."""
+    """Tell whether the loss itself weighs by the ratio to the policy that sampled, which leaves no
+    correction."""
     if isinstance(loss, PPOClipLoss):
         return loss.centre == "behaviour"
     return isinstance(loss, GSPOLoss) or (isinstance(loss, PluginLoss) and loss.sampled_by == "behaviour")

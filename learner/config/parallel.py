@@ -1,4 +1,4 @@
-"""How the ranks of the learner's world share a model, and where they run. Loads without torch."""
+"""Tells how the ranks of the learner's world share a model, and where they run. Loads without torch."""
 
 from typing import Literal, Self
 
@@ -8,7 +8,7 @@ from bus.config import Config
 
 
 class ParallelConfig(Config):
-    """How the ranks of the learner's world share a model; the remaining factor is data parallel.
+    """Sets how the ranks of the learner's world share a model; the remaining factor is data parallel.
 
     The world has a multiple of `tensor * context * pipeline` ranks; docs/parallelism.md says which to choose.
     """
@@ -17,7 +17,7 @@ class ParallelConfig(Config):
     """Ranks that share each layer: its heads, its MLP and the vocabulary."""
 
     sequence: bool = False
-    """Whether the tensor ranks also share the tokens between the layers."""
+    """Sets whether the tensor ranks also share the tokens between the layers."""
 
     pipeline: int = Field(1, ge=1)
     """Ranks that share the layers, one after another."""
@@ -35,16 +35,16 @@ class ParallelConfig(Config):
     """Ranks that share each expert."""
 
     distributed_optimizer: bool = True
-    """Whether data-parallel ranks share the optimizer's state instead of each holding all of it."""
+    """Sets whether data-parallel ranks share the optimizer's state instead of each holding all of it."""
 
     overlap_grad_reduce: bool = False
-    """Whether gradients are summed over the data-parallel ranks during the backward pass."""
+    """Sets whether gradients are summed over the data-parallel ranks during the backward pass."""
 
     overlap_param_gather: bool = False
-    """Whether updated parameters are gathered during the next forward pass."""
+    """Sets whether updated parameters are gathered during the next forward pass."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again to save memory: nothing, attention alone, or every layer."""
+    """Sets what the backward pass computes again to save memory: nothing, attention alone, or every layer."""
 
     @model_validator(mode="after")
     def _settings_fit_each_other(self) -> Self:
@@ -79,7 +79,7 @@ class WorldConfig(Config):
     """Address of node 0 and a free port there, as host:port, where the other hosts find it."""
 
     join_timeout_s: int = Field(600, gt=0)
-    """How long a host waits for the others."""
+    """Sets how long a host waits for the others."""
 
     restarts: int = Field(10, ge=0)
     """Most restarts of the world, each from the latest checkpoint after a rank died."""

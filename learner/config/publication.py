@@ -7,7 +7,7 @@ from storage.weights.transport_config import BusTransport, TransportConfig
 
 
 class PublicationConfig(Config):
-    """How policy versions reach the actors; docs/weights.md says which transport to choose."""
+    """Sets how policy versions reach the actors; docs/weights.md says which transport to choose."""
 
     snapshot_every: int = Field(10, ge=1, le=1000)
     """Versions from one snapshot to the next; those between are published as deltas. A new actor starts from
@@ -21,8 +21,8 @@ class PublicationConfig(Config):
     `None` takes half of the cores, at most 32."""
 
     broadcast_timeout_s: float = Field(120.0, gt=0)
-    """How long an engine with `update = "group"` may take to join the learner's group, and to take a version,
-    before it has to fetch that by the transport."""
+    """Sets how long an engine with `update = "group"` may take to join the learner's group, and to take a
+    version, before it has to fetch that by the transport."""
 
     broadcast_device_bytes: int = Field(0, ge=0)
     """Memory of rank 0's GPU for each engine on CUDA with `update = "group"`. Weights are copied there before

@@ -25,7 +25,7 @@ class Sample:
     streams: Mapping[str, StreamValues]
     """Named values per token (learner/data/streams.py)."""
     update_slot: int = 0
-    """Where several updates share a batch, update `update_slot` modulo their number trains this sample."""
+    """When several updates share a batch, update `update_slot` modulo their number trains this sample."""
     group: int = 0
     """Number of the prompt; samples of one prompt share it."""
     denominator: float | None = None

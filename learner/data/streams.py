@@ -1,4 +1,4 @@
-"""What the learner knows of each token besides its id and whether it is trained: named streams.
+"""Tells what the learner knows of each token besides its id and whether it is trained: named streams.
 
 A stream that is added to `STREAMS` is packed, shifted, cut over context-parallel ranks, moved to the device
 and given to the loss by its name; nothing else has to be edited.
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 StreamValues = np.ndarray | float
-"""What a sample brings of a stream: [L], entry i about token i, or one value for all of its tokens."""
+"""Says what a sample brings of a stream: [L], entry i about token i, or one value for all of its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
-    """How one kind of value per token is stored and laid out."""
+    """Says how one kind of value per token is stored and laid out."""
 
     dtype: torch.dtype = torch.float32
     fill: float = 0.0

@@ -34,7 +34,7 @@ class RetrainedStep:
 
     step: int
     batch_equal: bool | None
-    """Whether the backend got the same batch, bit for bit."""
+    """Says whether the backend got the same batch, bit for bit."""
     loss: float
     recorded_loss: float | None
     grad_norm: float
@@ -46,12 +46,12 @@ class RetrainedStep:
 
     @property
     def loss_diff(self) -> float:
-        """Between this time and then; 0 when nothing was recorded."""
+        """Return the difference between this time and then; 0 when nothing was recorded."""
         return _difference(self.loss, self.recorded_loss)
 
     @property
     def grad_norm_diff(self) -> float:
-        """Between this time and then; 0 when nothing was recorded."""
+        """Return the difference between this time and then; 0 when nothing was recorded."""
         return _difference(self.grad_norm, self.recorded_grad_norm)
 
     @property

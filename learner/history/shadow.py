@@ -49,25 +49,25 @@ POLL_S = 0.5
 
 @dataclass(frozen=True)
 class ShadowSettings:
-    """What a shadow needs to know."""
+    """Says what a shadow needs to know."""
 
     name: str
     learner: LearnerSettings
     """Its own objective and its own files."""
     metrics: Path
-    """Where its numbers are written as JSON lines."""
+    """Says where its numbers are written as JSON lines."""
     from_checkpoint: Path | None = None
     """A learner's checkpoint to begin from, instead of the initial model."""
 
 
 @dataclass
 class ShadowProgress(Progress):
-    """How far a shadow has come, in the learner's steps and versions."""
+    """Says how far a shadow has come, in the learner's steps and versions."""
 
     steps_retired: int = 0
     """Steps passed over because their groups had been retired."""
     rollbacks: int = 0
-    """How often a learner's resume took back steps that this one had trained on."""
+    """Says how often a learner's resume took back steps that this one had trained on."""
 
 
 async def run_shadow(
@@ -182,7 +182,7 @@ class Shadow:
         return None
 
     async def _asked(self, step: int) -> StepGroups | None:
-        """What storage says of a step; None if `stop` came first."""
+        """Return what storage says of a step; None if `stop` came first."""
         asking = asyncio.create_task(self._reader.given(step))
         if self._stop.is_set() or not await ended_before(self._stop, asking):
             asking.cancel()
@@ -316,7 +316,8 @@ class Shadow:
 
 
 def _progress_at(checkpoint: Path | None) -> ShadowProgress:
-    """Where a learner's checkpoint stands, with nothing counted yet; the very beginning without one."""
+    """Return where a learner's checkpoint stands, with nothing counted yet; the very beginning without
+    one."""
     if checkpoint is None:
         return ShadowProgress()
     found = Progress.from_json(read_extra(checkpoint))

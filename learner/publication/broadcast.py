@@ -37,7 +37,7 @@ Announced = Callable[[], Weights | None]
 START_S = 120.0
 """Time limit for a process of ours to load torch, and then to map and lock what it is to send."""
 IDLE_S = 900.0
-"""After so long without a broadcast a group is given up."""
+"""A group is given up after so many seconds without a broadcast."""
 SPARES = 2
 """Copies that are in use at a time, of a version and, where engines are slow, of the one before."""
 COPIES = 3

@@ -27,7 +27,7 @@ class Copied:
 
     def __init__(self, tensors: Mapping[str, HostTensor], done: torch.cuda.Event | None) -> None:
         self.done = done
-        """When the device has copied them; `None` when they are here."""
+        """Says when the device has copied them; `None` when they are here."""
         self._tensors = tensors
 
     async def arrived(self) -> Mapping[str, HostTensor]:

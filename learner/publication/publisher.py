@@ -27,9 +27,9 @@ from storage.weights.tensors import HostTensor, Weights, snapshot_content, spare
 log = structlog.get_logger()
 Tensors = Mapping[str, HostTensor]
 SNAPSHOT_PAUSE_S = 5.0
-"""Between two snapshots that somebody asked for."""
+"""Seconds between two snapshots that somebody asked for."""
 SAME_SNAPSHOT_PAUSE_S = 60.0
-"""Between two of the same version, all of whose bytes are there."""
+"""Seconds between two of the same version, all of whose bytes are there."""
 POLL_S = 0.25
 """Time until a wish for a snapshot is seen."""
 WORTH_IT = 0.5
@@ -37,7 +37,7 @@ WORTH_IT = 0.5
 
 
 def publishing_threads(config: PublicationConfig) -> int:
-    """How many threads work on a publication."""
+    """Return how many threads work on a publication."""
     return config.threads or spare_threads()
 
 
@@ -129,7 +129,8 @@ class WeightPublisher:
                 await self._retire()
 
     def _answered(self, policy_version: int) -> bool:
-        """Whether its snapshot was stored for somebody a moment ago: the same once more would not help."""
+        """Tell whether its snapshot was stored for somebody a moment ago: the same once more would not
+        help."""
         version, again_s = self._answer_given
         if version == policy_version and time.monotonic() < again_s:
             return True
@@ -217,7 +218,8 @@ class WeightPublisher:
         return manifest
 
     async def _mended(self) -> bool:
-        """Whether all that was published is there; else the bus or a disk lost it, and a snapshot is due."""
+        """Tell whether all that was published is there; else the bus or a disk lost it, and a snapshot is
+        due."""
         if self._model is not None and not await on_bus(self._bus, [self._model]):
             await self._put_model()
         if self.latest is None or await self._store.holds(_blobs(self.latest)):
@@ -272,7 +274,7 @@ class WeightPublisher:
 
 
 class _Announcement(NamedTuple):
-    """What a manifest says besides where the weights lie."""
+    """Says what a manifest says besides where the weights lie."""
 
     policy_version: int
     stage: str

@@ -64,7 +64,7 @@ class Memory:
 
     @property
     def path(self) -> str:
-        """Under which a process of this host opens it."""
+        """Return the path under which a process of this host opens it."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
 

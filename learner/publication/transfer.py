@@ -15,7 +15,7 @@ from bus.errors import TrainingError
 
 CUDA_SUCCESS = 0
 ALIGNED_BYTES = 64
-"""Between the beginnings of two tensors."""
+"""Tensors start at multiples of so many bytes."""
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 """No shared memory, of which containers often have little."""
 

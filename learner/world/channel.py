@@ -1,4 +1,4 @@
-"""How rank 0's calls reach the other ranks, and how it hears that one of them was told to stop."""
+"""Tells how rank 0's calls reach the other ranks, and how it hears that one of them was told to stop."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +47,8 @@ class Channel:
         return stopping
 
     async def receive(self) -> Call | None:
-        """What rank 0 sends next. Raises `WorldError` when it is gone, or silent for `SILENCE_LIMIT`."""
+        """Return what rank 0 sends next. Raises `WorldError` when it is gone, or silent for
+        `SILENCE_LIMIT`."""
         call, _ = await self._in_thread(None)
         return call
 
@@ -55,7 +56,7 @@ class Channel:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._pass, call)
 
     def _pass(self, call: Call | None) -> tuple[Call | None, bool]:
-        """One round of all ranks: the call from rank 0, the wish to stop from any to all."""
+        """Pass one round of all ranks: the call from rank 0, the wish to stop from any to all."""
         box = [call]
         try:
             dist.broadcast_object_list(box, 0, group=self._group)

@@ -1,4 +1,4 @@
-"""Whether the hosts of the learner's world see the same files."""
+"""Checks whether the hosts of the learner's world see the same files."""
 
 import time
 from pathlib import Path

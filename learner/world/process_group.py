@@ -24,7 +24,7 @@ def world_rank() -> int:
 
 
 def world_size() -> int:
-    """How many processes there are; known before the world is."""
+    """Return how many processes there are; known before the world is."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 

@@ -1,4 +1,5 @@
-"""What every rank of the learner's world does in a step: its own share of the data, its part of the model."""
+"""Tells what every rank of the learner's world does in a step: its own share of the data, its part of the
+model."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -68,7 +69,7 @@ class Rank:
         self._fetching.clear()
 
     async def train(self, step: int, policy_version: int) -> tuple[StepBatch, StepResult]:
-        """One optimizer step on what was fetched for it, from weights of `policy_version`.
+        """Take one optimizer step on what was fetched for it, from weights of `policy_version`.
 
         The counts and the result are those of all ranks."""
         refs, task = self._fetching[step]
@@ -86,7 +87,7 @@ class Rank:
         )
 
     async def warm_up(self, step: int) -> StepResult:
-        """One optimizer step on the `step`-th batch of demonstrations, from 0."""
+        """Take one optimizer step on the `step`-th batch of demonstrations, from 0."""
         return await self.in_thread(
             lambda: warm_up_step(self._backend, self._settings, self._demonstrations, step)
         )
@@ -127,7 +128,7 @@ class Rank:
 
     @property
     def written(self) -> bool:
-        """Whether this rank has written its part of the checkpoint begun last."""
+        """Tell whether this rank has written its part of the checkpoint begun last."""
         return self._saving is None or self._saving.written
 
     async def saved(self) -> None:
@@ -146,7 +147,7 @@ async def in_thread(thread: Executor, work: Callable[[], T]) -> T:
 
 
 async def translated(work: Awaitable[T]) -> T:
-    """What `work` returns. Raises `WorldError` when a collective in it lost another rank."""
+    """Return what `work` returns. Raises `WorldError` when a collective in it lost another rank."""
     try:
         return await work
     except RuntimeError as error:

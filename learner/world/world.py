@@ -97,7 +97,7 @@ class World:
         return method
 
     def _cost(self, group: GroupRef) -> float:
-        """What a group costs a rank; storage that does not count tokens takes all groups for equal."""
+        """Return what a group costs a rank; storage that does not count tokens takes all groups for equal."""
         if self._settings.learner.batch.balance == "flops" and group.tokens:
             return group_flops(self.rank.hf_config, group.tokens, self._settings.samples_per_prompt)
         return max(1, group.tokens)

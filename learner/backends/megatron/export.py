@@ -28,7 +28,7 @@ class WeightExport:
         self._known_holders: Holders | None = None
         self._exported: Exported | None = None
         self._addresses: list[int] = []
-        """Where the parameters lay when `_exported` was made."""
+        """Says where the parameters lay when `_exported` was made."""
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights one after another on rank 0, each good until the next; every rank exhausts it."""
@@ -52,6 +52,6 @@ class WeightExport:
         return self._exported
 
     def _holders(self) -> Holders:
-        """Which rank has which weight; to find out is a collective, once."""
+        """Return which rank has which weight; to find out is a collective, once."""
         self._known_holders = self._known_holders or find_holders(self._chunks)
         return self._known_holders

@@ -1,4 +1,4 @@
-"""Which layouts of parallel ranks fit a world and a model; everything that does not divide is named."""
+"""Tells which layouts of parallel ranks fit a world and a model; everything that does not divide is named."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Which weights are trained, and which stay as they are, by their Hugging Face names."""
+"""Tells which weights are trained, and which stay as they are, by their Hugging Face names."""
 
 import re
 from collections.abc import Callable, Sequence

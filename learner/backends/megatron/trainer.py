@@ -233,7 +233,7 @@ class Trainer:
         return differences(fingerprint(hf_config), self.fingerprint())
 
     def training_state(self) -> dict[str, JsonValue]:
-        """Where training stands, and what of it must be the same to go on from there."""
+        """Return where training stands, and what of it must be the same to go on from there."""
         return training_state(self)
 
     def stage_checkpoint(self, directory: Path) -> Staged:

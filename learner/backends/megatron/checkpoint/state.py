@@ -31,7 +31,7 @@ SHARDING = {
     "singleton_local_shards": False,
     "non_homogeneous_layers": True,
 }
-"""How megatron-core lays out the state: this way another number of ranks can load it."""
+"""Says how megatron-core lays out the state: this way another number of ranks can load it."""
 
 # What megatron-core still uses of torch. For good: filters belong to the process, not to a thread.
 for _message in ("`load_state_dict` is deprecated", "Please use DTensor instead"):
@@ -71,7 +71,7 @@ def load_state(trainer: "Trainer", directory: Path, training: Mapping[str, Any])
 
 
 def training_state(trainer: "Trainer") -> dict[str, JsonValue]:
-    """Where the trainer stands, and what of it must be the same to go on from there."""
+    """Return where the trainer stands, and what of it must be the same to go on from there."""
     return {
         "steps_done": trainer.steps_done,
         "updates_done": trainer.updates_done,

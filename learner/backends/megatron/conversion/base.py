@@ -23,9 +23,9 @@ class Experts:
     intermediate: int
     """Width of one expert."""
     sparse_layers: tuple[bool, ...]
-    """Which layers have experts; the others have a dense MLP."""
+    """Says which layers have experts; the others have a dense MLP."""
     renormalize: bool = True
-    """Whether the weights of a token's experts are normalised to a sum of 1."""
+    """Says whether the weights of a token's experts are normalised to a sum of 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Layout:
-    """How Hugging Face's parts become one tensor and back."""
+    """Says how Hugging Face's parts become one tensor and back."""
 
     merge: Callable[[Sequence[Tensor], Shape], Tensor]
     split: Callable[[Tensor, Shape], Sequence[Tensor]]

@@ -40,7 +40,7 @@ def is_checkpoint(directory: Path) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of the model lies: a whole one in the files, or one of a stack."""
+    """Says where a tensor of the model lies: a whole one in the files, or one of a stack."""
 
     key: str
     index: int | None = None

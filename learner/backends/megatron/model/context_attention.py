@@ -35,7 +35,7 @@ class ContextLayout:
     cu_keys: Tensor
     """int32 [runs + 1], where each run's keys start."""
     by_length: bool
-    """Whether runs of one size are attended to together, since no kernel takes any lengths here."""
+    """Says whether runs of one size are attended to together, since no kernel takes any lengths here."""
 
     def to(self, device: torch.device) -> "ContextLayout":
         """Copy to `device`; a no-op when already there."""
