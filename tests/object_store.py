@@ -49,7 +49,7 @@ class ObjectStore:
             self._ask("POST", "moto-api/reset")
 
     def create_bucket(self, name: str) -> None:
-        """Also one that is there already."""
+        """Create a bucket, also one that is there already."""
         self._ask("PUT", name)
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""What `launch bench bus` reports."""
+"""Tests what `launch bench bus` reports."""
 
 import pytest
 

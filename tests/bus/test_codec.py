@@ -1,4 +1,4 @@
-"""What `decode` lets in and what it refuses."""
+"""Tests what `decode` lets in and what it refuses."""
 
 import dataclasses
 import importlib

@@ -26,7 +26,7 @@ ASK = StoredRequest(after=3)
 
 
 async def refusal(url: str, timeout_s: float = 0.4) -> str:
-    """What connecting to `url` fails with; it must leave no task behind."""
+    """Return what connecting to `url` fails with; it must leave no task behind."""
     before = asyncio.all_tasks()
     with pytest.raises(ConfigError) as caught:
         async with Bus.connect(BusConfig(url=url, connect_timeout_s=timeout_s), "test", name="t"):
@@ -258,7 +258,7 @@ async def test_waiting_for_a_key_ends_with_its_message_or_a_hint(bus: Bus):
 
 @pytest.mark.nats
 async def test_waiting_for_a_key_asks_again_when_nobody_answers(bus: Bus, server: NatsServer, monkeypatch):
-    """As while a stream has no leader."""
+    """Nobody answers while a stream has no leader."""
     await bus.put("run", RunRecord(name="test", config_json="{}"))
     monkeypatch.setattr(bus.js, "_timeout", 0.2)
     get, failed = bus.get, []

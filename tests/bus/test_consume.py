@@ -40,7 +40,7 @@ async def expect_redelivery_after(bus: Bus, seconds: float) -> None:
 
 
 async def keeps(bus: Bus, count: int, stream: str = "TASKS") -> bool:
-    """Whether the stream comes to have so many messages: it counts an ack a moment after it was sent."""
+    """Tell whether the stream comes to have so many messages: it counts an ack a moment after it was sent."""
     try:
         async with asyncio.timeout(10):
             while (await bus.js.stream_info(bus.topology.stream(stream))).state.messages != count:

@@ -105,7 +105,7 @@ async def run(bus: Bus, recorder: Recorder, inbox: Inbox | None = None, *, batch
 
 
 async def left(bus: Bus, count: int, stream: str = "TRAJECTORIES") -> bool:
-    """Whether the stream comes to hold so many messages."""
+    """Tell whether the stream comes to hold so many messages."""
     try:
         async with asyncio.timeout(10):
             while (await bus.js.stream_info(bus.topology.stream(stream))).state.messages != count:
@@ -116,7 +116,7 @@ async def left(bus: Bus, count: int, stream: str = "TRAJECTORIES") -> bool:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """What no event tells of, seen at once; the caller has the timeout."""
+    """Wait for what no event tells of, seen at once; the caller has the timeout."""
     while not holds():  # noqa: ASYNC110
         await asyncio.sleep(0)
 
@@ -127,7 +127,7 @@ async def letter(bus: Bus) -> DeadLetter:
 
 
 class PlainServer(NatsServer):
-    """With the payload limit that NATS has by default."""
+    """A server with the payload limit that NATS has by default."""
 
     def _config(self) -> str:
         return super()._config().replace(f"max_payload: {MAX_PAYLOAD}\n", "")

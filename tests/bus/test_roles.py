@@ -194,7 +194,7 @@ async def test_role_is_left_quickly_when_the_bus_is_gone(server: NatsServer, bus
 
 @pytest.mark.nats
 async def test_role_is_left_though_its_renewal_misses_a_cancellation(bus: Bus, monkeypatch):
-    """As it does in Python 3.11 when the answer comes at the same moment."""
+    """A renewal misses it in Python 3.11 when the answer comes at the same moment."""
     renews, swap = asyncio.Event(), bus.swap
 
     async def deaf_swap(key: str, message: RoleHolder, revision: int) -> int | None:

@@ -1,4 +1,4 @@
-"""What the documentation names exists: files, headings, commands, flags, settings, modules."""
+"""Checks that what the docs name exists: files, headings, commands, flags, settings, modules."""
 
 import ast
 import re
@@ -153,12 +153,12 @@ COMMANDS = {path: flags_of(*path) for path in all_commands(cli.app)}
 
 
 def known(flag: str, flags: Iterable[str]) -> bool:
-    """Whether a command has `flag`, or an ancestor of it that is a table with free keys."""
+    """Tell whether a command has `flag`, or an ancestor of it that is a table with free keys."""
     return any(flag == name or (flag.startswith(f"{name}.") and is_free(name)) for name in flags)
 
 
 def is_free(flag: str) -> bool:
-    """Whether a setting is a table with keys of the user's choice."""
+    """Tell whether a setting is a table with keys of the user's choice."""
     return flag.rpartition(".")[2] in {"server", "environment", "prefill", "decode", "settings"}
 
 
@@ -208,7 +208,7 @@ def fields(section: object) -> dict[str, object]:
 
 
 def exists(setting: str) -> bool:
-    """Whether a dotted name leads through the schema; tables with free keys take any."""
+    """Tell whether a dotted name leads through the schema; tables with free keys take any."""
     section: object = RunConfig
     for name in setting.split("."):
         if getattr(section, "__origin__", None) is dict:

@@ -64,7 +64,7 @@ def example(path: str) -> ModuleType:
 
 
 def start_up(config: RunConfig) -> None:
-    """What actors and learner check before they begin."""
+    """Return what actors and learner check before they begin."""
     build_environment(config.actors.environment)
     load_filter(config.actors.group_filter)
     refuse_bad_plugins(config.learner)

@@ -106,7 +106,8 @@ def wait_for_step(launcher: Command, run: Path, step: int, *, timeout_s: float =
 
 
 def assert_whole(run: Path, steps: int, groups: int, samples: int) -> None:
-    """What the summary of a finished run says: each step had its groups, each group its samples, in time."""
+    """Assert what the summary of a finished run says: each step had its groups, each group its samples, in
+    time."""
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == steps
     assert summary["trajectories_trained"] == steps * groups * samples

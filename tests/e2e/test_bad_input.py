@@ -1,4 +1,4 @@
-"""What a user can get wrong, through the command line: one clear message, status 2, nobody left behind.
+"""Tests what a user can get wrong, through the command line: one clear message, status 2, nobody left behind.
 
 Most command lines are called in this process; one of each kind is a process of its own.
 
@@ -362,7 +362,7 @@ def family(process: subprocess.Popen) -> list[psutil.Process]:
 
 
 def says(process: subprocess.Popen, wanted: str) -> str:
-    """What it wrote up to `wanted`."""
+    """Return what it wrote up to `wanted`."""
     said = ""
     for line in process.stdout:
         said += line

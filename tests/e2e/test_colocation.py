@@ -24,7 +24,7 @@ def run_of(steps: int) -> tuple[str, ...]:
 
 
 def said(run: Path, part_name: str) -> list[tuple[str, str, float, int]]:
-    """What a part said of the device: event, hold, time by the host's clock, tokens sampled so far."""
+    """Return what a part said of the device: event, hold, time by the host's clock, tokens sampled so far."""
     path = run / f"logs/{part_name}.log"
     found = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:

@@ -74,7 +74,7 @@ def test_a_run_ends_whole_though_every_part_of_it_was_killed(tmp_path: Path):
 
 
 def trained_again(directory: Path) -> dict[str, object]:
-    """What `launch retrain` reports of the run, by one process."""
+    """Return what `launch retrain` reports of the run, by one process."""
     retrained = Command(directory, "retrain", "--run", "sort", "--json")
     try:
         assert retrained.wait(300) == 0, retrained.said()

@@ -99,7 +99,7 @@ def _command_line(process: psutil.Process) -> str:
 
 
 def _has_measured(directory: Path, step: int) -> bool:
-    """Whether a step was trained, and the actors were heard after it."""
+    """Tell whether a step was trained, and the actors were heard after it."""
     for run in directory.glob("runs/overlap/*/overlap"):
         heard = Heard.of(RunDirectory(run.parent, run.name))
         return any(heard.has_read_after(number) for number in heard.steps if number >= step)

@@ -1,4 +1,4 @@
-"""What the processes of a run say, for tests."""
+"""Tells tests what the processes of a run say."""
 
 from bus.codec import Json
 from bus.messages import EvaluationResult, Metrics, Status

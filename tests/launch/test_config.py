@@ -1,4 +1,4 @@
-"""How a run's configuration is put together, and what is said about a wrong one."""
+"""Tests how a run's configuration is put together, and what is said about a wrong one."""
 
 import json
 from pathlib import Path

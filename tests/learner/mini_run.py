@@ -181,11 +181,11 @@ class MiniRun:
             return await run_shadow(self.bus, settings, self.demonstrations, stop)
 
     def steps(self) -> dict[int, lineage.TrainedStep]:
-        """What the learner trained so far."""
+        """Return what the learner trained so far."""
         return lineage.steps(self.directory / "lineage.jsonl")
 
     def shadow_steps(self) -> dict[int, lineage.TrainedStep]:
-        """What the shadow trained so far."""
+        """Return what the shadow trained so far."""
         return lineage.steps(self.directory / "shadow" / "lineage")
 
 

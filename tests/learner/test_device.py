@@ -18,7 +18,7 @@ pytestmark = pytest.mark.nats
 PATIENCE_S = 30
 STEADY = ColocationConfig(enabled=True, lapse_s=60, yield_timeout_s=60)
 SHORT = ColocationConfig.model_construct(enabled=True, lapse_s=0.3, yield_timeout_s=60)
-"""For parties that are dead from the beginning."""
+"""Settings for parties that are dead from the start."""
 
 
 class Engines:

@@ -1,4 +1,4 @@
-"""When the version that reinforcement learning begins with is measured."""
+"""Tests when the version that reinforcement learning begins with is measured."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How the learner asks for held-out accuracy and waits for it."""
+"""Tests how the learner asks for held-out accuracy and waits for it."""
 
 import asyncio
 

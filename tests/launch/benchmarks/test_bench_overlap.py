@@ -1,4 +1,4 @@
-"""What `launch bench overlap` reads in a run's record, and what it refuses there."""
+"""Tests what `launch bench overlap` reads in a run's record, and what it refuses there."""
 
 import asyncio
 import json

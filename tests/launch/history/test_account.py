@@ -23,7 +23,7 @@ GROUPS, SAMPLES = 3, 2
 
 @pytest.fixture
 def run(tmp_path):
-    """One that was trained a step of three groups, and has ended."""
+    """Return a run that was trained a step of three groups, and has ended."""
     run = RunDirectory(tmp_path, "ended")
     progress = {"step": 1, "policy_version": 1, "max_staleness_seen": 0}
     progress["trajectories_trained"] = GROUPS * SAMPLES

@@ -49,7 +49,7 @@ async def supervisor(tmp_path: Path):
 
 
 async def failure_of(supervisor: Supervisor) -> Exception:
-    """What `watch` raises, out of its group."""
+    """Return what `watch` raises, out of its group."""
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.timeout(WAIT_S):
             await supervisor.watch(asyncio.Event())

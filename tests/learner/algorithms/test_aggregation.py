@@ -1,4 +1,4 @@
-"""How the losses of tokens become one number."""
+"""Tests how the losses of tokens become one number."""
 
 from dataclasses import replace
 

@@ -27,7 +27,7 @@ from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-4)
-"""With an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
+"""Optimizer with an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
 STEPS = 4
 TEMPERATURE = 0.8
 BATCH = BatchConfig(tokens_per_micro_batch=40, logprob_tokens_per_micro_batch=64)
@@ -98,7 +98,7 @@ POLICY, REFERENCE, TEACHER = 0, 1, 2
 
 
 def train(case: Case) -> tuple[list[StepResult], dict[str, Tensor]]:
-    """What each update did, and the weights then; on a rank of a world."""
+    """Return what each update did, and the weights then; on a rank of a world."""
     parallel = ParallelConfig(**case.layout)
     divide_world(parallel)
     model = tiny_model(seed=POLICY)
@@ -118,7 +118,7 @@ def train(case: Case) -> tuple[list[StepResult], dict[str, Tensor]]:
 
 
 def of_update(number: int, learner: LearnerConfig) -> list[int]:
-    """Which samples the update is on: two, not the next two, and so on."""
+    """Return which samples the update is on: two, not the next two, and so on."""
     return [i for i in range(len(LENGTHS)) if i // 2 % learner.batch.updates == number]
 
 

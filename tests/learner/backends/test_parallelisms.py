@@ -24,7 +24,7 @@ from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
-"""With an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
+"""Optimizer with an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
 STEPS = 4
 
 
@@ -107,7 +107,7 @@ CASES = {
     "cp4": Case(4, {"context": 4}, LLAMA),
 }
 IN_EVERY_RUN = ("tp2 sp",)
-"""Not marked slow."""
+"""Layouts that are not marked slow."""
 
 
 def train(case: Case, dtype: torch.dtype) -> tuple[list[StepResult], dict[str, Tensor]]:
@@ -144,13 +144,13 @@ def host_words(weights: dict[str, Tensor]) -> dict[str, bytes]:
 
 @cache
 def alone(model: tuple[tuple[str, object], ...], dtype: torch.dtype) -> list[StepResult]:
-    """What each step does on one rank: that of this process."""
+    """Return what each step does on one rank: that of this process."""
     return train(Case(1, {}, model), dtype)[0]
 
 
 @cache
 def reference(model: tuple[tuple[str, object], ...]) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    """What `train` should return, computed without any of Sluice's code."""
+    """Return what `train` should return, computed without any of Sluice's code."""
     policy = tiny_model(**dict(model))
     optimizer = reference_optimizer(policy, OPTIMIZER)
     steps = [

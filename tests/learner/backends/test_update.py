@@ -22,7 +22,7 @@ QUESTIONS = [
     torch.ops.aten.nonzero.default,
     torch.ops.aten.equal.default,
 ]
-"""What would make the host wait for a device: `item`, `bool`, `float`, shapes that depend on values."""
+"""Says what would make the host wait for a device: `item`, `bool`, `float`, shapes that depend on values."""
 
 
 class Questions(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""For each kind of optimizer: six steps, and three, a checkpoint and three. Run by torchrun."""
+"""Runs, for each kind of optimizer, six steps, and three, a checkpoint and three. Run by torchrun."""
 
 import json
 import sys

@@ -13,9 +13,9 @@ from tests.learner.checkpoint.resume_worker import KINDS, first_half, restored, 
 REPOSITORY = Path(__file__).parents[3]
 WORKER = Path(__file__).with_name("resume_worker.py")
 IN_EVERY_RUN = ("main weights on the host",)
-"""Not marked slow; test_checkpoint.py has float32."""
+"""Kinds that are not marked slow; test_checkpoint.py has float32."""
 ROUNDED = 2e-3
-"""How far a world of another size departs where bfloat16 rounds what was added up in another order."""
+"""Says how far a world of another size departs where bfloat16 rounds what was added up in another order."""
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_one_rank_goes_on_as_if_it_had_not_stopped(tmp_path, kind):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """What two ranks found, what one found alone, and what they saved, two and one."""
+    """Return what two ranks found, what one found alone, and what they saved, two and one."""
     saved, root = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
     alone = {kind: first_half(kind, root) + second_half(kind, root) for kind in KINDS}
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -55,7 +55,7 @@ def test_groups_stay_whole_and_each_goes_to_one_rank():
 
 
 def counted_flops(model, length):
-    """What torch counts in the model itself, in which attention computes the masked half too."""
+    """Return what torch counts in the model itself, in which attention computes the masked half too."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, length, dtype=torch.long), use_cache=False)
     return counter.get_total_flops()

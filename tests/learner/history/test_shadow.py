@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("in_process")]
 
 
 def ledger_of(run: MiniRun) -> tuple[list, list, int, str]:
-    """What is settled in it: leases that the learner has issued beyond the last step come and go."""
+    """Return what is settled in it: leases that the learner has issued beyond the last step come and go."""
     run.storage.ledger.flush()
     with closing(sqlite3.connect(run.directory / "ledger.sqlite")) as ledger:
         leases = ledger.execute("SELECT * FROM leases WHERE state = 'committed'").fetchall()

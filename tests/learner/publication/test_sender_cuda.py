@@ -1,4 +1,4 @@
-"""Where a sender has what it is to send on a GPU (`pytest -m gpu tests/learner`)."""
+"""Tests where a sender has what it is to send on a GPU (`pytest -m gpu tests/learner`)."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def small(monkeypatch):
 
 
 def placed(source, copy):
-    """What would be broadcast, after `prepare`."""
+    """Return what would be broadcast, after `prepare`."""
     return b"".join(place.cpu().numpy().tobytes() for place in source._placed(copy.where()))
 
 

@@ -89,7 +89,7 @@ def test_a_sender_sees_what_is_copied_into_memory_that_it_has_mapped():
 
 @pytest.fixture
 def device(monkeypatch):
-    """As a sender has one; it is the host's memory, of which as much is free as is said."""
+    """Give a device as a sender has one; it is the host's memory, of which as much is free as is said."""
     free = {"bytes": 1 << 40}
     monkeypatch.setattr(sender, "lock_pages", lambda memory: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["bytes"], 1 << 40))

@@ -50,7 +50,7 @@ CASES = {
 }
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-4)
-"""With an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
+"""Optimizer with an eps that keeps rounding errors of gradients near 0 from becoming whole updates."""
 
 
 def scored(case: Case) -> tuple[list[Scores], list[Scores], bool, tuple[int, int]]:

@@ -136,7 +136,7 @@ def kept(layout: dict, changes: dict, root: Path) -> tuple[dict[str, torch.Tenso
 
 
 def on_ranks(worlds, layout: tuple[int, dict], work, *args):
-    """What rank 0 returns; one rank is this process."""
+    """Return what rank 0 returns; one rank is this process."""
     ranks, parallel = layout
     return work(parallel, *args) if ranks == 1 else worlds.run(ranks, work, parallel, *args)[0]
 

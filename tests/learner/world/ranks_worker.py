@@ -1,4 +1,4 @@
-"""One step of a world whose ranks have unequal shares, by the real division. Run by torchrun."""
+"""Takes one step of a world whose ranks have unequal shares, by the real division. Run by torchrun."""
 
 import asyncio
 import json
@@ -80,7 +80,8 @@ def step(loss: str) -> dict[str, list[float] | str]:
 
 
 def random_numbers(checkpoints: Path) -> list[float]:
-    """What this rank would have drawn after its checkpoint, less what it draws after it resumed; 0 each."""
+    """Return what this rank would have drawn after its checkpoint, less what it draws after it resumed; 0
+    each."""
     model = tiny_model()
     trainer = Trainer(model.config, model.state_dict(), OptimizerConfig())
     torch.manual_seed(dist.get_rank())
@@ -91,7 +92,7 @@ def random_numbers(checkpoints: Path) -> list[float]:
 
 
 def copies() -> bool:
-    """Whether rank 0 gets all weights each time, while the other ranks only send theirs."""
+    """Tell whether rank 0 gets all weights each time, while the other ranks only send theirs."""
     model = tiny_model()
     trainer = Trainer(model.config, model.state_dict(), OptimizerConfig())
     expected = host_tensors(model.state_dict())

@@ -1,4 +1,4 @@
-"""What each rank reads of the files of a model."""
+"""Tests what each rank reads of the files of a model."""
 
 import math
 from collections.abc import Iterator
