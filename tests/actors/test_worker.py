@@ -7,6 +7,7 @@ from structlog.testing import capture_logs
 from actors.config import SingleTurnConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
+from actors.environments.plugin import PluginEnvironment
 from actors.environments.single_turn import SingleTurn
 from actors.policy.policy import Policy
 from actors.rewards.base import LATER, RewardError
@@ -172,13 +173,17 @@ async def test_failed_episodes_cost_themselves_and_say_how_they_ended(bus, engin
         4: EngineError("it fell"),
         5: TimeoutError(),
     }
-    actor = Actor(bus, engine, FailingFor(failures))
-    [batch] = await actor.roll_out(make_lease(0, samples=6, policy_version=4), result=GROUPS)
+    actor = Actor(bus, engine, PluginEnvironment("mine:Env", FailingFor(failures)))
+    with capture_logs() as logs:
+        [batch] = await actor.roll_out(make_lease(0, samples=6, policy_version=4), result=GROUPS)
     found = {t.rollout: (t.end, len(t.token_ids) > 0, t.is_trained) for t in batch.trajectories}
     ends = "completed", "environment_error", "reward_error", "completed", "engine_error", "timeout"
     assert found == {n: (end, n in (0, 3), n in (0, 3)) for n, end in enumerate(ends)}
     assert {t.group_size for t in batch.trajectories} == {6}
-    assert batch.trajectories[1].metadata == {"failure": "ZeroDivisionError: mine"}
+    raised = "EpisodeError: environment mine:Env raised ZeroDivisionError('mine') on task g00000000.1"
+    assert batch.trajectories[1].metadata == {"failure": raised}
+    [logged] = [line for line in logs if "mine:Env raised ZeroDivisionError" in str(line)]
+    assert logged["exc_info"] is failures[1]
     assert actor.worker.counts["failed_episodes"] == 4
     assert await actor.leases_left() == 0
 
@@ -194,8 +199,9 @@ async def test_nothing_is_sampled_by_weights_older_than_the_lease(bus, engine):
     actor = Actor(bus, engine)
     rolling = asyncio.create_task(actor.roll_out(make_lease(0, samples=1, policy_version=5), result=GROUPS))
     stream = bus.topology.stream("TASKS")
-    while (await bus.js.consumer_info(stream, "rollout")).num_ack_pending == 0:  # noqa: ASYNC110 - a server's state
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(TIMEOUT_S):
+        while (await bus.js.consumer_info(stream, "rollout")).num_ack_pending == 0:  # noqa: ASYNC110 - a server's state
+            await asyncio.sleep(0.01)
     assert not engine.requests
     await engine.load_weights({}, 5)
     async with actor.follower._swapped:

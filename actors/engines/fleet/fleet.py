@@ -29,9 +29,9 @@ log = structlog.get_logger()
 class Fleet:
     """Engines that come, fail, are built again and leave, while `generate` goes on.
 
-    A request waits here until an engine has room. If that one fails or leaves, the request goes on elsewhere
-    from its tokens so far, once the first engine has stopped working on it. Weights go to a part of the
-    engines at a time, and an engine serves only when it has the newest that were given at its start."""
+    A request waits here until an engine has a free place. If that one fails or leaves, the request goes on
+    elsewhere from its tokens so far, once the first engine has stopped working on it. Weights go to a part of
+    the engines at a time, and an engine serves only when it has the newest that were given at its start."""
 
     def __init__(self, builds: Mapping[str, Build], config: FleetConfig) -> None:
         self.released = False
@@ -282,7 +282,7 @@ class Fleet:
                 self._dispatch()
 
     async def _wait_for_place(self, pending: PendingRequest) -> None:
-        """Return when it has a member, or was aborted."""
+        """Return when the request has a member, or was aborted."""
         self._refuse_when_ended()
         pending.place = asyncio.get_running_loop().create_future()
         insort(self._queue, pending, key=lambda waiting: waiting.number)
@@ -353,7 +353,7 @@ class Fleet:
         return max((update.result() for update in updates), default=0.0)
 
     async def _update(self, member: Member) -> float:
-        """Update one engine in its turn; those that have no weights yet need no turn."""
+        """Update one engine when a slot is free; one that has no weights yet needs no slot."""
         needs_slot = member.policy_version >= 0
         if needs_slot:
             async with self._update_slot:

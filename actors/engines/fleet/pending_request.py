@@ -23,13 +23,13 @@ class PendingRequest:
     request: GenerationRequest
     pieces: list[Generation] = field(default_factory=list)
     place: "asyncio.Future[None] | None" = None
-    """Done when it has a place, or needs none any more."""
+    """A future that is done when the request has a place, or needs none any more."""
     member: "Member | None" = None
-    """Where it has a place."""
+    """The member at which it has a place."""
     attempt_id: str | None = None
-    """Its request's name there."""
+    """The id of its present attempt at that engine."""
     refusals: dict[str, Exception] = field(default_factory=dict)
-    """Engines that can never serve it."""
+    """The errors of the engines that can never serve it, by the names of their members."""
     errors: int = 0
     """Times that it failed at engines that went on."""
     failures: int = 0
@@ -81,10 +81,10 @@ class PendingRequest:
         return np.asarray(self.request.token_ids, np.int32)
 
     def rest(self, request_id: str) -> GenerationRequest:
-        """What is left to do, as a request of its own: the budget shrinks by what was sampled.
+        """Return what is left to do, as a request of its own: the budget shrinks by what was sampled.
 
-        The experts wanted are those from the first token on whose own are not known: an engine that failed
-        told none, and the next one routes its tokens again."""
+        It asks for experts from the first token on whose experts are not known. An engine that failed has
+        reported none, and the next one routes its tokens again."""
         if not self.pieces:
             return replace(self.request, request_id=request_id)
         sampling, experts_from = self.request.sampling, self.request.experts_from

@@ -221,10 +221,10 @@ class PairClient(SglangClient):
         are long, are ended at both."""
         if crossing := [asked.first for asked in self._asked.values() if asked.crossing]:
             await asyncio.wait(crossing, timeout=HAND_OVER_S)
-        if late := [asked for asked in self._asked.values() if asked.crossing]:
-            log.info("prompts_begin_again", requests=len(late))
-            async with bounded(ENDING_S, f"{len(late)} requests at {self.prefill.url} did not end"):
-                await asyncio.gather(*map(self._end, late))
+        if unfinished := [asked for asked in self._asked.values() if asked.crossing]:
+            log.info("prompts_begin_again", requests=len(unfinished))
+            async with bounded(ENDING_S, f"{len(unfinished)} requests at {self.prefill.url} did not end"):
+                await asyncio.gather(*map(self._end, unfinished))
 
     async def _end(self, asked: _Asked) -> None:
         while pending := [half for half in (asked.first, asked.rest) if not half.done()]:

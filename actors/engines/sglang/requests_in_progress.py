@@ -117,7 +117,7 @@ class RequestsInProgress:
         task.add_done_callback(self._aborts.discard)
 
     async def aborted(self) -> None:
-        """Wait until the server has been told of all that were abandoned, for a short time only."""
+        """Wait a short time until the server has answered the aborts of all requests that were abandoned."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=ABORT_AGAIN_S * 4)
 
@@ -156,8 +156,9 @@ class RequestsInProgress:
         """Wait for the end of all that are at the server. Raises `EngineError` when that takes too long."""
         sent = {flight.sent for flight in self if flight.sent is not None}
         if sent:
-            _, late = await asyncio.wait(sent, timeout=timeout_s)
-            if late:
+            _, unfinished = await asyncio.wait(sent, timeout=timeout_s)
+            if unfinished:
                 raise EngineError(
-                    f"{len(late)} requests did not end within actors.engine.update_timeout_s={timeout_s:g}"
+                    f"{len(unfinished)} requests did not end within "
+                    f"actors.engine.update_timeout_s={timeout_s:g}"
                 )
