@@ -24,7 +24,7 @@ class BroadcastWanted(Message, tag="broadcast_wanted"):
     def check(self) -> None:
         """Refuse an engine without ranks."""
         if self.ranks < 1:
-            raise SchemaError(f"an engine of {self.ranks} ranks")
+            raise SchemaError(f"ranks is {self.ranks}, but an engine has at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,8 @@ class OfferedBucket(Message, tag="offered_bucket"):
         """Refuse tensors without a dtype or shape."""
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
             raise SchemaError(
-                f"{len(self.names)} names, {len(self.dtypes)} dtypes, {len(self.shapes)} shapes"
+                f"each tensor needs all three: there are {len(self.names)} names, "
+                f"{len(self.dtypes)} dtypes and {len(self.shapes)} shapes"
             )
 
 

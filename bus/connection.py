@@ -73,7 +73,7 @@ class Bus:
         try:
             raw = await self.client.request(subject, encode(message), timeout=timeout_s)
         except nats.errors.NoRespondersError as error:
-            raise BusError(f"nobody serves {subject}") from error
+            raise BusError(f"nobody serves {subject}: start the process that does") from error
         except nats.errors.Error as error:
             raise BusError(f"no answer from {subject} within {timeout_s:g} s ({error})") from error
         answer: Message = decode(raw.data, *expected, Refused)
@@ -101,7 +101,7 @@ class Bus:
                 raw = await replies.next_msg(timeout=timeout_s)
                 headers = raw.headers or {}
                 if headers.get("Status") == "503":
-                    raise BusError(f"nobody serves {subject}")
+                    raise BusError(f"nobody serves {subject}: start the process that does")
                 if headers.get(PART) != str(part := next(parts)):
                     raise BusError(f"{subject}: part {part} of the answer was lost")
                 pieces.append(raw.data)

@@ -70,7 +70,9 @@ class GroupStatus(Message, tag="group_status", version=2):
     def check(self) -> None:
         """Refuse more rewards than samples."""
         if len(self.rewards) > len(self.samples):
-            raise SchemaError(f"{len(self.rewards)} rewards for {len(self.samples)} samples")
+            raise SchemaError(
+                f"there are {len(self.rewards)} rewards for {len(self.samples)} samples: give each one"
+            )
 
 
 # --- the learner asks the dispatcher ---
@@ -192,7 +194,9 @@ class Located(Message, tag="located"):
     def check(self) -> None:
         """Refuse addresses outside the named segments."""
         if len(self.segment_of) != len(self.rows):
-            raise SchemaError(f"{len(self.rows)} rows in {len(self.segment_of)} segments")
+            raise SchemaError(
+                f"there are {len(self.rows)} rows in {len(self.segment_of)} segments: each row needs one"
+            )
         if len(self.rows) and not (
             0 <= self.segment_of.min() <= self.segment_of.max() < len(self.segments) and self.rows.min() >= 0
         ):
@@ -228,9 +232,11 @@ class StoredGroups(Message, tag="stored_groups"):
     def check(self) -> None:
         """Refuse spreads or tokens that do not fit the groups."""
         if self.spreads and len(self.spreads) != len(self.lease_ids):
-            raise SchemaError(f"{len(self.spreads)} spreads for {len(self.lease_ids)} groups")
+            raise SchemaError(f"there are {len(self.spreads)} spreads for {len(self.lease_ids)} groups")
         if self.tokens and len(self.tokens) != len(self.lease_ids):
-            raise SchemaError(f"tokens of {len(self.tokens)} groups for {len(self.lease_ids)}")
+            raise SchemaError(
+                f"the answer counts tokens of {len(self.tokens)} groups for {len(self.lease_ids)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,7 +268,9 @@ class Issued(Message, tag="issued"):
     def check(self) -> None:
         """Refuse versions that do not fit the leases."""
         if len(self.rolling_out) != len(self.versions):
-            raise SchemaError(f"{len(self.versions)} versions of {len(self.rolling_out)} leases")
+            raise SchemaError(
+                f"there are {len(self.versions)} versions of {len(self.rolling_out)} leases: each needs one"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

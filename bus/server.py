@@ -37,7 +37,7 @@ class NatsServer:
     def pid(self) -> int:
         """Process id of the running server."""
         if self._process is None:
-            raise BusError("nats-server is not running")
+            raise BusError("nats-server is not running: start it first")
         return self._process.pid
 
     async def __aenter__(self) -> Self:
@@ -97,7 +97,7 @@ class NatsServer:
     async def kill(self) -> None:
         """Kill the server; `start` brings it back on the same port with the same directory."""
         if self._process is None:
-            raise BusError("nats-server is not running")
+            raise BusError("nats-server is not running: start it first")
         process, self._process = self._process, None
         with suppress(ProcessLookupError):  # the server had ended by itself
             process.kill()
@@ -106,7 +106,7 @@ class NatsServer:
     async def wait(self) -> int:
         """Return the exit status once the server has ended by itself."""
         if self._process is None:
-            raise BusError("nats-server is not running")
+            raise BusError("nats-server is not running: start it first")
         return await self._process.wait()
 
     def _config(self) -> str:

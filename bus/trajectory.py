@@ -143,10 +143,10 @@ class Trajectory(Message, tag="trajectory", version=2):
         ids, logprobs, mask = self.token_ids, self.behaviour_logprobs, self.loss_mask
         lengths = [len(ids), len(mask), len(logprobs), len(self.policy_versions)]
         if lengths.count(lengths[0]) != len(lengths):
-            raise SchemaError(f"{self.trajectory_id}: arrays of {lengths} tokens")
+            raise SchemaError(f"{self.trajectory_id}: arrays of {lengths} tokens are not of one length")
         masked = np.count_nonzero(mask)
         if not masked and self.is_trained:
-            raise SchemaError(f"{self.trajectory_id}: no token to train on among {lengths[0]}")
+            raise SchemaError(f"{self.trajectory_id}: there is no token to train on among {lengths[0]}")
         # argmin and argmax take a third of the time of min and max; to both, NaN is the extreme
         if len(ids) and not (isfinite(logprobs[logprobs.argmin()]) and isfinite(logprobs[logprobs.argmax()])):
             raise SchemaError(f"{self.trajectory_id}: a behaviour log-prob is not finite")

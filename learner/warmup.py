@@ -18,7 +18,9 @@ def warm_up_step(
 ) -> StepResult:
     """Take one optimizer step on the `step`-th batch of demonstrations, from 0. Every rank calls this."""
     if demonstrations is None:
-        raise RuntimeError("no demonstrations to warm up on")
+        raise RuntimeError(
+            "there are no demonstrations to warm up on: give them with --warmup.demonstrations"
+        )
     torch.set_num_threads(settings.warmup.threads)
     ranks = backend.data_parallel_group
     batches = demonstrations.step(

@@ -181,7 +181,7 @@ class Broadcaster:
             raise
         if self._closed:
             await process.end()
-            raise BusError("the learner ends")
+            raise BusError("the learner ends, so it sends no more weights: wait for its successor")
         group = _Group(name, own_address(self._bus, ""), port, "nccl" if on_gpu else "gloo", process)
         self._groups[name] = group
         group.living = asyncio.create_task(self._live(group), name=f"broadcasts of {name}")

@@ -200,7 +200,7 @@ class WeightPublisher:
     ) -> PolicyManifest:
         """Make it the run's policy: a key for those who come later, a notice for those here."""
         if self._model is None:
-            raise RuntimeError("start comes first")
+            raise RuntimeError("the publisher was not started: call `start` first")
         manifest = PolicyManifest(
             policy_version=announcement.policy_version,
             incarnation=self._incarnation,
@@ -254,7 +254,7 @@ class WeightPublisher:
 
     async def _put_model(self) -> None:
         if self._files is None:
-            raise RuntimeError("start comes first")
+            raise RuntimeError("the publisher was not started: call `start` first")
         self._model = await put_blob(self._bus, self._publisher, encode(self._files), "model")
 
     async def _put_snapshot(self, weights: Weights) -> BlobRef:
