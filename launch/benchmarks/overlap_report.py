@@ -67,7 +67,7 @@ def figures(config: RunConfig, run: RunDirectory, heard: Heard, turns: Sequence[
         "modes": {mode: dict(modes[mode]) if mode in modes else None for mode in MODES},
         "absolute": {
             "async_over_sync_tokens": tokens[0] / tokens[1] if ratios else None,
-            "turns": [_told(heard, turn) for turn in turns],
+            "turns": [_turn_figures(heard, turn) for turn in turns],
             "engines": heard.engines,
             "requests_at_most": _slots(config, heard),
             "max_staleness": admission.max_staleness,
@@ -90,7 +90,7 @@ def staleness(heard: Heard, step: int) -> float:
     return number(heard.steps[step], "staleness/max_versions")
 
 
-def _told(heard: Heard, turn: Turn) -> dict[str, Json]:
+def _turn_figures(heard: Heard, turn: Turn) -> dict[str, Json]:
     return {
         "mode": turn.mode,
         "began_s": round(turn.began_s, 1),

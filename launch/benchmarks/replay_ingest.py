@@ -165,7 +165,7 @@ async def _publisher(url: str, count: int) -> AsyncIterator[Step]:
     async def said() -> None:
         async with asyncio.timeout(60):
             if not await reader.readline():
-                raise BusError("the publishing process ended")
+                raise BusError("the publishing process ended: its log above says why")
 
     async def publish() -> None:
         writer.write(b"publish\n")

@@ -169,7 +169,7 @@ async def _part(name: str, url: str, directory: Path) -> AsyncIterator[tuple[int
             await process.wait()
 
 
-def _told_to_stop(rss_bytes: int = 0) -> asyncio.Event:
+def _ready_until_input_ends(rss_bytes: int = 0) -> asyncio.Event:
     """Say that all is ready; the event is set when the bench closes our input."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin, stop.set)
@@ -186,7 +186,7 @@ async def _dispatch(url: str, directory: Path) -> None:
             data.configure(prompts, seed=0, shuffle=True, source="the bench")
             dispatcher = Dispatcher(bus, ledger, data, ADMISSION, shards=SHARDS, seed=0)
             dispatcher.admit()
-            await dispatcher.run(_told_to_stop(), reissue=False)
+            await dispatcher.run(_ready_until_input_ends(), reissue=False)
 
 
 async def _shards(url: str, directory: Path) -> None:
@@ -196,7 +196,7 @@ async def _shards(url: str, directory: Path) -> None:
                 stack.enter_context(closing(ReplayStore.open(directory / f"shard-{n}")))
                 for n in range(SHARDS)
             ]
-            stop = _told_to_stop()
+            stop = _ready_until_input_ends()
             async with asyncio.TaskGroup() as tasks:
                 for n, store in enumerate(stores):
                     shard = Shard(bus, store, n, shards=SHARDS, was_issued=lambda _: True, linger_s=0.02)
@@ -212,7 +212,7 @@ async def _actors(url: str, _: Path) -> None:
             await stack.enter_async_context(Bus.connect(BusConfig(url=url), RUN, name=f"actor-{n}"))
             for n in range(ACTORS)
         ]
-        stop = _told_to_stop(before)
+        stop = _ready_until_input_ends(before)
         async with asyncio.TaskGroup() as tasks:
             for bus in connected:
                 tasks.create_task(_act(bus, material, stop))

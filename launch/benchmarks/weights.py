@@ -258,7 +258,7 @@ async def _join(blobs: BlobSource, publisher: WeightPublisher) -> None:
 
 def _published(publisher: WeightPublisher) -> PolicyManifest:
     if publisher.latest is None:
-        raise RuntimeError("nothing was published")
+        raise RuntimeError("the learner published nothing, so nothing can be measured")
     return publisher.latest
 
 
