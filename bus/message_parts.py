@@ -119,7 +119,7 @@ class _Set:
     raws: dict[int, Msg]
     size_bytes: int
     held_since: float
-    """When it was put aside, on the clock of `Parts`."""
+    """Says when it was put aside, on the clock of `Parts`."""
 
 
 @dataclass
@@ -128,7 +128,7 @@ class _Progress:
 
     most: int
     since: float
-    """When the first part came, on the clock of `Parts`."""
+    """Says when the first part came, on the clock of `Parts`."""
 
 
 class Parts:
@@ -215,7 +215,9 @@ class Parts:
     async def _add(self, raw: Msg) -> StreamMessage | None:
         key, n = _place(raw)
         if key.size_bytes > self._limit_bytes:
-            raise SchemaError(f"a message of {key.size_bytes} bytes, this consumer holds {self._limit_bytes}")
+            raise SchemaError(
+                f"a message of {key.size_bytes} bytes does not fit: this consumer holds {self._limit_bytes}"
+            )
         settled_at = self._settled.get((key.subject, key.message_id))
         if settled_at is not None and time.monotonic() - settled_at < DUPLICATE_WINDOW_S:
             await _try(raw.ack())

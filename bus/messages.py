@@ -118,7 +118,9 @@ class BlobRef(Message, tag="blob"):
     def check(self) -> None:
         """Refuse a reference that would have a reader ask for chunks without end."""
         if not 1 <= self.chunks <= max(1, self.size_bytes):
-            raise SchemaError(f"{self.subject}: {self.size_bytes} bytes in {self.chunks} chunks")
+            raise SchemaError(
+                f"{self.subject}: {self.size_bytes} bytes in {self.chunks} chunks are impossible"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

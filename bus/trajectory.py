@@ -192,7 +192,9 @@ class Trajectory(Message, tag="trajectory", version=2):
     def _check_place(self) -> None:
         """Refuse a position outside the group, and a parent outside the episode's group or own tokens."""
         if not 0 <= self.sample < self.group_size:
-            raise SchemaError(f"{self.trajectory_id}: sample {self.sample} of a group of {self.group_size}")
+            raise SchemaError(
+                f"{self.trajectory_id}: sample {self.sample} of a group of {self.group_size} does not exist"
+            )
         if self.rollout < 0:
             raise SchemaError(f"{self.trajectory_id}: rollout {self.rollout} of its prompt")
         if self.parent is not None and not (

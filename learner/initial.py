@@ -24,7 +24,7 @@ class Initial:
     state: State
     """Weights by Hugging Face name."""
     demonstrations: Demonstrations | None
-    """What the warm-up trains on, if the run has one."""
+    """Says what the warm-up trains on, if the run has one."""
 
 
 def prepare(settings: LearnerSettings, demonstrations: Path | None) -> Initial:

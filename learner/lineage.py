@@ -34,8 +34,8 @@ class TrainedStep:
     """Nats, mean over the trained tokens."""
     lr: float | None = None
     skipped: bool | None = None
-    """Whether at least one of its updates left the weights as they were, since loss or gradient were not
-    finite or there was nothing to train."""
+    """Says whether at least one of its updates left the weights as they were, since loss or gradient were
+    not finite or there was nothing to train."""
 
     @classmethod
     def parse(cls, line: bytes) -> "TrainedStep | None":

@@ -56,7 +56,7 @@ class Plan:
     limit_s: float = inf
     """Time limit for the run's start, for measuring and for the run's end, counted from `began`."""
     began: float = field(default_factory=time.monotonic)
-    """When the bench began, on the monotonic clock."""
+    """Says when the bench began, on the monotonic clock."""
 
     @property
     def modes(self) -> list[str]:

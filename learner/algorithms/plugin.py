@@ -17,7 +17,7 @@ ARGUMENTS = {
     "loss": ("tokens",),
     "aggregation": ("lengths", "prompts"),
 }
-"""What a function of each kind is called with, in order, before its settings."""
+"""Says what a function of each kind is called with, in order, before its settings."""
 
 
 def chosen_function(

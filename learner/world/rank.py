@@ -49,7 +49,7 @@ class Rank:
         self._host = HostCopy(getattr(torch, settings.learner.publish_dtype))
         self._saving: PendingCheckpoint | None = None
         self._fetching: dict[int, tuple[tuple[GroupRef, ...], asyncio.Task[Groups]]] = {}
-        """What is being fetched for each step: which groups, and their trajectories."""
+        """Says what is being fetched for each step: which groups, and their trajectories."""
 
     def fetch(self, step: int, shares: Sequence[tuple[GroupRef, ...]]) -> None:
         """Begin to fetch this rank's share of the groups of `step`, whatever else goes on."""
