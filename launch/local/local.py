@@ -24,11 +24,11 @@ from bus.status import peak_rss_bytes
 from bus.waiting import set_within
 from launch.config import RunConfig
 from launch.local.supervisor import Part, Supervisor
-from launch.process.runtime import locked
 from launch.watch.curves import draw_curves
 from launch.watch.monitor import RunMonitor, RunSettings, watch
 from launch.watch.summary import Summary, print_summary, summarise, write_summary
 from launch.watch.view import TerminalView
+from storage.disk.atomic_files import try_lock
 from storage.disk.run_directory import RunDirectory
 from storage.prompts.generators import load_demonstrations
 from storage.service import read_prompts
@@ -77,7 +77,7 @@ async def _only_launch(run: RunDirectory) -> AsyncIterator[int]:
     """
     with (run.path / "lock").open("a+") as lock:
         deadline = time.monotonic() + LEARNER_DRAIN_S
-        while not locked(lock):
+        while not try_lock(lock):
             lock.seek(0)
             holder = int(lock.read() or "0")
             if psutil.pid_exists(holder) or time.monotonic() > deadline:

@@ -1,7 +1,6 @@
 """The frame of every process: event loop, signals, logging, exit status."""
 
 import asyncio
-import fcntl
 import logging
 import os
 import re
@@ -9,7 +8,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator
-from typing import NoReturn, TextIO, TypeVar
+from typing import NoReturn, TypeVar
 
 from bus.errors import ConfigError, SluiceError
 
@@ -70,15 +69,6 @@ def configure_logging(level: str = "info") -> None:
         # looked up at each event: a live view puts its own in place of stderr
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )
-
-
-def locked(file: TextIO) -> bool:
-    """Lock `file` against other processes, or return False; it is free when all who hold it open ended."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 async def _with_signals(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:

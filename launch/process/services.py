@@ -14,10 +14,9 @@ from bus.messages import RunRecord
 from bus.server import NatsServer
 from bus.waiting import cancelled, ended_before
 from launch.config import RunConfig, resolve
-from launch.process.runtime import locked
 from launch.process.write_check import until_it_cannot_store
 from learner.config.parallel import WorldConfig
-from storage.disk.atomic_files import make_directory, one_at_a_time, write_file
+from storage.disk.atomic_files import make_directory, one_at_a_time, try_lock, write_file
 from storage.disk.run_directory import RunDirectory
 from storage.prompts.generators import generate_task
 
@@ -36,7 +35,7 @@ async def serve_bus(host: str, port: int, directory: Path, stop: asyncio.Event) 
         )
     make_directory(directory)
     with (directory / "lock").open("a") as lock:
-        if not locked(lock):
+        if not try_lock(lock):
             raise ConfigError(f"another `launch bus` keeps its streams in {directory}: give --directory")
         async with NatsServer(directory, host=host, port=port) as server:
             log.info("bus_ready", url=server.url)

@@ -13,8 +13,7 @@ from bus.errors import BusError, StorageError
 from bus.requests import Located, LocateRequest
 from bus.trajectory import Trajectory
 from storage.client.addresses import directory_identity, host_identity
-from storage.store.entries import SegmentEntry
-from storage.store.mapped import MappedSegments
+from storage.store.layout import MappedSegments, SegmentEntry
 from storage.store.segments import Segment, check_segment
 
 log = structlog.get_logger()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from io import BufferedRandom
 from pathlib import Path
+from typing import IO, Any
 
 from bus.codec import Json
 from bus.errors import StorageError
@@ -134,14 +135,21 @@ def make_directory(path: Path) -> None:
         fsync_path(created.parent)
 
 
+def try_lock(file: IO[Any]) -> bool:
+    """Lock `file` against other processes, or return False; it is free when all who hold it open ended."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def lock_directory(directory: Path) -> BufferedRandom:
     """Become the only writer of `directory` until the file is closed, or this process dies."""
     file = (directory / ".lock").open("a+b")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    if not try_lock(file):
         file.close()
-        raise StorageError(f"{directory} is being written by another process: stop that one first") from error
+        raise StorageError(f"{directory} is being written by another process: stop that one first")
     return file
 
 
@@ -153,14 +161,10 @@ def one_at_a_time(path: Path, timeout_s: float = 300.0) -> Iterator[None]:
     make_directory(path.parent)
     deadline = time.monotonic() + timeout_s
     with (path.parent / f".{path.name}.lock").open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise StorageError(f"another process has kept {path} for {timeout_s:g} s") from None
-                time.sleep(0.05)
+        while not try_lock(file):
+            if time.monotonic() > deadline:
+                raise StorageError(f"another process has kept {path} for {timeout_s:g} s")
+            time.sleep(0.05)
         yield
 
 

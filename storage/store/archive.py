@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from bus.errors import ConfigError, StorageError
 from storage.disk.atomic_files import fsync_path, lock_directory, publish
-from storage.store.entries import SegmentEntry, find_entries
+from storage.store.layout import SegmentEntry, find_entries
 from storage.store.segments import FILE, check_trajectories, compressed_file
 
 log = structlog.get_logger()

@@ -18,9 +18,8 @@ from bus.trajectory import Trajectory
 from storage.disk.atomic_files import lock_directory, make_directory, remove, remove_leftovers
 from storage.store.archive import archive_segment
 from storage.store.complete_groups import CompleteGroups
-from storage.store.entries import SegmentEntry, choose_merge, choose_retirement, find_entries, merged
 from storage.store.index import LARGEST_GROUP, Columns, RowIndex, load_columns, save_columns
-from storage.store.layout import Layout
+from storage.store.layout import Layout, SegmentEntry, choose_merge, choose_retirement, find_entries, merged
 from storage.store.segments import (
     Summary,
     check_segment,

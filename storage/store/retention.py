@@ -15,7 +15,7 @@ from bus.requests import Unsettled, UnsettledRequest
 from bus.waiting import set_within
 from storage.config import ReplayConfig
 from storage.store.archive import check_archive
-from storage.store.entries import SegmentEntry
+from storage.store.layout import SegmentEntry
 from storage.store.replay import ReplayStore
 
 log = structlog.get_logger()

@@ -1,6 +1,5 @@
 """An engine's weights on their way into a SGLang server: in files for as long as the server reads them."""
 
-import fcntl
 import json
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ import torch
 from actors.engines.sglang.changes import changes
 from actors.engines.sglang.tensor_files import NAMES, State, bytes_of, write_tensors
 from bus.errors import ConfigError, EngineError
+from storage.disk.atomic_files import try_lock
 from storage.weights.tensors import spare_threads
 
 IN_MEMORY = Path("/dev/shm")
@@ -38,7 +38,7 @@ class HeldWeights:
         _sweep(parent)
         self._root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         self._lock = (self._root / "lock").open("w")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try_lock(self._lock)
         self.directory = self._root / "model"
         shutil.copytree(model_dir, self.directory, ignore=shutil.ignore_patterns("*.safetensors*"))
         self.model_type = str(json.loads((model_dir / "config.json").read_text()).get("model_type", ""))
@@ -166,7 +166,7 @@ def _sweep(parent: Path) -> None:
             if time.time() - lock.stat().st_mtime < SETTLED_S:
                 continue
             with lock.open("r+") as held:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-        except OSError:  # it is alive, or was removed meanwhile, or is another user's
+                if try_lock(held):
+                    shutil.rmtree(lock.parent, ignore_errors=True)
+        except OSError:  # it was removed meanwhile, or is another user's
             continue

@@ -18,7 +18,7 @@ from storage.client import addresses, local_reader
 from storage.client import reader as reader_module
 from storage.client.local_reader import LocalReader
 from storage.client.reader import ReplayReader
-from storage.store import entries
+from storage.store import layout
 from storage.store.replay import ReplayStore
 from storage.store.segments import FILE
 from storage.store.zipped import zipped
@@ -126,7 +126,7 @@ async def test_bus_can_be_chosen(bus, store):
 
 
 async def test_segments_merged_since_they_were_located_are_located_again(bus, store, monkeypatch):
-    monkeypatch.setattr(entries, "MERGE_SEGMENTS", 2)
+    monkeypatch.setattr(layout, "MERGE_SEGMENTS", 2)
 
     class Slow(LocalReader):
         answers = 0

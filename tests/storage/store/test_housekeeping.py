@@ -17,9 +17,9 @@ from zarr.storage import ZipStore
 
 from bus.errors import StorageError
 from storage.disk.atomic_files import remove
-from storage.store import compressed, entries
+from storage.store import compressed, layout
 from storage.store.archive import restore
-from storage.store.entries import SegmentEntry, choose_merge, choose_retirement
+from storage.store.layout import SegmentEntry, choose_merge, choose_retirement
 from storage.store.replay import INDEX_FILE, ReplayStore
 from storage.store.segments import FILE, TOKEN_ARRAYS
 from storage.store.zipped import map_entries
@@ -27,7 +27,7 @@ from storage.store.zipped import map_entries
 
 @pytest.fixture
 def merge_four(monkeypatch):
-    monkeypatch.setattr(entries, "MERGE_SEGMENTS", 4)
+    monkeypatch.setattr(layout, "MERGE_SEGMENTS", 4)
 
 
 def fill(directory: Path, leases: range) -> ReplayStore:
@@ -119,7 +119,7 @@ def test_a_byte_is_rewritten_a_few_times_at_most():
         while run := choose_merge(found):
             at = found.index(run[0])
             rewritten += sum(entry.size_bytes for entry in run)
-            found[at : at + len(run)] = [entries.merged(run, sum(entry.size_bytes for entry in run))]
+            found[at : at + len(run)] = [layout.merged(run, sum(entry.size_bytes for entry in run))]
     assert rewritten < 2.1 * 10_000 * 50_000
     assert len(found) < 120
 
@@ -230,7 +230,7 @@ MERGING = """
 import sys
 sys.path[:0] = [{root!r}, {here!r}]
 from pathlib import Path
-from storage.store import compressed, entries
+from storage.store import compressed, layout
 from storage.store.replay import ReplayStore
 from test_replay import group
 entries.MERGE_SEGMENTS = 3

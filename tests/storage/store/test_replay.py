@@ -20,7 +20,7 @@ from bus.codec import encode
 from bus.errors import SchemaError, StorageError
 from bus.messages import group_name
 from bus.trajectory import Parent, Trajectory, Turn
-from storage.store import entries, layout, replay, zipped
+from storage.store import layout, replay, zipped
 from storage.store.replay import ReplayStore
 from storage.store.segments import FILE, RECORD_FIELDS, ROW_COLUMNS, TOKEN_ARRAYS, Segment
 from storage.store.zipped import map_entries
@@ -346,7 +346,7 @@ def test_mapped_segments_are_bounded_and_results_outlive_the_store(tmp_path, mon
 
 @pytest.mark.parametrize("from_index", [True, False])
 def test_the_tokens_of_a_group_are_known_after_reopening_and_merging(tmp_path, monkeypatch, from_index):
-    monkeypatch.setattr(entries, "MERGE_SEGMENTS", 3)
+    monkeypatch.setattr(layout, "MERGE_SEGMENTS", 3)
     expected = {lease: sum(len(t.token_ids) for t in group(lease)) for lease in range(4)}
     with closing(ReplayStore.open(tmp_path)) as store:
         for lease in range(4):

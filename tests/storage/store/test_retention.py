@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from bus.requests import Unsettled, UnsettledRequest
-from storage.store import entries, retention
+from storage.store import layout, retention
 from storage.store.archive import restore
 from storage.store.retention import Retention, keep_house
 from tests.storage.serving import LearnerStandIn, running, send_groups, send_rejections, serving, until
@@ -93,7 +93,7 @@ async def test_age_is_a_limit_of_its_own(bus, tmp_path):
 
 
 async def test_segments_are_merged_while_the_shard_stores(bus, tmp_path, monkeypatch):
-    monkeypatch.setattr(entries, "MERGE_SEGMENTS", 4)
+    monkeypatch.setattr(layout, "MERGE_SEGMENTS", 4)
     async with serving(bus, tmp_path) as storage:
         store = storage.stores[0]
         storage.ledger.issue(40, 0)
