@@ -38,7 +38,8 @@ class HeldWeights:
         _sweep(parent)
         self._root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         self._lock = (self._root / "lock").open("w")
-        try_lock(self._lock)
+        locked = try_lock(self._lock)
+        assert locked  # nobody else knows this new directory
         self.directory = self._root / "model"
         shutil.copytree(model_dir, self.directory, ignore=shutil.ignore_patterns("*.safetensors*"))
         self.model_type = str(json.loads((model_dir / "config.json").read_text()).get("model_type", ""))
