@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import MISSING, dataclass, fields
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -350,17 +350,21 @@ class Segment:
         if not 0 <= row < len(self._rows) - 1:
             raise StorageError(f"{self._path} has {len(self._rows) - 1} trajectories, none in row {row}")
         (begin, first, *_), (end, last, *_, checksum) = self._rows[row : row + 2].tolist()
-        with _naming(self._path):
+        if self.summary.compressed:
+            with _naming(self._path):
+                record = self._records[first:last].data
+                arrays = [array[begin:end] for array in self._tokens]
+        else:  # slices of mapped files, which cannot fail
             record = self._records[first:last].data
             arrays = [array[begin:end] for array in self._tokens]
-        if copied and not self.summary.compressed:
-            arrays = [array.copy() for array in arrays]
+            if copied:
+                arrays = [array.copy() for array in arrays]
         if _checksum(arrays, record) != checksum & _UINT64:
             raise StorageError(
                 f"{self._path} is corrupt: trajectory {row} does not match its checksum; {_REMEDY}"
             )
         values = msgpack.unpackb(record)
-        values[_TURNS] = tuple([Turn(*turn) for turn in values[_TURNS]])
+        values[_TURNS] = tuple(starmap(Turn, values[_TURNS]))
         if values[_PARENT] is not None:
             values[_PARENT] = Parent(*values[_PARENT])
         if len(values) < len(RECORD_FIELDS):  # the younger fields have defaults
