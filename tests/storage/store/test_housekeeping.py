@@ -233,7 +233,7 @@ from pathlib import Path
 from storage.store import compressed, layout
 from storage.store.replay import ReplayStore
 from test_replay import group
-entries.MERGE_SEGMENTS = 3
+layout.MERGE_SEGMENTS = 3
 store = ReplayStore.open(Path({directory!r}))
 lease = len(store.completed)
 print("open", flush=True)
