@@ -6,7 +6,7 @@ A message on the wire is `[tag, schema_version, {field: value}]`. Arrays travel 
 import reprlib
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, make_dataclass
 from functools import cache
 from typing import (
     Annotated,
@@ -140,18 +140,19 @@ def _body(message: Message) -> dict[str, Any]:
 def _from_body(cls: type[M], body: Any) -> M:
     if not isinstance(body, dict):
         raise SchemaError(f"{cls.tag}: expected fields, found {type(body).__name__}")
-    message, put = object.__new__(cls), object.__setattr__  # equals `__init__`, in half the time
+    values = []
     for name, _, unpack, default in _fields_of(cast(Any, cls)):
         if name in body:
             try:
-                put(message, name, unpack(body[name]))
+                values.append(unpack(body[name]))
             except SchemaError as error:
                 actor = error.actor or _maker(body)
                 raise SchemaError(f"{cls.tag}.{name}: {error}", actor=actor) from error
         elif default is not None:
-            put(message, name, default())
+            values.append(default())
         else:
             raise SchemaError(f"{cls.tag}.{name}: missing", actor=_maker(body))
+    message: M = fast_constructor(cast(Any, cls))(*values)
     try:
         message.check()
     except SchemaError as error:
@@ -164,6 +165,23 @@ def _maker(body: dict[Any, Any]) -> str:
     """Return the name of the actor in a message that does not decode, for its dead letter."""
     actor = body.get("actor", "")
     return actor if isinstance(actor, str) else ""
+
+
+@cache
+def fast_constructor(cls: type[M], *names: str) -> Callable[..., M]:
+    """Return what makes a message of its fields' values, given in the order of `names` (or as declared).
+
+    It takes a fifth of the time of `__init__`, which sets each field of a frozen class by a call: a twin with
+    the same slots that is not frozen is made, and its class then changed. No default is filled in."""
+    order = names or tuple(field.name for field in fields(cast(Any, cls)))
+    twin: Any = make_dataclass(cls.__name__, [(name, Any) for name in order], bases=cls.__bases__, slots=True)
+
+    def make(*values: Any) -> M:
+        made = twin(*values)
+        made.__class__ = cls
+        return cast(M, made)
+
+    return make
 
 
 @cache

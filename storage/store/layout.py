@@ -186,10 +186,11 @@ class Layout:
             )
         return entry, row - self._begins[n]
 
-    def segment_of(self, row: int) -> tuple[Segment, int]:
-        """Return the mapped segment of a row, and its place in it. Raises `StorageError` as `place_of`."""
+    def segment_of(self, row: int) -> tuple[Segment, range]:
+        """Return the mapped segment of a row, and its rows. Raises `StorageError` as `place_of`."""
         entry, at = self.place_of(row)
-        return self._mapped.get(entry.first, lambda: Segment(self.path(entry))), at
+        segment = self._mapped.get(entry.first, lambda: Segment(self.path(entry)))
+        return segment, range(row - at, self.ends[entry.last])
 
     def close(self) -> None:
         """Unmap everything."""

@@ -294,21 +294,27 @@ class ReplayStore:
     def _read(self, find: Callable[[], list[int]]) -> list[Trajectory]:
         with self._mutex:
             try:
-                return [self._at(row) for row in find()]
+                return self._at(find())
             except StorageError:
                 if self._lock is not None:
                     raise
         self._scan()  # the writer has stored, merged or retired since this reader looked
         with self._mutex:
-            return [self._at(row) for row in find()]
+            return self._at(find())
 
-    def _at(self, row: int) -> Trajectory:
-        segment, n = self._layout.segment_of(row)
-        trajectory = segment.trajectory(n)
-        if not trajectory.reward_due:
-            return trajectory
-        reward = self._groups.rewards.reward_of(trajectory.lease_id, trajectory.sample)
-        return trajectory if reward is None else replace(trajectory, reward=reward, reward_due=False)
+    def _at(self, rows: Iterable[int]) -> list[Trajectory]:
+        found: list[Trajectory] = []
+        held = range(0)  # rows of the segment that the last one lay in, where the next one mostly lies
+        for row in rows:
+            if row not in held:
+                segment, held = self._layout.segment_of(row)
+            trajectory = segment.trajectory(row - held.start)
+            if trajectory.reward_due:
+                reward = self._groups.rewards.reward_of(trajectory.lease_id, trajectory.sample)
+                if reward is not None:
+                    trajectory = replace(trajectory, reward=reward, reward_due=False)
+            found.append(trajectory)
+        return found
 
     def _release(self) -> None:
         with self._mutex:

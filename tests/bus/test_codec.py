@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import bus
 from bus.broadcast_messages import BroadcastBegin, BroadcastEnd, BroadcastWanted, GroupLeft, OfferedBucket
-from bus.codec import MAX_DEPTH, Message, decode, encode
+from bus.codec import MAX_DEPTH, Message, decode, encode, fast_constructor
 from bus.device_messages import DeviceHold, DeviceUser
 from bus.errors import SchemaError
 from bus.messages import (
@@ -262,6 +262,18 @@ def test_every_tag_names_one_class():
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: m.tag)
 def test_message_survives_the_round_trip(message: Message):
     assert same(decode(encode(message), *CLASSES), message)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: m.tag)
+def test_a_fast_construction_equals_the_slow_one_and_is_frozen_too(message: Message):
+    names = [field.name for field in dataclasses.fields(message)]
+    values = {name: getattr(message, name) for name in reversed(names)}
+    made = fast_constructor(type(message), *values)(*values.values())
+    assert type(made) is type(message)
+    assert same(made, type(message)(**values))
+    for name in names:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(made, name, "another")
 
 
 json_values = st.recursive(
