@@ -12,7 +12,7 @@ from bus.codec import Json
 from bus.errors import ConfigError
 from bus.topology import shard_of
 from bus.trajectory import Trajectory
-from launch.config import RunConfig, config_file, resolve
+from launch.history.retrain import recorded_config
 from storage.client.score_tables import Comparison, compare, save_scores, scores_path
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger_reader import facts_of, leases_of_steps
@@ -92,7 +92,7 @@ async def run_rescore(
     Raises `ConfigError` for a run, an interval or a reward that is not there, `StorageError` for groups that
     were retired."""
     run = RunDirectory(directory, run_name)
-    config = _config(run)
+    config = recorded_config(run)
     path = scores_path(run.path, name or reward.replace(":", "."))
     from actors.rewards.registry import load_reward
     from actors.rewards.scoring import Scorer
@@ -131,15 +131,6 @@ async def run_rescore(
         failures=tuple(found.failures[:SHOWN_FAILURES]),
         comparison=compare(scores),
     )
-
-
-def _config(run: RunDirectory) -> RunConfig:
-    if not run.exists:
-        raise ConfigError(
-            f"there is no run {run.name!r} in this directory: name it with --run and --directory"
-        )
-    run.refuse_other_format()
-    return resolve(config_file(run.config))
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def recorded_config(run: RunDirectory, config: Path | None = None) -> RunConfig:
     Raises `ConfigError` when the run's directory is not here, is of another format, or does not say.
     """
     if not run.exists:
-        raise ConfigError(f"no run {run.name!r} here: give --run, and --directory where runs lie")
+        raise ConfigError(f"there is no run {run.name!r} here: give --run, and --directory where runs lie")
     run.refuse_other_format()
     found = [config] if config else [path for path in (run.learner_config, run.config) if path.exists()]
     if not found:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -81,28 +82,40 @@ class Command:
         return self.output.read_text(errors="replace")
 
 
+def wait_until(condition: Callable[[], bool], what: str, *alive: Command, timeout_s: float = 60.0) -> None:
+    """Return once the condition holds; fails if a command of `alive` ends before, or after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        said = "\n".join(command.said() for command in alive)
+        assert all(command.process.poll() is None for command in alive), f"ended before {what}:\n{said}"
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s in vain for {what}:\n{said}"
+        time.sleep(0.05)
+
+
 def part(launcher: Command, name: str) -> psutil.Process:
     """The running process of one part, once it is there."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    found: list[psutil.Process] = []
+
+    def runs() -> bool:
         for child in psutil.Process(launcher.process.pid).children():
             with suppress(psutil.NoSuchProcess):  # it has just ended
                 if launch_command(child.cmdline()) == name:
-                    return child
-    raise AssertionError(f"{name} does not run:\n{launcher.said()}")
+                    found.append(child)
+        return bool(found)
+
+    wait_until(runs, f"a process of {name}", launcher)
+    return found[0]
 
 
 def wait_for_step(launcher: Command, run: Path, step: int, *, timeout_s: float = 120.0) -> None:
     """Return once a step was trained."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        assert launcher.process.poll() is None, launcher.said()
-        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
-        records = [json.loads(line) for line in lines]
-        if any(r.get("train/stage") == "rl" and r["step"] >= step for r in records):
-            return
-        psutil.Process(launcher.process.pid).cpu_percent(interval=0.1)
-    raise AssertionError(f"step {step} was not reached:\n{launcher.said()}")
+    metrics = run / "metrics.jsonl"
+
+    def trained() -> bool:
+        records = map(json.loads, metrics.read_text().splitlines()) if metrics.exists() else ()
+        return any(r.get("train/stage") == "rl" and r["step"] >= step for r in records)
+
+    wait_until(trained, f"step {step}", launcher, timeout_s=timeout_s)
 
 
 def assert_whole(run: Path, steps: int, groups: int, samples: int) -> None:

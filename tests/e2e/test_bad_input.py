@@ -25,6 +25,7 @@ from bus.connection import Bus
 from bus.messages import RoleHolder, RunRecord
 from bus.server import free_port, nats_binary
 from launch.chaos.faults import launch_command
+from tests.e2e.commands import wait_until
 from tests.e2e.conftest import Refused, refusal
 
 LAUNCH = (sys.executable, "-m", "launch")
@@ -49,7 +50,7 @@ def launched(*arguments: str | Path, log: Path, until: str) -> Iterator[subproce
             [*LAUNCH, *map(str, arguments)], stdout=output, stderr=output, env=ENV, start_new_session=True
         )
     try:
-        wait_until(lambda: until in log.read_text() or process.poll() is not None)
+        wait_until(lambda: until in log.read_text() or process.poll() is not None, repr(until))
         assert process.poll() is None, log.read_text()
         yield process
     finally:
@@ -58,13 +59,6 @@ def launched(*arguments: str | Path, log: Path, until: str) -> Iterator[subproce
             process.wait(START_S)
         finally:
             process.kill()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = START_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +165,7 @@ def test_a_bus_that_refuses_us_is_named_without_the_password(refused: Refused, t
     log = tmp_path / "log"
     server = subprocess.Popen([nats_binary(), "-c", str(config), "-l", str(log)])
     try:
-        wait_until(lambda: log.exists() and "Server is ready" in log.read_text())
+        wait_until(lambda: log.exists() and "Server is ready" in log.read_text(), "the server")
         message = refused("actors", "--bus", f"nats://ada:wrong@127.0.0.1:{port}")
     finally:
         server.terminate()
@@ -206,7 +200,8 @@ def test_a_run_that_nobody_stores_is_waited_for_and_named(refused: Refused, bus_
 def test_a_learner_that_waits_for_its_run_stops_when_asked(bus_url: str, tmp_path: Path):
     command = ("learner", "--run", "nobody", "--bus", bus_url)
     process = subprocess.Popen([*LAUNCH, *command], env=ENV, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: any(c.status == "ESTABLISHED" for c in psutil.Process(process.pid).net_connections()))
+    connected = psutil.Process(process.pid).net_connections
+    wait_until(lambda: any(c.status == "ESTABLISHED" for c in connected()), "its connection")
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=START_S)
     assert (process.returncode, stderr) == (0, "")
@@ -321,7 +316,7 @@ def test_a_second_learner_is_refused_while_the_first_goes_on(
 ):
     learner = ("learner", "--run", "stored", "--bus", bus_url, "--directory", tmp_path, "--model.path", model)
     with launched(*learner, log=tmp_path / "log", until="learner_starting") as first:
-        wait_until(lambda: has_learner(bus_url))
+        wait_until(lambda: has_learner(bus_url), "the role of the learner")
         message = refused_process(*learner)
         assert f"run 'stored' already has a learner: process {first.pid} on " in message
         assert first.poll() is None
@@ -392,7 +387,7 @@ def test_a_run_that_is_interrupted_again_and_again_goes_on_where_it_was(tmp_path
         [actors] = [part for part in started if launch_command(part.cmdline()) == "actors"]
         actors.suspend()
         process.send_signal(signal.SIGINT)
-        wait_until(lambda: not all(part.is_running() for part in started))
+        wait_until(lambda: not all(part.is_running() for part in started), "the end of a part")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
     assert process.returncode == 130

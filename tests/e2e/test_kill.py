@@ -1,50 +1,45 @@
 """`launch local` while its processes are killed with SIGKILL one after the other, ranks included."""
 
 import json
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.commands import GROUPS, LONG, SAMPLES, STEPS, Command, assert_whole, part, wait_for_step
+from tests.e2e.commands import (
+    GROUPS,
+    LONG,
+    SAMPLES,
+    STEPS,
+    Command,
+    assert_whole,
+    part,
+    wait_for_step,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(900)]
 
 
-def rank(agent: psutil.Process, number: int) -> psutil.Process:
+def rank(launcher: Command, agent: psutil.Process, number: int) -> psutil.Process:
     """The process that is this rank now, once it is there."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    found: list[psutil.Process] = []
+
+    def runs() -> bool:
         for child in agent.children():
-            try:
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
                 if child.environ().get("TORCHELASTIC_RUN_ID") and _number(child) == number:
-                    return child
-            except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
-                continue
-        time.sleep(0.05)
-    raise AssertionError(f"rank {number} does not run")
+                    found.append(child)
+        return bool(found)
+
+    wait_until(runs, f"rank {number}", launcher)
+    return found[0]
 
 
 def _number(process: psutil.Process) -> int:
     told = process.environ()
     return int(told["SLUICE_NODE_RANK"]) * int(told["LOCAL_WORLD_SIZE"]) + int(told["LOCAL_RANK"])
-
-
-def wait_for_checkpoint(run: Path) -> None:
-    """Return once there is one to resume from: it is written while training goes on."""
-    deadline = time.monotonic() + 60
-    while not any((run / "checkpoints").glob("step_*")):
-        assert time.monotonic() < deadline, "no checkpoint was written"
-        time.sleep(0.05)
-
-
-def wait_for_resumed(run: Path, ranks: int) -> None:
-    """Return once so many went on from a checkpoint since the run began."""
-    deadline = time.monotonic() + 120
-    while (log := (run / "logs/learner.log").read_text()).count("resumed ") < ranks:
-        assert time.monotonic() < deadline, log
-        time.sleep(0.05)
 
 
 def test_a_run_ends_whole_though_every_part_of_it_was_killed(tmp_path: Path):
@@ -54,10 +49,11 @@ def test_a_run_ends_whole_though_every_part_of_it_was_killed(tmp_path: Path):
         agent = None
         for step, number, resumed in ((2, 1, 2), (4, 0, 4)):
             wait_for_step(launcher, run, step, timeout_s=300)
-            wait_for_checkpoint(run)
+            wait_until(lambda: any((run / "checkpoints").glob("step_*")), "a checkpoint", launcher)
             agent = agent or part(launcher, "learner")
-            rank(agent, number).kill()
-            wait_for_resumed(run, resumed)
+            rank(launcher, agent, number).kill()
+            what = f"{resumed} ranks to resume"
+            wait_until(lambda n=resumed: _resumed(run) >= n, what, launcher, timeout_s=120)
         assert "part=learner" not in launcher.said()  # the agent mended it, not the supervisor
         for step, name in ((6, "actors"), (8, "storage"), (10, "bus"), (12, "learner")):
             wait_for_step(launcher, run, step)
@@ -66,11 +62,16 @@ def test_a_run_ends_whole_though_every_part_of_it_was_killed(tmp_path: Path):
     finally:
         launcher.kill()
     assert_whole(run, STEPS, GROUPS, SAMPLES)
-    assert (run / "logs/learner.log").read_text().count("resumed ") == 2 * 3
+    assert _resumed(run) == 2 * 3
     assert not [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]
     report = trained_again(tmp_path)
     assert report["batches_equal"] == report["batches"] == STEPS
     assert report["loss_max_abs_diff"] < 1e-4, report  # other sums of the same numbers
+
+
+def _resumed(run: Path) -> int:
+    """How often a rank went on from a checkpoint since the run began."""
+    return (run / "logs/learner.log").read_text().count("resumed ")
 
 
 def trained_again(directory: Path) -> dict[str, object]:

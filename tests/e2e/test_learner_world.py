@@ -2,13 +2,12 @@
 
 import json
 import sqlite3
-import time
 from pathlib import Path
 
 import pytest
 
 from bus.server import free_port
-from tests.e2e.commands import SMALL, Command, with_steps
+from tests.e2e.commands import SMALL, Command, wait_until, with_steps
 
 pytestmark = [pytest.mark.nightly, pytest.mark.nats, pytest.mark.timeout(900)]
 
@@ -32,7 +31,7 @@ def test_two_nodes_stop_together_when_one_is_told_to_and_finish_when_started_aga
         started.append(Command(tmp_path / "actors", "actors", *join))
         first = nodes("first")
         progress = tmp_path / "shared/world/progress.json"
-        wait_for_file(progress, first)
+        wait_until(progress.exists, str(progress), *first, timeout_s=300)
         assert [node.stop(120) if n == 0 else node.wait(120) for n, node in enumerate(first)] == [0, 0], [
             node.said() for node in first
         ]
@@ -49,12 +48,3 @@ def test_two_nodes_stop_together_when_one_is_told_to_and_finish_when_started_aga
     groups = dict(ledger.execute("SELECT state, count(*) FROM leases GROUP BY state"))
     ledger.close()
     assert groups["committed"] == 8 * 4
-
-
-def wait_for_file(path: Path, writers: list[Command]) -> None:
-    deadline = time.monotonic() + 300
-    while not path.exists():
-        running = all(writer.process.poll() is None for writer in writers)
-        assert running, [writer.said() for writer in writers]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -6,7 +6,6 @@ them get the weights from others.
 
 import json
 import sqlite3
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -23,7 +22,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import Sample, pack
 from learner.model_directory import load_hf_directory
 from storage.store.replay import ReplayStore
-from tests.e2e.commands import SMALL, Command, with_steps
+from tests.e2e.commands import SMALL, Command, wait_until, with_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.timeout(600)]
 STEPS, GROUPS, SAMPLES = 8, 4, 4
@@ -54,10 +53,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory):
         learner = start("learner", "learner")
         near = start("near", "actors", "--actors.weights.site", "near")
         far = start("far", "actors", "--actors.weights.via", "near")
-        _until(lambda: _stored(root) >= 2 * GROUPS, learner)
+        wait_until(lambda: _stored(root) >= 2 * GROUPS, "two steps' groups", learner, timeout_s=120)
         second.kill()
         again = start("second", "shards", "--shards", "2-3", "--directory", "elsewhere")
-        _until(lambda: _stored(root) >= 4 * GROUPS, learner)
+        wait_until(lambda: "shards_ready" in again.said(), "the shards that were killed", again)
+        wait_until(lambda: _stored(root) >= 4 * GROUPS, "four steps' groups", learner, timeout_s=120)
         assert start("thief", "shards", "--shards", "3").wait(60) == 2
         assert learner.wait(240) == 0, learner.said()
         for actors in (near, far):
@@ -80,14 +80,6 @@ def _stored(root: Path) -> int:
             return 0
         question = "SELECT count(*) FROM leases WHERE state NOT IN ('issued', 'rejected')"
         return int(ledger.execute(question).fetchone()[0])
-
-
-def _until(true, alive: Command, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert alive.process.poll() is None, alive.said()
-        assert time.monotonic() < deadline, "it takes too long"
-        time.sleep(0.1)
 
 
 def test_each_host_keeps_only_what_is_its_own(finished: Path):
