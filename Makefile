@@ -9,7 +9,10 @@ STAMP := $(VENV)/.installed
 SGLANG := .venv-sglang
 SGLANG_CPU := actors/engines/sglang/cpu
 SGLANG_STAMP := $(SGLANG)/.installed
-IN_PARALLEL := --numprocesses logical --maxprocesses 8 --dist loadfile
+# Tests start many processes. Where compiled modules are not kept, each of them compiles all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+# One worker more than there are processors, since a test waits for its servers a good part of its time.
+IN_PARALLEL := --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 8 --dist loadfile
 
 .PHONY: demo test test-slow test-nightly test-sglang check install sglang clean
 

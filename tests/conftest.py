@@ -1,5 +1,6 @@
 """Fixtures that own the real servers and the connection of a test."""
 
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from bus.topology import ensure
 from storage.dispatch import dispatcher
 from tests.object_store import ObjectStore
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for all processes: many share few cores, and would spin
 RUN = "test"
 Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
 

@@ -256,6 +256,12 @@ async def test_waiting_for_a_key_ends_with_its_message_or_a_hint(bus: Bus):
     assert (await waiting).name == "test"
 
 
+def _stopped(pid: int) -> bool:
+    """Tell whether none of a process's threads runs."""
+    stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(") ")[2][0] == "T" for stat in stats)
+
+
 @pytest.mark.nats
 async def test_waiting_for_a_key_asks_again_when_nobody_answers(bus: Bus, server: NatsServer, monkeypatch):
     """Nobody answers while a stream has no leader."""
@@ -274,6 +280,9 @@ async def test_waiting_for_a_key_asks_again_when_nobody_answers(bus: Bus, server
 
     monkeypatch.setattr(bus, "get", noted)
     os.kill(server.pid, signal.SIGSTOP)
+    async with asyncio.timeout(10):
+        while not _stopped(server.pid):  # noqa: ASYNC110  # the signal is on its way
+            await asyncio.sleep(0.01)
     with pytest.raises(BusError, match=r"cannot read 'run' from the bus: .*timeout"):
         await bus.wait_for("run", RunRecord, timeout_s=0.0, hint="")
     assert len(failed) == 1
