@@ -157,7 +157,10 @@ class PolicyManifest(Message, tag="policy"):
         """Refuse a chain of deltas that does not lead from the snapshot to this version."""
         for ref, following in pairwise(self.deltas):
             if ref.policy_version != following.base_version:
-                raise SchemaError(f"a delta to version {ref.policy_version}, then {following.base_version}")
+                raise SchemaError(
+                    f"a delta to version {ref.policy_version} is followed by one from "
+                    f"{following.base_version}"
+                )
         if any(ref.base_version >= ref.policy_version for ref in self.deltas):
             raise SchemaError("a delta does not lead to a later version")
         if self.deltas and self.deltas[-1].policy_version != self.policy_version:

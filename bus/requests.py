@@ -200,7 +200,7 @@ class Located(Message, tag="located"):
         if len(self.rows) and not (
             0 <= self.segment_of.min() <= self.segment_of.max() < len(self.segments) and self.rows.min() >= 0
         ):
-            raise SchemaError(f"an address outside the {len(self.segments)} segments")
+            raise SchemaError(f"an address lies outside the {len(self.segments)} segments")
 
 
 # --- the dispatcher and its shards ask each other ---

@@ -171,13 +171,13 @@ class Trajectory(Message, tag="trajectory", version=2):
         for turn in self.turns:
             if not end <= turn.start <= turn.stop <= len(self.loss_mask):
                 raise SchemaError(
-                    f"{self.trajectory_id}: a turn of the tokens [{turn.start}, {turn.stop}) after {end} of "
-                    f"{len(self.loss_mask)}"
+                    f"{self.trajectory_id}: the turn of tokens [{turn.start}, {turn.stop}) does not lie "
+                    f"between token {end} and the end, {len(self.loss_mask)}"
                 )
             if not 0 <= turn.temperature < inf or not 0 < turn.top_p <= 1 or turn.top_k < 0:
                 raise SchemaError(
-                    f"{self.trajectory_id}: a turn at temperature {turn.temperature}, top_p {turn.top_p} and "
-                    f"top_k {turn.top_k}"
+                    f"{self.trajectory_id}: a turn cannot have been sampled at temperature "
+                    f"{turn.temperature}, top_p {turn.top_p} and top_k {turn.top_k}"
                 )
             within = int(np.count_nonzero(self.loss_mask[turn.start : turn.stop]))
             if within and turn.is_greedy:
@@ -196,7 +196,7 @@ class Trajectory(Message, tag="trajectory", version=2):
                 f"{self.trajectory_id}: sample {self.sample} of a group of {self.group_size} does not exist"
             )
         if self.rollout < 0:
-            raise SchemaError(f"{self.trajectory_id}: rollout {self.rollout} of its prompt")
+            raise SchemaError(f"{self.trajectory_id}: rollout {self.rollout} of its prompt does not exist")
         if self.parent is not None and not (
             0 <= self.parent.token <= len(self.token_ids)
             and self.parent.trajectory_id.startswith(f"{self.group_id}.")
@@ -206,13 +206,15 @@ class Trajectory(Message, tag="trajectory", version=2):
 
     def _check_rewards(self) -> None:
         if not abs(self.reward) <= LARGEST_REWARD:  # also refuses NaN
-            raise SchemaError(f"{self.trajectory_id}: reward is {self.reward}")
+            raise SchemaError(f"{self.trajectory_id}: the reward is {self.reward}, beyond what float32 holds")
         for turn in self.turns:
             if turn.reward is not None and not abs(turn.reward) <= LARGEST_REWARD:
-                raise SchemaError(f"{self.trajectory_id}: the reward of a turn is {turn.reward}")
+                raise SchemaError(
+                    f"{self.trajectory_id}: the reward of a turn is {turn.reward}, beyond float32"
+                )
         for name, value in self.reward_components.items():
             if type(value) not in (int, float) or not abs(value) <= LARGEST_REWARD:
-                raise SchemaError(f"{self.trajectory_id}: reward component {name!r} is {value!r}")
+                raise SchemaError(f"{self.trajectory_id}: the reward component {name!r} is {value!r}")
 
     @property
     def episode_id(self) -> str:

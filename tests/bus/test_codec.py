@@ -247,7 +247,7 @@ def test_addresses_that_lead_nowhere_are_refused(wrong: dict[str, object]):
     two = Located(
         host="h", segments=("a", "b"), segment_of=np.array([0, 1], "i4"), rows=np.array([0, 1], "i4")
     )
-    with pytest.raises(SchemaError, match=r"an address outside|rows in"):
+    with pytest.raises(SchemaError, match=r"an address lies outside|rows in"):
         decode(wire(two, **wrong), Located)
 
 
@@ -455,13 +455,16 @@ NAN4 = np.full(8, np.nan, "<f4").tobytes()
         ({"turns": {}}, "trajectory.turns: expected list, found dict"),
         ({"turns": []}, "outside its turns"),
         ({"turns": [[5, 8, "stop"]]}, "outside its turns"),
-        ({"turns": [[4, 9, "stop"]]}, r"a turn of the tokens \[4, 9\) after 0 of 8"),
-        ({"turns": [[-1, 8, "stop"]]}, r"a turn of the tokens \[-1, 8\)"),
-        ({"turns": [[0, 5, "stop"], [4, 8, "stop"]]}, r"\[4, 8\) after 5"),
-        ({"turns": [[6, 4, "stop"]]}, r"a turn of the tokens \[6, 4\)"),
-        ({"turns": [[4, 8, "stop", -0.5]]}, "a turn at temperature -0.5"),
-        ({"turns": [[4, 8, "stop", float("inf")]]}, "a turn at temperature inf"),
-        ({"turns": [[4, 8, "stop", float("nan")]]}, "a turn at temperature nan"),
+        (
+            {"turns": [[4, 9, "stop"]]},
+            r"the turn of tokens \[4, 9\) does not lie between token 0 and the end, 8",
+        ),
+        ({"turns": [[-1, 8, "stop"]]}, r"the turn of tokens \[-1, 8\)"),
+        ({"turns": [[0, 5, "stop"], [4, 8, "stop"]]}, r"\[4, 8\) does not lie between token 5"),
+        ({"turns": [[6, 4, "stop"]]}, r"the turn of tokens \[6, 4\)"),
+        ({"turns": [[4, 8, "stop", -0.5]]}, "sampled at temperature -0.5"),
+        ({"turns": [[4, 8, "stop", float("inf")]]}, "sampled at temperature inf"),
+        ({"turns": [[4, 8, "stop", float("nan")]]}, "sampled at temperature nan"),
         ({"turns": [[4, 8, "stop", 0.0]]}, "tokens of a greedy turn"),
         ({"turns": [[4, 8, "stop", 1.0, 0.0]]}, "top_p 0.0"),
         ({"turns": [[4, 8, "stop", 1.0, 1.0, -1]]}, "top_k -1"),
@@ -531,7 +534,7 @@ def test_blob_of_impossibly_many_chunks_is_refused(chunks: int):
         ({"policy_version": 8}, "do not lead there"),
         ({"snapshot_version": 3}, "no delta leads from version 3 to 7"),
         ({"snapshot_version": 7, "deltas": DELTAS[:1]}, "do not lead there"),
-        ({"deltas": DELTAS[::-1]}, "a delta to version 7, then 4"),
+        ({"deltas": DELTAS[::-1]}, "a delta to version 7 is followed by one from 4"),
         ({"deltas": (DeltaRef(base_version=7, policy_version=7, blob=BLOB),)}, "not lead to a later version"),
     ],
 )
