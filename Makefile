@@ -11,19 +11,20 @@ SGLANG_CPU := actors/engines/sglang/cpu
 SGLANG_STAMP := $(SGLANG)/.installed
 # Tests start many processes. Where compiled modules are not kept, each of them compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
-# One worker more than there are processors, since a test waits for its servers a good part of its time.
-IN_PARALLEL := --numprocesses $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --maxprocesses 8 --dist loadfile
+IN_PARALLEL := --maxprocesses 8 --dist loadfile
+PROCESSORS := $$(getconf _NPROCESSORS_ONLN)
 
 .PHONY: demo test test-slow test-nightly test-sglang check install sglang clean
 
 demo: install
 	$(BIN)/launch local --preset sort
 
+# One worker more than there are processors, since a test waits for its servers a good part of its time.
 test: install
-	$(BIN)/pytest $(IN_PARALLEL)
+	$(BIN)/pytest $(IN_PARALLEL) --numprocesses $$(($(PROCESSORS) + 1))
 
 test-slow: install
-	$(BIN)/pytest -m "slow and not nightly" $(IN_PARALLEL) --no-loadscope-reorder
+	$(BIN)/pytest -m "slow and not nightly" $(IN_PARALLEL) --numprocesses $(PROCESSORS) --no-loadscope-reorder
 
 test-nightly: install sglang
 	$(BIN)/pytest -m nightly

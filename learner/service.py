@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -33,11 +34,17 @@ log = structlog.get_logger()
 
 
 async def run(
-    bus: Bus, settings: LearnerSettings, demonstrations: Path | None, stop: asyncio.Event
+    bus: Bus,
+    settings: LearnerSettings,
+    demonstrations: Path | None,
+    stop: asyncio.Event,
+    *,
+    begin: Callable[[], None] = lambda: None,
 ) -> Progress | None:
     """Be one rank of the learner until its configured end or `stop`; rank 0 returns how far it came.
 
-    Rank 0 holds the run's learner role meanwhile, and raises `FencedError` if another learner takes it over.
+    Rank 0 holds the run's learner role meanwhile, and raises `FencedError` if another learner takes it over;
+    `begin` is called as soon as it holds it.
     Raises `WorldError` when another rank is gone.
     """
     number, incarnation = world_rank(), secrets.token_hex(4)
@@ -51,6 +58,7 @@ async def run(
             await _follow(bus, built, number)
         else:
             async with hold_role(bus, "learner", incarnation) as renewing:
+                begin()
                 built = await building()
                 learner = Learner(
                     bus, settings, built.world, built.progress,

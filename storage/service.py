@@ -94,6 +94,7 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
         await Retention.of_shard(settings.replay, settings.run.name).check()
     await bus.create_keys()
     async with hold_role(bus, "dispatcher", secrets.token_hex(4)) as renewing, AsyncExitStack() as opened:
+        await _withdraw_other(bus, settings.config_json)
         ledger = opened.enter_context(closing(Ledger.open(settings.run.ledger)))
         _refuse_other_shards(ledger, settings.replay.shards)
         held = await opened.enter_async_context(hold_shards(bus, settings.run, settings.replay.numbers_here))
@@ -110,6 +111,13 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
         await _announce(bus, settings, prompts.heldout)
         service = _Service(bus, settings, sets, ledger, held)
         await guarded(service.run(stop, reissue="TASKS" in created), renewing)
+
+
+async def _withdraw_other(bus: Bus, config_json: str) -> None:
+    """Remove the record that an earlier launch left with other settings: nobody may join by them any more."""
+    found = await bus.get("run", RunRecord)
+    if found is not None and found[0].config_json != config_json:
+        await bus.delete("run")
 
 
 async def _announce(bus: Bus, settings: StorageSettings, heldout: list[Prompt]) -> None:

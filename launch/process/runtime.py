@@ -6,8 +6,10 @@ import os
 import re
 import signal
 import sys
+import termios
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from bus.errors import ConfigError, SluiceError
@@ -25,7 +27,7 @@ ORPHAN_DRAIN_S = 30.0
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
-    """Run `main` on uvloop with an event that SIGINT or SIGTERM sets; a second signal ends it at once.
+    """Run `main` on uvloop with an event that SIGINT, SIGTERM or SIGHUP sets; a second ends it at once.
 
     An error made for the user ends the process with one message and no traceback: status 2 for what they
     can mend, 1 for the rest. Anything else is a bug and shows its traceback.
@@ -85,7 +87,21 @@ async def _with_signals(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup: the user wants it to go on
+        terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+        loop.add_signal_handler(signal.SIGHUP, _on_hangup, terminals, on_signal)
     return await work
+
+
+def _on_hangup(terminals: list[int], on_signal: Callable[[], None]) -> None:
+    """Stop as on SIGTERM. What is written to a terminal that was closed goes nowhere instead of failing."""
+    for stream in terminals:
+        try:
+            termios.tcgetattr(stream)
+        except termios.error:
+            with Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream)
+    on_signal()
 
 
 def _leaves(group: BaseException) -> Iterator[BaseException]:

@@ -118,12 +118,12 @@ async def serve_learner(
 
 async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asyncio.Event) -> None:
     from learner.service import run
-    from learner.world.process_group import world_rank
+
+    def record() -> None:  # not before: a learner that is refused has trained nothing
+        write_file(directory.learner_config, config.model_dump_json(indent=2, exclude={"bus"}).encode())
 
     settings, demonstrations = learner_settings(config, directory)
-    if world_rank() == 0:
-        write_file(directory.learner_config, config.model_dump_json(indent=2, exclude={"bus"}).encode())
-    progress = await run(bus, settings, demonstrations, stop)
+    progress = await run(bus, settings, demonstrations, stop, begin=record)
     if progress is not None:
         log.info("learner_ends", stage=progress.stage, step=progress.step)
 

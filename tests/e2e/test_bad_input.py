@@ -22,7 +22,7 @@ import pytest
 
 from bus.config import BusConfig
 from bus.connection import Bus
-from bus.messages import RoleHolder, RunRecord
+from bus.messages import RunRecord
 from bus.server import free_port, nats_binary
 from launch.chaos.faults import launch_command
 from tests.e2e.commands import wait_until
@@ -301,14 +301,6 @@ def test_a_model_that_cannot_work_is_refused(
     assert str(spoilt) in said
 
 
-def has_learner(bus_url: str) -> bool:
-    async def look() -> bool:
-        async with Bus.connect(BusConfig(url=bus_url), "stored", name="looker") as bus:
-            return await bus.get("role.learner", RoleHolder) is not None
-
-    return asyncio.run(look())
-
-
 @pytest.mark.slow
 @pytest.mark.nats
 def test_a_second_learner_is_refused_while_the_first_goes_on(
@@ -316,10 +308,13 @@ def test_a_second_learner_is_refused_while_the_first_goes_on(
 ):
     learner = ("learner", "--run", "stored", "--bus", bus_url, "--directory", tmp_path, "--model.path", model)
     with launched(*learner, log=tmp_path / "log", until="learner_starting") as first:
-        wait_until(lambda: has_learner(bus_url), "the role of the learner")
-        message = refused_process(*learner)
+        recorded = tmp_path / "stored/learner.json"
+        wait_until(recorded.exists, "the settings of the learner that has the role")
+        before = recorded.read_text()
+        message = refused_process(*learner, "--learner.optimizer.lr", "0.5")
         assert f"run 'stored' already has a learner: process {first.pid} on " in message
         assert first.poll() is None
+        assert recorded.read_text() == before
 
 
 # --- whole runs ---
@@ -393,9 +388,11 @@ def test_a_run_that_is_interrupted_again_and_again_goes_on_where_it_was(tmp_path
     assert process.returncode == 130
     assert psutil.wait_procs(started, timeout=10)[1] == []
 
-    with local(tmp_path) as process:
+    with local(tmp_path, "--learner.optimizer.lr", "0.00021") as process:
         stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
+    recorded = json.loads((tmp_path / "small/learner.json").read_text())
+    assert recorded["learner"]["optimizer"]["lr"] == 0.00021  # not what the launch before announced
     summary = json.loads((tmp_path / "small" / "summary.json").read_text())
     assert (summary["stage"], summary["steps"], summary["accounted"]) == ("done", 6, True)
     assert summary["trajectories_trained"] == 6 * 4 * 4

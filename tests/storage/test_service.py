@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 from bus.blobs import get_blob, put_blob
 from bus.codec import decode, encode
 from bus.connection import Bus
-from bus.errors import ConfigError
+from bus.errors import ConfigError, StorageError
 from bus.messages import BlobRef, GroupRejected, ModelFiles, PolicyManifest, PromptSet, RunRecord, Status
 from bus.publish import Publisher
 from learner.scratch_model import character_tokenizer
@@ -67,6 +67,19 @@ def make_settings(
         run=RunDirectory(tmp_path / "runs", "test"),
         config_json='{"seed": 0}',
     )
+
+
+@pytest.mark.parametrize(("left", "stays"), [('{"seed": 0}', True), ('{"seed": 1}', False)])
+async def test_nobody_joins_by_settings_of_an_earlier_launch(
+    bus: Bus, tmp_path: Path, left: str, stays: bool
+):
+    """Storage that is yet to open its files, and fails to, has withdrawn them already."""
+    settings = make_settings(tmp_path, "sort 21")
+    settings.run.ledger.write_bytes(b"garbage")
+    await bus.put("run", RunRecord(name="test", config_json=left))
+    with pytest.raises(StorageError, match="not a ledger"):
+        await run_storage(bus, settings, asyncio.Event())
+    assert (await bus.get("run", RunRecord) is not None) == stays
 
 
 async def publish_policy(bus: Bus, model: BlobRef) -> None:

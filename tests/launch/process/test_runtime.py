@@ -1,0 +1,74 @@
+"""The frame of every process: its signals, and what becomes of it when its terminal is closed."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.commands import ENVIRONMENT, wait_until
+
+DRAINS = """
+import asyncio, sys
+from pathlib import Path
+from launch.process.runtime import run
+
+async def main(stop):
+    print("ready", flush=True)
+    Path(sys.argv[1], "ready").touch()
+    await stop.wait()
+    print("stopping", flush=True)
+    Path(sys.argv[1], "drained").touch()
+
+run(main)
+"""
+"""A process that prints after it was told to stop, and then shows that it ended as it wanted to."""
+
+
+def test_a_closed_terminal_stops_a_process_as_sigterm_does(tmp_path: Path):
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [sys.executable, "-c", DRAINS, str(tmp_path)], ENVIRONMENT)
+    try:
+        wait_until((tmp_path / "ready").exists, "the process in the terminal")
+    finally:
+        os.close(terminal)
+        _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert (tmp_path / "drained").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_a_process_in_its_own_time(tmp_path: Path, number: signal.Signals):
+    command = [sys.executable, "-c", DRAINS, str(tmp_path)]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        wait_until((tmp_path / "ready").exists, "the process")
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert said.splitlines() == ["ready", "stopping"]
+
+
+def test_an_ignored_hangup_stays_ignored(tmp_path: Path):
+    command = ["nohup", sys.executable, "-c", DRAINS, str(tmp_path)]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL) as process:
+        wait_until((tmp_path / "ready").exists, "the process")
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)  # a second signal would end it with another status
+        assert process.wait(30) == 0
+    assert (tmp_path / "drained").exists()
+
+
+def test_ctrl_c_while_the_command_line_loads_is_no_traceback(tmp_path: Path):
+    slow = tmp_path / "cyclopts.py"  # which the command line loads first
+    slow.write_text(f"open({str(tmp_path / 'loading')!r}, 'w'); import time; time.sleep(60)")
+    command = [sys.executable, "-m", "launch", "--help"]
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ENVIRONMENT['PYTHONPATH']}"}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        wait_until((tmp_path / "loading").exists, "the first modules")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (130, "")
