@@ -19,7 +19,7 @@ SUBJECT = "sluice-probe"
 PERIOD_S = 0.5
 ANSWER_S = 2.0
 FAILURES = 3
-"""Failed writes in a row after which the server is given up."""
+"""Failed writes in a row, by a server that answers otherwise, after which it is given up."""
 
 
 async def until_it_cannot_store(url: str) -> str:
@@ -33,8 +33,12 @@ async def until_it_cannot_store(url: str) -> str:
                 await _write(js)
                 failed = 0
             except nats.errors.Error as error:
-                failed, reason = failed + 1, str(error) or type(error).__name__
-                log.debug("probe_failed", reason=reason)
+                reason = str(error) or type(error).__name__
+                answers = await _answers(
+                    js
+                )  # one that does not is slow, suspended or away: no reason to end it
+                failed = failed + 1 if answers else 0
+                log.debug("probe_failed", reason=reason, server_answers=answers)
             await asyncio.sleep(PERIOD_S)
         return reason
     finally:
@@ -51,6 +55,14 @@ async def _connected(url: str) -> Client:
             await asyncio.sleep(PERIOD_S)
         else:
             return client
+
+
+async def _answers(js: JetStreamContext) -> bool:
+    try:
+        await js.account_info()
+    except nats.errors.Error:
+        return False
+    return True
 
 
 async def _write(js: JetStreamContext) -> None:

@@ -4,8 +4,10 @@ import nats.errors
 import psutil
 import pytest
 from nats.aio.client import Client
+from nats.js.client import JetStreamContext
 
-from bus.server import free_port
+from bus.server import NatsServer, free_port
+from launch.process import write_check
 from launch.process.services import serve_bus
 
 pytestmark = pytest.mark.nats
@@ -23,6 +25,40 @@ async def stored(client: Client, *, within_s: float) -> None:
                 await asyncio.sleep(0.05)
             else:
                 return
+
+
+async def test_a_server_that_is_slow_is_left_alone(server: NatsServer, monkeypatch: pytest.MonkeyPatch):
+    """One that is suspended answers nothing; one whose disk is full answers all but writes."""
+    monkeypatch.setattr(write_check, "ANSWER_S", 0.1)
+    monkeypatch.setattr(write_check, "PERIOD_S", 0.01)
+    write, written = write_check._write, asyncio.Queue()
+
+    async def noted(js: JetStreamContext) -> None:
+        try:
+            await write(js)
+            written.put_nowait(True)
+        except nats.errors.Error:
+            written.put_nowait(False)
+            raise
+
+    async def writes(succeed: bool, times: int) -> None:
+        async with asyncio.timeout(20):
+            while times:
+                times -= await written.get() == succeed
+
+    monkeypatch.setattr(write_check, "_write", noted)
+    process = psutil.Process(server.pid)
+    checking = asyncio.create_task(write_check.until_it_cannot_store(server.url))
+    await writes(True, 3)
+    process.suspend()
+    await writes(False, 3 * write_check.FAILURES)
+    assert not checking.done()
+    process.resume()
+    await writes(True, 3)
+    assert not checking.done()
+    process.rlimit(psutil.RLIMIT_FSIZE, (0, process.rlimit(psutil.RLIMIT_FSIZE)[1]))
+    async with asyncio.timeout(20):
+        assert "timeout" in await checking
 
 
 @pytest.mark.slow
