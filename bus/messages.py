@@ -305,6 +305,15 @@ class RunRecord(Message, tag="run"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RunIdentity(Message, tag="run_identity"):
+    """Says which of the runs of one name the streams on a bus belong to, and where its ledger lies."""
+
+    identity: str
+    host: str
+    directory: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RoleHolder(Message, tag="role_holder"):
     """Process that holds an exclusive role."""
 

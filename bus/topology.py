@@ -129,6 +129,36 @@ async def ensure(js: JetStreamContext, topology: Topology, shards: int) -> set[s
     return created
 
 
+async def stored_bytes(js: JetStreamContext, topology: Topology) -> dict[str, int]:
+    """Return the bytes in each of the run's streams that exist, its key-value bucket among them, by name."""
+    found = {}
+    try:
+        for name in _stream_names(topology):
+            try:
+                found[name] = int((await js.stream_info(name)).state.bytes)
+            except NotFoundError:
+                continue
+    except NatsError as error:
+        raise BusError(f"cannot look at the streams of run {topology.run!r}: {error}") from error
+    return found
+
+
+async def remove(js: JetStreamContext, topology: Topology) -> None:
+    """Delete the run's streams and its key-value bucket, with all that they hold; the bucket goes last."""
+    try:
+        for name in _stream_names(topology):
+            try:
+                await js.delete_stream(name)
+            except NotFoundError:
+                continue
+    except NatsError as error:
+        raise BusError(f"cannot remove the streams of run {topology.run!r}: {error}") from error
+
+
+def _stream_names(topology: Topology) -> list[str]:
+    return [*(str(config.name) for config in topology.streams()), f"KV_{topology.bucket}"]
+
+
 def differences(found: StreamConfig, wanted: StreamConfig) -> dict[str, object]:
     """Return the settings of `wanted` that `found` lacks.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import platform
 import secrets
 from collections import Counter
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from bus.blobs import get_blob, put_blob
 from bus.codec import Json, decode, encode
 from bus.connection import RETRY_S, Bus
 from bus.errors import BusError, ConfigError
-from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, PromptSet, RunRecord
+from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, PromptSet, RunIdentity, RunRecord
 from bus.publish import Publisher
 from bus.roles import guarded, hold_role
 from bus.status import report_status
@@ -94,8 +95,9 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
         await Retention.of_shard(settings.replay, settings.run.name).check()
     await bus.create_keys()
     async with hold_role(bus, "dispatcher", secrets.token_hex(4)) as renewing, AsyncExitStack() as opened:
-        await _withdraw_other(bus, settings.config_json)
         ledger = opened.enter_context(closing(Ledger.open(settings.run.ledger)))
+        await _claim_streams(bus, ledger, settings.run)
+        await _withdraw_other(bus, settings.config_json)
         _refuse_other_shards(ledger, settings.replay.shards)
         held = await opened.enter_async_context(hold_shards(bus, settings.run, settings.replay.numbers_here))
         _refuse_other_run(ledger, [shard.store for shard in held])
@@ -111,6 +113,25 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
         await _announce(bus, settings, prompts.heldout)
         service = _Service(bus, settings, sets, ledger, held)
         await guarded(service.run(stop, reissue="TASKS" in created), renewing)
+
+
+async def _claim_streams(bus: Bus, ledger: Ledger, run: RunDirectory) -> None:
+    """Note on the bus whose its streams are. Raises `ConfigError` when they are another run's of this name.
+
+    Its groups, rewards and weights would be taken for this run's: leases of both are numbered from 0."""
+    if RUN_ID not in ledger.facts:
+        ledger.set_fact(RUN_ID, secrets.token_hex(8))
+        await asyncio.to_thread(ledger.flush)  # on the disk before the bus and the first lease have it
+    identity = ledger.facts[RUN_ID]
+    found = await bus.get("identity", RunIdentity)
+    if found is not None and (other := found[0]).identity != identity:
+        raise ConfigError(
+            f"this bus has the streams of another run {run.name!r}, which is kept on {other.host} in "
+            f"{other.directory}: choose another --run, or free them with `launch runs remove --run "
+            f"{run.name} --bus ...`"
+        )
+    where = RunIdentity(identity=identity, host=platform.node(), directory=str(run.path.resolve()))
+    await bus.put("identity", where)
 
 
 async def _withdraw_other(bus: Bus, config_json: str) -> None:
@@ -142,8 +163,6 @@ class _Service:
         self._ledger = ledger
         self._held = held
         self._queues: dict[str, Json] = {}
-        if RUN_ID not in ledger.facts:
-            ledger.set_fact(RUN_ID, secrets.token_hex(8))  # on the disk before the first lease is published
         self._dispatcher = Dispatcher(
             bus, ledger, data, settings.admission, shards=settings.replay.shards, seed=settings.seed
         )

@@ -122,8 +122,9 @@ async def _parts(
                 _with_variables(config, _bus_part(run, port)), ready=partial(_listens, port)
             )
         async with Bus.connect(config.bus, config.run, name="supervisor") as bus:
-            await bus.create_keys()
-            await bus.delete("run")  # by an earlier launch; all parts wait until storage announces this one's
+            if own_bus:  # on another, the record may be that of a run of this name that goes on
+                await bus.create_keys()
+                await bus.delete("run")  # by an earlier launch: all parts wait until storage announces this
             gone = asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
                 screens = [

@@ -38,6 +38,8 @@ OTHER_PROGRAMS = {
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+GROUPS = frozenset({"bench", "convert", "engines", "runs"})
+"""Commands that only have commands below them."""
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
 PATH = re.compile(rf"(?<![\w./:-])(?:{'|'.join(ROOMS)})/[\w./-]*\w/?")
 SETTING = re.compile(r"[a-z_]+(?:\.[a-z0-9_]+)+")
@@ -168,8 +170,8 @@ def test_commands_have_their_flags(text: str):
     for words in commands(text):
         if not words or not words[0].isalpha():
             continue
-        path = tuple(words[: 2 if words[0] in {"bench", "convert", "engines"} else 1])
-        if len(path) == 1 and path[0] in {"bench", "convert", "engines"}:
+        path = tuple(words[: 2 if words[0] in GROUPS else 1])
+        if len(path) == 1 and path[0] in GROUPS:
             continue
         assert path in flags_by_command(), f"launch {' '.join(words)}"
         flags = set(FLAG.findall(" ".join(words))) - {"--help"}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,14 @@ from transformers import Qwen3Config
 from bus.blobs import get_blob, put_blob
 from bus.codec import decode, encode
 from bus.connection import Bus
-from bus.errors import ConfigError, StorageError
+from bus.errors import ConfigError
 from bus.messages import BlobRef, GroupRejected, ModelFiles, PolicyManifest, PromptSet, RunRecord, Status
 from bus.publish import Publisher
+from bus.topology import remove
 from learner.scratch_model import character_tokenizer
 from storage.config import DataConfig, ReplayConfig
 from storage.disk.run_directory import RunDirectory
+from storage.dispatch.ledger import Ledger
 from storage.prompts.length_check import check_lengths
 from storage.service import StorageSettings, run_storage
 from storage.store.replay import ReplayStore
@@ -69,15 +72,36 @@ def make_settings(
     )
 
 
+async def announced(bus: Bus, settings: StorageSettings) -> None:
+    """Run storage until it has announced its run."""
+    async with storage(bus, settings):
+        await bus.wait_for("run", RunRecord, timeout_s=20, hint="storage starts")
+    await bus.delete("run")
+
+
+async def test_two_runs_of_one_name_do_not_share_a_bus(bus: Bus, tmp_path: Path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one, other = (make_settings(tmp_path / name, "sort 21") for name in ("one", "two"))
+    await announced(bus, one)
+    remedy = r"another run 'test', which is kept on .*/one/runs/test: choose another --run, or free"
+    with pytest.raises(ConfigError, match=remedy):
+        await run_storage(bus, other, asyncio.Event())
+    await announced(bus, one)
+    await remove(bus.js, bus.topology)
+    await announced(bus, other)
+
+
 @pytest.mark.parametrize(("left", "stays"), [('{"seed": 0}', True), ('{"seed": 1}', False)])
 async def test_nobody_joins_by_settings_of_an_earlier_launch(
     bus: Bus, tmp_path: Path, left: str, stays: bool
 ):
-    """Storage that is yet to open its files, and fails to, has withdrawn them already."""
+    """Storage that is yet to read its prompts, and fails before, has withdrawn them already."""
     settings = make_settings(tmp_path, "sort 21")
-    settings.run.ledger.write_bytes(b"garbage")
+    with closing(Ledger.open(settings.run.ledger)) as ledger:
+        ledger.set_fact("shards", "5")
     await bus.put("run", RunRecord(name="test", config_json=left))
-    with pytest.raises(StorageError, match="not a ledger"):
+    with pytest.raises(ConfigError, match="keeps its replay in 5 shards"):
         await run_storage(bus, settings, asyncio.Event())
     assert (await bus.get("run", RunRecord) is not None) == stays
 

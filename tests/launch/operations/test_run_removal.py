@@ -1,0 +1,89 @@
+"""`launch runs remove`: what a run holds on a real bus and on the disk is shown, then freed."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from bus.connection import Bus
+from bus.errors import ConfigError
+from bus.roles import hold_role
+from bus.server import NatsServer
+from bus.topology import stored_bytes
+from launch.cli.main import main
+from launch.config import RunConfig, resolve
+from launch.operations.run_removal import remove_run
+from storage.disk.atomic_files import try_lock
+
+pytestmark = pytest.mark.nats
+STOP = asyncio.Event()
+
+
+@pytest.fixture
+def where(bus: Bus, server: NatsServer, tmp_path: Path) -> RunConfig:
+    """Run "test", with streams on a bus and a file of 1,000 bytes in its directory."""
+    (tmp_path / "runs/test/logs").mkdir(parents=True)
+    (tmp_path / "runs/test/logs/actors.log").write_bytes(bytes(1000))
+    return resolve({"run": "test", "directory": tmp_path / "runs", "bus": {"url": server.url}})
+
+
+async def test_nothing_is_removed_unless_confirmed(bus: Bus, where: RunConfig):
+    await bus.js.publish(bus.subject("events", "metrics"), bytes(5000))
+    found = await remove_run(where, on_bus=True, confirmed=False, stop=STOP)
+    names = {f"test-{name}" for name in ("TASKS", "TRAJECTORIES", "WEIGHTS", "EVENTS", "DEAD")}
+    assert found.streams.keys() == (await stored_bytes(bus.js, bus.topology)).keys()
+    assert found.streams.keys() == names | {"KV_sluice-test"}
+    assert found.streams["test-EVENTS"] > 5000
+    assert (found.directory, found.directory_bytes) == (where.directory / "test", 1000)
+    assert found.directory.exists()
+
+
+async def test_a_confirmed_removal_frees_both_and_no_other_run(
+    bus: Bus, where: RunConfig, server: NatsServer
+):
+    (where.directory / "other").mkdir()
+    async with Bus.connect(where.bus, "other", name="other") as other:
+        await other.create_keys()
+        await remove_run(where, on_bus=True, confirmed=True, stop=STOP)
+        assert list(await stored_bytes(other.js, other.topology)) == ["KV_sluice-other"]
+    assert await stored_bytes(bus.js, bus.topology) == {}
+    assert [path.name for path in where.directory.iterdir()] == ["other"]
+    with pytest.raises(ConfigError, match=r"there is no run 'test' in .* or on this bus"):
+        await remove_run(where, on_bus=True, confirmed=True, stop=STOP)
+
+
+async def test_without_a_bus_only_the_directory_goes(bus: Bus, where: RunConfig):
+    await remove_run(where, on_bus=False, confirmed=True, stop=STOP)
+    assert not (where.directory / "test").exists()
+    assert "test-TASKS" in await stored_bytes(bus.js, bus.topology)
+
+
+@pytest.mark.parametrize("role", ["dispatcher", "learner"])
+async def test_a_run_that_goes_on_is_not_removed(bus: Bus, where: RunConfig, role: str):
+    async with hold_role(bus, role, "alive"):
+        with pytest.raises(ConfigError, match=f"already has a {role}"):
+            await remove_run(where, on_bus=True, confirmed=True, stop=STOP)
+    assert (where.directory / "test").exists()
+
+
+@pytest.mark.parametrize("lock", ["lock", "replay/shard_00/.lock"])
+async def test_a_directory_in_use_is_not_removed(where: RunConfig, lock: str):
+    path = where.directory / "test" / lock
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as held:
+        assert try_lock(held)
+        with pytest.raises(ConfigError, match="is held by a running process: stop the run first"):
+            await remove_run(where, on_bus=False, confirmed=True, stop=STOP)
+    assert path.exists()
+
+
+def test_the_command_says_what_it_would_remove(tmp_path: Path, capsys: pytest.CaptureFixture):
+    (tmp_path / "runs/old").mkdir(parents=True)
+    (tmp_path / "runs/old/weights").write_bytes(bytes(2_500_000))
+    command = ["runs", "remove", "--run", "old", "--directory", str(tmp_path / "runs")]
+    for confirmed, last in ((), "nothing was removed: give --yes to remove it"), (("--yes",), "removed"):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, *confirmed])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/runs/old: 2.5 MB", last]
+    assert not (tmp_path / "runs/old").exists()
