@@ -5,6 +5,7 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,16 +29,34 @@ run(main)
 """A process that prints after it was told to stop, and then shows that it ended as it wanted to."""
 
 
+@pytest.fixture(autouse=True)
+def hangup_ends() -> Iterator[None]:
+    """What this process ignores, as under nohup, its children ignore too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def test_a_closed_terminal_stops_a_process_as_sigterm_does(tmp_path: Path):
     pid, terminal = pty.fork()
     if pid == 0:
         os.execve(sys.executable, [sys.executable, "-c", DRAINS, str(tmp_path)], ENVIRONMENT)
+    ended: list[int] = []
+
+    def reaped() -> bool:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        ended.extend([os.waitstatus_to_exitcode(status)] if found else [])
+        return bool(found)
+
     try:
         wait_until((tmp_path / "ready").exists, "the process in the terminal")
-    finally:
         os.close(terminal)
-        _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+        wait_until(reaped, "its end")
+    finally:
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    assert ended == [0]
     assert (tmp_path / "drained").exists()
 
 
