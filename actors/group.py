@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 
 from actors.environments.base import AgentTrajectory, Episode, FailedEpisode
+from bus.codec import decode, encode
+from bus.errors import SchemaError
 from bus.messages import Lease, trajectory_name
 from bus.requests import GroupStatus
 from bus.trajectory import AgentReward, Parent, Trajectory, TrajectoryBatch
@@ -79,11 +81,22 @@ class Group:
                 f"an episode of {len(outcome.trajectories)} trajectories, where the environment promises "
                 f"{self.each}: set its trajectories_per_episode to None",
             )
+        if isinstance(outcome, Episode) and (fault := self._fault(sample, outcome)):
+            outcome = FailedEpisode("environment_error", fault)
         if isinstance(outcome, FailedEpisode):
             self.failures[sample] = outcome
             outcome = outcome.as_episode(self.each or 1)
         self.episodes[sample] = outcome
         self._unsent_since = self._unsent_since or asyncio.get_running_loop().time()
+
+    def _fault(self, sample: int, episode: Episode) -> str | None:
+        """Return why the shard would refuse the episode; None if it would not."""
+        self.episodes[sample] = episode
+        try:
+            decode(encode(self._batch([sample])), TrajectoryBatch)
+        except SchemaError as error:
+            return str(error)
+        return None
 
     def shared_in_s(self, share_after_s: float | None) -> float | None:
         """Seconds until what is finished should be sent without its siblings; None for never."""

@@ -316,11 +316,12 @@ async def understood(
     Incomplete messages wait in `parts` for their other parts.
     """
     good: list[Received[M]] = []
-    for handle in await (parts or Parts(bus)).collect(arrived):
+    parts = parts or Parts(bus)
+    for handle in await parts.collect(arrived):
         try:
             good.append(Received(decode(handle.data, expected), handle))
         except SchemaError as error:
-            await handle.set_aside(bus, error)
+            await parts.refuse(handle, error)
     return good
 
 

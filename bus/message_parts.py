@@ -6,7 +6,7 @@ from wants whole messages (`Publisher(bus, part_bytes=None)`).
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -37,6 +37,10 @@ STALLED_S = 60.0
 LONGEST_DELAY_S = 20.0
 LONGEST_LOOK_S = 5.0
 """Upper bound on the time counted between two looks; a consumer that pulls looks more often."""
+
+
+OnUnreadable = Callable[[str, str, SchemaError], Awaitable[None]]
+"""Is called with subject, message id and error of a message that nobody can read, before it is set aside."""
 
 
 class SetKey(NamedTuple):
@@ -95,6 +99,11 @@ class StreamMessage:
         """Subject that it was published on."""
         return str(self.raws[0].subject)
 
+    @property
+    def message_id(self) -> str:
+        """Id that it was published under; empty where it had none."""
+        return self.key.message_id if self.key else (self.raws[0].headers or {}).get("Nats-Msg-Id", "")
+
     async def ack(self) -> None:
         """Acknowledge the message: the stream forgets it."""
         try:
@@ -140,10 +149,12 @@ class Parts:
     """
 
     def __init__(
-        self, bus: Bus, *, held_bytes: int = HELD_BYTES, incomplete_s: float = INCOMPLETE_S
+        self, bus: Bus, *, held_bytes: int = HELD_BYTES, incomplete_s: float = INCOMPLETE_S,
+        on_unreadable: OnUnreadable | None = None,
     ) -> None:  # fmt: skip
         self._bus = bus
         self._limit_bytes = held_bytes
+        self._on_unreadable = on_unreadable
         self._incomplete_s = incomplete_s
         self._sets: dict[SetKey, _Set] = {}
         self._progress: dict[SetKey, _Progress] = {}
@@ -172,6 +183,12 @@ class Parts:
             else:
                 messages += [completed] if completed is not None else []
         return messages
+
+    async def refuse(self, message: StreamMessage, error: SchemaError) -> None:
+        """Set a message aside that cannot be read, after whoever reads here was told."""
+        if self._on_unreadable is not None:
+            await self._on_unreadable(message.subject, message.message_id, error)
+        await message.set_aside(self._bus, error)
 
     async def settle(self, key: SetKey) -> None:
         """Note that a message was handled: drop other attempts to publish it, and parts that come again."""

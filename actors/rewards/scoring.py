@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from numbers import Real
@@ -10,6 +9,7 @@ from typing import cast
 
 from actors.rewards.base import LATER, Answer, Late, Reward, RewardError
 from actors.rewards.registry import REWARDS, load_reward
+from bus.trajectory import LARGEST_REWARD
 from bus.waiting import set_within
 
 Outcome = object
@@ -79,8 +79,10 @@ class Scorer:
             raise RewardError(f"{where} raised {outcome!r}") from outcome
         if outcome is LATER:
             return LATER
-        if not isinstance(outcome, Real) or not math.isfinite(outcome):
-            raise RewardError(f"{where} returned {outcome!r}: a reward is a finite number, or LATER")
+        if not isinstance(outcome, Real) or not abs(cast(float, outcome)) <= LARGEST_REWARD:
+            raise RewardError(
+                f"{where} returned {outcome!r}: a reward is a finite number that float32 holds, or LATER"
+            )
         return float(outcome)
 
 

@@ -11,7 +11,8 @@ from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
 from bus.errors import BusError, SchemaError, StorageError
-from bus.messages import GroupRejected, RewardGiven
+from bus.message_parts import Parts
+from bus.messages import GroupRejected, RewardGiven, parse_trajectory_name
 from bus.publish import Publisher, together
 from bus.requests import (
     Done,
@@ -78,7 +79,8 @@ class Shard:
                 self._bus.subject("rpc", "full_groups", self._number), FullGroupsRequest, self._on_full
             ),
         ]
-        inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}")
+        parts = Parts(self._bus, on_unreadable=self._on_unreadable)
+        inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}", parts)
         rewards = Inbox(self._bus, "EVENTS", f"rewards-{self._number}")
         await together(
             (
@@ -108,7 +110,7 @@ class Shard:
             completed = await asyncio.to_thread(self.store.append, trajectories)
         except SchemaError as error:
             if len(batches) == 1:  # the one that will be set aside
-                await self._refund(trajectories, str(error))
+                await self._refund({t.lease_id for t in trajectories}, str(error))
             raise
         if completed:
             await self._bus.notify(self._bus.subject("notice", "stored"), self._news(before))
@@ -134,9 +136,21 @@ class Shard:
             reason = f"{name}: lease {lease_id} was never issued in this run"
             raise SchemaError(reason, kind=kind or "not_issued", actor=actor)
 
-    async def _refund(self, trajectories: Sequence[Trajectory], detail: str) -> None:
+    async def _on_unreadable(self, subject: str, message_id: str, error: SchemaError) -> None:
+        """Refund the lease whose group nobody can read: the id of an actor's message names it."""
+        try:
+            lease_id, _ = parse_trajectory_name(f"{message_id.partition('.')[0]}.0")
+        except SchemaError:
+            log.warning("group_without_a_lease", subject=subject, message_id=message_id)
+            return
+        if self._hear_of is not None:
+            await self._hear_of(lease_id)
+        if shard_of(lease_id, self._shards) == self._number and self._was_issued(lease_id):
+            await self._refund({lease_id}, str(error))
+
+    async def _refund(self, lease_ids: set[int], detail: str) -> None:
         """Nobody will send these groups again: without a refund the learner would wait for them for ever."""
-        for lease_id in sorted({t.lease_id for t in trajectories}):
+        for lease_id in sorted(lease_ids):
             event = GroupRejected(lease_id=lease_id, reason="set_aside", detail=detail)
             subject = self._bus.subject("events", "rejected")
             await self._publisher.publish(subject, encode(event), message_id=f"rejected-{lease_id}")

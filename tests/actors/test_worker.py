@@ -188,6 +188,41 @@ async def test_failed_episodes_cost_themselves_and_say_how_they_ended(bus, engin
     assert await actor.leases_left() == 0
 
 
+class Unstorable:
+    """An environment that returns, for some samples, what a shard refuses."""
+
+    trajectories_per_episode = 1
+
+    def __init__(self, changes):
+        self._changes = changes
+        self._inner = SingleTurn.from_config(SingleTurnConfig(reward="exact"))
+
+    async def run(self, task, policy):
+        episode = await self._inner.run(task, policy)
+        [part] = episode.trajectories
+        changed = replace(part, **self._changes.get(int(task.task_id.rpartition(".")[2]), {}))
+        return replace(episode, trajectories=(changed,))
+
+
+async def test_what_a_shard_would_refuse_fails_its_sample_before_it_is_sent(bus, engine):
+    changes = {0: {"reward": 1e39}, 2: {"metadata": {"tools": {1, 2}}}, 3: {"turns": ()}}
+    actor = Actor(bus, engine, Unstorable(changes))
+    [batch] = await actor.roll_out(make_lease(0, samples=5, policy_version=4), result=GROUPS)
+    ends = [t.end for t in batch.trajectories]
+    assert ends == ["environment_error", "completed", "environment_error", "environment_error", "completed"]
+    assert "the reward is 1e+39, beyond what float32 holds" in batch.trajectories[0].metadata["failure"]
+    assert await actor.leases_left() == 0
+
+
+async def test_a_group_of_empty_generations_is_rejected_with_the_reason(bus):
+    engine = ScriptedEngine(lambda tokens: [], policy_version=4)
+    await engine.start()
+    actor = Actor(bus, engine)
+    [rejection] = await actor.roll_out(make_lease(0, samples=2, policy_version=4), result=REJECTED)
+    assert rejection.reason == "nothing_to_train"
+    await engine.close()
+
+
 async def test_a_group_of_which_one_episode_is_left_is_rejected(bus, engine):
     actor = Actor(bus, engine, FailingFor({0: ValueError("first"), 2: ValueError("last")}))
     [rejection] = await actor.roll_out(make_lease(0, samples=3, policy_version=4), result=REJECTED)

@@ -86,7 +86,7 @@ def test_rewards_that_cannot_be_loaded_are_config_errors(name, words):
         load_reward(name)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", True + 0j])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39, None, "1.0", True + 0j])
 async def test_a_reward_must_be_a_finite_number(value):
     scorer = Scorer("mine", timeout_s=5, reward=lambda _: value)
     with pytest.raises(RewardError, match="reward mine on task t returned"):

@@ -9,6 +9,7 @@ import pytest
 from bus.codec import decode, encode
 from bus.errors import BusError, StorageError
 from bus.messages import GroupRejected
+from bus.publish import Publisher
 from bus.requests import ReadRequest, StoredGroups, StoredRequest
 from bus.server import MAX_PAYLOAD
 from bus.trajectory import Trajectory, TrajectoryBatch
@@ -190,6 +191,24 @@ async def test_group_that_belongs_to_another_shard_is_set_aside_and_refunded(bus
     [letter] = await dead_letters(bus)
     assert "lease 3 belongs to shard 1, not 0" in letter.reason
     assert [refund.lease_id for refund in await refunds(bus, 1)] == [3]
+
+
+async def test_group_that_does_not_decode_is_refunded_by_the_id_of_its_message(bus, store):
+    """Its lease would be rolled out again under the same message id, which the bus drops as a duplicate."""
+    poison = encode(TrajectoryBatch(trajectories=(replace(make_trajectory(0), reward=1e39),)))
+    async with shard_at_work(bus, store, issued=10):
+        for name in ("g00000000", "g00000002.1", "g00000003", "g00000010", "nobody's"):
+            subject = bus.subject("trajectories", 0)
+            await Publisher(bus).publish(subject, poison, message_id=name)
+        await Publisher(bus, part_bytes=len(poison) // 2).publish(subject, poison, message_id="g00000004")
+        await has(bus, "DEAD", 6)
+        found = await refunds(bus, 3)
+    assert {(refund.lease_id, refund.reason) for refund in found} == {
+        (0, "set_aside"),
+        (2, "set_aside"),
+        (4, "set_aside"),
+    }
+    assert "beyond what float32 holds" in found[0].detail
 
 
 async def test_group_of_a_lease_that_was_never_issued_is_set_aside(bus, store):
