@@ -10,6 +10,7 @@ from bus.errors import ConfigError
 from bus.roles import hold_role
 from bus.server import NatsServer
 from bus.topology import stored_bytes
+from launch.cli import run_commands
 from launch.cli.main import main
 from launch.config import RunConfig, resolve
 from launch.operations.run_removal import remove_run
@@ -77,7 +78,12 @@ async def test_a_directory_in_use_is_not_removed(where: RunConfig, lock: str):
     assert path.exists()
 
 
-def test_the_command_says_what_it_would_remove(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_the_command_says_what_it_would_remove(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        run_commands, "configure_logging", lambda level: None
+    )  # which is for all of a process
     (tmp_path / "runs/old").mkdir(parents=True)
     (tmp_path / "runs/old/weights").write_bytes(bytes(2_500_000))
     command = ["runs", "remove", "--run", "old", "--directory", str(tmp_path / "runs")]

@@ -30,11 +30,13 @@ run(main)
 
 
 @pytest.fixture(autouse=True)
-def hangup_ends() -> Iterator[None]:
-    """What this process ignores, as under nohup, its children ignore too."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def nothing_is_ignored() -> Iterator[None]:
+    """What this process ignores, as under nohup or in the background of a script, its children ignore too."""
+    handlers = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_a_closed_terminal_stops_a_process_as_sigterm_does(tmp_path: Path):
