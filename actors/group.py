@@ -73,6 +73,13 @@ class Group:
         usable = {reward.rollout for reward in self.rewards}
         return len(usable) >= min(2, self.samples)
 
+    @property
+    def may_become_usable(self) -> bool:
+        """Whether episodes that still run can make the group usable; without failures it may be kept."""
+        running = [sample for sample in self.missing if sample not in self.episodes]
+        usable = {reward.rollout for reward in self.rewards}
+        return not self.failures or len(usable) + len(running) >= min(2, self.samples)
+
     def add(self, sample: int, outcome: Episode | FailedEpisode) -> None:
         """One rollout has ended."""
         if isinstance(outcome, Episode) and self.each not in (None, len(outcome.trajectories)):

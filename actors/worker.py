@@ -33,7 +33,13 @@ WEIGHTS_PATIENCE_S = 1.0
 """Weights that take longer may never come: the learner may have resumed from further back."""
 
 
-def end_after(error: Exception) -> End:
+def _is_cancelled() -> bool:
+    """Return whether somebody cancels this task; if nobody does, a `CancelledError` is the rollout's own."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def end_after(error: BaseException) -> End:
     """Return how the trajectories of an episode end that raised `error`, or something because of it."""
     if isinstance(error, RewardError):
         return "reward_error"
@@ -135,6 +141,10 @@ class Worker:
                 done, _ = await asyncio.wait(running, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     group.add(running.pop(task), task.result())
+                if not group.may_become_usable:
+                    for task in running:
+                        task.cancel()
+                    return
                 if running and group.shared_in_s(self._share_after_s) == 0:
                     await self._publish(group)
 
@@ -146,7 +156,10 @@ class Worker:
                 episode = await self._environment.run(task, self._policy.fresh(task.task_id))
             except (EngineLostError, HandBackError, MemoryError):
                 raise  # this process cannot go on: the lease is another actor's
-            except Exception as error:  # whatever an environment raises costs its own episode alone
+            # Whatever an environment raises costs its own episode alone, also an exit that it asks for.
+            except (Exception, SystemExit, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                    raise
                 log.warning(
                     "rollout_failed",
                     task=task.task_id,

@@ -138,7 +138,7 @@ class EpisodeError(SluiceError):
     """An environment failed: this rollout has no episode."""
 
 
-def raised_by_environment(error: Exception) -> BaseException | None:
+def raised_by_environment(error: BaseException) -> BaseException | None:
     """Return what an environment's own code raised, whose traceback says where; None for other failures."""
     if isinstance(error, EpisodeError):
         return error.__cause__

@@ -188,6 +188,34 @@ async def test_failed_episodes_cost_themselves_and_say_how_they_ended(bus, engin
     assert await actor.leases_left() == 0
 
 
+@pytest.mark.parametrize("raised", [SystemExit("mine"), asyncio.CancelledError("mine")])
+async def test_an_environment_that_exits_or_cancels_itself_ends_no_actor(bus, engine, raised):
+    actor = Actor(bus, engine, PluginEnvironment("mine:Env", FailingFor({1: raised})))
+    [batch] = await actor.roll_out(make_lease(0, samples=3, policy_version=4), result=GROUPS)
+    assert [t.end for t in batch.trajectories] == ["completed", "environment_error", "completed"]
+    assert await actor.leases_left() == 0
+
+
+async def test_siblings_are_told_to_stop_once_their_group_cannot_be_used(bus, engine):
+    class Endless(FailingFor):
+        told = 0
+
+        async def run(self, task, policy):
+            if task.task_id.endswith(".3"):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.told += 1
+            return await super().run(task, policy)
+
+    environment = Endless({0: ValueError("first"), 1: ValueError("second"), 2: ValueError("third")})
+    actor = Actor(bus, engine, environment)
+    [rejection] = await actor.roll_out(make_lease(0, samples=4, policy_version=4), result=REJECTED)
+    assert (rejection.reason, rejection.detail) == ("rollout_failed", "ValueError: first")
+    assert environment.told == 1
+    assert await actor.leases_left() == 0
+
+
 class Unstorable:
     """An environment that returns, for some samples, what a shard refuses."""
 
