@@ -2,20 +2,34 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import structlog
+
 from bus.plugins import load_function
 from bus.trajectory import AgentReward, episode_rewards
 
+log = structlog.get_logger()
 GroupFilter = Callable[[Sequence[float]], str | None]
 """A filter takes an agent's rewards, one for each episode of a group, and returns the reason to drop the
 group, or None to keep it. Reasons are counted, so there are to be few."""
 
 
 def reason_to_drop(keep: GroupFilter, rewards: Iterable[AgentReward]) -> str | None:
-    """Return why a group is to be dropped: the filter keeps no agent's rewards, or there are none."""
+    """Return why a group is to be dropped: the filter keeps no agent's rewards, fails, or there are none.
+
+    A filter that raises, or returns neither None nor a reason, drops the group as `filter_failed: <why>`."""
     by_agent = episode_rewards(rewards)
     if not by_agent:
         return "nothing_to_train"
-    reasons = [keep(list(episodes.values())) for episodes in by_agent.values()]
+    reasons = []
+    for episodes in by_agent.values():
+        try:
+            reason = keep(list(episodes.values()))
+        except Exception as error:
+            log.exception("filter_failed")
+            return f"filter_failed: it raised {error!r}"
+        if not (reason is None or (isinstance(reason, str) and reason)):
+            return f"filter_failed: it returned {reason!r}: return a reason, or None to keep the group"
+        reasons.append(reason)
     return None if None in reasons else reasons[0]
 
 

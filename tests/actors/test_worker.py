@@ -127,6 +127,27 @@ async def test_a_group_of_equal_rewards_is_rejected_with_a_countable_reason(bus,
     assert await actor.leases_left() == 0
 
 
+@pytest.mark.parametrize(
+    ("keep", "why"),
+    [
+        (lambda rewards: 1 / 0, "ZeroDivisionError"),
+        (lambda rewards: False, "False"),
+        (lambda rewards: "", "''"),
+    ],
+)
+async def test_a_filter_that_fails_rejects_its_group_and_ends_nothing(bus, engine, keep, why):
+    actor = Actor(bus, engine)
+    actor.worker._keep = keep
+    leases = [make_lease(n, samples=2, policy_version=4) for n in (0, 2)]
+    found = await actor.roll_out(*leases, result=REJECTED)
+    assert {(rejection.lease_id, rejection.reason) for rejection in found} == {
+        (0, "filter_failed"),
+        (2, "filter_failed"),
+    }
+    assert why in found[0].detail
+    assert await actor.leases_left() == 0
+
+
 async def test_a_group_whose_reward_comes_later_is_published_without_it_and_past_the_filter(bus, engine):
     environment = SingleTurn(Scorer("later", timeout_s=5, reward=lambda answer: LATER))
     actor = Actor(bus, engine, environment, keep="zero_variance")
