@@ -68,7 +68,8 @@ class Bus:
     async def request(self, subject: str, message: Message, *expected: type[R], timeout_s: float) -> R:
         """Send a request to the process that serves `subject`, and return its answer.
 
-        Raises `BusError` when nobody answers in time or the answer is a refusal.
+        Raises `BusError` when nobody answers in time or the answer is a refusal, and the error that the
+        refusal names, if it names one (`Refused.code`).
         """
         try:
             raw = await self.client.request(subject, encode(message), timeout=timeout_s)
@@ -78,7 +79,7 @@ class Bus:
             raise BusError(f"no answer from {subject} within {timeout_s:g} s ({error})") from error
         answer: Message = decode(raw.data, *expected, Refused)
         if isinstance(answer, Refused):
-            raise BusError(f"{subject}: {answer.reason}")
+            raise answer.error(subject)
         return cast(R, answer)
 
     async def request_many(
@@ -110,7 +111,7 @@ class Bus:
                 answer = await self._decode(b"".join(pieces), expected, Done, Refused)
                 pieces.clear()
                 if isinstance(answer, Refused):
-                    raise BusError(f"{subject}: {answer.reason}")
+                    raise answer.error(subject)
                 if isinstance(answer, Done):
                     return answers
                 answers.append(cast(R, answer))
@@ -142,7 +143,7 @@ class Bus:
                 many = answers[-1:] == [Done()]  # `request` takes a single message
                 replies = [encode(answer) for answer in answers]
             except SluiceError as error:
-                replies = [encode(Refused(reason=str(error)))]
+                replies = [encode(Refused.of_error(error))]
             except Exception as error:  # the task is nobody's child: an exception would be lost
                 log.exception("request_failed", subject=subject)
                 replies = [encode(Refused(reason=f"{type(error).__name__}: {error}"))]

@@ -32,6 +32,15 @@ class DamagedError(BusError):
     """Bytes differ from what was announced: do not use their source again."""
 
 
+class UnreadableGroupsError(SluiceError):
+    """Stored groups are damaged or were retired: a retry cannot help, others must take their place."""
+
+    def __init__(self, reason: str = "", lease_ids: tuple[int, ...] = ()) -> None:
+        super().__init__(reason)
+        self.lease_ids = lease_ids
+        """Leases of the groups."""
+
+
 class FencedError(SluiceError):
     """Another process took over this role: stop at once and write nothing more."""
 
@@ -62,3 +71,7 @@ class TrainingError(SluiceError):
 
 class StorageError(SluiceError):
     """Data on disk is missing, torn, or not what its manifest says."""
+
+
+class LostDataError(StorageError):
+    """Data on disk is damaged or was retired: reading it again is useless."""

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from bus.codec import Int32Array, Message
-from bus.errors import SchemaError
+from bus.errors import BusError, FencedError, SchemaError, SluiceError, UnreadableGroupsError
 from bus.messages import BlobRef
 from bus.trajectory import AgentReward
 
@@ -18,6 +18,28 @@ class Refused(Message, tag="refused"):
     """The request cannot be served, now or later."""
 
     reason: str
+    code: Literal["", "fenced", "unreadable"] = ""
+    """The asker raises `FencedError`, `UnreadableGroupsError`, or `BusError` for the empty code."""
+    lease_ids: tuple[int, ...] = ()
+    """Leases of the groups that are `unreadable`."""
+
+    @classmethod
+    def of_error(cls, error: SluiceError) -> "Refused":
+        """Return the refusal that `error` travels as."""
+        if isinstance(error, FencedError):
+            return cls(reason=str(error), code="fenced")
+        if isinstance(error, UnreadableGroupsError):
+            return cls(reason=str(error), code="unreadable", lease_ids=error.lease_ids)
+        return cls(reason=str(error))
+
+    def error(self, subject: str) -> SluiceError:
+        """Return what the process that asked on `subject` raises."""
+        reason = f"{subject}: {self.reason}"
+        if self.code == "fenced":
+            return FencedError(reason)
+        if self.code == "unreadable":
+            return UnreadableGroupsError(reason, self.lease_ids)
+        return BusError(reason)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +128,8 @@ class BatchLease(Message, tag="batch_lease"):
 
     step: int
     groups: tuple[GroupRef, ...]
+    given_to: str = ""
+    """Incarnation of the learner; each rank has a `ReplayReader` of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +169,16 @@ class StepCommitted(Message, tag="step_committed"):
 
     step: int
     incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupsUnreadable(Message, tag="groups_unreadable"):
+    """Groups that a step was given cannot be read: it is to be given others. Answered with `Done`."""
+
+    step: int
+    lease_ids: tuple[int, ...]
+    incarnation: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

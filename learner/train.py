@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import structlog
 
 from bus.codec import Json, encode
 from bus.connection import Bus
-from bus.errors import ConfigError
+from bus.errors import ConfigError, UnreadableGroupsError
 from bus.messages import EvaluationResult, Metrics
 from bus.publish import Publisher
 from bus.requests import BatchLease
@@ -220,10 +221,12 @@ class Learner:
     async def _fetch(self, step: int) -> BatchLease:
         """Lease the groups of a step, and have every rank fetch its own."""
         version = self.progress.trains_from + step - 1
-        lease = await self._reader.lease(step, version, on_wait=partial(self._waits.__setitem__, "batch"))
-        self._waits["batch"] = ""
-        await self._world.fetch(lease)
-        return lease
+        while True:
+            lease = await self._reader.lease(step, version, on_wait=partial(self._waits.__setitem__, "batch"))
+            self._waits["batch"] = ""
+            with suppress(UnreadableGroupsError):  # which was reported: the next lease has other groups
+                await self._world.fetch(lease)
+                return lease
 
     async def _train_on(self, lease: BatchLease) -> tuple[StepBatch, StepResult]:
         """Train, and write down what the step consumed and what came of it."""

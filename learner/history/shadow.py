@@ -21,7 +21,7 @@ import structlog
 
 from bus.codec import Json
 from bus.connection import Bus
-from bus.errors import BusError
+from bus.errors import UnreadableGroupsError
 from bus.messages import Metrics
 from bus.requests import StepGroups
 from bus.roles import guarded, hold_role
@@ -38,7 +38,7 @@ from learner.metrics import batch_values, step_values
 from learner.progress import Progress, values_to_save
 from learner.restore import restore_alone
 from learner.settings import LearnerSettings
-from storage.client.reader import RETIRED, ReplayReader
+from storage.client.reader import ReplayReader
 from storage.disk import checkpoints
 from storage.disk.atomic_files import remove, write_json
 
@@ -197,9 +197,7 @@ class Shadow:
             if await ended_before(self._stop, fetching):
                 return fetching.result()
             fetching.cancel()
-        except BusError as error:
-            if RETIRED not in str(error):
-                raise
+        except UnreadableGroupsError as error:
             self._pass_over(given, str(error))
         return None
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pydantic import JsonValue
 from torch import Tensor
 
-from bus.errors import WorldError
+from bus.errors import UnreadableGroupsError, WorldError
 from bus.requests import GroupRef
 from bus.trajectory import Groups
 from learner.algorithms.rl_step import train_on
@@ -51,11 +51,21 @@ class Rank:
         self._fetching: dict[int, tuple[tuple[GroupRef, ...], asyncio.Task[Groups]]] = {}
         """Says what is being fetched for each step: which groups, and their trajectories."""
 
-    def fetch(self, step: int, shares: Sequence[tuple[GroupRef, ...]]) -> None:
+    def fetch(self, step: int, shares: Sequence[tuple[GroupRef, ...]], given_to: str) -> None:
         """Begin to fetch this rank's share of the groups of `step`, whatever else goes on."""
         refs = shares[self.share]
-        task = asyncio.create_task(self._reader.fetch(refs), name=f"fetch batch {step}")
+        if step in self._fetching:  # some of what it was given before cannot be read
+            self._fetching[step][1].cancel()
+        task = asyncio.create_task(self._fetch(step, refs, given_to), name=f"fetch batch {step}")
         self._fetching[step] = refs, task
+
+    async def _fetch(self, step: int, refs: Sequence[GroupRef], given_to: str) -> Groups:
+        """Fetch these groups. Those that cannot be read are reported first: a restart is given others."""
+        try:
+            return await self._reader.fetch(refs)
+        except UnreadableGroupsError as error:
+            await self._reader.report_unreadable(step, error, given_to)
+            raise
 
     async def fetched(self, step: int) -> None:
         """Return when this rank's groups of `step` are here; raises what fetching raised."""

@@ -65,7 +65,7 @@ class World:
     async def fetch(self, lease: BatchLease) -> None:
         """Divide the groups of a step; return when this rank's are here, while the others fetch theirs."""
         shares = divided(lease.groups, self.rank.shares, self._cost)
-        await self.send(Rank.fetch, lease.step, shares)
+        await self.send(Rank.fetch, lease.step, shares, lease.given_to)
         await self.rank.fetched(lease.step)
 
     async def follow(self) -> None:

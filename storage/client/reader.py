@@ -13,12 +13,13 @@ import structlog
 
 from bus.codec import Message
 from bus.connection import Bus
-from bus.errors import BusError, FencedError
+from bus.errors import BusError, UnreadableGroupsError
 from bus.requests import (
     BatchLease,
     BatchRequest,
     Done,
     GroupRef,
+    GroupsUnreadable,
     LearnerResumed,
     ReadRequest,
     StepCommitted,
@@ -35,8 +36,6 @@ ANSWER_TIMEOUT_S = 10.0
 RETRY_S = 0.5
 SILENCE_LIMIT_S = 120.0
 """Seconds that storage has to come back, since it may be restarting."""
-RETIRED = "was retired"
-"""Phrase in a shard's refusal of a group that it has archived or removed: asking again is useless."""
 
 
 def _unheard(reason: str) -> None:
@@ -78,7 +77,7 @@ class ReplayReader:
                     on_wait(answer.reason)
                 heard = time.monotonic()
             except BusError as error:
-                _raise_if_final(error, heard)
+                _raise_if_late(error, heard)
                 on_wait(f"storage does not answer: {error}")
                 await asyncio.sleep(RETRY_S)
 
@@ -88,7 +87,7 @@ class ReplayReader:
         """Fetch the trajectories of each group, in the order of `refs`, which may be a part of a lease.
 
         Every rank of a learner may fetch its own. Raises `BusError` when a shard does not give them for
-        `SILENCE_LIMIT_S`, and at once for a group that is `RETIRED`.
+        `SILENCE_LIMIT_S`, and `UnreadableGroupsError` at once for groups that are damaged or were retired.
         """
         by_shard: defaultdict[int, list[int]] = defaultdict(list)
         for ref in refs:
@@ -104,6 +103,13 @@ class ReplayReader:
     async def committed(self, step: int) -> None:
         """Tell storage that a durable checkpoint holds every step up to `step`."""
         await self._ask("committed", StepCommitted(step=step, incarnation=self._incarnation), Done)
+
+    async def report_unreadable(self, step: int, error: UnreadableGroupsError, given_to: str) -> None:
+        """Have storage give up what cannot be read: the next `lease` of `step` has others in its place."""
+        report = GroupsUnreadable(
+            step=step, lease_ids=error.lease_ids, incarnation=given_to, reason=str(error)
+        )
+        await self._ask("unreadable", report, Done)
 
     async def resumed(self, step: int) -> None:
         """Tell storage that training goes on from `step`: what was leased for later steps is free again."""
@@ -121,7 +127,7 @@ class ReplayReader:
             try:
                 return await self._bus.request(subject, message, expected, timeout_s=ANSWER_TIMEOUT_S)
             except BusError as error:
-                _raise_if_final(error, began)
+                _raise_if_late(error, began)
                 await asyncio.sleep(RETRY_S)
 
     async def _read(
@@ -136,7 +142,7 @@ class ReplayReader:
                 if found is None:
                     found = await self._receive(shard, lease_ids)
             except BusError as error:
-                _raise_if_final(error, began)
+                _raise_if_late(error, began)
                 on_wait(f"shard {shard} does not answer: {error}")
                 await asyncio.sleep(RETRY_S)
             else:
@@ -160,9 +166,7 @@ def _size_bytes(trajectory: Trajectory) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-def _raise_if_final(error: BusError, heard: float) -> None:
-    """Raise `error` when asking again is useless, or when nothing useful came since `heard` for too long."""
-    if "was replaced by" in str(error):
-        raise FencedError(str(error)) from error
-    if RETIRED in str(error) or time.monotonic() - heard > SILENCE_LIMIT_S:
+def _raise_if_late(error: BusError, heard: float) -> None:
+    """Raise `error` when nothing useful came since `heard` for too long."""
+    if time.monotonic() - heard > SILENCE_LIMIT_S:
         raise error

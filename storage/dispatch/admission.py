@@ -7,7 +7,7 @@ There is no bus here and no clock, so that any order of events can be tested. Ch
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from bus.errors import BusError
+from bus.errors import FencedError
 from bus.messages import GroupRejected, PolicyManifest
 from bus.requests import LeaseState, StoredGroups
 from storage.config import AdmissionConfig
@@ -227,6 +227,19 @@ class Admission:
         self._ledger.commit(step)
         self._ledger.set_fact("committed", str(step))
 
+    def on_unreadable(self, step: int, lease_ids: Iterable[int], incarnation: str) -> list[int]:
+        """Give up groups of `step` that cannot be read, and choose its groups anew; those given up now.
+
+        Their leases are refunded. Raises `FencedError` when another learner took over."""
+        self.refuse_fenced(incarnation)
+        given = {use.lease_id for use in self._ledger.steps.get(step, ())}
+        damaged = sorted(given.intersection(lease_ids))
+        if damaged:
+            self._ledger.roll_back(step - 1)  # no younger step can be trained on before this one is
+            for lease_id in damaged:
+                self._ledger.give_up(lease_id)
+        return damaged
+
     def resume(self, step: int, incarnation: str) -> int:
         """A learner goes on from `step`, and all before it are fenced; how many uses that rolled back."""
         if self.policy is not None and self.policy.incarnation != incarnation:
@@ -248,9 +261,9 @@ class Admission:
         return [*ledger.rolling_out, *ledger.stored, *needed]
 
     def refuse_fenced(self, incarnation: str) -> None:
-        """Raise `BusError` when another learner took over from this one."""
+        """Raise `FencedError` when another learner took over from this one."""
         if self.is_fenced(incarnation):
-            raise BusError(f"learner {incarnation} was replaced by {self._ledger.facts['incarnation']}")
+            raise FencedError(f"learner {incarnation} was replaced by {self._ledger.facts['incarnation']}")
 
     def is_fenced(self, incarnation: str) -> bool:
         """Whether another learner took over from this one."""

@@ -9,7 +9,7 @@ import structlog
 from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
-from bus.errors import BusError, ConfigError, StorageError
+from bus.errors import BusError, ConfigError, FencedError, StorageError
 from bus.messages import GroupRejected, Lease, PolicyManifest, RoleHolder
 from bus.publish import Publisher
 from bus.requests import (
@@ -17,6 +17,7 @@ from bus.requests import (
     BatchRequest,
     Done,
     GroupRef,
+    GroupsUnreadable,
     IssuedRequest,
     LearnerResumed,
     LeaseRequest,
@@ -105,6 +106,9 @@ class Dispatcher:
             await self._bus.serve(self._bus.subject("rpc", "batch"), BatchRequest, self._on_batch),
             await self._bus.serve(self._bus.subject("rpc", "step_groups"), StepGroupsRequest, self._on_given),
             await self._bus.serve(self._bus.subject("rpc", "committed"), StepCommitted, self._on_committed),
+            await self._bus.serve(
+                self._bus.subject("rpc", "unreadable"), GroupsUnreadable, self._on_unreadable
+            ),
             await self._bus.serve(self._bus.subject("rpc", "resumed"), LearnerResumed, self._on_resumed),
             await self._bus.serve(self._bus.subject("rpc", "issued"), IssuedRequest, self._on_issued),
             await self._bus.serve(
@@ -292,7 +296,8 @@ class Dispatcher:
         if isinstance(groups, str):
             return Waiting(reason=groups)
         await asyncio.to_thread(self.ledger.flush)  # also if another request chose them a moment ago
-        return BatchLease(step=request.step, groups=self._refs(groups))
+        refs = self._refs(groups)
+        return BatchLease(step=request.step, groups=refs, given_to=request.incarnation)
 
     def _refs(self, groups: Sequence[Use]) -> tuple[GroupRef, ...]:
         return tuple(
@@ -329,6 +334,14 @@ class Dispatcher:
         await asyncio.to_thread(self.ledger.flush)
         return [Done()]
 
+    async def _on_unreadable(self, report: GroupsUnreadable) -> list[Message]:
+        damaged = self._admission.on_unreadable(report.step, report.lease_ids, report.incarnation)
+        await asyncio.to_thread(self.ledger.flush)
+        if damaged:  # else it was reported before
+            log.error("groups_damaged", step=report.step, leases=damaged, reason=report.reason)
+            self._wake()
+        return [Done()]
+
     async def _on_resumed(self, request: LearnerResumed) -> list[Message]:
         await self._refuse_usurper(request.incarnation)
         await self.look_at_policy()  # the last version of the learner before: tokens of it are still to come
@@ -355,4 +368,4 @@ class Dispatcher:
         """A learner that was suspended while another took its role over must not take the run back."""
         found = await self._bus.get("role.learner", RoleHolder)
         if found is not None and found[0].incarnation != incarnation:
-            raise BusError(f"learner {incarnation} was replaced by {found[0].incarnation}")
+            raise FencedError(f"learner {incarnation} was replaced by {found[0].incarnation}")

@@ -19,6 +19,8 @@ from storage.dispatch.ledger_schema import prepare
 from storage.dispatch.sampling import Candidate
 
 State = Literal["issued", "stored", "leased", "committed", "rejected"]
+DAMAGED = "damaged"
+"""Reason why a group that cannot be read any more is given up."""
 _Change = tuple[str, tuple[tuple[object, ...], ...]]
 """A statement and the rows of values to run it with."""
 
@@ -74,6 +76,8 @@ class Ledger:
         """Groups given to steps, each as often as it was given."""
         self._given: dict[int, dict[int, tuple[Candidate, list[int]]]] = {}
         """The groups given to steps, and to which, by policy version and lease."""
+        self._damaged: set[int] = set()
+        """Groups that steps trained on and no other step may have, since they cannot be read any more."""
         self._youngest = -1
         self._trained = 0
         self._load()
@@ -160,6 +164,15 @@ class Ledger:
         )
         return True
 
+    def give_up(self, lease_id: int) -> None:
+        """The group cannot be read any more: no step is given it from now on.
+
+        One that a step trained on stays trained, so only one that was not is rejected."""
+        if self.reject(lease_id, DAMAGED):
+            return
+        self._damaged.add(lease_id)
+        self._change(("UPDATE leases SET reason = ? WHERE lease_id = ?", ((DAMAGED, lease_id),)))
+
     def lease(self, step: int, lease_ids: Sequence[int], weights: Sequence[float] = ()) -> None:
         """Give complete groups to a step: stored ones, or some that other steps trained on already."""
         weights = weights or [1.0] * len(lease_ids)
@@ -202,6 +215,9 @@ class Ledger:
             ),
             ("DELETE FROM uses WHERE step > ?", ((step,),)),
         )
+        for lease_id in self._damaged.intersection(self.stored):
+            self._damaged.discard(lease_id)
+            self.reject(lease_id, DAMAGED)
         return len(undone)
 
     def set_fact(self, name: str, value: str) -> None:
@@ -261,10 +277,11 @@ class Ledger:
         return samples_each * untouched + sum(max(0.0, samples_each - n) for n in paid)
 
     def used(self, oldest_version: int) -> Iterator[tuple[Candidate, int]]:
-        """Groups issued at `oldest_version` or later that steps were given, and how often."""
+        """Readable groups issued at `oldest_version` or later that steps were given, and how often."""
         for version in range(oldest_version, self._youngest + 1):
             for group, steps in self._given.get(version, {}).values():
-                yield group, len(steps)
+                if group.lease_id not in self._damaged:
+                    yield group, len(steps)
 
     def was_issued(self, lease_id: int) -> bool:
         """Whether this run ever gave that lease out."""
@@ -322,6 +339,8 @@ class Ledger:
             lease = Candidate(policy_version, lease_id, spread, tokens)
             if state in ("leased", "committed"):
                 given[lease_id] = lease
+                if reason == DAMAGED:
+                    self._damaged.add(lease_id)
             else:
                 self._place(lease, state, reason)
         for step, lease_id, weight in self._sql.execute(

@@ -10,7 +10,7 @@ import structlog
 from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
-from bus.errors import BusError, SchemaError, StorageError
+from bus.errors import BusError, LostDataError, SchemaError, StorageError, UnreadableGroupsError
 from bus.message_parts import Parts
 from bus.messages import GroupRejected, RewardGiven, parse_trajectory_name
 from bus.publish import Publisher, together
@@ -183,9 +183,22 @@ class Shard:
     async def _on_read(self, request: ReadRequest) -> list[Message]:
         try:
             found = await asyncio.to_thread(self.store.read, request.lease_ids)
+        except LostDataError as error:
+            lost = await asyncio.to_thread(self._lost, request.lease_ids)
+            raise UnreadableGroupsError(str(error), lost) from error
         except StorageError as error:
             raise BusError(str(error)) from error
         return [*_packed(found), Done()]
+
+    def _lost(self, lease_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return those of these groups that are damaged or were retired."""
+        lost: list[int] = []
+        for lease_id in lease_ids:
+            try:
+                self.store.read([lease_id])
+            except LostDataError:
+                lost.append(lease_id)
+        return tuple(lost)
 
     async def _on_locate(self, request: LocateRequest) -> list[Message]:
         host = host_identity()

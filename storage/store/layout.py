@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from bus.errors import StorageError
+from bus.errors import LostDataError, StorageError
 from storage.store.segments import Segment
 
 K = TypeVar("K", bound=Hashable)
@@ -181,7 +181,7 @@ class Layout:
         n = bisect_right(self._begins, row) - 1
         entry = self.entries[n]
         if entry.retired:
-            raise StorageError(
+            raise LostDataError(
                 f"{self.path(entry)} was retired to save space: restore its segment from the archive"
             )
         return entry, row - self._begins[n]

@@ -26,7 +26,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bus.codec import fast_constructor
-from bus.errors import StorageError
+from bus.errors import LostDataError, StorageError
 from bus.trajectory import Parent, Trajectory, Turn
 from storage.disk.atomic_files import Content, publish_files
 from storage.store.compressed import CompressedArray, compressed_group, open_compressed
@@ -242,8 +242,12 @@ def _naming(path: Path) -> Iterator[None]:
     """Failures to read the segment at `path` become a `StorageError` that names it."""
     try:
         yield
-    except (OSError, KeyError, RuntimeError, zipfile.BadZipFile) as error:  # RuntimeError: it does not decode
-        raise StorageError(f"{path} is torn: {error}; {_REMEDY}") from error
+    except FileNotFoundError as error:
+        raise LostDataError(f"{path} is torn: {error}; {_REMEDY}") from error
+    except OSError as error:  # such as too many open files: another attempt may succeed
+        raise StorageError(f"{path} cannot be read: {error}; {_REMEDY}") from error
+    except (KeyError, RuntimeError, zipfile.BadZipFile) as error:  # RuntimeError: it does not decode
+        raise LostDataError(f"{path} is torn: {error}; {_REMEDY}") from error
 
 
 def _entries(path: Path) -> dict[str, memoryview]:
@@ -258,7 +262,7 @@ def _summary(path: Path, entries: Mapping[str, memoryview]) -> Summary:
         attributes = json.loads(bytes(entries[_DOCUMENT]))["attributes"]
         found = attributes["sluice_replay"]
     except (ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{path} is not a replay segment, by its zarr.json; {_REMEDY}") from error
+        raise LostDataError(f"{path} is not a replay segment, by its zarr.json; {_REMEDY}") from error
     if found != FORMAT:
         raise StorageError(
             f"{path} has format {found!r}, this build reads {FORMAT}: go on with the build that wrote it, or "
@@ -313,7 +317,7 @@ def _rows(path: Path, rows: NDArray[Any] | CompressedArray, summary: Summary) ->
     """The array `rows` after a row of zeros, where the first trajectory begins."""
     content = _decoded(rows).tobytes()
     if xxhash.xxh3_64_hexdigest(content) != summary.rows_xxh3:
-        raise StorageError(f"{path} is corrupt: its rows do not match their checksum; {_REMEDY}")
+        raise LostDataError(f"{path} is corrupt: its rows do not match their checksum; {_REMEDY}")
     return np.frombuffer(bytes(8 * len(ROW_COLUMNS)) + content, np.int64).reshape(-1, len(ROW_COLUMNS))
 
 
@@ -365,7 +369,7 @@ class Segment:
             if copied:
                 arrays = [array.copy() for array in arrays]
         if _checksum(arrays, record) != checksum & _UINT64:
-            raise StorageError(
+            raise LostDataError(
                 f"{self._path} is corrupt: trajectory {row} does not match its checksum; {_REMEDY}"
             )
         values = msgpack.unpackb(record)

@@ -2,11 +2,13 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from transformers import Qwen3ForCausalLM
 
 from bus.connection import Bus
@@ -23,6 +25,8 @@ from learner.world.rank import Rank
 from learner.world.world import World
 from storage.client.reader import ReplayReader
 from storage.config import EvaluationConfig
+from storage.store.segments import FILE
+from tests.factories import make_trajectory
 from tests.learner.tiny import tiny_config
 from tests.storage.conftest import quick  # noqa: F401 - a fixture
 from tests.storage.serving import has, send_groups, serving, until
@@ -59,18 +63,26 @@ def settings(directory: Path) -> LearnerSettings:
     )
 
 
-async def test_bodies_of_the_next_step_are_fetched_while_this_one_trains(bus: Bus, tmp_path: Path):
+@contextmanager
+def learning(bus: Bus, directory: Path, stop: asyncio.Event) -> Iterator[tuple[Learner, Held, ReplayReader]]:
+    """A learner of a tiny model, not yet running, its backend and its reader."""
     model = Qwen3ForCausalLM(tiny_config(vocab_size=1000))
-    model.config.save_pretrained(tmp_path / "model")
+    model.config.save_pretrained(directory / "model")
     trainer = Held(model.config, model.state_dict(), OptimizerConfig())
-    own, stop = settings(tmp_path), asyncio.Event()
+    own = settings(directory)
     with (
         closing(ReplayReader(bus, "a")) as reader,
         ThreadPoolExecutor(1, thread_name_prefix="train") as thread,
     ):
         rank = Rank(trainer, own, reader=reader, demonstrations=None, thread=thread)
         world = World(Channel(stop), rank, own)
-        learner = Learner(bus, own, world, Progress(stage="rl"), reader=reader, incarnation="a", stop=stop)
+        progress = Progress(stage="rl")
+        yield Learner(bus, own, world, progress, reader=reader, incarnation="a", stop=stop), trainer, reader
+
+
+async def test_bodies_of_the_next_step_are_fetched_while_this_one_trains(bus: Bus, tmp_path: Path):
+    stop = asyncio.Event()
+    with learning(bus, tmp_path, stop) as (learner, trainer, reader):
         async with serving(bus, tmp_path / "storage"):
             training = asyncio.create_task(learner.run())
             await has(bus, "TASKS", 4)
@@ -82,3 +94,37 @@ async def test_bodies_of_the_next_step_are_fetched_while_this_one_trains(bus: Bu
             async with asyncio.timeout(20):
                 await training
     assert learner.progress.step == 1
+
+
+async def test_a_damaged_group_is_replaced_by_another_and_the_learner_goes_on(bus: Bus, tmp_path: Path):
+    stop = asyncio.Event()
+    with learning(bus, tmp_path, stop) as (learner, trainer, _), capture_logs() as logs:
+        async with serving(bus, tmp_path / "storage") as storage:
+            training = asyncio.create_task(learner.run())
+            await has(bus, "TASKS", 4)
+            await send_groups(bus, [0])
+            await until(lambda: 0 in storage.ledger.stored)
+            flip_a_bit(tmp_path / "storage" / "0" / "segment_00000000" / FILE)
+            await send_groups(bus, [1, 2])
+            await until(trainer.entered.is_set)
+            assert [use.lease_id for use in storage.ledger.steps[1]] == [1, 2]
+            assert storage.ledger.reasons == {"damaged": 1}
+            assert storage.ledger.account().balanced()
+            await has(bus, "TASKS", 5)  # another is rolled out in its place
+            stop.set()
+            trainer.released.set()
+            async with asyncio.timeout(20):
+                await training
+    assert learner.progress.step == 1
+    [line] = [line for line in logs if line["event"] == "groups_damaged"]
+    assert line["log_level"] == "error"
+    assert line["leases"] == [0]
+
+
+def flip_a_bit(path: Path) -> None:
+    """Damage the first trajectory of a segment that may be mapped: it keeps its length and inode."""
+    tokens = make_trajectory(0, 0).token_ids.tobytes()
+    at = path.read_bytes().index(tokens)
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([tokens[0] ^ 1]))

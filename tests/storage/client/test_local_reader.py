@@ -11,11 +11,10 @@ from structlog.testing import capture_logs
 
 from bus import connection
 from bus.codec import decode, encode
-from bus.errors import BusError
+from bus.errors import BusError, UnreadableGroupsError
 from bus.requests import GroupRef, Located, LocateRequest
 from bus.trajectory import Trajectory
 from storage.client import addresses, local_reader
-from storage.client import reader as reader_module
 from storage.client.local_reader import LocalReader
 from storage.client.reader import ReplayReader
 from storage.store import layout
@@ -186,15 +185,15 @@ async def test_torn_segment_is_left_to_the_shard(bus, store, content):
     assert "segment_00000000" in line["reason"]
 
 
-async def test_flipped_bit_is_never_trained_on(bus, store, monkeypatch):
-    monkeypatch.setattr(reader_module, "SILENCE_LIMIT_S", 0.1)
+async def test_flipped_bit_is_never_trained_on(bus, store):
     async with fetching(bus, store) as reader:
         path = store.directory / "segment_00000000" / FILE
         content = bytearray(path.read_bytes())
         content[content.index(group(0)[0].token_ids.tobytes()) + 1] ^= 1
         path.write_bytes(content)
-        with pytest.raises(BusError, match="segment_00000000 is corrupt: trajectory 0 does not match"):
-            await reader.fetch(refs(0))
+        with pytest.raises(UnreadableGroupsError, match="segment_00000000 is corrupt") as caught:
+            await reader.fetch(refs(0, 2))
+        assert caught.value.lease_ids == (0,)
         assert not reader.read
 
 

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 import pytest
 from pydantic import ValidationError
 
-from bus.errors import BusError
+from bus.errors import FencedError
 from bus.messages import GroupRejected
 from bus.requests import StoredGroups
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, UniformSampler
@@ -208,12 +208,46 @@ def test_rolled_back_uses_are_given_again_and_counted_once(sql):
     assert (run.ledger.samples, run.ledger.account().trained) == (2, 2)
     assert run.batch(2) == [2, 0]
     assert run.batch(3) == [1, 2]
-    with pytest.raises(BusError, match="learner a was replaced by b"):
+    with pytest.raises(FencedError, match="learner a was replaced by b"):
         run.admission.commit(3, "a")
     run.ledger.flush()
     again = Ledger(sql)
     assert again.account() == run.ledger.account()
     assert sorted(again.used(0)) == [(group, 2) for group, _ in sorted(again.used(0))]
+
+
+def test_a_damaged_group_is_refunded_and_its_step_gets_others(sql):
+    run = Run(sql, config(staleness=1))
+    run.store(0, 1, 2)
+    assert run.batch(1) == [0, 1]
+    before = run.admission.room()
+    assert run.admission.on_unreadable(1, [0, 2], "a") == [0]
+    assert run.admission.room() == before + 1
+    assert run.ledger.reasons == {"damaged": 1}
+    assert run.batch(1) == [1, 2]
+    assert run.admission.on_unreadable(1, [0], "a") == []
+    assert run.batch(1) == [1, 2]
+    run.admission.resume(0, "b")
+    with pytest.raises(FencedError):
+        run.admission.on_unreadable(1, [1], "a")
+
+
+def test_a_damaged_group_that_a_step_trained_on_is_given_to_no_other(sql):
+    run = Run(sql, config(staleness=3, sampler=FifoSampler(max_reuse=2, min_samples_per_insert=2)))
+    run.store(0, 1, 2, 3)
+    assert [run.batch(step) for step in (1, 2)] == [[0, 1], [2, 3]]
+    assert run.batch(3) == [0, 1]
+    assert run.admission.on_unreadable(3, [0], "a") == [0]
+    run.ledger.flush()
+    assert (run.ledger.account().trained, run.ledger.reasons) == (4, {})
+    for ledger in (run.ledger, Ledger(sql)):
+        assert {group.lease_id for group, _ in ledger.used(0)} == {1, 2, 3}
+    assert run.batch(3) == [1, 2]
+    run.admission.resume(0, "a")
+    run.ledger.flush()
+    for ledger in (run.ledger, Ledger(sql)):
+        assert ledger.reasons == {"damaged": 1}
+        assert ledger.account().balanced()
 
 
 def test_shards_keep_what_may_still_be_used_again(sql):
