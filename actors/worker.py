@@ -84,16 +84,26 @@ class Worker:
         Raises `SchemaError` for a prompt that is quarantined: it is set aside.
         """
         lease = received.message
-        if received.deliveries > FREE_DELIVERIES:
+        if received.deliveries <= FREE_DELIVERIES:
+            await self._roll_out(lease, again=lease.republished)
+        elif (await self._state(lease)).attempts == 0:
+            await self._attempt(lease)
+        else:
             async with self._suspect:
                 self._hand_back_at_the_end(lease)
-                await self._roll_out(lease, again=True, suspect=True)
-        else:
-            await self._roll_out(lease, again=received.deliveries > 1 or lease.republished)
+                await self._attempt(lease)
 
-    async def _roll_out(self, lease: Lease, *, again: bool, suspect: bool = False) -> None:
+    async def _attempt(self, lease: Lease) -> None:
+        """Roll out a lease that came back. The attempt accuses it unless it is seen to end otherwise."""
+        try:
+            await self._roll_out(lease, again=True, counted=True)
+        except (HandBackError, asyncio.CancelledError):  # the actor is stopped, or another lease ended it
+            await self._ask(LeaseRequest(lease_id=lease.lease_id, excused=True), lease)
+            raise
+
+    async def _roll_out(self, lease: Lease, *, again: bool, counted: bool = False) -> None:
         version = await self._may_sample(lease, asks=again)
-        if version is None or (suspect and (await self._state(lease, attempt=True)).state == "settled"):
+        if version is None or (counted and (await self._state(lease, attempt=True)).state == "settled"):
             self.counts["settled"] += 1
             return
         group = Group(lease, self._environment.trajectories_per_episode, self._name)
@@ -209,17 +219,20 @@ class Worker:
 
     async def _state(self, lease: Lease, *, attempt: bool = False) -> LeaseState:
         """Where the lease stands. Raises `SchemaError` when its prompt is quarantined."""
-        request = LeaseRequest(lease_id=lease.lease_id, attempt=attempt)
+        found = await self._ask(LeaseRequest(lease_id=lease.lease_id, attempt=attempt), lease)
+        if found.state == "quarantined":
+            raise SchemaError(f"lease {lease.lease_id}: quarantined, since its rollouts ended their actors")
+        return found
+
+    async def _ask(self, request: LeaseRequest, lease: Lease) -> LeaseState:
+        """Ask storage about the lease; without an answer it is open, as its message says."""
         subject = self._bus.subject("rpc", "lease")
         try:
-            found = await self._bus.request(subject, request, LeaseState, timeout_s=ANSWER_TIMEOUT_S)
+            return await self._bus.request(subject, request, LeaseState, timeout_s=ANSWER_TIMEOUT_S)
         except SluiceError as error:
             if times := self._unanswered.due(time.monotonic()):
                 log.warning("lease_state_not_known", times=times, lease_id=lease.lease_id, reason=str(error))
             return LeaseState(state="open", policy_version=lease.policy_version)
-        if found.state == "quarantined":
-            raise SchemaError(f"lease {lease.lease_id}: quarantined, since its rollouts ended their actors")
-        return found
 
     async def _stored(self, lease: Lease) -> GroupStatus:
         """What the shard has of the group. Without an answer all is rolled out: ids make that harmless."""

@@ -56,8 +56,9 @@ class LeaseRequest(Message, tag="lease_request"):
 
     lease_id: int
     attempt: bool = False
-    """Says whether the lease came back more than once and is about to be rolled out; such attempts are
-    counted."""
+    """Says whether the lease came back and is about to be rolled out; such attempts are counted."""
+    excused: bool = False
+    """Takes back the count of an attempt, which something else than its own rollouts has ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +69,8 @@ class LeaseState(Message, tag="lease_state"):
     """`settled`: the group is complete or was given up. `quarantined`: its rollouts ended too many actors."""
     policy_version: int
     """Oldest version that may sample it; it is lowered when a learner resumed from further back."""
+    attempts: int = 0
+    """Attempts counted so far: of each before this one, nobody heard how it ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

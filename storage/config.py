@@ -133,10 +133,9 @@ class AdmissionConfig(Config):
     max_deliver: int = Field(5, ge=3)
     """Deliveries of a prompt to actors that die of it before it is quarantined: not rolled out again.
 
-    The first two prove nothing: the actor may have died of another prompt, or have been stopped. From the
-    third on an actor rolls such prompts out one at a time and has each attempt counted as it begins; only
-    those count, `max_deliver` - 2 of them. A lease that was handed back unread, or published again after
-    the bus lost it, was no attempt."""
+    The first proves nothing. From the second on each attempt is counted as it begins, and taken back when the
+    actor says that it was stopped or failed by another prompt; `max_deliver` - 1 that stay are allowed. A
+    lease that was handed back unread, or published again after the bus lost it, was no attempt."""
 
     sampler: SamplerConfig = FifoSampler()
     """Strategy by which a step chooses among the stored groups."""

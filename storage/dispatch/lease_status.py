@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from bus.codec import Message
 from bus.requests import LeaseRequest
@@ -9,8 +10,8 @@ from storage.dispatch.admission import Admission
 from storage.dispatch.ledger import Ledger
 from storage.prompts.data_sets import DataSets
 
-FREE_DELIVERIES = 2
-"""Deliveries of a lease that prove nothing against it: its actor died of another one, or was stopped."""
+FREE_DELIVERIES = 1
+"""Deliveries of a lease whose end is not looked into: a lease costs its first actor no request."""
 
 
 class LeaseStatus:
@@ -28,18 +29,26 @@ class LeaseStatus:
 
     async def answer(self, request: LeaseRequest) -> list[Message]:
         """Where the lease stands. Counts the attempt that begins with this answer, or refuses it."""
-        if request.attempt and request.lease_id in self._ledger.rolling_out:
-            self._count(request.lease_id)
-        state = self._admission.state(request.lease_id)
+        if request.lease_id in self._ledger.rolling_out:
+            if request.attempt:
+                self._count(request.lease_id)
+            elif request.excused:
+                self._set_attempts(request.lease_id, max(0, self._attempts_of(request.lease_id) - 1))
+        state = replace(self._admission.state(request.lease_id), attempts=self._attempts_of(request.lease_id))
         await asyncio.to_thread(self._ledger.flush)  # before the attempt that may be the actor's last
         return [state]
 
     def _count(self, lease_id: int) -> None:
-        name = f"attempts.{lease_id}"
-        before = int(self._ledger.facts.get(name, "0"))
+        before = self._attempts_of(lease_id)
         if before < self._attempts:
-            self._ledger.set_fact(name, str(before + 1))
+            self._set_attempts(lease_id, before + 1)
             return
         self._data.quarantine(lease_id)
         self._ledger.reject(lease_id, "quarantined")
         self._on_refund()
+
+    def _attempts_of(self, lease_id: int) -> int:
+        return int(self._ledger.facts.get(f"attempts.{lease_id}", "0"))
+
+    def _set_attempts(self, lease_id: int, attempts: int) -> None:
+        self._ledger.set_fact(f"attempts.{lease_id}", str(attempts))

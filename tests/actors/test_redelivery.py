@@ -339,6 +339,53 @@ async def test_actors_that_stop_kindly_accuse_no_prompt(bus, engine, tmp_path):
         assert not storage.data.quarantined
 
 
+async def handed_back(bus: Bus, count: int, times: int) -> None:
+    """Deliver `count` leases and return them, as actors do that are stopped, `times` over."""
+    inbox = Inbox(bus, "TASKS", "rollout")
+    for _ in range(times * count):
+        [raw] = await inbox.take(1)
+        await raw.nak()
+
+
+async def test_after_a_rolling_restart_leases_are_rolled_out_together(bus, engine, tmp_path):
+    admission = AdmissionConfig(groups_per_step=3, samples_per_prompt=1, max_staleness=0)
+    environment = Scripted(*(f"g{n:08d}.0" for n in range(3)))
+    async with serving(bus, tmp_path, admission):
+        await LearnerStandIn(bus).publish(0)
+        await has(bus, "TASKS", 3)
+        await handed_back(bus, 3, times=4)
+        async with at_work(make_worker(bus, engine, environment)):
+            await until(lambda: len(environment.began) == 3)
+            environment.released.set()
+            await has(bus, "TASKS", 0)
+
+
+async def test_an_actor_that_is_cancelled_or_ended_by_another_lease_accuses_no_prompt(bus, engine, tmp_path):
+    class EndsOnce(Scripted):
+        async def run(self, task, policy):
+            self.began.append(task.task_id)
+            await self.released.wait()
+            if task.task_id.startswith("g00000000"):
+                raise MemoryError(task.prompt)
+            await asyncio.Event().wait()
+
+    admission = AdmissionConfig(groups_per_step=2, samples_per_prompt=1, max_staleness=0)
+    async with serving(bus, tmp_path, admission) as storage:
+        await LearnerStandIn(bus).publish(0)
+        await has(bus, "TASKS", 2)
+        await handed_back(bus, 2, times=2)
+        environment = EndsOnce()
+        task = asyncio.create_task(
+            make_worker(bus, engine, environment).run(asyncio.Event(), groups_at_once=4)
+        )
+        await until(lambda: len(environment.began) == 2)
+        assert [storage.ledger.facts[f"attempts.{n}"] for n in (0, 1)] == ["1", "1"]
+        environment.released.set()
+        await asyncio.wait([task])
+        assert isinstance(task.exception(), ExceptionGroup)
+        assert [storage.ledger.facts[f"attempts.{n}"] for n in (0, 1)] == ["1", "0"]
+
+
 async def test_a_lease_that_is_settled_when_it_comes_back_costs_nothing(bus, engine, tmp_path):
     environment = Scripted()
     async with serving(bus, tmp_path, ONE_GROUP) as storage:
