@@ -19,7 +19,8 @@ from nats.js.kv import KeyValue
 from bus.codec import M, Message, decode, encode
 from bus.config import BusConfig, without_credentials
 from bus.errors import BusError, ConfigError, SchemaError, SluiceError
-from bus.requests import Done, Refused
+from bus.refusal import Refused
+from bus.requests import Done
 from bus.topology import Topology
 
 log = structlog.get_logger()

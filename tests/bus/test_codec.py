@@ -38,6 +38,7 @@ from bus.messages import (
     SnapshotWanted,
     Status,
 )
+from bus.refusal import Refused
 from bus.requests import (
     BatchLease,
     BatchRequest,
@@ -63,7 +64,6 @@ from bus.requests import (
     LocateRequest,
     NewData,
     ReadRequest,
-    Refused,
     StepCommitted,
     StepGroups,
     StepGroupsRequest,

@@ -16,7 +16,8 @@ from bus.config import BusConfig
 from bus.connection import PART, Bus
 from bus.errors import BusError, ConfigError, SchemaError, StorageError
 from bus.messages import RunRecord
-from bus.requests import Done, GroupRef, Refused, StoredRequest, Waiting
+from bus.refusal import Refused
+from bus.requests import Done, GroupRef, StoredRequest, Waiting
 from bus.server import NatsServer, free_port
 from bus.trajectory import Trajectory, TrajectoryBatch
 from tests.conftest import Connect
