@@ -27,7 +27,7 @@ class Engines(Protocol):
 
     @property
     def tokens_generated(self) -> int:
-        """Tokens sampled since the start."""
+        """Return the number of tokens sampled since the start."""
 
     async def release(self) -> None:
         """Free the device; returns when it is free."""
@@ -37,7 +37,7 @@ class Engines(Protocol):
 
 
 def able_to_release(engine: EngineConfig) -> EngineConfig:
-    """The engine's settings, with what lets it free its memory on CUDA."""
+    """Return the engine's settings, with what lets it free its memory on CUDA."""
     if not isinstance(engine, SglangEngineConfig):
         return engine
     if engine.settings.get("device", "cuda" if torch.cuda.is_available() else "cpu") != "cuda":
@@ -88,7 +88,7 @@ class DeviceSharing:
             await set_within(self._news, BEAT_S)
 
     async def _wanted(self) -> DeviceHold | None:
-        """The learner's hold of this host's devices, if there is one."""
+        """Return the learner's hold of this host's devices, if there is one."""
         try:
             found = await self._bus.get(HOLD_KEY, DeviceHold)
         except BusError as error:

@@ -66,7 +66,7 @@ class EmbeddedEngineConfig(Config):
 
     @property
     def routed_experts(self) -> bool:
-        """Whether it records where tokens were routed: never, unlike the sglang engine."""
+        """Return whether it records where tokens were routed: never, unlike the sglang engine."""
         return False
 
 
@@ -157,12 +157,12 @@ class SglangEngineConfig(Config):
 
     @property
     def settings(self) -> dict[str, SglangSetting]:
-        """The settings in `server` by SGLang's own names, with underscores."""
+        """Return the settings in `server` by SGLang's own names, with underscores."""
         return by_name(self.server)
 
     @property
     def in_files(self) -> bool:
-        """Whether weights that this host has are written to files for the server."""
+        """Return whether weights that this host has are written to files for the server."""
         return self.update == "disk" or (self.update == "group" and not self.attached)
 
     @model_validator(mode="after")

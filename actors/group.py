@@ -52,7 +52,7 @@ class Group:
 
     @property
     def rewards(self) -> list[AgentReward]:
-        """Rewards of all trajectories there are and that are trained: first those stored."""
+        """Return the rewards of all trajectories there are and that are trained: first those stored."""
         before = [reward for reward in self.stored.rewards if reward.rollout not in self.episodes]
         here = [
             AgentReward(part.policy, part.agent, rollout, part.reward)
@@ -63,19 +63,20 @@ class Group:
 
     @property
     def rewards_due(self) -> bool:
-        """Whether a trajectory there is, here or stored, lacks its reward."""
+        """Return whether a trajectory there is, here or stored, lacks its reward."""
         here = (part.reward_due for episode in self.episodes.values() for part in episode.trajectories)
         return self.stored.rewards_due or any(here)
 
     @property
     def is_usable(self) -> bool:
-        """Whether enough episodes can be trained: a baseline wants two, unless the group is of one."""
+        """Return whether enough episodes can be trained: a baseline wants two, unless the group is of one."""
         usable = {reward.rollout for reward in self.rewards}
         return len(usable) >= min(2, self.samples)
 
     @property
     def may_become_usable(self) -> bool:
-        """Whether episodes that still run can make the group usable; without failures it may be kept."""
+        """Return whether episodes that still run can make the group usable; without failures it may be
+        kept."""
         running = [sample for sample in self.missing if sample not in self.episodes]
         usable = {reward.rollout for reward in self.rewards}
         return not self.failures or len(usable) + len(running) >= min(2, self.samples)
@@ -106,13 +107,14 @@ class Group:
         return None
 
     def shared_in_s(self, share_after_s: float | None) -> float | None:
-        """Seconds until what is finished should be sent without its siblings; None for never."""
+        """Return the seconds until what is finished should be sent without its siblings; None for never."""
         if share_after_s is None or self.each is None or self.failures or self._unsent_since is None:
             return None
         return max(0.0, self._unsent_since + share_after_s - asyncio.get_running_loop().time())
 
     def unsent(self) -> list[tuple[str, TrajectoryBatch]]:
-        """What is finished and was not sent yet, as messages with their ids; from now on it counts as sent.
+        """Return what is finished and was not sent yet, as messages with their ids; from now on it counts as
+        sent.
 
         The whole group is one message, and a part of it one a sample: each is the same whoever sends it. With
         routed experts, which are large, each sample is one whose place is known.
@@ -142,7 +144,7 @@ class Group:
         )
 
     def _parts(self, samples: list[int]) -> list[tuple[int, int, AgentTrajectory]]:
-        """Trajectories with their places in the group and their rollouts."""
+        """Return the trajectories with their places in the group and their rollouts."""
         parts = [(sample, part) for sample in samples for part in self.episodes[sample].trajectories]
         places = chain.from_iterable(map(self._places, samples)) if self.each else count()
         return [(place, sample, part) for place, (sample, part) in zip(places, parts, strict=False)]
@@ -154,7 +156,7 @@ class Group:
     def _parent(
         self, part: AgentTrajectory, rollout: int, places: Mapping[tuple[int, int], int]
     ) -> Parent | None:
-        """What it was forked from, unless the environment left that out of the episode."""
+        """Return what it was forked from, unless the environment left that out of the episode."""
         if part.fork is None or (rollout, part.fork.strand) not in places:
             return None
         place = places[rollout, part.fork.strand]

@@ -208,7 +208,7 @@ class _Actor:
 
 
 def _fleet(settings: ActorSettings, model: Path) -> Fleet:
-    """The engines of this process, not started."""
+    """Return the engines of this process, not started."""
     engine, builds = settings.actors.engine, {}
     if settings.colocation.enabled:
         engine = able_to_release(engine)
@@ -220,12 +220,12 @@ def _fleet(settings: ActorSettings, model: Path) -> Fleet:
 
 
 def actor_name() -> str:
-    """This process among the run's actors."""
+    """Return this process among the run's actors."""
     return f"actor-{platform.node()}-{os.getpid()}"
 
 
 def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends an answer, by the model's config and by the tokenizer."""
+    """Return every token that ends an answer, by the model's config and by the tokenizer."""
     configured = AutoConfig.from_pretrained(model).eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
     found = {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
@@ -259,7 +259,7 @@ async def _started(bus: Bus, engine: Engine, stop: asyncio.Event) -> bool:
 
 
 async def _first_policy(bus: Bus, patience_s: float, stop: asyncio.Event) -> PolicyManifest | None:
-    """The first policy manifest, or None on `stop`. Raises `ConfigError` after `patience_s`."""
+    """Return the first policy manifest, or None on `stop`. Raises `ConfigError` after `patience_s`."""
     finished = asyncio.Event()
     waiting = "waiting for the learner's first policy version"
     async with asyncio.TaskGroup() as tasks:

@@ -122,7 +122,7 @@ class Worker:
             self.counts["groups"] += 1
 
     def _reason_to_drop(self, group: Group) -> str | None:
-        """What the filter says; it judges rewards, so a group that lacks one is kept, and counted."""
+        """Return what the filter says; it judges rewards, so a group that lacks one is kept, and counted."""
         if group.rewards_due:
             self.counts["groups_with_rewards_due"] += 1
             return None
@@ -218,7 +218,7 @@ class Worker:
             raise HandBackError(f"lease {lease.lease_id} was not begun when this actor was stopped")
 
     async def _state(self, lease: Lease, *, attempt: bool = False) -> LeaseState:
-        """Where the lease stands. Raises `SchemaError` when its prompt is quarantined."""
+        """Return where the lease stands. Raises `SchemaError` when its prompt is quarantined."""
         found = await self._ask(LeaseRequest(lease_id=lease.lease_id, attempt=attempt), lease)
         if found.state == "quarantined":
             raise SchemaError(f"lease {lease.lease_id}: quarantined, since its rollouts ended their actors")
@@ -235,7 +235,8 @@ class Worker:
             return LeaseState(state="open", policy_version=lease.policy_version)
 
     async def _stored(self, lease: Lease) -> GroupStatus:
-        """What the shard has of the group. Without an answer all is rolled out: ids make that harmless."""
+        """Return what the shard has of the group. Without an answer all is rolled out: ids make that
+        harmless."""
         subject = self._bus.subject("rpc", "group_status", shard_of(lease.lease_id, self._shards))
         request = GroupStatusRequest(lease_id=lease.lease_id)
         try:

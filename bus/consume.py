@@ -141,7 +141,8 @@ class Received(Generic[M]):
 
     @property
     def deliveries(self) -> int:
-        """Number of deliveries of the message, this one and those that came back unread included."""
+        """Return the number of deliveries of the message, this one and those that came back unread
+        included."""
         return int(self.handle.raws[0].metadata.num_delivered)
 
     async def ack(self) -> None:

@@ -25,7 +25,7 @@ class DeviceHold(Message, tag="device_hold"):
 
     @property
     def name(self) -> str:
-        """Name of this claim, unique in the run."""
+        """Return the name of this claim, unique in the run."""
         return f"{self.incarnation}.{self.number}"
 
 

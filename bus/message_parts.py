@@ -165,7 +165,7 @@ class Parts:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that incomplete sets hold now."""
+        """Return the number of bytes that incomplete sets hold now."""
         return sum(held.size_bytes for held in self._sets.values())
 
     async def collect(self, raws: Sequence[Msg]) -> list[StreamMessage]:

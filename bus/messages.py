@@ -39,17 +39,17 @@ class Lease(Message, tag="lease"):
 
     @property
     def group_id(self) -> str:
-        """Name of the group this lease becomes."""
+        """Return the name of the group this lease becomes."""
         return group_name(self.lease_id)
 
 
 def group_name(lease_id: int) -> str:
-    """Name of the group that a lease becomes."""
+    """Return the name of the group that a lease becomes."""
     return f"g{lease_id:08d}"
 
 
 def trajectory_name(lease_id: int, sample: int) -> str:
-    """Name of one of a group's trajectories."""
+    """Return the name of one of a group's trajectories."""
     return f"{group_name(lease_id)}.{sample}"
 
 
@@ -170,7 +170,7 @@ class PolicyManifest(Message, tag="policy"):
 
     @property
     def snapshot_at(self) -> int:
-        """Version of the snapshot."""
+        """Return the version of the snapshot."""
         return self.policy_version if self.snapshot_version is None else self.snapshot_version
 
     def since(self, policy_version: int) -> tuple[DeltaRef, ...] | None:

@@ -40,7 +40,7 @@ class Topology:
             raise ConfigError(f"run name {self.run!r}: use letters, digits, '-' and '_' only")
 
     def stream(self, name: str) -> str:
-        """Name of one of the run's streams: TASKS, TRAJECTORIES, WEIGHTS, EVENTS or DEAD."""
+        """Return the name of one of the run's streams: TASKS, TRAJECTORIES, WEIGHTS, EVENTS or DEAD."""
         return f"{self.run}-{name}"
 
     def subject(self, *tokens: object) -> str:
@@ -49,7 +49,7 @@ class Topology:
 
     @property
     def bucket(self) -> str:
-        """The run's key-value bucket."""
+        """Return the run's key-value bucket."""
         return f"sluice-{self.run}"
 
     def streams(self) -> tuple[StreamConfig, ...]:

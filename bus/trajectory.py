@@ -76,7 +76,8 @@ class AgentReward(NamedTuple):
 
 
 def episode_rewards(rewards: Iterable[AgentReward]) -> dict[tuple[str, str], dict[int, float]]:
-    """Rewards of a group by (policy, agent), one for each episode: what may be compared with each other.
+    """Return the rewards of a group by (policy, agent), one for each episode: what may be compared with each
+    other.
 
     Trajectories of one agent in one episode, as of forked contexts, count once, with their mean: an episode
     that forked often would otherwise weigh more than its siblings."""
@@ -166,7 +167,7 @@ class Trajectory(Message, tag="trajectory", version=2):
             )
 
     def _masked_in_turns(self) -> int:
-        """Number of tokens that the mask has within the turns, each of which is checked."""
+        """Return the number of tokens that the mask has within the turns, each of which is checked."""
         end = masked = 0
         for turn in self.turns:
             if not end <= turn.start <= turn.stop <= len(self.loss_mask):
@@ -218,7 +219,7 @@ class Trajectory(Message, tag="trajectory", version=2):
 
     @property
     def episode_id(self) -> str:
-        """Name of its episode: the group, and which rollout of the prompt it is."""
+        """Return the name of its episode: the group, and which rollout of the prompt it is."""
         return f"{self.group_id}/{self.rollout}"
 
     @property
@@ -228,7 +229,7 @@ class Trajectory(Message, tag="trajectory", version=2):
 
     @property
     def agent_reward(self) -> AgentReward:
-        """Its reward, as `episode_rewards` takes it; means nothing unless it `is_trained`."""
+        """Return its reward, as `episode_rewards` takes it; means nothing unless it `is_trained`."""
         return AgentReward(self.policy, self.agent, self.rollout, self.reward)
 
     @property
@@ -249,14 +250,14 @@ class Trajectory(Message, tag="trajectory", version=2):
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest token of the mask, which defines the trajectory's staleness.
+        """Return the version of the oldest token of the mask, which defines the trajectory's staleness.
 
         Where the mask is empty it is younger than any: nothing of the trajectory can be stale."""
         return int(self.policy_versions[self.loss_mask].min(initial=YOUNGEST))
 
     @property
     def newest_version(self) -> int:
-        """Version of the newest token of the mask; -1 where the mask is empty."""
+        """Return the version of the newest token of the mask; -1 where the mask is empty."""
         return int(self.policy_versions[self.loss_mask].max(initial=-1))
 
 

@@ -20,7 +20,7 @@ class Spec(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Size of all its elements."""
+        """Return the size of all its elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 

@@ -39,7 +39,7 @@ class TrainedStep:
 
     @classmethod
     def parse(cls, line: bytes) -> "TrainedStep | None":
-        """The step of a line; None for one that a kill cut short."""
+        """Return the step of a line; None for one that a kill cut short."""
         try:
             entry: dict[str, Any] = json.loads(line)
         except ValueError:
@@ -88,7 +88,7 @@ def resumes(path: Path) -> int:
 
 
 def steps(path: Path) -> dict[int, TrainedStep]:
-    """The steps that made the newest weights, ascending.
+    """Return the steps that made the newest weights, ascending.
 
     A line takes back the earlier ones of its step and of those after: a learner resumed before it. A learner
     that another has replaced may still write the step it was in the middle of; that does not count.

@@ -23,7 +23,7 @@ def restore_backend(
     settings: LearnerSettings, initial: Initial, checkpoint: Path | None, progress: Progress,
     parallel: ParallelConfig,
 ) -> Backend:  # fmt: skip
-    """The backend of `checkpoint`, whose `progress` this is; without one, of the initial model.
+    """Return the backend of `checkpoint`, whose `progress` this is; without one, of the initial model.
 
     Model, optimizer, frozen policies, random generators and the stage's threads are as they were then. A run
     that was done trains on. Every rank calls this, in a world divided as `parallel` says. Raises

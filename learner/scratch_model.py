@@ -50,7 +50,7 @@ def build_model_directory(directory: Path, sizes: ScratchModel, *, seed: int) ->
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character of a small alphabet, with a chat template."""
+    """Return a tokenizer of one token per character of a small alphabet, with a chat template."""
     vocabulary = {token: n for n, token in enumerate((PAD, END, USER, ASSISTANT, UNKNOWN, *ALPHABET))}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

@@ -100,7 +100,8 @@ def build(
     settings: LearnerSettings, demonstrations: Path | None, reader: ReplayReader,
     thread: ThreadPoolExecutor, stop: asyncio.Event,
 ) -> Built:  # fmt: skip
-    """Everything that torch needs before the first step; takes seconds. Every rank calls it in `thread`."""
+    """Return everything that torch needs before the first step; takes seconds. Every rank calls it in
+    `thread`."""
     refuse_bad_plugins(settings.learner)  # a wrong name shows before the model is loaded
     initial = prepare(settings, demonstrations)
     init_world(settings.learner.parallel)

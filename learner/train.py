@@ -204,7 +204,7 @@ class Learner:
         return True
 
     async def _next_groups(self) -> BatchLease | None:
-        """The groups of the next step; those of the step after are asked for while it trains."""
+        """Return the groups of the next step; those of the step after are asked for while it trains."""
         fetching = self._fetching or self._begin_fetch(self.progress.step + 1)
         self._doing = WAITING
         if not await ended_before(self._stop, fetching):

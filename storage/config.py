@@ -204,7 +204,7 @@ class ReplayConfig(Config):
 
     @property
     def numbers_here(self) -> tuple[int, ...]:
-        """The shards that the storage process keeps."""
+        """Return the shards that the storage process keeps."""
         if self.here in ("all", "none"):
             return tuple(range(self.shards)) if self.here == "all" else ()
         return shard_numbers(self.here)

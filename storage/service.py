@@ -142,7 +142,7 @@ async def _withdraw_other(bus: Bus, config_json: str) -> None:
 
 
 async def _announce(bus: Bus, settings: StorageSettings, heldout: list[Prompt]) -> None:
-    """What others need to join the run."""
+    """Tell others what they need to join the run."""
     if heldout:
         prompts = encode(PromptSet(prompts=tuple(heldout)))
         await bus.put("heldout", await put_blob(bus, Publisher(bus), prompts, "heldout"))

@@ -76,7 +76,8 @@ class Published:
             log.warning("group_not_left", group=group, reason=str(error))
 
     async def tensors(self) -> Mapping[str, "torch.Tensor"]:
-        """All tensors by Hugging Face name, fetched once for all engines that the learner could not serve.
+        """Return all tensors by Hugging Face name, fetched once for all engines that the learner could not
+        serve.
 
         Raises `BusError` or `StorageError`."""
         async with self._fetching:

@@ -91,19 +91,19 @@ class Engine(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights in use, -1 before the first."""
+        """Return the version of the weights in use, -1 before the first."""
 
     @property
     def running(self) -> int:
-        """Requests being decoded."""
+        """Return the number of requests being decoded."""
 
     @property
     def waiting(self) -> int:
-        """Requests accepted but not yet decoded."""
+        """Return the number of requests accepted but not yet decoded."""
 
     @property
     def tokens_generated(self) -> int:
-        """Tokens sampled since the start."""
+        """Return the number of tokens sampled since the start."""
 
     async def start(self) -> None:
         """Prepare the engine. It is called once, in the event loop that makes all further calls."""

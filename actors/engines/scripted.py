@@ -35,12 +35,12 @@ class ScriptedEngine:
 
     @property
     def policy_version(self) -> int:
-        """Version of the pretended weights."""
+        """Return the version of the pretended weights."""
         return self._policy_version
 
     @property
     def running(self) -> int:
-        """Requests that are held."""
+        """Return the number of requests that are held."""
         return len(self._aborts)
 
     @property

@@ -32,7 +32,7 @@ class Task:
 
     @property
     def messages(self) -> Sequence[ChatMessage]:
-        """The prompt as a chat; raises SchemaError if it is none."""
+        """Return the prompt as a chat; raises SchemaError if it is none."""
         if isinstance(self.prompt, str):
             return ({"role": "user", "content": self.prompt},)
         messages = [message for message in self.prompt if isinstance(message, Mapping) and "role" in message]
@@ -89,12 +89,12 @@ class AgentTrajectory:
 
     @property
     def is_trained(self) -> bool:
-        """Whether it enters baselines and losses: a trained policy's, with a reward to be trusted."""
+        """Return whether it enters baselines and losses: a trained policy's, with a reward to be trusted."""
         return self.trainable and self.end in TRUSTED_ENDS
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest token of the mask; where the mask is empty, younger than any."""
+        """Return the version of the oldest token of the mask; where the mask is empty, younger than any."""
         return int(self.policy_versions[self.loss_mask].min(initial=YOUNGEST))
 
 

@@ -30,7 +30,7 @@ class LengthProfile:
         return cls(config)
 
     def length(self, task_id: str) -> int:
-        """Tokens of this sample's answer: the same in every process."""
+        """Return the number of tokens of this sample's answer: the same in every process."""
         return length_at(self._config.lengths, _uniform(self._config.seed, "length", task_id))
 
     async def run(self, task: Task, policy: Policy) -> Episode:
@@ -48,7 +48,7 @@ class LengthProfile:
 
 
 def length_at(lengths: LogNormalLengths | RecordedLengths, share: float) -> int:
-    """The length, >= 1 tokens, that this share of answers does not exceed.
+    """Return the length, >= 1 tokens, that this share of answers does not exceed.
 
     Args:
         lengths: the profile.
@@ -65,6 +65,6 @@ def length_at(lengths: LogNormalLengths | RecordedLengths, share: float) -> int:
 
 
 def _uniform(seed: int, what: str, task_id: str) -> float:
-    """A number in (0, 1) that is drawn by name: equal wherever and however often it is asked for."""
+    """Return a number in (0, 1) that is drawn by name: equal wherever and however often it is asked for."""
     digest = blake2b(f"{seed}/{what}/{task_id}".encode(), digest_size=8).digest()
     return ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2**52

@@ -178,7 +178,7 @@ class Policy:
         return Completion(text, generation.token_ids, generation.finish_reason, call.number)
 
     def _seeded(self, call: Call) -> Sampling:
-        """The sampling of a call, whose seed is other than its siblings' and always the same."""
+        """Return the sampling of a call, whose seed is other than its siblings' and always the same."""
         name = f"{self._rollout_id}/{call.number}"
         digest = blake2b(name.encode(), digest_size=8).digest()
         return replace(call.sampling, seed=int.from_bytes(digest, "big") >> 1)

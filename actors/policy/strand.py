@@ -26,7 +26,7 @@ class Call:
 
     @property
     def is_trained(self) -> bool:
-        """Whether its tokens enter the loss."""
+        """Return whether its tokens enter the loss."""
         return self.trainable and self.sampling.temperature > 0
 
 
@@ -47,7 +47,7 @@ class Strand:
 
     @property
     def routed(self) -> list[np.ndarray]:
-        """The experts of its tokens, from the first on, in pieces."""
+        """Return the experts of its tokens, from the first on, in pieces."""
         pieces = (generation.routed_experts for _, _, generation in self.sampled)
         return [piece for piece in pieces if piece is not None]
 
@@ -107,7 +107,7 @@ def _turn(span: slice, call: Call, generation: Generation, reward: float | None)
 
 
 def forked_from(token_ids: Sequence[int], strands: Sequence[Strand]) -> Fork | None:
-    """Where a context departs from one of `strands`: from the one that it shares most tokens with.
+    """Return where a context departs from one of `strands`: from the one that it shares most tokens with.
 
     A strand counts whose first prompt is shared at least; None where none is."""
     forks = [Fork(strand.number, _shared(token_ids, strand.tokens)) for strand in strands]
@@ -117,5 +117,5 @@ def forked_from(token_ids: Sequence[int], strands: Sequence[Strand]) -> Fork | N
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens that both begin with."""
+    """Return the number of tokens that both begin with."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

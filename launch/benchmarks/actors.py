@@ -62,12 +62,12 @@ class ActorLoad:
 
     @property
     def groups(self) -> int:
-        """Prompts in flight."""
+        """Return the number of prompts in flight."""
         return self.concurrency // SAMPLES
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that a round generates."""
+        """Return the number of tokens that a round generates."""
         return self.concurrency * self.new_tokens
 
     @property
@@ -132,7 +132,8 @@ def _state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 async def _measure(engine: SglangEngine, bus_url: str, load: ActorLoad) -> tuple[list[float], list[float]]:
-    """Tokens per second of each round, bare and through an actor; the first round only warms up."""
+    """Return the tokens per second of each round, bare and through an actor; the first round only warms
+    up."""
     bare, actor = [], []
     async with Bus.connect(BusConfig(url=bus_url), "bench", name="bench") as bus:
         await ensure(bus.js, bus.topology, shards=1)
@@ -144,12 +145,12 @@ async def _measure(engine: SglangEngine, bus_url: str, load: ActorLoad) -> tuple
 
 
 def _content(number: int, group: int) -> str:
-    """A prompt that no cache has seen before."""
+    """Return a prompt that no cache has seen before."""
     return f"round {number}, prompt {group}: continue"
 
 
 async def _bare(url: str, number: int, load: ActorLoad) -> float:
-    """Every request at once, answers read and not looked at."""
+    """Send every request at once; the answers are read and not looked at."""
     tokens = [list(_content(number, group).encode()) for group in range(load.groups) for _ in range(SAMPLES)]
     bodies = [
         request_body(

@@ -102,7 +102,7 @@ async def _speed(*command: str) -> float:
 
 
 async def _compiled(directory: Path) -> Path | None:
-    """The C publisher, or None where the compiler or libnats-dev is missing."""
+    """Return the C publisher, or None where the compiler or libnats-dev is missing."""
     compiler = shutil.which("cc")
     if compiler is None:
         return None
@@ -115,7 +115,7 @@ async def _compiled(directory: Path) -> Path | None:
 
 
 async def _new_stream(url: str) -> None:
-    """An empty stream: what earlier rounds stored must not slow the later ones."""
+    """Make an empty stream: what earlier rounds stored must not slow the later ones."""
     async with Bus.connect(BusConfig(url=url), RUN, name="bench") as bus:
         name = bus.topology.stream("BENCH")
         if any(info.config.name == name for info in await bus.js.streams_info()):

@@ -61,7 +61,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of one step."""
+        """Return the number of tokens of one step."""
         return self.micro_batch * self.micro_batches
 
     def samples(self) -> list[Sample]:
@@ -115,7 +115,7 @@ def qwen3_600m(*, tokens: int) -> Workload:
 def qwen3(
     hidden: int, intermediate: int, layers: int, heads: int, groups: int, head_dim: int, vocab: int
 ) -> Qwen3Config:
-    """The shape of a model with tied embeddings."""
+    """Return the shape of a model with tied embeddings."""
     return Qwen3Config(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -135,7 +135,7 @@ Step = Callable[[], object]
 
 
 def ours(workload: Workload, *, recompute: bool = False, objective: Objective = OVER_TOKENS) -> Step:
-    """A step of the learner on batches that are packed."""
+    """Return a step of the learner on batches that are packed."""
     model = Qwen3ForCausalLM(workload.model)
     parallel = ParallelConfig(recompute="full" if recompute else "none")
     trainer = Trainer(workload.model, model.state_dict(), OPTIMIZER, dtype=workload.dtype, parallel=parallel)
@@ -144,19 +144,19 @@ def ours(workload: Workload, *, recompute: bool = False, objective: Objective = 
 
 
 def over_sequences(workload: Workload) -> Step:
-    """A step of the learner with a loss of whole sequences, whose logits are made twice."""
+    """Return a step of the learner with a loss of whole sequences, whose logits are made twice."""
     return ours(workload, objective=OVER_SEQUENCES)
 
 
 def bare(workload: Workload) -> Step:
-    """A step of megatron-core as it comes, with nothing of ours."""
+    """Return a step of megatron-core as it comes, with nothing of ours."""
     loop = BareLoop(workload.model, workload.dtype, lr=OPTIMIZER.lr)
     batches = [batch.to(device()) for batch in pack(workload.samples(), workload.micro_batch)]
     return lambda: loop.step(batches)
 
 
 def hugging_face(workload: Workload) -> Step:
-    """A step of transformers with torch's AdamW; on CUDA with liger-kernel, where it is installed."""
+    """Return a step of transformers with torch's AdamW; on CUDA with liger-kernel, where it is installed."""
     if torch.cuda.is_available():
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 

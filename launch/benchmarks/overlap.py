@@ -103,7 +103,8 @@ async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> d
 
 
 def measured(measurement: "Measurement", failure: SluiceError | None) -> dict[str, Json]:
-    """The figures of the turns as far as they came. Raises `SluiceError` if `failure` came before any."""
+    """Return the figures of the turns as far as they came. Raises `SluiceError` if `failure` came before
+    any."""
     burst = measurement.config.admission.max_staleness + 1
     turns = trained(measurement.heard, measurement.turns, burst=burst)
     if failure is not None and not turns:
@@ -244,7 +245,7 @@ class Measurement:
 
 
 def _settled(mode: str, earliest: int, heard: Heard) -> int:
-    """The first step from `earliest` on by which what began under another bound is over; 0 before it.
+    """Return the first step from `earliest` on by which what began under another bound is over; 0 before it.
 
     A single step may be on-policy by chance: each burst begins with one."""
     on_policy = {step for step in heard.steps if staleness(heard, step) == 0}

@@ -27,7 +27,7 @@ class Turn:
 
     @property
     def steps(self) -> range:
-        """Steps that count."""
+        """Return the steps that count."""
         return range(self.first + 1, self.last + 1)
 
 
@@ -59,7 +59,7 @@ class Heard:
 
     @property
     def step(self) -> int:
-        """The latest; 0 before the first."""
+        """Return the latest step; 0 before the first."""
         return max(self.steps, default=0)
 
     @property
@@ -83,5 +83,5 @@ class Heard:
         return float(ended - began)
 
     def step_s(self, steps: Sequence[int]) -> list[float]:
-        """Seconds that each took, waiting included, by the learner's clock."""
+        """Return the seconds that each took, waiting included, by the learner's clock."""
         return [round(number(self.steps[step], "time/step_s"), 3) for step in steps if step in self.steps]

@@ -22,7 +22,7 @@ ENOUGH_STEPS = 2
 
 
 def trained(heard: Heard, turns: Sequence[Turn], *, burst: int) -> list[Turn]:
-    """The turns with the steps of which everything is known, those with enough of them to count.
+    """Return the turns with the steps of which everything is known, those with enough of them to count.
 
     Of an asynchronous turn that was cut whole bursts count, of `burst` steps each: within one, the first step
     waits for all. Of a synchronous one `ENOUGH_STEPS` do, or more."""
@@ -86,7 +86,7 @@ def account_of(config: RunConfig, run: RunDirectory, go_on: Callable[[], None]) 
 
 
 def staleness(heard: Heard, step: int) -> float:
-    """The worst of a step, in versions."""
+    """Return the worst of a step, in versions."""
     return number(heard.steps[step], "staleness/max_versions")
 
 
@@ -105,12 +105,12 @@ def _turn_figures(heard: Heard, turn: Turn) -> dict[str, Json]:
 
 
 def _rate(heard: Heard, turn: Turn) -> float:
-    """Trajectories trained per second."""
+    """Return the trajectories trained per second."""
     return _summed(heard, "train/trajectories", [turn]) / _wall_s(heard, [turn])
 
 
 def _mode(config: RunConfig, heard: Heard, turns: Sequence[Turn]) -> dict[str, float]:
-    """The figures of all turns of one mode."""
+    """Return the figures of all turns of one mode."""
     wall_s = _wall_s(heard, turns)
     steps = sum(len(turn.steps) for turn in turns)
     waited_s = _summed(heard, "time/waiting_for_batch_s", turns)
@@ -136,12 +136,12 @@ def _mode(config: RunConfig, heard: Heard, turns: Sequence[Turn]) -> dict[str, f
 
 
 def _idle(busy: float) -> float:
-    """The rest of a share; between two readings a counter is guessed, so it may be a little over 1."""
+    """Return the rest of a share; between two readings a counter is guessed, so it may be a little over 1."""
     return 1 - busy if busy > 1.1 else max(0.0, 1 - busy)
 
 
 def _slots(config: RunConfig, heard: Heard) -> int:
-    """Requests that all engines may have at once."""
+    """Return the number of requests that all engines may have at once."""
     fleet, engine = config.actors.fleet, config.actors.engine
     own = engine.slots if isinstance(engine, EmbeddedEngineConfig) else fleet.requests_per_engine
     return heard.engines * min(own, fleet.requests_per_engine)

@@ -20,7 +20,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def defaults(model: str, directory: Path, *, devices: Mapping[str, int | None]) -> Layer:
-    """The settings of the measured run, under those that the user gives.
+    """Return the settings of the measured run, under those that the user gives.
 
     Args:
         model: a name in `bench_models`.
@@ -84,7 +84,7 @@ def settings(layers: Layer, below: Layer, model: str, *, prompt_tokens: int) -> 
 
 
 def _context(config: RunConfig, model: str) -> int:
-    """Positions of the model."""
+    """Return the number of positions of the model."""
     if config.model.path is None or not config.model.path.exists():
         return int(shape(model).max_position_embeddings)
     found = json.loads((config.model.path / "config.json").read_text())

@@ -14,7 +14,8 @@ from learner.world.process_group import device
 
 
 def shape(name: str) -> Qwen3Config:
-    """The configuration of the model with this name. Raises `ConfigError` for one that there is not."""
+    """Return the configuration of the model with this name. Raises `ConfigError` for one that there is
+    not."""
     if name not in SHAPES:
         raise ConfigError(f"no model {name!r} to measure with: there are {', '.join(SHAPES)}")
     return Qwen3Config(
@@ -33,7 +34,7 @@ def refuse_several(engine: SglangEngineConfig) -> None:
 
 
 def random_model(name: str, *, seed: int = 0, where: torch.device | None = None) -> Qwen3ForCausalLM:
-    """The model in its dtype with weights drawn from `seed`, by default on the GPU if there is one."""
+    """Return the model in its dtype with weights drawn from `seed`, by default on the GPU if there is one."""
     config = shape(name)
     torch.manual_seed(seed)
     with where or device():

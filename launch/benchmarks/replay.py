@@ -54,7 +54,7 @@ FULL = Size(rounds=15, written=2048, stored=65536, many=1_000_000, messages=1000
 
 
 def bench_replay(*, full: bool = False, directory: Path | None = None) -> dict[str, Json]:
-    """All ratios with their limits, and the absolute figures behind them. Works below `directory`."""
+    """Return all ratios with their limits, and the absolute figures behind them. Works below `directory`."""
     size = FULL if full else QUICK
     ratios: dict[str, Json] = {}
     absolute: dict[str, Json] = {"cores": os.cpu_count(), "full": full}

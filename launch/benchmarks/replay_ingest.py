@@ -86,7 +86,7 @@ async def _measure(directory: Path, size: Size) -> tuple[Figures, Figures]:
 
 
 async def _together(publish: Step, take: Take) -> float:
-    """Seconds until all was published and taken, both at once."""
+    """Return the seconds until all was published and taken, both at once."""
     began = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
         publishing = tasks.create_task(publish())
@@ -97,7 +97,7 @@ async def _together(publish: Step, take: Take) -> float:
 
 
 async def _after(publish: Step, take: Take) -> float:
-    """Seconds of taking what was published before."""
+    """Return the seconds of taking what was published before."""
     await publish()
     began = time.perf_counter()
     return await take() - began

@@ -136,7 +136,7 @@ async def _all_stored(directory: Path) -> None:
 
 
 def _count(directory: Path) -> tuple[int, int]:
-    """Leases issued, and those whose group is not complete in the shard where it belongs."""
+    """Return the leases issued, and those whose group is not complete in the shard where it belongs."""
     with closing(Ledger.open(directory / "ledger.sqlite")) as ledger:
         issued = ledger.next_id
     complete: set[int] = set()
@@ -151,7 +151,7 @@ def _count(directory: Path) -> tuple[int, int]:
 
 @asynccontextmanager
 async def _part(name: str, url: str, directory: Path) -> AsyncIterator[tuple[int, int]]:
-    """One of them at work, until the end: its process id, and its memory before it connected."""
+    """Yield one of them at work, until the end: its process id, and its memory before it connected."""
     process = await asyncio.create_subprocess_exec(
         *module_command(__name__, name, url, str(directory)), stdin=PIPE, stdout=PIPE
     )

@@ -106,7 +106,8 @@ async def _steps(bus: Bus, way: str, read: Literal["auto", "bus"]) -> dict[str, 
 
 
 async def _measured(fetch: Callable[[], Awaitable[list[list[Trajectory]]]]) -> tuple[float, ...]:
-    """Seconds of a fetch, of its CPU in all threads and in the loop's, and of the loop's longest absence."""
+    """Return the seconds of a fetch, of its CPU in all threads and in the loop's, and of the loop's longest
+    absence."""
     absences = [0.0]
 
     async def tick() -> None:

@@ -56,7 +56,7 @@ class Material:
         return len(self.ends)
 
     def trajectory(self, row: int, number: int, group: int = GROUP) -> Trajectory:
-        """The tokens of `row` as the run's `number`-th trajectory, in groups of so many."""
+        """Return the tokens of `row` as the run's `number`-th trajectory, in groups of so many."""
         lease_id, sample = divmod(number, group)
         part = slice(int(self.begins[row]), int(self.ends[row]))
         return Trajectory(

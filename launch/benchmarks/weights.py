@@ -96,12 +96,12 @@ class Following:
 
     @property
     def pause_s(self) -> float:
-        """Seconds that generation stood still for the latest version."""
+        """Return the seconds that generation stood still for the latest version."""
         return self._follower.pause_s
 
     @property
     def receive_s(self) -> float:
-        """Seconds until the latest version was here, verified."""
+        """Return the seconds until the latest version was here, verified."""
         return self._follower.receive_s
 
     async def served(self, version: int) -> float:
@@ -194,7 +194,7 @@ async def _bench(
 async def _train_and_publish(
     learning: Learning, publisher: WeightPublisher, following: Following, engine: Engine, versions: int
 ) -> Measured:  # fmt: skip
-    """The learner's loop as far as publication is concerned."""
+    """Run the learner's loop as far as publication is concerned."""
     measured = Measured()
     for step in range(STEPS_BEFORE):
         await learning.in_thread(learning.step)

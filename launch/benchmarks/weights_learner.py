@@ -35,7 +35,8 @@ def medium() -> Workload:
 
 
 def named(model: str, tokens: int) -> Workload:
-    """A model of `SHAPES`, trained on so many tokens a step. Raises `ConfigError` for an unknown name."""
+    """Return a model of `SHAPES`, trained on so many tokens a step. Raises `ConfigError` for an unknown
+    name."""
     return Workload(shape(model), torch.bfloat16, min(SEQUENCE, tokens), tokens, 1, rounds=0)
 
 
@@ -76,11 +77,12 @@ class Learning:
 
     @property
     def copy_s(self) -> float:
-        """Seconds of the latest copy."""
+        """Return the seconds of the latest copy."""
         return self._host.seconds
 
     def bare_copy_s(self) -> float:
-        """Seconds that as many bytes take from the device to the host when nothing else is done."""
+        """Return the seconds that as many bytes take from the device to the host when nothing else is
+        done."""
         weights = [p.detach() for chunk in self._trainer.chunks for p in chunk.parameters()]
         if not self._bare:
             self._bare = [torch.zeros(w.shape, dtype=w.dtype, pin_memory=w.is_cuda) for w in weights]

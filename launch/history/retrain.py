@@ -24,7 +24,7 @@ log = structlog.get_logger()
 
 
 def recorded_config(run: RunDirectory, config: Path | None = None) -> RunConfig:
-    """The settings that the run's learner had when it last started, or those in the file `config`.
+    """Return the settings that the run's learner had when it last started, or those in the file `config`.
 
     Raises `ConfigError` when the run's directory is not here, is of another format, or does not say.
     """
@@ -56,7 +56,8 @@ async def retrain(
 
 
 def scored_by(run: RunDirectory, name: str) -> Callable[[Trajectory], float]:
-    """The rewards of a score table; `ConfigError` for a table, or a trajectory in it, that is missing."""
+    """Return the rewards of a score table; `ConfigError` for a table, or a trajectory in it, that is
+    missing."""
     scores = load_scores(scores_path(run.path, name))
 
     def reward(trajectory: Trajectory) -> float:
@@ -150,7 +151,7 @@ def _shard(run: RunDirectory, number: int) -> ReplayStore:
 
 
 def _differences(before: Mapping[str, Json], after: Mapping[str, Json]) -> dict[str, Json]:
-    """Values of `after` that are others, by dotted key."""
+    """Return the values of `after` that are others, by dotted key."""
     found: dict[str, Json] = {}
     for key, value in after.items():
         old = before.get(key)

@@ -44,7 +44,7 @@ class Part:
 
     @property
     def running(self) -> asyncio.subprocess.Process | None:
-        """The process, unless it has ended."""
+        """Return the process, unless it has ended."""
         return self.process if self.process is not None and self.process.returncode is None else None
 
 

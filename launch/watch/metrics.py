@@ -101,7 +101,7 @@ class Step:
 
     @property
     def training_s(self) -> float:
-        """Time of the step without waiting."""
+        """Return the time of the step without waiting."""
         return max(0.0, self.step_s - self.waiting_s - self.publish_stall_s)
 
 
@@ -125,7 +125,7 @@ class Evaluation:
 
     @property
     def where(self) -> str:
-        """The version as a screen shows it, with remarks on how it was measured."""
+        """Return the version as a screen shows it, with remarks on how it was measured."""
         return f"v{self.policy_version}" + remarks(None if self.exact else self.drawn_by, self.failed)
 
 
@@ -155,12 +155,12 @@ class History:
 
     @property
     def last(self) -> Step | None:
-        """The step trained last."""
+        """Return the step trained last."""
         return self.steps[next(reversed(self.steps))] if self.steps else None
 
     @property
     def trains_from(self) -> int | None:
-        """Version with which reinforcement learning began; it is known from the first step on."""
+        """Return the version with which reinforcement learning began; it is known from the first step on."""
         return None if self.last is None else self.last.policy_version - self.last.step
 
     def recent_reward(self, steps: int = 10) -> float:

@@ -114,11 +114,11 @@ class RunMonitor:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since this monitor began."""
+        """Return the seconds since this monitor began."""
         return self._clock() - self._started_s
 
     def silent_s(self, process: Process) -> float:
-        """Seconds that a process has been silent; 0 while it speaks as often as it should."""
+        """Return the seconds that a process has been silent; 0 while it speaks as often as it should."""
         silence = self._clock() - process.heard_s
         return silence if silence > SILENT_S else 0.0
 
@@ -148,7 +148,7 @@ class RunMonitor:
 
     @property
     def trains_from(self) -> int:
-        """Version with which reinforcement learning began; 0 as long as nobody knows."""
+        """Return the version with which reinforcement learning began; 0 as long as nobody knows."""
         learner = self.values("learner")
         if learner.get("stage") in ("rl", "done"):
             return integer(learner, "policy_version") - integer(learner, "step")
@@ -156,13 +156,14 @@ class RunMonitor:
 
     @property
     def generated_tokens_per_s(self) -> float:
-        """Tokens that all actors generate per second, without silent ones."""
+        """Return the tokens that all actors generate per second, without silent ones."""
         rates = (number(actor.status.values, "generated_tokens_per_s") for actor in self.actors())
         return sum(rate for rate in rates if rate == rate)
 
     @property
     def trajectories_published(self) -> int:
-        """Trajectories counted by all actors that were ever heard; or those stored, if they are more."""
+        """Return the number of trajectories counted by all actors that were ever heard; or those stored, if
+        they are more."""
         return max(sum(self._published.values()), integer(self.values("storage"), "trajectories_stored"))
 
     @property

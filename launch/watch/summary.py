@@ -21,7 +21,7 @@ def summarise(
     monitor: RunMonitor, *, run: RunDirectory, progress: Mapping[str, Json] | None,
     checkpoint: Path | None, wall_s: float,
 ) -> Summary:  # fmt: skip
-    """Everything a run is judged by. None (null) stands for what was not measured.
+    """Return everything a run is judged by. None (null) stands for what was not measured.
 
     Args:
         monitor: which watched the run until its processes ended.

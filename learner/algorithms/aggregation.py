@@ -24,17 +24,17 @@ Aggregated = tuple[np.ndarray, np.ndarray]
 
 
 def token_mean(lengths: np.ndarray, prompts: np.ndarray) -> Aggregated:
-    """Mean over all tokens (DAPO, arXiv:2503.14476, eq. 8)."""
+    """Return the mean over all tokens (DAPO, arXiv:2503.14476, eq. 8)."""
     return np.ones(len(lengths)), lengths.astype(np.float64)
 
 
 def sequence_mean(lengths: np.ndarray, prompts: np.ndarray) -> Aggregated:
-    """Mean over trajectories of the mean over their tokens (GRPO, arXiv:2402.03300, eq. 3)."""
+    """Return the mean over trajectories of the mean over their tokens (GRPO, arXiv:2402.03300, eq. 3)."""
     return 1.0 / np.maximum(lengths, 1), (lengths > 0).astype(np.float64)
 
 
 def prompt_mean(lengths: np.ndarray, prompts: np.ndarray) -> Aggregated:
-    """Mean over prompts of the mean over all tokens of a prompt's trajectories."""
+    """Return the mean over prompts of the mean over all tokens of a prompt's trajectories."""
     _, of = np.unique(prompts, return_inverse=True)
     tokens = np.bincount(of, weights=lengths)[of]
     weights = 1.0 / np.maximum(tokens, 1)
@@ -42,7 +42,8 @@ def prompt_mean(lengths: np.ndarray, prompts: np.ndarray) -> Aggregated:
 
 
 def constant(lengths: np.ndarray, prompts: np.ndarray, *, tokens: int) -> Aggregated:
-    """Mean over trajectories of their tokens' sum divided by a constant (Dr. GRPO, arXiv:2503.20783)."""
+    """Return the mean over trajectories of their tokens' sum divided by a constant (Dr. GRPO,
+    arXiv:2503.20783)."""
     return np.ones(len(lengths)), np.full(len(lengths), float(tokens))
 
 

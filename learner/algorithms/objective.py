@@ -95,12 +95,13 @@ class Objective:
 
     @cached_property
     def loss_function(self) -> Callable[[LossTokens], tuple[Tensor, Sums]]:
-        """The loss with its settings; looked up once, since every chunk of every micro-batch calls it."""
+        """Return the loss with its settings; looked up once, since every chunk of every micro-batch calls
+        it."""
         return chosen_function("loss", self.loss, LOSSES)
 
     @cached_property
     def correction_function(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Sums]]:
-        """The correction with its settings, which is not "none"; looked up once."""
+        """Return the correction with its settings, which is not "none"; looked up once."""
         return chosen_function("correction", self.correction, CORRECTIONS)
 
     @property

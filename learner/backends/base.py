@@ -80,7 +80,8 @@ class Backend(Protocol):
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that train other trajectories on the same weights; its rank says which share is ours.
+        """Return the ranks that train other trajectories on the same weights; its rank says which share is
+        ours.
 
         The rank calls it to fetch its groups, `rl_step` to add up the counts of a batch."""
 
@@ -105,7 +106,8 @@ class Backend(Protocol):
         """
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs and entropy in nats, float32 [2, T] on the host, of the labels of each micro-batch.
+        """Return the log-probs and entropy in nats, float32 [2, T] on the host, of the labels of each
+        micro-batch.
 
         NaN where no label is trained. Nothing of the backend changes."""
 
@@ -125,19 +127,19 @@ class Backend(Protocol):
         The other ranks call this as well where rank 0 calls `exported` and exhausts `Exported.rest`."""
 
     def exported(self) -> Exported:
-        """The weights as rank 0 has them, to copy them at once."""
+        """Return the weights as rank 0 has them, to copy them at once."""
 
     def keep_until(self, read: torch.cuda.Event) -> None:
         """Have the device change no weight before `read`; the host does not wait."""
 
     @property
     def size_bytes(self) -> int:
-        """Size of the weights on this rank."""
+        """Return the size of the weights on this rank."""
 
     # --- checkpoints: learner/checkpoint/commit.py ---
 
     def fingerprint(self) -> dict[str, JsonValue]:
-        """The model's hyperparameters that decide which weights fit it."""
+        """Return the model's hyperparameters that decide which weights fit it."""
 
     def other_hyperparameters(self, hf_config: PretrainedConfig) -> list[str]:
         """List, for people, those by which weights of a model `hf_config` do not fit this one."""

@@ -38,7 +38,8 @@ def build_backend(
     model: ModelConfig, hf_config: PretrainedConfig, state: State, optimizer: OptimizerConfig,
     parallel: ParallelConfig,
 ) -> Backend:  # fmt: skip
-    """The backend with a model that has the weights `state`, in the world that `init_world` divided."""
+    """Return the backend with a model that has the weights `state`, in the world that `init_world`
+    divided."""
     return BACKENDS["megatron"](
         hf_config,
         state,

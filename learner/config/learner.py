@@ -122,7 +122,7 @@ class LearnerConfig(Config):
 
     @property
     def used_correction(self) -> UsedCorrection:
-        """The correction as configured, or the one that suits the loss."""
+        """Return the correction as configured, or the one that suits the loss."""
         if not isinstance(self.correction, AutoCorrection):
             return self.correction
         return NoCorrection() if _has_its_own_ratio(self.loss) else TokenTIS()

@@ -40,17 +40,17 @@ class StepBatch:
 
     @property
     def reward_mean(self) -> float:
-        """Mean over the batch's trajectories."""
+        """Return the mean over the batch's trajectories."""
         return self.reward_sum / max(1, self.trajectories)
 
     @property
     def staleness_mean(self) -> float:
-        """Mean over the batch's trajectories, in versions."""
+        """Return the mean over the batch's trajectories, in versions."""
         return self.staleness_sum / max(1, self.trajectories)
 
     @property
     def response_tokens_mean(self) -> float:
-        """Mean over the batch's trajectories."""
+        """Return the mean over the batch's trajectories."""
         return self.response_tokens / max(1, self.trajectories)
 
     def xxh3(self) -> str:

@@ -36,7 +36,7 @@ class Sample:
 
     @property
     def trained_tokens(self) -> int:
-        """Number of tokens that are trained."""
+        """Return the number of tokens that are trained."""
         return int(np.count_nonzero(self.loss_mask[1:]))
 
     def with_streams(self, **streams: StreamValues) -> Self:

@@ -29,7 +29,7 @@ class Stream:
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
-        """The dtype of its values in numpy."""
+        """Return the dtype of its values in numpy."""
         return torch.empty(0, dtype=self.dtype).numpy().dtype
 
 

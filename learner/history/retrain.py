@@ -97,7 +97,7 @@ def retrain_steps(
 
 
 def last_step(settings: LearnerSettings) -> int:
-    """The newest step of the lineage. Raises `ConfigError` when there is none."""
+    """Return the newest step of the lineage. Raises `ConfigError` when there is none."""
     steps = lineage.steps(settings.lineage)
     if not steps:
         raise ConfigError(f"{settings.lineage} holds no step: nothing was trained yet, or not on this host")
@@ -105,7 +105,7 @@ def last_step(settings: LearnerSettings) -> int:
 
 
 def summary(steps: Sequence[RetrainedStep]) -> dict[str, Json]:
-    """All steps together, then each."""
+    """Return all steps together, then each."""
     compared = [step.batch_equal for step in steps if step.batch_equal is not None]
     return {
         "batches": len(compared),
@@ -118,7 +118,7 @@ def summary(steps: Sequence[RetrainedStep]) -> dict[str, Json]:
 
 
 def _begin(settings: LearnerSettings, initial: Initial, step: int) -> tuple[Backend, Progress]:
-    """The newest state up to `step` that there is; of step 0 always the initial model."""
+    """Return the newest state up to `step` that there is; of step 0 always the initial model."""
     root = settings.checkpoints
     while step > 0:
         found = checkpoints.steps(root)

@@ -152,7 +152,8 @@ class Shadow:
         return False
 
     async def _next_step(self) -> StepGroups | None:
-        """The step after ours once the learner has trained it; None when it trains no more, or on `stop`."""
+        """Return the step after ours once the learner has trained it; None when it trains no more, or on
+        `stop`."""
         while (given := await self._asked(self.progress.step + 1)) is not None:
             step, over = self.progress.step, given.stage == "done"
             if given.incarnation != self._followed and (over or given.trained_through >= step):
@@ -170,7 +171,8 @@ class Shadow:
         return None
 
     async def _first_other_step(self, trained_through: int) -> int | None:
-        """The first of our steps that the learner now has otherwise, or no longer; None when all agree."""
+        """Return the first of our steps that the learner now has otherwise, or no longer; None when all
+        agree."""
         ours = await asyncio.to_thread(lineage.steps, self._settings.learner.lineage)
         for step, line in ours.items():
             if step <= self.progress.step:
@@ -190,7 +192,7 @@ class Shadow:
         return asking.result()
 
     async def _fetch(self, given: StepGroups) -> list[list[Trajectory]] | None:
-        """The groups of a step; None when they were retired, which is counted, or on `stop`."""
+        """Return the groups of a step; None when they were retired, which is counted, or on `stop`."""
         self._doing = f"reading step {given.step}"
         fetching = asyncio.create_task(self._reader.fetch(given.groups, on_wait=self._on_wait))
         try:

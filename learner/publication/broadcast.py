@@ -121,7 +121,8 @@ class Broadcaster:
             group.living.cancel()
 
     async def _newest_copy(self, at_least: int) -> "SharedCopy":
-        """The newest weights, which are not older than the announcement that made somebody ask for them."""
+        """Return the newest weights, which are not older than the announcement that made somebody ask for
+        them."""
         async with self._copying:
             for _ in range(COPIES):
                 weights = self._announced()
@@ -138,7 +139,8 @@ class Broadcaster:
         raise BusError(f"{COPIES} versions were announced while they were copied, the last at {at_least}")
 
     def _copied(self, weights: Weights) -> SharedCopy:
-        """A copy, in memory that is there already if there is any: new memory takes seconds to lock."""
+        """Return a copy, in memory that is there already if there is any: new memory takes seconds to
+        lock."""
         memory = self._spares.pop() if self._spares else None
         with ThreadPoolExecutor(self._threads, "copy") as threads:
             copy = SharedCopy(weights, memory, threads)
@@ -160,7 +162,7 @@ class Broadcaster:
             raise
 
     async def _new_group(self, wanted: BroadcastWanted, copy: SharedCopy) -> "_Group":
-        """A group whose ranks may come. Raises `BusError` when its process does not start."""
+        """Return a group whose ranks may come. Raises `BusError` when its process does not start."""
         on_gpu = wanted.device == "cuda" and torch.cuda.is_available()
         name = f"sluice-{self._incarnation}-{secrets.token_hex(6)}"  # a name is never used twice
         order = {
@@ -277,7 +279,8 @@ class _SenderProcess:
             await self._process.stdin.drain()
 
     async def says(self, what: str, timeout_s: float, *, request: Line | None = None) -> Line:
-        """Its next line, which must have the key `what`. Raises `BusError` when it has not, or is late."""
+        """Return its next line, which must have the key `what`. Raises `BusError` when it has not, or is
+        late."""
         assert self._process.stdout is not None, "it is a pipe"
         try:
             async with self._talking, asyncio.timeout(timeout_s):

@@ -200,7 +200,7 @@ class Source:
         return torch.from_numpy(memory), unlocked
 
     def _placed(self, asked: Line) -> Iterator[torch.Tensor]:
-        """The bytes of each bucket, where the group's backend takes them from."""
+        """Return the bytes of each bucket, where the group's backend takes them from."""
         memory, spans = self._mapped[asked["memory"]], _spans(asked)
         if self._device == "cpu":
             return (memory[begin:end] for begin, end in spans)
@@ -210,7 +210,8 @@ class Source:
         )
 
     def _staged(self, memory: torch.Tensor, spans: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
-        """The bytes of each bucket on the device, where one is copied while the one before is broadcast.
+        """Yield the bytes of each bucket on the device, where one is copied while the one before is
+        broadcast.
 
         They lie at the start of the buffer and at its end in turn. What was yielded is to be used, on the
         current stream, before the next is asked for."""

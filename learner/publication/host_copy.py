@@ -31,7 +31,7 @@ class Copied:
         self._tensors = tensors
 
     async def arrived(self) -> Mapping[str, HostTensor]:
-        """The weights by Hugging Face name, when all are here."""
+        """Return the weights by Hugging Face name, when all are here."""
         if self.done is not None:
             await asyncio.to_thread(self.done.synchronize)
         return self._tensors
@@ -115,7 +115,7 @@ class _Buffers:
 
 
 def host_tensors(state: Mapping[str, Tensor]) -> dict[str, HostTensor]:
-    """The same memory as words; tensors must be contiguous and on the host."""
+    """Return the same memory as words; tensors must be contiguous and on the host."""
     found = {}
     for name, tensor in state.items():
         size = tensor.element_size()

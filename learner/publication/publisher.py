@@ -70,7 +70,7 @@ class WeightPublisher:
         """The version that a snapshot was stored of on demand, and until when not again."""
 
     def announced(self) -> Weights | None:
-        """The weights announced last; their tensors stay as they are until others are announced."""
+        """Return the weights announced last; their tensors stay as they are until others are announced."""
         return self._weights
 
     async def start(self, model: Path) -> None:

@@ -38,7 +38,7 @@ class Bucket:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all its tensors, with the gaps between them."""
+        """Return the size of all its tensors, with the gaps between them."""
         return self.end - self.begin
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], size_bytes: int) -> None:
@@ -127,7 +127,7 @@ class SharedCopy:
 
 
 def laid_out(weights: Weights) -> list[Bucket]:
-    """Tensors together as far as they are small, in order; a larger one is alone."""
+    """Return tensors together as far as they are small, in order; a larger one is alone."""
     buckets: list[Bucket] = []
     for name, tensor in weights.tensors.items():
         size_bytes = -(-tensor.words.nbytes // ALIGNED) * ALIGNED

@@ -56,7 +56,7 @@ def host_memory(wanted: Iterable[tuple[Sequence[int], torch.dtype]], *, page_loc
 
 
 def page_bytes(size_bytes: int) -> int:
-    """Bytes of the pages that so many bytes lie on, one at least."""
+    """Return the number of bytes of the pages that so many bytes lie on, one at least."""
     return max(1, -(-size_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 

@@ -19,7 +19,7 @@ def device() -> torch.device:
 
 
 def world_rank() -> int:
-    """This process's number in the world, from 0; known before the world is."""
+    """Return this process's number in the world, from 0; known before the world is."""
     return int(os.environ.get("RANK", "0"))
 
 

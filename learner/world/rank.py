@@ -111,7 +111,7 @@ class Rank:
         return await self.in_thread(self._backend.export)
 
     async def copy_weights(self) -> Copied:
-        """The weights on their way to rank 0's host, to be published; nothing on the others.
+        """Return the weights on their way to rank 0's host, to be published; nothing on the others.
 
         They stay until the copy after the next."""
         if dist.get_rank() > 0:
@@ -125,7 +125,7 @@ class Rank:
 
     @property
     def copy_s(self) -> float:
-        """Seconds of the latest `copy_weights` that torch's work took."""
+        """Return the seconds of the latest `copy_weights` that torch's work took."""
         return self._host.seconds
 
     async def save(self, step: int, extra: Mapping[str, JsonValue]) -> None:

@@ -13,12 +13,12 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 
 def directory(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, once published."""
+    """Return where the checkpoint of `step` is, once published."""
     return root / f"step_{step:08d}"
 
 
 def temporary(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is prepared; made if missing, so several ranks may ask.
+    """Return where the checkpoint of `step` is prepared; made if missing, so several ranks may ask.
 
     One process calls `remove_leftovers(root)` when it starts, before anybody saves."""
     path = temporary_sibling(directory(root, step))
@@ -27,7 +27,7 @@ def temporary(root: Path, step: int) -> Path:
 
 
 def steps(root: Path) -> list[int]:
-    """Steps of the published checkpoints, ascending; none when `root` is missing."""
+    """Return the steps of the published checkpoints, ascending; none when `root` is missing."""
     if not root.exists():
         return []
     matches = (_NAME.fullmatch(path.name) for path in root.iterdir() if path.is_dir())
@@ -35,7 +35,7 @@ def steps(root: Path) -> list[int]:
 
 
 def latest(root: Path) -> Path | None:
-    """The checkpoint of the highest step."""
+    """Return the checkpoint of the highest step."""
     found = steps(root)
     return directory(root, found[-1]) if found else None
 

@@ -54,58 +54,58 @@ class RunDirectory:
 
     @property
     def exists(self) -> bool:
-        """Whether the run has been started."""
+        """Return whether the run has been started."""
         return self._path.is_dir()
 
     @property
     def path(self) -> Path:
-        """The run's directory."""
+        """Return the run's directory."""
         make_directory(self._path)
         return self._path
 
     @property
     def config(self) -> Path:
-        """The resolved configuration, JSON."""
+        """Return the path of the resolved configuration, JSON."""
         return self.path / "config.json"
 
     @property
     def learner_config(self) -> Path:
-        """The configuration with the learner's own settings over it, when it last started, JSON."""
+        """Return the path of the settings with which the learner last started, JSON."""
         return self.path / "learner.json"
 
     @property
     def metrics(self) -> Path:
-        """Every process's metrics, JSON Lines."""
+        """Return the path of every process's metrics, JSON Lines."""
         return self.path / "metrics.jsonl"
 
     @property
     def summary(self) -> Path:
-        """What came out in the end, JSON."""
+        """Return the path of the summary of what came out in the end, JSON."""
         return self.path / "summary.json"
 
     @property
     def curves(self) -> Path:
-        """The learning curves as a picture."""
+        """Return the path of the learning curves, a picture."""
         return self.path / "curves.png"
 
     @property
     def provenance(self) -> Path:
-        """What started the run, on which machine, with which versions, JSON."""
+        """Return the path of what started the run, on which machine, with which versions, JSON."""
         return self.path / "provenance.json"
 
     @property
     def ledger(self) -> Path:
-        """The dispatcher's SQLite database."""
+        """Return the path of the dispatcher's SQLite database."""
         return self.path / "ledger.sqlite"
 
     @property
     def checkpoints(self) -> Path:
-        """The learner's checkpoints."""
+        """Return the directory of the learner's checkpoints."""
         return self._directory("checkpoints")
 
     @property
     def export(self) -> Path:
-        """The trained model in Hugging Face format."""
+        """Return the directory of the trained model in Hugging Face format."""
         return self._directory("export")
 
     @property
@@ -115,22 +115,23 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """One log file a process."""
+        """Return the directory of the log files, one for each process."""
         return self._directory("logs")
 
     @property
     def bus(self) -> Path:
-        """The embedded nats-server's store."""
+        """Return the directory of the embedded nats-server's store."""
         return self._directory("bus")
 
     def shadow(self, name: str) -> Path:
-        """Everything that one shadow learner keeps. Raises `ConfigError` for a name that cannot be one."""
+        """Return everything that one shadow learner keeps. Raises `ConfigError` for a name that cannot be
+        one."""
         if not _NAME.fullmatch(name):
             raise ConfigError(f"shadow name {name!r}: use 1 to 64 of A-Z, a-z, 0-9, _ and -")
         return self._directory(f"shadows/{name}")
 
     def replay(self, shard: int) -> Path:
-        """The replay store of one shard."""
+        """Return the directory of the replay store of one shard."""
         return self._directory(f"replay/shard_{shard:02d}")
 
     def write_json(self, path: Path, value: Json) -> None:
@@ -169,7 +170,7 @@ class RunDirectory:
 
 
 def provenance() -> dict[str, Json]:
-    """What this process is: versions, code, machine, command line without credentials, start time."""
+    """Return what this process is: versions, code, machine, command line without credentials, start time."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
@@ -189,7 +190,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """The commit that this code was checked out at, marked when files have changed since."""
+    """Return the commit that this code was checked out at, marked when files have changed since."""
     if not (_SOURCE / ".git").exists():
         return None  # installed: a repository around the environment would be somebody else's
     commit = _git("rev-parse", "HEAD")

@@ -17,7 +17,7 @@ from storage.shard.ingest_checks import NEWEST_VERSION
 
 
 def older_of_the_same(manifest: PolicyManifest, than: PolicyManifest) -> bool:
-    """Whether one learner published `manifest` before `than`."""
+    """Return whether one learner published `manifest` before `than`."""
     same = manifest.incarnation == than.incarnation
     return same and manifest.policy_version < than.policy_version
 
@@ -45,7 +45,7 @@ class Admission:
     # --- what to issue ---
 
     def room(self) -> int:
-        """Leases that may be issued now.
+        """Return the number of leases that may be issued now.
 
         AReaL's capacity rule, with what was trained read from the ledger instead of computed from the
         version, so that it stays right when batch size or bound change on a resume.
@@ -83,7 +83,8 @@ class Admission:
         return issued
 
     def state(self, lease_id: int) -> LeaseState:
-        """What an actor that holds the lease should know; it may hear it once the ledger is flushed."""
+        """Return what an actor that holds the lease should know; it may hear it once the ledger is
+        flushed."""
         lease = self._ledger.rolling_out.get(lease_id)
         if lease is not None:
             return LeaseState(state="open", policy_version=lease.policy_version)
@@ -108,7 +109,7 @@ class Admission:
         return True
 
     def seen(self, shard: int) -> int:
-        """How many groups of that shard the ledger knows to be complete."""
+        """Return how many groups of that shard the ledger knows to be complete."""
         return int(self._ledger.facts.get(f"shard_{shard}", "0"))
 
     def on_stored(self, news: StoredGroups) -> bool:
@@ -141,7 +142,7 @@ class Admission:
     # --- what a step gets ---
 
     def batch(self, step: int, train_version: int, *, now_s: float) -> list[Use] | str:
-        """The groups of a step, the same whenever it is asked for, or what it waits for."""
+        """Return the groups of a step, the same whenever it is asked for, or what it waits for."""
         ledger = self._ledger
         if step in ledger.steps:
             return ledger.steps[step]
@@ -176,7 +177,8 @@ class Admission:
         return choose(config.sampler, ledger.stored.values(), again, ledger.rolling_out.values(), question)
 
     def _lacking(self) -> int:
-        """Groups yet to be stored before the next step keeps to the largest sample-to-insert ratio."""
+        """Return the number of groups yet to be stored before the next step keeps to the largest
+        sample-to-insert ratio."""
         at_most = self._config.sampler.max_samples_per_insert
         if at_most is None:
             return 0
@@ -250,7 +252,8 @@ class Admission:
         return self._ledger.roll_back(step)
 
     def unsettled(self) -> list[int]:
-        """Leases whose trajectories a step may still be given, or a resumed learner trains on again."""
+        """Return the leases whose trajectories a step may still be given, or a resumed learner trains on
+        again."""
         ledger, policy = self._ledger, self.policy
         committed = int(ledger.facts.get("committed", "-1"))
         needed = {use.lease_id for step, uses in ledger.steps.items() if step > committed for use in uses}
@@ -266,5 +269,5 @@ class Admission:
             raise FencedError(f"learner {incarnation} was replaced by {self._ledger.facts['incarnation']}")
 
     def is_fenced(self, incarnation: str) -> bool:
-        """Whether another learner took over from this one."""
+        """Return whether another learner took over from this one."""
         return self._ledger.facts.get("incarnation", incarnation) != incarnation

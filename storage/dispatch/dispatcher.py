@@ -82,7 +82,7 @@ class Dispatcher:
 
     @property
     def policy(self) -> PolicyManifest | None:
-        """The learner's newest version."""
+        """Return the learner's newest version."""
         return self._admission.policy
 
     def admit(self) -> None:
@@ -91,7 +91,7 @@ class Dispatcher:
         self._changed.set()
 
     def room(self) -> int:
-        """Leases that may be issued now."""
+        """Return the number of leases that may be issued now."""
         return self._admission.room()
 
     @property
@@ -359,7 +359,8 @@ class Dispatcher:
         return [known]
 
     async def _on_unsettled(self, request: UnsettledRequest) -> list[Message]:
-        """What a shard must keep: a step may still be given it, or a resumed learner trains on it again."""
+        """Return what a shard must keep: a step may still be given it, or a resumed learner trains on it
+        again."""
         needed = self._admission.unsettled()
         await asyncio.to_thread(self.ledger.flush)  # what is not among them stays so across a crash
         return [Unsettled(lease_ids=tuple(needed))]

@@ -76,13 +76,15 @@ class LostLeases:
         self._suspects, self._trajectories, self._events = missing, trajectories, events
 
     async def _has_unnamed(self) -> bool:
-        """Whether TASKS holds leases under the subject without their number, which older builds used."""
+        """Return whether TASKS holds leases under the subject without their number, which older builds
+        used."""
         subject = self._bus.subject("tasks", "rollout")
         found = await self._bus.js.stream_info(self._bus.topology.stream("TASKS"), subject)
         return bool(found.state.subjects)
 
     async def _all_read(self) -> bool:
-        """Whether no message that may be of a suspect waits to be read. A stream that is new has none."""
+        """Return whether no message that may be of a suspect waits to be read. A stream that is new has
+        none."""
         js, topology = self._bus.js, self._bus.topology
         there = (await js.stream_info(topology.stream("TRAJECTORIES"))).state
         if there.messages and there.first_seq <= self._trajectories <= there.last_seq:

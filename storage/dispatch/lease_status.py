@@ -28,7 +28,7 @@ class LeaseStatus:
         self._on_refund = on_refund
 
     async def answer(self, request: LeaseRequest) -> list[Message]:
-        """Where the lease stands. Counts the attempt that begins with this answer, or refuses it."""
+        """Return where the lease stands. Counts the attempt that begins with this answer, or refuses it."""
         if request.lease_id in self._ledger.rolling_out:
             if request.attempt:
                 self._count(request.lease_id)

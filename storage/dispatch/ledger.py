@@ -35,7 +35,7 @@ class Use:
 
     @property
     def lease_id(self) -> int:
-        """The lease it came from."""
+        """Return the lease it came from."""
         return self.group.lease_id
 
 
@@ -248,7 +248,7 @@ class Ledger:
     # --- questions ---
 
     def account(self) -> Account:
-        """Where every group is."""
+        """Return where every group is."""
         return Account(
             issued=self.next_id,
             rolling_out=len(self.rolling_out),
@@ -258,7 +258,7 @@ class Ledger:
         )
 
     def inserted(self) -> int:
-        """Groups that ever became complete while somebody wanted them."""
+        """Return the number of groups that ever became complete while somebody wanted them."""
         return len(self.stored) + self._trained + self.reasons["stale"]
 
     def owed(self, step: int, samples_each: float, *, oldest_version: int) -> float:
@@ -284,7 +284,7 @@ class Ledger:
                     yield group, len(steps)
 
     def was_issued(self, lease_id: int) -> bool:
-        """Whether this run ever gave that lease out."""
+        """Return whether this run ever gave that lease out."""
         return 0 <= lease_id < self.next_id
 
     def _complete(self, lease_id: int) -> Candidate:

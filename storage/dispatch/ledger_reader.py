@@ -23,7 +23,7 @@ def leases_of_steps(ledger: Path) -> dict[int, list[int]]:
 
 
 def facts_of(ledger: Path) -> dict[str, str]:
-    """The named values of a ledger. Raises `ConfigError`."""
+    """Return the named values of a ledger. Raises `ConfigError`."""
     return dict(_rows(ledger, "SELECT name, value FROM facts"))
 
 

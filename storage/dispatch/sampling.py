@@ -51,7 +51,7 @@ class Index:
 
     @classmethod
     def of(cls, groups: Iterable[tuple[Candidate, int]]) -> Self:
-        """The index of these groups and their uses."""
+        """Return the index of these groups and their uses."""
         rows = sorted(groups)
         return cls(
             lease_ids=np.array([group.lease_id for group, _ in rows], np.int64),
@@ -64,7 +64,7 @@ class Index:
         return len(self.lease_ids)
 
     def where(self, keep: NDArray[np.bool_]) -> "Index":
-        """The groups under the mask."""
+        """Return the groups under the mask."""
         return Index(self.lease_ids[keep], self.versions[keep], self.spreads[keep], self.uses[keep])
 
 
@@ -86,7 +86,7 @@ def choose(
     sampler: Sampler, stored: Collection[Candidate], used: Iterable[tuple[Candidate, int]],
     rolling_out: Iterable[Candidate], question: Question,
 ) -> Choice:  # fmt: skip
-    """The groups of a step by the configured strategy.
+    """Return the groups of a step by the configured strategy.
 
     Args:
         sampler: the strategy.
@@ -108,7 +108,8 @@ def oldest_first(
     stored: Iterable[Candidate], rolling_out: Iterable[Candidate], question: Question, *,
     again: Sequence[Candidate] = (),
 ) -> Choice:  # fmt: skip
-    """The oldest stored groups, if everything left behind can still be trained within the staleness bound.
+    """Return the oldest stored groups, if everything left behind can still be trained within the staleness
+    bound.
 
     A group issued at version u has its deadline at u + max_staleness. Taking younger groups past one that is
     still rolling out is fine until the steps left before its deadline no longer hold all that are due by
@@ -169,7 +170,7 @@ def strategy_weights(
 
 
 def draw(weights: NDArray[np.float64], count: int, *, seed: int, step: int) -> NDArray[np.int64]:
-    """Positions of `count` different groups, each next one drawn in proportion to its weight.
+    """Return the positions of `count` different groups, each next one drawn in proportion to its weight.
 
     By exponential clocks (Efraimidis & Spirakis 2006); numpy keeps raw bits the same across its versions.
     """
@@ -188,7 +189,7 @@ def importance_weights(
 
 
 def expired(stored: Iterable[Candidate], *, train_version: int, max_staleness: int) -> list[int]:
-    """Leases past the bound at `train_version`.
+    """Return the leases past the bound at `train_version`.
 
     Oldest first, only a changed bound or batch size brings that about; a random strategy passes some by.
     """
@@ -196,14 +197,16 @@ def expired(stored: Iterable[Candidate], *, train_version: int, max_staleness: i
 
 
 def room(*, owed: float, groups: int, max_staleness: int, samples_each: float) -> int:
-    """Groups that may be issued so that the steps within the bound can give each the samples it is owed.
+    """Return the number of groups that may be issued so that the steps within the bound can give each the
+    samples it is owed.
 
     With `samples_each` 1 this is AReaL's capacity rule (arXiv:2505.24298, eq. 3)."""
     return max(0, math.floor(((max_staleness + 1) * groups - owed) / samples_each + 1e-9))
 
 
 def lacking(*, samples: int, inserted: int, groups: int, at_most: float) -> int:
-    """Groups yet to be stored before the next step keeps to `at_most` samples a group on average."""
+    """Return the number of groups yet to be stored before the next step keeps to `at_most` samples a group on
+    average."""
     return max(0, math.ceil((samples + groups) / at_most - 1e-9) - inserted)
 
 
@@ -224,5 +227,5 @@ def _wait_for(straggler: Candidate, max_staleness: int, *, blockers: Sequence[Ca
 
 
 def _schedule(candidates: Iterable[Candidate], first_version: int, groups: int) -> dict[Candidate, int]:
-    """The version at which each is trained if they are taken in this order, `groups` a step."""
+    """Return the version at which each is trained if they are taken in this order, `groups` a step."""
     return {candidate: first_version + n // groups for n, candidate in enumerate(candidates)}

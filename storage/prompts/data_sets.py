@@ -56,12 +56,12 @@ class DataSets:
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """Prompts of the latest data set."""
+        """Return the prompts of the latest data set."""
         return self._prompts[self.latest.digest]
 
     @property
     def quarantined(self) -> int:
-        """Number of quarantined prompts in the latest data set."""
+        """Return the number of quarantined prompts in the latest data set."""
         return sum(digest == self.latest.digest for digest, _ in self._quarantined)
 
     def configure(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, source: str) -> None:

@@ -20,7 +20,7 @@ class RunFacts(Protocol):
 
     @property
     def run(self) -> str:
-        """This run's identity among those of its name; empty if not known yet."""
+        """Return this run's identity among those of its name; empty if not known yet."""
 
     @property
     def vocabulary(self) -> int | None:
@@ -28,10 +28,11 @@ class RunFacts(Protocol):
 
     @property
     def newest_version(self) -> int | None:
-        """The newest version it ever published."""
+        """Return the newest version it ever published."""
 
     def issue_version(self, lease_id: int) -> int | None:
-        """The learner's version when the lease was issued, if it is still rolling out and that is known."""
+        """Return the learner's version when the lease was issued, if it is still rolling out and that is
+        known."""
 
     async def look(self) -> None:
         """Hear what is new: actors may have heard of it first."""
@@ -47,17 +48,17 @@ class LedgerFacts:
 
     @property
     def run(self) -> str:
-        """This run's identity, which the ledger keeps."""
+        """Return this run's identity, which the ledger keeps."""
         return self.ledger.facts.get(RUN_ID, "")
 
     @property
     def vocabulary(self) -> int | None:
-        """Number of token ids, which the ledger keeps."""
+        """Return the number of token ids, which the ledger keeps."""
         return self._number(VOCABULARY)
 
     @property
     def newest_version(self) -> int | None:
-        """The newest version published, which the ledger keeps."""
+        """Return the newest version published, which the ledger keeps."""
         return self._number(NEWEST_VERSION)
 
     def issue_version(self, lease_id: int) -> int | None:

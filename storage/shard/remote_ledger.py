@@ -29,7 +29,7 @@ class IssuedLeases:
 
     @property
     def run(self) -> str:
-        """This run's identity among those of its name; empty if not known yet."""
+        """Return this run's identity among those of its name; empty if not known yet."""
         return self._known.run
 
     @property
@@ -39,7 +39,7 @@ class IssuedLeases:
 
     @property
     def newest_version(self) -> int | None:
-        """The newest version it ever published."""
+        """Return the newest version it ever published."""
         return self._known.newest_version
 
     def issue_version(self, lease_id: int) -> int | None:
@@ -51,7 +51,7 @@ class IssuedLeases:
         await self._ask()
 
     def was_issued(self, lease_id: int) -> bool:
-        """Whether this run ever gave that lease out, as far as was heard: ask `hear_of` first."""
+        """Return whether this run ever gave that lease out, as far as was heard: ask `hear_of` first."""
         return 0 <= lease_id < self._known.next_id
 
     async def hear_of(self, lease_id: int) -> None:

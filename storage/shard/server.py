@@ -164,8 +164,8 @@ class Shard:
         return [replace(news, lease_ids=leases, spreads=spreads, tokens=news.tokens[:ANSWER_SPREADS])]
 
     def _spread(self, lease_id: int) -> float:
-        """Mean over its episodes and agents of |reward - that agent's mean|; 0 when nothing of it is trained,
-        or it cannot be read, as after its removal."""
+        """Return the mean over its episodes and agents of |reward - that agent's mean|; 0 when nothing of it
+        is trained, or it cannot be read, as after its removal."""
         try:
             found = self.store.read([lease_id])
         except StorageError as error:

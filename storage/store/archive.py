@@ -48,7 +48,8 @@ def check_archive(archive: str) -> None:
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Whether trying again may help. Known by name: each driver has errors of its own, of no common base."""
+    """Return whether trying again may help. Known by name: each driver has errors of its own, of no common
+    base."""
     names = [kind.__name__ for kind in type(error).__mro__]
     return any(word in name for name in names for word in ("Connect", "Timeout"))
 

@@ -62,7 +62,7 @@ class CompleteGroups:
 
     @property
     def closed_short(self) -> int:
-        """Number of groups that were closed though trajectories were missing."""
+        """Return the number of groups that were closed though trajectories were missing."""
         return len(self._closed)
 
     def is_closed(self, lease_id: int) -> bool:

@@ -34,12 +34,12 @@ class Columns:
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
-        """The rows of `parts`, one after the other."""
+        """Return the rows of `parts`, one after the other."""
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__slots__))
 
     @classmethod
     def none(cls) -> Self:
-        """No rows."""
+        """Return no rows."""
         return cls(np.empty(0, np.int64), *(np.empty(0, np.int32) for _ in range(3)))
 
     def __len__(self) -> int:
@@ -67,7 +67,8 @@ def save_columns(path: Path, columns: Columns, ends: Sequence[int]) -> None:
 
 
 def load_columns(path: Path) -> tuple[Columns, NDArray[np.int64]]:
-    """What `save_columns` wrote. Raises `StorageError` when it is missing or anything in it has changed."""
+    """Return what `save_columns` wrote. Raises `StorageError` when it is missing or anything in it has
+    changed."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as found:  # checks their checksums
             leases = found["leases"]
@@ -102,7 +103,7 @@ class RowIndex:
         return len(self._leases)
 
     def columns(self, rows: slice = slice(None)) -> Columns:
-        """A copy."""
+        """Return a copy."""
         return Columns(
             np.array(self._leases[rows], np.int64),
             np.array(self._samples[rows], np.int32),
@@ -144,17 +145,17 @@ class RowIndex:
         return self._sizes[last] if last >= 0 else None
 
     def stored(self, lease_id: int) -> list[int]:
-        """Rows of the samples that are stored, by sample."""
+        """Return the rows of the samples that are stored, by sample."""
         rows = list(self._chain(self._last.get(lease_id, -1)))
         rows.sort(key=self._samples.__getitem__)
         return rows
 
     def tokens(self, lease_id: int) -> int:
-        """Return the tokens of all stored samples of a group."""
+        """Return the number of tokens of all stored samples of a group."""
         return sum(self._tokens[row] for row in self._chain(self._last.get(lease_id, -1)))
 
     def holds(self, lease_id: int, sample: int) -> bool:
-        """Whether this sample of the group is stored."""
+        """Return whether this sample of the group is stored."""
         last = self._last.get(lease_id, -1)
         return last >= 0 and self._holds(last, sample)
 

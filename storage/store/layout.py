@@ -45,7 +45,7 @@ class SegmentEntry:
 
     @property
     def name(self) -> str:
-        """Name of its directory, or of its file once it is retired."""
+        """Return the name of its directory, or of its file once it is retired."""
         kind = "retired" if self.retired else "segment"
         return f"{kind}_{self.first:08d}" + (f"-{self.last:08d}" if self.last > self.first else "")
 
@@ -64,14 +64,14 @@ class SegmentEntry:
         return cls(first, int(match[3] or first), retired=match[1] == "retired")
 
     def replaces(self, other: "SegmentEntry") -> bool:
-        """Whether `other` is what this one was made of."""
+        """Return whether `other` is what this one was made of."""
         if (self.first, self.last) == (other.first, other.last):
             return self.retired and not other.retired
         return self.first <= other.first and other.last <= self.last
 
 
 def find_entries(directory: Path) -> tuple[list[SegmentEntry], list[SegmentEntry]]:
-    """The entries of `directory` in order, without a gap from 0 on; and those that others replace.
+    """Return the entries of `directory` in order, without a gap from 0 on; and those that others replace.
 
     Raises `StorageError` naming what is foreign or follows a gap."""
     found = [SegmentEntry.parse(path) for path in directory.iterdir() if not path.name.startswith(".")]
@@ -130,7 +130,7 @@ def choose_retirement(
 
 
 def merged(entries: Collection[SegmentEntry], size_bytes: int = 0) -> SegmentEntry:
-    """The entry that replaces these neighbours."""
+    """Return the entry that replaces these neighbours."""
     ordered = sorted(entries, key=lambda entry: entry.first)
     written_s = max(entry.written_s for entry in entries)
     return SegmentEntry(ordered[0].first, ordered[-1].last, size_bytes=size_bytes, written_s=written_s)
@@ -154,7 +154,7 @@ class Layout:
         self._mapped: MappedSegments[int] = MappedSegments(MAPPED_SEGMENTS)  # by their entry's first segment
 
     def path(self, entry: SegmentEntry) -> Path:
-        """Where an entry is, or is to be."""
+        """Return where an entry is, or is to be."""
         return self._directory / entry.name
 
     def add(self, entry: SegmentEntry, end: int) -> None:
@@ -177,7 +177,8 @@ class Layout:
         return slice(begin, self.ends[entry.last])
 
     def place_of(self, row: int) -> tuple[SegmentEntry, int]:
-        """The entry that a row lies in, and its row there. Raises `StorageError` when that was retired."""
+        """Return the entry that a row lies in, and its row there. Raises `StorageError` when that was
+        retired."""
         n = bisect_right(self._begins, row) - 1
         entry = self.entries[n]
         if entry.retired:

@@ -78,7 +78,8 @@ class ReplayStore:
 
     @property
     def completed(self) -> list[int]:
-        """Leases in the order in which their groups became complete; it only grows. Do not modify."""
+        """Return the leases in the order in which their groups became complete; it only grows. Do not
+        modify."""
         return self._groups.order
 
     @property
@@ -88,23 +89,23 @@ class ReplayStore:
 
     @property
     def closed_short(self) -> int:
-        """Groups that were closed though siblings were missing."""
+        """Return the number of groups that were closed though siblings were missing."""
         return self._groups.closed_short
 
     @property
     def size_bytes(self) -> int:
-        """Size of all segments on disk."""
+        """Return the size of all segments on disk."""
         with self._mutex:
             return sum(entry.size_bytes for entry in self._layout.entries)
 
     @property
     def entries(self) -> tuple[SegmentEntry, ...]:
-        """What the directory holds, in order."""
+        """Return what the directory holds, in order."""
         with self._mutex:
             return tuple(self._layout.entries)
 
     def tokens_of(self, lease_id: int) -> int:
-        """Return the tokens of all trajectories of a complete group."""
+        """Return the number of tokens of all trajectories of a complete group."""
         return self._index.tokens(lease_id)  # without the mutex, as its rows change no more
 
     def leases_of(self, entry: SegmentEntry) -> NDArray[np.int64]:
@@ -200,7 +201,7 @@ class ReplayStore:
             return [lease_id for lease_id in lease_ids if self._groups.is_full(lease_id)]
 
     def read(self, lease_ids: Iterable[int]) -> list[Trajectory]:
-        """The trajectories of these complete groups, each group in the order of its samples.
+        """Return the trajectories of these complete groups, each group in the order of its samples.
 
         Their arrays are views of mapped files, which stay mapped, one descriptor a segment, while a view
         is held. Raises `StorageError` for a group that is unknown, incomplete or retired, or whose bytes
@@ -227,12 +228,13 @@ class ReplayStore:
             return [self._layout.place_of(row) for lease in leases for row in self._groups.rows(lease)]
 
     def rows_of(self, lease_id: int) -> list[int]:
-        """Where a complete group is, by sample. Raises `StorageError` for any other."""
+        """Return where a complete group is, by sample. Raises `StorageError` for any other."""
         with self._mutex:
             return self._groups.rows(lease_id)
 
     def trajectories_of(self, lease_id: int) -> list[Trajectory]:
-        """What is stored of a group, complete or not, in the order of its samples, some with a reward due."""
+        """Return what is stored of a group, complete or not, in the order of its samples, some with a reward
+        due."""
         return self._read(lambda: self._index.stored(lease_id))
 
     # --- housekeeping ---

@@ -36,7 +36,7 @@ class Retention:
 
     @classmethod
     def of_shard(cls, replay: ReplayConfig, run: str) -> Self:
-        """What each shard of a run keeps."""
+        """Return what each shard of a run keeps."""
         return cls(
             retain_bytes=None if replay.retain_bytes is None else replay.retain_bytes // replay.shards,
             retain_age_s=replay.retain_age_s,

@@ -199,7 +199,7 @@ def _checksum(arrays: Sequence[NDArray[Any]], record: bytes | memoryview) -> int
 
 
 def _array_document(parts: Sequence[NDArray[Any]]) -> bytes:
-    """The `zarr.json` of an array in a single uncompressed chunk, of which these are the parts."""
+    """Return the `zarr.json` of an array in a single uncompressed chunk, of which these are the parts."""
     codec: dict[str, object] = {"name": "bytes"}
     if parts[0].itemsize > 1:
         codec["configuration"] = {"endian": "little"}
@@ -220,7 +220,8 @@ def _array_document(parts: Sequence[NDArray[Any]]) -> bytes:
 
 
 def check_segment(path: Path) -> Summary:
-    """What a segment says of itself, which is ours and whole: a zip file ends with the list of its entries.
+    """Return what a segment says of itself, which is ours and whole: a zip file ends with the list of its
+    entries.
 
     Raises `StorageError` naming a segment that is torn, or not one of ours."""
     with _naming(path):
@@ -251,7 +252,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _entries(path: Path) -> dict[str, memoryview]:
-    """The files of the group, mapped; of one that is not in a zip file only what says what it is."""
+    """Return the files of the group, mapped; of one that is not in a zip file only what says what it is."""
     if (path / FILE).exists():
         return map_entries(path / FILE)
     return {_DOCUMENT: memoryview((path / _DOCUMENT).read_bytes())}
@@ -296,14 +297,14 @@ def _summarise(attributes: dict[str, Any], size_bytes: int) -> Summary:
 
 
 def _group(entries: Mapping[str, memoryview], summary: Summary) -> "zarr.Group | None":
-    """The group of a compressed segment; None for a mapped one."""
+    """Return the group of a compressed segment; None for a mapped one."""
     return open_compressed(entries) if summary.compressed else None
 
 
 def _array(
     entries: Mapping[str, memoryview], group: "zarr.Group | None", name: str
 ) -> NDArray[Any] | CompressedArray:
-    """A view of a mapped chunk, flat, or the reader of a compressed array."""
+    """Return a view of a mapped chunk, flat, or the reader of a compressed array."""
     if group is None:
         return np.frombuffer(entries[_chunk(name)], _DTYPES[name])
     return CompressedArray(group[name])
@@ -314,7 +315,7 @@ def _decoded(array: NDArray[Any] | CompressedArray) -> NDArray[Any]:
 
 
 def _rows(path: Path, rows: NDArray[Any] | CompressedArray, summary: Summary) -> NDArray[np.int64]:
-    """The array `rows` after a row of zeros, where the first trajectory begins."""
+    """Return the array `rows` after a row of zeros, where the first trajectory begins."""
     content = _decoded(rows).tobytes()
     if xxhash.xxh3_64_hexdigest(content) != summary.rows_xxh3:
         raise LostDataError(f"{path} is corrupt: its rows do not match their checksum; {_REMEDY}")
@@ -341,7 +342,7 @@ class Segment:
 
     @property
     def rows(self) -> NDArray[np.int64]:
-        """The array `rows`, [N, 6]."""
+        """Return the array `rows`, [N, 6]."""
         return self._rows[1:]
 
     def decoded(self, name: str) -> NDArray[Any]:
@@ -352,7 +353,8 @@ class Segment:
             return _decoded(self._arrays[name])
 
     def trajectory(self, row: int, *, copied: bool = False) -> Trajectory:
-        """The row-th trajectory. Its arrays, views of the mapped files or copies, match their checksum.
+        """Return the row-th trajectory. Its arrays, views of the mapped files or copies, match their
+        checksum.
 
         Raises `StorageError` when there is no such row, or its bytes changed."""
         if not 0 <= row < len(self._rows) - 1:

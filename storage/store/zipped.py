@@ -35,7 +35,7 @@ class _Parts(list[bytes | memoryview]):
 
 
 def zipped(contents: Mapping[str, Content]) -> Content:
-    """A zip file of these, in parts: their bytes are not copied."""
+    """Return a zip file of these, in parts: their bytes are not copied."""
     parts = _Parts()
     at = 0
     with zipfile.ZipFile(parts, "w") as archive:  # type: ignore[call-overload]  # write and flush suffice
@@ -58,7 +58,7 @@ def zipped(contents: Mapping[str, Content]) -> Content:
 
 
 def map_entries(path: Path) -> dict[str, memoryview]:
-    """The bytes of each entry of the zip file at `path`, which stays mapped while one of them is held.
+    """Return the bytes of each entry of the zip file at `path`, which stays mapped while one of them is held.
 
     Raises `zipfile.BadZipFile` when it is not whole, or not one of ours."""
     with path.open("rb") as file, zipfile.ZipFile(file) as archive:

@@ -103,7 +103,7 @@ class Moved(NamedTuple):
 
     @property
     def positions(self) -> Positions:
-        """Positions of the changed words in the tensor."""
+        """Return the positions of the changed words in the tensor."""
         return self.start + _positions(self.gaps)
 
     @property

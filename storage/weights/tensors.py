@@ -57,7 +57,7 @@ class HostTensor:
 
     @property
     def parts(self) -> int:
-        """Number of parts of the tensor."""
+        """Return the number of parts of the tensor."""
         return part_count(len(self.words), self.words.itemsize)
 
     def part(self, number: int) -> Words:
@@ -89,12 +89,12 @@ class Weights:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all elements."""
+        """Return the number of bytes of all elements."""
         return sum(tensor.words.nbytes for tensor in self.tensors.values())
 
     @property
     def words(self) -> int:
-        """Number of elements of all tensors."""
+        """Return the number of elements of all tensors."""
         return sum(len(tensor.words) for tensor in self.tensors.values())
 
     def digest(self) -> bytes:

@@ -40,17 +40,17 @@ class BatchedDecoder:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Return whether `step` has anything to do."""
         return self.policy_version >= 0 and bool(self._waiting or len(self._rows))
 
     @property
     def running(self) -> int:
-        """Requests being decoded."""
+        """Return the number of requests being decoded."""
         return len(self._rows)
 
     @property
     def waiting(self) -> int:
-        """Requests that have no slot yet."""
+        """Return the number of requests that have no slot yet."""
         return len(self._waiting)
 
     def check(self, request: GenerationRequest) -> None:
@@ -91,7 +91,7 @@ class BatchedDecoder:
         return []
 
     def interrupted(self) -> Finished:
-        """All requests that are here, each with its tokens so far."""
+        """Return all requests that are here, each with its tokens so far."""
         rows = [
             (request, self._rows.generation(row, "abort")) for row, request in enumerate(self._rows.requests)
         ]

@@ -78,22 +78,22 @@ class EmbeddedEngine:
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights in use, -1 before the first."""
+        """Return the version of the weights in use, -1 before the first."""
         return self._decoder.policy_version
 
     @property
     def running(self) -> int:
-        """Requests being decoded."""
+        """Return the number of requests being decoded."""
         return self._decoder.running
 
     @property
     def waiting(self) -> int:
-        """Requests accepted but not yet decoded."""
+        """Return the number of requests accepted but not yet decoded."""
         return max(0, len(self._generations) - self._decoder.running)
 
     @property
     def tokens_generated(self) -> int:
-        """Tokens sampled since the start."""
+        """Return the number of tokens sampled since the start."""
         return self._decoder.tokens_generated
 
     async def start(self) -> None:

@@ -52,7 +52,7 @@ def fuse_experts(
 
 
 def _place(whole: Tensor, number: int, part: str, name: str) -> Tensor:
-    """Where one expert's projection lies in [E, out, in]; the gate's rows are before those of up."""
+    """Return where one expert's projection lies in [E, out, in]; the gate's rows are before those of up."""
     if number >= len(whole):
         raise EngineError(f"{name}: the model has {len(whole)} experts")
     half = whole.shape[1] // 2

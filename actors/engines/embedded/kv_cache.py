@@ -95,7 +95,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         return (self.cursor.width if self.cursor else 0), 0
 
     def get_seq_length(self) -> int:
-        """Return the positions in front of the one being written, in the longest row."""
+        """Return the number of positions in front of the one being written, in the longest row."""
         return self.cursor.width - 1 if self.cursor else 0
 
     def get_max_length(self) -> int:

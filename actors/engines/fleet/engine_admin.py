@@ -22,14 +22,15 @@ LOOK_S = 20.0
 
 
 def attached_builds(config: EngineConfig, model: Path) -> Mapping[str, Build]:
-    """What builds an engine for each server that the settings attach to, by its URL; empty for none."""
+    """Return what builds an engine for each server that the settings attach to, by its URL; empty for
+    none."""
     if not isinstance(config, SglangEngineConfig):
         return {}
     return {url.rstrip("/"): _build(config.attached_to(url), model) for url in config.attached}
 
 
 def subject_of(bus: Bus, actor: str) -> str:
-    """Where an actor hears of engines; a host's name may have dots."""
+    """Return where an actor hears of engines; a host's name may have dots."""
     return bus.subject("rpc", "engines", actor.replace(".", "_"))
 
 

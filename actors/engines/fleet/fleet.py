@@ -57,45 +57,45 @@ class Fleet:
 
     @property
     def policy_version(self) -> int:
-        """The oldest version in service: no token is sampled by an older one from now on."""
+        """Return the oldest version in service: no token is sampled by an older one from now on."""
         versions = (member.policy_version for member in self._members.values() if member.state == "serving")
         return min(versions, default=self._weights.policy_version)
 
     @property
     def running(self) -> int:
-        """Requests being decoded."""
+        """Return the number of requests being decoded."""
         return sum(member.running for member in self._members.values())
 
     @property
     def waiting(self) -> int:
-        """Requests accepted but not yet decoded, here or in an engine."""
+        """Return the number of requests accepted but not yet decoded, here or in an engine."""
         return len(self._queue) + sum(member.waiting for member in self._members.values())
 
     @property
     def tokens_generated(self) -> int:
-        """Tokens sampled since the start, also by engines that are gone."""
+        """Return the number of tokens sampled since the start, also by engines that are gone."""
         return self._tokens_of_the_left + sum(member.tokens_generated for member in self._members.values())
 
     @property
     def busy_s(self) -> float:
-        """Seconds that engines had a request or more, added up over all engines that ever were."""
+        """Return the seconds that engines had a request or more, added up over all engines that ever were."""
         here = sum(member.occupancy.busy_s for member in self._members.values())
         return self._busy_s_of_the_left + here
 
     @property
     def request_s(self) -> float:
-        """Seconds that requests had a place at an engine, added up over all of them."""
+        """Return the seconds that requests had a place at an engine, added up over all of them."""
         here = sum(member.occupancy.request_s for member in self._members.values())
         return self._request_s_of_the_left + here
 
     @property
     def failure(self) -> str:
-        """Why it has stopped for good; empty as long as it has not."""
+        """Return why it has stopped for good; empty as long as it has not."""
         return str(self._end or "")
 
     @property
     def engines(self) -> dict[str, Json]:
-        """What each engine does, for a screen."""
+        """Return what each engine does, for a screen."""
         return {
             member.name: {
                 "state": member.state,
@@ -320,7 +320,7 @@ class Fleet:
                 pending.place.set_result(None)
 
     def _choose(self, pending: PendingRequest, free: Iterable[Member]) -> Member | None:
-        """The least busy, unless another has its beginning and is not much busier."""
+        """Return the least busy, unless another has its beginning and is not much busier."""
         able = {member.name: member for member in free if member.name not in pending.refusals}
         if not able:
             return None

@@ -28,12 +28,12 @@ class HostWeights:
     """An announcement in place of the tensors: each engine has the learner send them."""
 
     def followed_by(self, state: Mapping[str, "torch.Tensor"], policy_version: int) -> "HostWeights":
-        """The next update; `state` holds all tensors, or those that changed since this one."""
+        """Return the next update; `state` holds all tensors, or those that changed since this one."""
         full = {**self.full, **state}
         return HostWeights(self.serial + 1, policy_version, full=full, changed=state)
 
     def followed_by_published(self, published: Published) -> "HostWeights":
-        """The next update, of which only the announcement is here."""
+        """Return the next update, of which only the announcement is here."""
         return HostWeights(self.serial + 1, published.policy_version, published=published)
 
     async def load_into(self, engine: Engine, serial: int) -> float:
@@ -45,10 +45,10 @@ class HostWeights:
         return await engine.load_published(self.published)
 
     def are_in(self, engine: Engine) -> bool:
-        """Whether the engine says so; what the learner sent it may be of a later version."""
+        """Return whether the engine says so; what the learner sent it may be of a later version."""
         later = self.published is not None and engine.policy_version > self.policy_version
         return later or engine.policy_version == self.policy_version
 
     def since(self, serial: int) -> Mapping[str, "torch.Tensor"]:
-        """What an engine that has the update `serial` lacks."""
+        """Return what an engine that has the update `serial` lacks."""
         return self.changed if serial == self.serial - 1 and serial > 0 else self.full

@@ -69,17 +69,17 @@ class Member:
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights in service, -1 for none."""
+        """Return the version of the weights in service, -1 for none."""
         return self._life.engine.policy_version if self._life and self.state == "serving" else -1
 
     @property
     def running(self) -> int:
-        """Requests that its engine decodes."""
+        """Return the number of requests that its engine decodes."""
         return self._life.engine.running if self._life else 0
 
     @property
     def waiting(self) -> int:
-        """Requests that wait in its engine."""
+        """Return the number of requests that wait in its engine."""
         return self._life.engine.waiting if self._life else 0
 
     @property
@@ -89,24 +89,26 @@ class Member:
 
     @property
     def request_limit(self) -> int:
-        """Requests that may be here at once, for the sake of those under which engines have failed."""
+        """Return the number of requests that may be here at once, for the sake of those under which engines
+        have failed."""
         suspicion = max((pending.failures for pending in self.requests), default=0)
         return self._config.requests_after(suspicion)
 
     def has_capacity(self) -> bool:
-        """Whether a request may have a place here, of which those of a full engine become free together."""
+        """Return whether a request may have a place here, of which those of a full engine become free
+        together."""
         request_limit = self.request_limit
         self._full = self.load > request_limit - (self._config.refill_of(request_limit) if self._full else 1)
         return self.state == "serving" and self.policy_version >= 0 and not self._full
 
     @property
     def tokens_generated(self) -> int:
-        """Tokens that all its engines have generated."""
+        """Return the number of tokens that all its engines have generated."""
         return self._tokens_before + (self._life.engine.tokens_generated if self._life else 0)
 
     @property
     def has_ended(self) -> bool:
-        """Whether no engine will serve here again."""
+        """Return whether no engine will serve here again."""
         return self.state in ("given up", "left")
 
     def add_request(self, pending: PendingRequest) -> None:

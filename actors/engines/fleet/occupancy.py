@@ -18,12 +18,12 @@ class Occupancy:
 
     @property
     def busy_s(self) -> float:
-        """Seconds with one request or more."""
+        """Return the seconds with one request or more."""
         return self._until(asyncio.get_running_loop().time())[0]
 
     @property
     def request_s(self) -> float:
-        """Seconds of each request, added up: over a span of time, its mean number of requests."""
+        """Return the seconds of each request, added up: over a span of time, its mean number of requests."""
         return self._until(asyncio.get_running_loop().time())[1]
 
     def _until(self, now_s: float) -> tuple[float, float]:

@@ -10,7 +10,7 @@ log = structlog.get_logger()
 
 
 def left_of(request: GenerationRequest, error: EngineError) -> Generation:
-    """What is known of the tokens of a request that failed."""
+    """Return what is known of the tokens of a request that failed."""
     if not isinstance(error, InterruptedGenerationError):
         return NOTHING
     try:

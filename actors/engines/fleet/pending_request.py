@@ -41,7 +41,7 @@ class PendingRequest:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it has ended; None when it has not.
+        """Return why it has ended; None when it has not.
 
         An engine that died may have sampled the last token, so tokens say it where an engine cannot."""
         last = self.pieces[-1] if self.pieces else NOTHING
@@ -61,12 +61,12 @@ class PendingRequest:
 
     @property
     def sampled(self) -> int:
-        """Tokens so far."""
+        """Return the number of tokens so far."""
         return sum(len(piece.token_ids) for piece in self.pieces)
 
     @property
     def routed(self) -> int:
-        """Tokens whose experts are known so far."""
+        """Return the number of tokens whose experts are known so far."""
         return sum(len(piece.routed_experts) for piece in self.pieces if piece.routed_experts is not None)
 
     @property
@@ -98,7 +98,7 @@ class PendingRequest:
         )
 
     def generation(self) -> Generation:
-        """All pieces as one."""
+        """Return all pieces as one."""
         pieces = [NOTHING, *self.pieces]
         routed = [piece.routed_experts for piece in self.pieces if piece.routed_experts is not None]
         return Generation(

@@ -28,7 +28,7 @@ class Affinity:
             self._holders.popitem(last=False)
 
     def holder(self, tokens: Sequence[int] | np.ndarray) -> str | None:
-        """Who has the longest known beginning of `tokens`."""
+        """Return who has the longest known beginning of `tokens`."""
         found = None
         for block in _blocks(tokens):
             if block not in self._holders:
@@ -42,7 +42,7 @@ class Affinity:
 
 
 def _blocks(tokens: Sequence[int] | np.ndarray) -> Iterator[int]:
-    """A hash for each whole block, which stands for all tokens up to its end."""
+    """Yield a hash for each whole block, which stands for all tokens up to its end."""
     data = np.asarray(tokens, np.int32)
     hashed = xxhash.xxh3_64()
     for start in range(0, len(data) - BLOCK + 1, BLOCK):

@@ -12,7 +12,7 @@ class RestartLimit:
 
     @property
     def failures(self) -> int:
-        """The number of failures that counted when the latest one was noted."""
+        """Return the number of failures that counted when the latest one was noted."""
         return len(self._failures_s)
 
     def pause_after_failure_s(self, now_s: float) -> float | None:

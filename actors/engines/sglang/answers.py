@@ -21,7 +21,7 @@ REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abor
 def read_answer(
     answer: Mapping[str, Any], request: GenerationRequest, routing: Routing | None = None
 ) -> Generation:
-    """The tokens of an answer with their log-probs, versions and, of a model with `routing`, experts.
+    """Return the tokens of an answer with their log-probs, versions and, of a model with `routing`, experts.
 
     Raises `EngineError` for an answer that cannot be a generation: log-probs that are not finite or not one
     for each token, versions that are none of ours, experts that are none of the model's, a finish reason that
@@ -42,7 +42,7 @@ def ended(
     meta: Mapping[str, Any], tokens: np.ndarray, logprobs: np.ndarray, request: GenerationRequest,
     routing: Routing | None,
 ) -> Generation:  # fmt: skip
-    """A generation of which the server has said, last, how it ended. Raises as `read_answer` does."""
+    """Return a generation of which the server has said, last, how it ended. Raises as `read_answer` does."""
     reason = _finish_reason(meta, request)
     return Generation(
         token_ids=tokens,
@@ -86,7 +86,7 @@ def read_logprobs(
 
 
 def _versions(meta: Mapping[str, Any], length: int, request: GenerationRequest) -> np.ndarray:
-    """The version of each token: exact spans where the server reports them, else its one version."""
+    """Return the version of each token: exact spans where the server reports them, else its one version."""
     whole: list[dict[str, Any]] = [{"version": meta.get("weight_version"), "start": 0, "end": length}]
     versions = np.full(length, -1, np.int32)
     for span in meta.get("weight_versions") or whole:
@@ -104,7 +104,8 @@ def _versions(meta: Mapping[str, Any], length: int, request: GenerationRequest) 
 def _routed(
     meta: Mapping[str, Any], length: int, request: GenerationRequest, routing: Routing | None
 ) -> np.ndarray | None:
-    """The experts of the tokens from `experts_from` on; a request that waits when it is aborted has none."""
+    """Return the experts of the tokens from `experts_from` on; a request that waits when it is aborted has
+    none."""
     if routing is None or request.experts_from is None:
         return None
     text = meta.get("routed_experts")
@@ -147,12 +148,12 @@ class Streamed:
 
     @property
     def complete(self) -> bool:
-        """Whether the server has said how it ended."""
+        """Return whether the server has said how it ended."""
         return bool(self._meta.get("finish_reason"))
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What the server said last of the request."""
+        """Return what the server said last of the request."""
         return self._meta
 
     def add(self, chunk: Mapping[str, Any]) -> None:
@@ -175,7 +176,8 @@ class Streamed:
         self._meta = meta
 
     def generation(self, routing: Routing | None = None) -> Generation:
-        """All of it, as `read_answer` makes it of an answer that comes at once. Raises as that does."""
+        """Return all of it, as `read_answer` makes it of an answer that comes at once. Raises as that
+        does."""
         tokens, logprobs = np.array(self._token_ids, np.int32), np.array(self._logprobs, np.float32)
         return ended(self._meta, tokens, logprobs, self._request, routing)
 
@@ -185,14 +187,14 @@ class Streamed:
             self._of_one_version = len(self._token_ids)
 
     def kept(self) -> Generation:
-        """The tokens whose version is certain."""
+        """Return the tokens whose version is certain."""
         tokens = np.array(self._token_ids[: self._of_one_version], np.int32)
         logprobs = np.array(self._logprobs[: len(tokens)], np.float32)
         return Generation(tokens, logprobs, np.full(len(tokens), self._policy_version, np.int32), "abort")
 
 
 async def read_events(content: AsyncIterable[bytes]) -> AsyncGenerator[dict[str, Any], None]:
-    """The JSON objects of a stream of server-sent events, until it says that it is over or breaks off.
+    """Yield the JSON objects of a stream of server-sent events, until it says that it is over or breaks off.
 
     Raises EngineError for anything else."""
     held, searched = bytearray(), 0

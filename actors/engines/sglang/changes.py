@@ -47,7 +47,7 @@ _noted: dict[int, _Difference] = {}
 
 
 def worth_it(size_bytes: int, itemsize: int) -> int:
-    """How many changed elements of a tensor may be written alone: each takes a gap and itself."""
+    """Return how many changed elements of a tensor may be written alone: each takes a gap and itself."""
     return int(WORTH_IT * size_bytes / (GAP.itemsize + itemsize))
 
 
@@ -64,7 +64,8 @@ def note(old: Words, new: Words, moved: Sequence[Moved]) -> None:
 
 
 def gaps_and_words(words: Words, positions: Positions, before: int = -1) -> Found:
-    """How a file tells of the words at `positions`: the gaps, the first counted from `before`, and the words.
+    """Return how a file tells of the words at `positions`: the gaps, the first counted from `before`, and the
+    words.
 
     Where a gap would be too wide words in between are told of too, as they are. In embeddings rows of tokens
     that were never seen make such gaps."""
@@ -84,7 +85,7 @@ def _in_reach(positions: Positions, before: int) -> Positions:
 
 
 def _joined(new: Words, moved: Sequence[Moved]) -> Found:
-    """What a file tells of all parts together."""
+    """Return what a file tells of all parts together."""
     all_gaps, all_values, last = [], [], -1
     for part in moved:
         if not len(part.gaps):
@@ -102,7 +103,7 @@ def _joined(new: Words, moved: Sequence[Moved]) -> Found:
 
 
 def known(old: torch.Tensor, new: torch.Tensor) -> Found | None:
-    """The gaps (uint16) and words, where `new` came as what changed in `old`.
+    """Return the gaps (uint16) and words, where `new` came as what changed in `old`.
 
     `old` and `new` lie in the memory of what came."""
     found = _noted.get(new.data_ptr())
@@ -115,7 +116,7 @@ def known(old: torch.Tensor, new: torch.Tensor) -> Found | None:
 
 
 def takes_changes(server: Mapping[str, Any], model_type: str, *, update_sessions: bool) -> bool:
-    """Whether changes may be written into a server's weights: whether it has them as they are loaded.
+    """Return whether changes may be written into a server's weights: whether it has them as they are loaded.
 
     Args:
         server: its own settings, as /server_info has them.
@@ -137,7 +138,7 @@ class Changes:
 
 
 def changes(old: State, new: State) -> Changes | None:
-    """What makes `new` of `old`, which has all of its tensors with the same shapes and dtypes.
+    """Return what makes `new` of `old`, which has all of its tensors with the same shapes and dtypes.
 
     `None` where writing all of `new` is as good, or is the only way: a NaN cannot be told from no change."""
     found = _differences(old, new)
@@ -156,7 +157,7 @@ def changes(old: State, new: State) -> Changes | None:
 
 
 def _differences(old: State, new: State) -> dict[str, Found]:
-    """What changed, in the order of `new`, but for tensors that go whole."""
+    """Return what changed, in the order of `new`, but for tensors that go whole."""
     found = {name: known(old[name], tensor) for name, tensor in new.items() if not _goes_whole(tensor)}
     untold = [name for name, parts in found.items() if parts is None]
     if untold:
@@ -182,7 +183,7 @@ def _goes_whole(tensor: torch.Tensor) -> bool:
 
 
 def _concatenated(arrays: Sequence[Words], dtype: torch.dtype) -> torch.Tensor:
-    """One after the other, as elements of `dtype`.
+    """Return them one after the other, as elements of `dtype`.
 
     In memory that numpy makes, since it asks the system for large pages, but by torch, in one step."""
     kind = f"i{dtype.itemsize}"

@@ -51,7 +51,8 @@ class SglangClient:
 
     @classmethod
     def connect(cls, url: str) -> Self:
-        """A client with a connection for each request: a kept one the server may close as it is used."""
+        """Return a client with a connection for each request: a kept one the server may close as it is
+        used."""
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         return cls(url, aiohttp.ClientSession(connector=connector, trust_env=False))
 
@@ -108,7 +109,7 @@ class SglangClient:
         self, body: Json, request: GenerationRequest, *, timeout_s: float,
         routing: Routing | None = None, streamed: Streamed | None = None,
     ) -> tuple[Generation, Mapping[str, Any]]:  # fmt: skip
-        """What `body` makes of a request: as `generate`, and what the server says besides."""
+        """Return what `body` makes of a request: as `generate`, and what the server says besides."""
         if streamed is None:
             answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
             return read_answer(answer, request, routing), answer["meta_info"]
@@ -124,7 +125,7 @@ class SglangClient:
         await self._call("POST", "/abort_request", {"rid": "", "abort_all": True})
 
     async def healthy(self, timeout_s: float) -> bool:
-        """Whether the server still generates; costs a token when it is idle, and takes a second."""
+        """Return whether the server still generates; costs a token when it is idle, and takes a second."""
         try:
             await self._call("GET", "/health_generate", timeout_s=timeout_s)
         except EngineError:
@@ -230,7 +231,7 @@ class SglangClient:
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)}, timeout_s=timeout_s)
 
     async def _flushed(self) -> bool:
-        """Whether the cached prefixes are gone, which takes an idle server."""
+        """Return whether the cached prefixes are gone, which takes an idle server."""
         try:
             await self._call("POST", "/flush_cache")
         except UnreachableError:
@@ -270,11 +271,11 @@ class SglangClient:
         await self._update("/update_weights_from_distributed", body, timeout_s)
 
     async def weight_version(self) -> str:
-        """The version that the server says its weights are."""
+        """Return the version that the server says its weights are."""
         return str((await self._call("GET", "/model_info")).get("weight_version", ""))
 
     async def checksums(self) -> dict[str, str]:
-        """A checksum of each of its parameters on the first rank, by the server's own names."""
+        """Return a checksum of each of its parameters on the first rank, by the server's own names."""
         answer = await self._call("POST", "/weights_checker", {"action": "checksum"}, timeout_s=120.0)
         [rank, *_] = answer["ranks"]
         return dict(rank["checksums"])
@@ -302,7 +303,7 @@ class SglangClient:
     async def _call(
         self, method: str, path: str, body: Json | None = None, *, timeout_s: float = SHORT_S
     ) -> Json:
-        """The answer to a request; {} when it has no JSON object in it."""
+        """Return the answer to a request; {} when it has no JSON object in it."""
         async with self._answered(method, path, body, timeout_s) as response:
             data = await response.read()
         try:
@@ -315,7 +316,7 @@ class SglangClient:
     async def _answered(
         self, method: str, path: str, body: Json | None, timeout_s: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response of status 200, whose content may be read within the time that is left."""
+        """Yield a response of status 200, whose content may be read within the time that is left."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(method, self.url + path, json=body, timeout=timeout) as response:
@@ -335,13 +336,13 @@ class SglangClient:
 
 
 def probe_body() -> Json:
-    """What asks for one token."""
+    """Return what asks for one token."""
     probe = GenerationRequest("probe", (1,), Sampling(temperature=0.0, max_new_tokens=1), experts_from=0)
     return request_body(probe, rid=f"probe-{uuid.uuid4().hex}", salt="probe")
 
 
 def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
-    """What /generate wants for a request."""
+    """Return what /generate wants for a request."""
     sampling = request.sampling
     stops = list(sampling.stop_token_ids)
     routed = {"return_routed_experts": True, "routed_experts_start_len": request.experts_from}
@@ -364,7 +365,7 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
 
 
 def _update(policy_version: int, *, flush: bool, last: bool = True) -> Json:
-    """What every update says; of several parts the last sets the version."""
+    """Return what every update says; of several parts the last sets the version."""
     return {
         "weight_version": str(policy_version) if last else None,
         "flush_cache": flush and last,
@@ -373,13 +374,13 @@ def _update(policy_version: int, *, flush: bool, last: bool = True) -> Json:
 
 
 def _for_policy(facts: ServerFacts) -> Json:
-    """What keeps tensors from a draft model with weights of its own; any other is to have them too."""
+    """Return what keeps tensors from a draft model with weights of its own; any other is to have them too."""
     if not facts.has_own_draft:
         return {}
     return {"selector": "target"} if facts.update_sessions else {"disable_draft_model": True}
 
 
 def _pickled(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The form SGLang wants; its own reader lets nothing but tensors through."""
+    """Return the form SGLang wants; its own reader lets nothing but tensors through."""
     named = [(name, tensor.detach().cpu().clone()) for name, tensor in tensors.items()]
     return base64.b64encode(pickle.dumps(named)).decode()

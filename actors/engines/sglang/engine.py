@@ -67,22 +67,23 @@ class SglangEngine:
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights in use, -1 before the first."""
+        """Return the version of the weights in use, -1 before the first."""
         return self._version
 
     @property
     def running(self) -> int:
-        """Requests at the server."""
+        """Return the number of requests at the server."""
         return self._in_progress.running
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for weights, or for a look at a server that did not answer."""
+        """Return the number of requests that wait for weights, or for a look at a server that did not
+        answer."""
         return self._in_progress.waiting
 
     @property
     def url(self) -> str:
-        """Where the server listens now."""
+        """Return where the server listens now."""
         return self._connected().url
 
     async def start(self) -> None:
@@ -191,7 +192,7 @@ class SglangEngine:
         self._held.close()
 
     async def checksums(self) -> dict[str, str]:
-        """The server's checksum of each of its parameters: proof of what it computes with."""
+        """Return the server's checksum of each of its parameters: proof of what it computes with."""
         return await self._connected().checksums()
 
     # A request's way.
@@ -232,7 +233,7 @@ class SglangEngine:
         return generation
 
     def _interrupted(self, flight: RequestInProgress, reason: str) -> InterruptedGenerationError:
-        """The error of a request that ends before its time, with the tokens that are left of it."""
+        """Return the error of a request that ends before its time, with the tokens that are left of it."""
         left = flight.left()
         self.tokens_generated += len(left.token_ids)
         return InterruptedGenerationError(reason, left)
@@ -288,7 +289,7 @@ class SglangEngine:
         await client.retake(("kv_cache", "cuda_graph"), left_s(end_s))
 
     async def _or_fail(self, doing: Awaitable[T], what: str) -> T:
-        """The result; a server that cannot is killed, and one that died meanwhile has none."""
+        """Return the result; a server that cannot is killed, and one that died meanwhile has none."""
         try:
             result = await doing
         except EngineError as error:
@@ -339,7 +340,7 @@ class SglangEngine:
 
     @property
     def _busy(self) -> bool:
-        """Whether it cannot generate now, and must not be asked to."""
+        """Return whether it cannot generate now, and must not be asked to."""
         return self._released or self._changing.locked()
 
     def _open(self) -> None:

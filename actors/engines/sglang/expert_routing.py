@@ -47,7 +47,7 @@ class Routing:
         return cls(int(config["num_hidden_layers"]), int(config["num_experts_per_tok"]), int(experts))
 
     def read(self, text: str, rows: int) -> np.ndarray:
-        """The last rows of what a server reports, base64 of int32, as uint8 [rows, layers, per_token].
+        """Return the last rows of what a server reports, base64 of int32, as uint8 [rows, layers, per_token].
 
         Raises `EngineError` for fewer rows, another shape, and experts that the model does not have."""
         try:

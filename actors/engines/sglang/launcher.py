@@ -39,7 +39,8 @@ def main() -> None:
 
 
 def _lays_out_anew(settings: Mapping[str, object]) -> bool:
-    """Whether kernels have weights in another layout than they are loaded in: changes have no place there."""
+    """Return whether kernels have weights in another layout than they are loaded in: changes have no place
+    there."""
     import torch
     from sglang.srt.utils import cpu_has_amx_support  # type: ignore[import-not-found,unused-ignore]
 
@@ -61,7 +62,7 @@ def _end_with_stdin() -> None:
 
 
 def _actions() -> dict[str, argparse.Action]:
-    """What the installed version's command line takes, by the name of the setting."""
+    """Return what the installed version's command line takes, by the name of the setting."""
     from sglang.srt.server_args import ServerArgs  # type: ignore[import-not-found,unused-ignore]
 
     parser = argparse.ArgumentParser()

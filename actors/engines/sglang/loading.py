@@ -63,13 +63,14 @@ class Loading:
             self._group.refuse_unreachable()
 
     async def tensors(self, config: SglangEngineConfig, state: State, policy_version: int) -> Load:
-        """Tensors from this host; without any the smallest again, for versions come with tensors only."""
+        """Return tensors from this host; without any the smallest again, for versions come with tensors
+        only."""
         self._published = None
         state = state or self._held.smallest()
         return await self._kept(config, state, policy_version)
 
     async def published(self, config: SglangEngineConfig, published: Published) -> Load:
-        """What the learner sends itself, or what it published. Raises `WeightsKeptError` for neither.
+        """Return what the learner sends itself, or what it published. Raises `WeightsKeptError` for neither.
 
         All but the files is there, or given up, within `update_timeout_s`: the server goes on meanwhile."""
         end_s = time.monotonic() + config.update_timeout_s
@@ -86,7 +87,7 @@ class Loading:
         return load
 
     def has(self, published: Published, policy_version: int) -> bool:
-        """Whether version `policy_version`, which is in the server, is `published` or a later one."""
+        """Return whether version `policy_version`, which is in the server, is `published` or a later one."""
         held = self._published
         same_learner = held is not None and held.incarnation == published.incarnation
         return same_learner and policy_version >= published.policy_version
@@ -154,11 +155,13 @@ class Loading:
             await client.load_tensors(parts, policy_version, facts, flush=flush, timeout_s=timeout_s)
 
     def _reads_files(self, config: SglangEngineConfig) -> bool:
-        """Whether it gets whole tensors in files: of these a draft model takes what has its names, too."""
+        """Return whether it gets whole tensors in files: of these a draft model takes what has its names,
+        too."""
         return config.in_files and not self._facts.has_own_draft
 
     async def _has_what_is_held(self) -> bool:
-        """Whether the server says that it has the version it was given: it may have been started again."""
+        """Return whether the server says that it has the version it was given: it may have been started
+        again."""
         if self._in_server != self._held.policy_version:
             return False
         try:

@@ -16,7 +16,7 @@ PAIRED = ("disaggregation_mode", "disaggregation_transfer_backend", "disaggregat
 
 
 def server_of(config: SglangEngineConfig, model: Path, log_file: Path, number: int) -> Server:
-    """What an engine is to start or find, as configured; not started.
+    """Return what an engine is to start or find, as configured; not started.
 
     Args:
         config: the engine's settings.
@@ -39,7 +39,8 @@ def server_of(config: SglangEngineConfig, model: Path, log_file: Path, number: i
 
 
 def halves(config: SglangEngineConfig, number: int) -> tuple[SglangEngineConfig, SglangEngineConfig]:
-    """The settings of the prefill and of the decode server of one pair, which has GPUs of its own on CUDA.
+    """Return the settings of the prefill and of the decode server of one pair, which has GPUs of its own on
+    CUDA.
 
     Raises `ConfigError` for settings that make them a pair."""
     pair, common = config.disaggregation, config.settings
@@ -88,7 +89,7 @@ class Pair:
         await together(self.prefill.until_ready(client.prefill), self.decode.until_ready(client.decode))
 
     async def ended(self, *, within_s: float) -> str:
-        """Why one of them ended: the other is of no use without it."""
+        """Return why one of them ended: the other is of no use without it."""
         looks = {
             asyncio.create_task(server.ended(within_s=within_s)): name
             for name, server in (("prefill", self.prefill), ("decode", self.decode))

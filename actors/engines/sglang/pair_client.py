@@ -54,7 +54,7 @@ class _Asked:
 
     @property
     def crossing(self) -> bool:
-        """Whether it may not have its first token, or that may not have got to the decode server."""
+        """Return whether it may not have its first token, or that may not have got to the decode server."""
         return not self.first.done()
 
 
@@ -82,7 +82,8 @@ class PairClient(SglangClient):
         await self.decode.close()
 
     async def facts(self, meeting: Json | None = None) -> ServerFacts:
-        """What the pair can do. Raises `EngineError` unless they are a pair and a token gets across."""
+        """Return what the pair can do. Raises `EngineError` unless they are a pair and a token gets
+        across."""
         first, rest = await together(self.prefill.facts(NOWHERE), self.decode.facts(NOWHERE))
         for client, found, role in ((self.prefill, first, "prefill"), (self.decode, rest, "decode")):
             if found.role != role:
@@ -147,7 +148,7 @@ class PairClient(SglangClient):
         await _at_both(self.prefill.abort_all(), self.decode.abort_all())
 
     async def healthy(self, timeout_s: float) -> bool:
-        """Whether both still generate."""
+        """Return whether both still generate."""
         return all(await together(self.prefill.healthy(timeout_s), self.decode.healthy(timeout_s)))
 
     async def pause(self, mode: Literal["in_place", "retract"]) -> None:
@@ -186,7 +187,7 @@ class PairClient(SglangClient):
         await together(load(self.prefill, self._prefill_facts), load(self.decode, facts))
 
     async def weight_version(self) -> str:
-        """The version that both say their weights are; empty where they differ."""
+        """Return the version that both say their weights are; empty where they differ."""
         first, rest = await together(self.prefill.weight_version(), self.decode.weight_version())
         return rest if first == rest else ""
 
@@ -234,7 +235,7 @@ class PairClient(SglangClient):
 
 
 async def _answer(asked: _Asked, request: GenerationRequest) -> tuple[Generation, Mapping[str, Any]]:
-    """What both make of a request, and what the decode server says besides.
+    """Return what both make of a request, and what the decode server says besides.
 
     One that is ended before its first token is across fails at one of them or at both, and is `NOTHING`."""
     halves = asked.first, asked.rest
@@ -256,7 +257,7 @@ async def _answer(asked: _Asked, request: GenerationRequest) -> tuple[Generation
 
 
 def joined(head: Generation, generation: Generation, request: GenerationRequest) -> Generation:
-    """The decode server's answer, with the first token's version from the prefill server's, `head`.
+    """Return the decode server's answer, with the first token's version from the prefill server's, `head`.
 
     Raises `EngineError` when they do not have the same first token."""
     if not len(generation.token_ids):
@@ -279,7 +280,7 @@ async def _at_both(one: Awaitable[None], other: Awaitable[None]) -> None:
 
 
 async def together(one: Awaitable[One], other: Awaitable[Other]) -> tuple[One, Other]:
-    """The results of both; the first failure ends the other and is raised."""
+    """Return the results of both; the first failure ends the other and is raised."""
     tasks = asyncio.ensure_future(one), asyncio.ensure_future(other)
     try:
         return await asyncio.gather(*tasks)

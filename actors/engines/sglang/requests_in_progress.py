@@ -41,12 +41,12 @@ class RequestInProgress:
             await unless(self.aborted, serving.wait())
 
     def begins_again(self, generation: Generation) -> bool:
-        """Whether it was interrupted before its first token, and nobody wants it ended."""
+        """Return whether it was interrupted before its first token, and nobody wants it ended."""
         none = generation.finish_reason == "abort" and not len(generation.token_ids)
         return none and self.interrupted and not self.aborted.is_set()
 
     def left(self) -> Generation:
-        """The tokens that are left of it when it ends before its time."""
+        """Return the tokens that are left of it when it ends before its time."""
         return self.streamed.kept() if self.streamed else NOTHING
 
 
@@ -61,17 +61,17 @@ class RequestsInProgress:
         self._aborts: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[RequestInProgress]:
-        """All of them."""
+        """Return all of them."""
         return iter(self._in_progress.values())
 
     @property
     def running(self) -> int:
-        """Requests at the server."""
+        """Return the number of requests at the server."""
         return sum(flight.sent is not None for flight in self)
 
     @property
     def waiting(self) -> int:
-        """Requests that were not sent yet."""
+        """Return the number of requests that were not sent yet."""
         return len(self._in_progress) - self.running
 
     @contextmanager

@@ -34,7 +34,7 @@ GONE_S = 30.0
 
 
 def group_members(group: int) -> list[int]:
-    """The processes of a process group that have not ended."""
+    """Return the processes of a process group that have not ended."""
     return [process.pid for process in psutil.process_iter() if _is_member(process, group)]
 
 
@@ -85,12 +85,12 @@ class ServerProcess:
 
     @property
     def status(self) -> int | None:
-        """Its exit status, negative for a signal; None as long as it runs."""
+        """Return its exit status, negative for a signal; None as long as it runs."""
         return self._process.returncode
 
     @property
     def ended(self) -> bool:
-        """Whether its first process has ended, without which it does not serve."""
+        """Return whether its first process has ended, without which it does not serve."""
         return self._process.returncode is not None
 
     async def wait(self) -> None:
@@ -112,7 +112,7 @@ class ServerProcess:
             await asyncio.sleep(GONE_POLL_S)
 
     def failure(self) -> EngineError | ConfigError:
-        """Why it ended: with the last lines of its log."""
+        """Return why it ended: with the last lines of its log."""
         lines = self._tail()
         if self._process.returncode == UNKNOWN_SETTING and lines:
             return ConfigError(f"actors.engine.server: {lines[-1]}")
@@ -121,7 +121,7 @@ class ServerProcess:
         return EngineError(f"the SGLang server ended with status {status}. The end of {self._log}:\n{said}")
 
     def tail(self) -> str:
-        """The last lines that it wrote."""
+        """Return the last lines that it wrote."""
         return "\n".join(self._tail()[-TAIL_LINES:])
 
     def _tail(self) -> list[str]:
@@ -185,7 +185,7 @@ class OwnServer:
         raise failure
 
     async def ended(self, *, within_s: float) -> str:
-        """Why its process ended, as soon as it has."""
+        """Return why its process ended, as soon as it has."""
         process = self.process
         assert process is not None, "it is started first"
         try:

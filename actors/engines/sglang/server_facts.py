@@ -36,17 +36,20 @@ class ServerFacts:
 
     @property
     def has_own_draft(self) -> bool:
-        """Whether updates of the policy must not get to its draft model, or to that of half of a pair."""
+        """Return whether updates of the policy must not get to its draft model, or to that of half of a
+        pair."""
         return any(map(own_draft, self.settings))
 
 
 def drafts(server: Mapping[str, Any]) -> bool:
-    """Whether it has a draft model; n-grams it takes from the requests. `server`: as for `own_draft`."""
+    """Return whether it has a draft model; n-grams it takes from the requests. `server`: as for
+    `own_draft`."""
     return server.get("speculative_algorithm") not in (None, "", "NGRAM")
 
 
 def own_draft(server: Mapping[str, Any]) -> bool:
-    """Whether its draft model has a checkpoint of its own; else it has a part of the policy's, and moves on.
+    """Return whether its draft model has a checkpoint of its own; else it has a part of the policy's, and
+    moves on.
 
     Args:
         server: its own settings, as /server_info has them: the paths are those that it was started with."""

@@ -46,7 +46,7 @@ LOSSY = ("speculative_accept_threshold_single", "speculative_accept_threshold_ac
 
 
 def interpreter(config: SglangEngineConfig) -> Path:
-    """The Python that SGLang is installed in. Raises `ConfigError` when there is none."""
+    """Return the Python that SGLang is installed in. Raises `ConfigError` when there is none."""
     if config.python is not None:
         if not config.python.is_file():
             raise ConfigError(f"actors.engine.python: there is no interpreter {config.python}")
@@ -62,7 +62,8 @@ def interpreter(config: SglangEngineConfig) -> Path:
 
 
 def chosen(config: SglangEngineConfig) -> dict[str, SglangSetting]:
-    """The user's settings by SGLang's names. Raises `ConfigError` for those that the engine decides."""
+    """Return the user's settings by SGLang's names. Raises `ConfigError` for those that the engine
+    decides."""
     given = config.settings
     for name in OURS:
         if name in given:
@@ -76,7 +77,8 @@ def device_of(given: Settings) -> str:
 
 
 def base_gpu_id(given: Settings, number: int) -> int:
-    """The first GPU of one of several engines of a process: each takes as many as its parallel sizes say.
+    """Return the first GPU of one of several engines of a process: each takes as many as its parallel sizes
+    say.
 
     Args:
         given: the user's settings by SGLang's names.
@@ -89,7 +91,7 @@ def base_gpu_id(given: Settings, number: int) -> int:
 
 
 def gpus(given: Settings) -> int:
-    """How many a server uses. Raises `ConfigError` for a size that is no number."""
+    """Return how many a server uses. Raises `ConfigError` for a size that is no number."""
     found = replicas(given)
     for name, longer in (("tp_size", "tensor_parallel_size"), ("pp_size", "pipeline_parallel_size")):
         found *= size(given, name, longer)
@@ -99,7 +101,7 @@ def gpus(given: Settings) -> int:
 def server_settings(
     config: SglangEngineConfig, model: Path, *, host: str, port: int, number: int
 ) -> dict[str, SglangSetting]:
-    """Every setting of a server for the model in a directory.
+    """Return every setting of a server for the model in a directory.
 
     Args:
         config: the engine's settings; its `server` table has the last word.
@@ -132,7 +134,7 @@ def server_settings(
 
 
 def server_environment(config: SglangEngineConfig, settings: Settings, python: Path) -> dict[str, str]:
-    """This process's variables as a server needs them; those of the configuration have the last word.
+    """Return this process's variables as a server needs them; those of the configuration have the last word.
 
     One is left out unless `python` is this process's own: PYTHONPATH names packages of its environment."""
     shared = python == Path(sys.executable)
@@ -150,7 +152,8 @@ def _several(value: SglangSetting) -> tuple[int | float | str, ...]:
 
 
 def _dtype(model: Path) -> str:
-    """What its config says that the model computes in: SGLang's own choice for float32 would be float16."""
+    """Return what its config says that the model computes in: SGLang's own choice for float32 would be
+    float16."""
     config = json.loads((model / "config.json").read_text())
     if not config.get("architectures"):
         raise ConfigError(f"{model}/config.json names no architectures: SGLang cannot tell what to serve")
@@ -184,7 +187,8 @@ def refuse_unfit(config: SglangEngineConfig, given: Settings, device: str) -> No
 
 
 def added(given: Settings) -> dict[str, SglangSetting]:
-    """Settings that follow from the user's: a draft model is read from its files, the policy comes later.
+    """Return the settings that follow from the user's: a draft model is read from its files, the policy comes
+    later.
 
     Where the server leaves its device, as with colocation, it keeps the draft: nobody sends that again."""
     if "speculative_draft_model_path" not in given:
@@ -202,12 +206,12 @@ def replicas(given: Settings) -> int:
 
 
 def is_on(value: SglangSetting | None) -> bool:
-    """Whether a flag is given and not turned off, or a size is more than 1."""
+    """Return whether a flag is given and not turned off, or a size is more than 1."""
     return value is not None and str(value).lower() not in ("false", "none", "0", "1")
 
 
 def size(given: Settings, *names: str) -> int:
-    """The first of these settings that is given, 1 without any. Raises `ConfigError` for no number."""
+    """Return the first of these settings that is given, 1 without any. Raises `ConfigError` for no number."""
     for name in names:
         if (value := given.get(name)) is not None:
             try:

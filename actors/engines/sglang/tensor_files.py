@@ -24,7 +24,7 @@ def write_tensors(path: Path, state: State, metadata: Mapping[str, str] = FROM_T
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes on the host, uint8 [bytes]; the same memory where it lies there in one piece."""
+    """Return its bytes on the host, uint8 [bytes]; the same memory where it lies there in one piece."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8)
 

@@ -50,12 +50,12 @@ class HeldWeights:
 
     @property
     def files(self) -> list[Path]:
-        """Files that exist; no file written later has the name of one of them."""
+        """Return files that exist; no file written later has the name of one of them."""
         return sorted(self.directory.glob("*.safetensors"))
 
     @property
     def tensors(self) -> State:
-        """All of them."""
+        """Return all of them."""
         return self._tensors
 
     def keep(self, state: State, policy_version: int) -> None:
@@ -99,13 +99,13 @@ class HeldWeights:
             file.unlink(missing_ok=True)
 
     def _anew(self, *names: str) -> list[Path]:
-        """Paths of new files; those that are there go."""
+        """Return the paths of new files; those that are there go."""
         self.drop(self.files)
         self._writes += 1
         return [self.directory / f"{name}-{self._writes}.safetensors" for name in names]
 
     def smallest(self) -> State:
-        """The tensor of the fewest bytes. Raises `EngineError` when none is held."""
+        """Return the tensor of the fewest bytes. Raises `EngineError` when none is held."""
         if not self._tensors:
             raise EngineError("the first weights of an engine must be all of them: there were none")
         name = min(self._tensors, key=lambda name: self._tensors[name].nbytes)
@@ -149,7 +149,7 @@ class HeldWeights:
 
 
 def buckets(state: State, size_bytes: int = BUCKET_BYTES) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors together as far as they are small, in order; a larger one is alone."""
+    """Yield tensors together as far as they are small, in order; a larger one is alone."""
     bucket: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
         if bucket and bytes_of(bucket) + tensor.nbytes > size_bytes:

@@ -16,7 +16,7 @@ from learner.world.process_group import device
 def forward_logprobs(
     chunks: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], shares: Sequence[MicroBatch]
 ) -> list[Tensor]:
-    """Log-probs and entropy [2, T] of each of `batches`, on the host of every rank.
+    """Return the log-probs and entropy [2, T] of each of `batches`, on the host of every rank.
 
     `shares` are this rank's parts of them, with idle ones behind.
     """

@@ -172,12 +172,13 @@ class Trainer:
             )
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs and entropy in nats, float32 [2, T] on the host; NaN where nothing is trained."""
+        """Return the log-probs and entropy in nats, float32 [2, T] on the host; NaN where nothing is
+        trained."""
         return forward_logprobs(self.ddp, micro_batches, self.shares(micro_batches))
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that train other trajectories on the same weights."""
+        """Return the ranks that train other trajectories on the same weights."""
         group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
         return group
 
@@ -192,13 +193,13 @@ class Trainer:
         return self._export.copies()
 
     def exported(self) -> Exported:
-        """The weights as rank 0 has them, to copy them at once; every other rank calls `export`."""
+        """Return the weights as rank 0 has them, to copy them at once; every other rank calls `export`."""
         self.settle_parameters()
         return self._export.views()
 
     @property
     def size_bytes(self) -> int:
-        """Size of the weights on this rank."""
+        """Return the size of the weights on this rank."""
         return sum(parameter.nbytes for chunk in self.chunks for parameter in chunk.parameters())
 
     def keep_until(self, read: torch.cuda.Event) -> None:
@@ -225,7 +226,7 @@ class Trainer:
     # --- checkpoints ---
 
     def fingerprint(self) -> dict[str, JsonValue]:
-        """The model's hyperparameters that decide which weights fit it."""
+        """Return the model's hyperparameters that decide which weights fit it."""
         return fingerprint(self.hf_config)
 
     def other_hyperparameters(self, hf_config: PretrainedConfig) -> list[str]:
@@ -250,7 +251,7 @@ class Trainer:
 
     @property
     def model(self) -> PolicyModel:
-        """The model, where this rank has all of it."""
+        """Return the model, where this rank has all of it."""
         [model] = self.chunks
         return model
 
@@ -276,7 +277,7 @@ class Trainer:
         return sum_over_ranks(per_micro_batch) if per_micro_batch else ([], torch.empty(0))
 
     def shares(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """This rank's share of each micro-batch, then as many idle ones as the schedule needs."""
+        """Return this rank's share of each micro-batch, then as many idle ones as the schedule needs."""
         parallel = self.parallel
         count = max(1, len(micro_batches))
         if parallel.expert * parallel.expert_tensor > 1:  # experts are reached by all their ranks at once

@@ -147,7 +147,7 @@ class _NanChangesNothing(TorchFunctionMode):
 
 
 def _with_nan(model: Any) -> set[str]:
-    """Names of the parameters and buffers that have a NaN somewhere."""
+    """Return the names of the parameters and buffers that have a NaN somewhere."""
     device = next(model.parameters()).device
     largest = {
         name: tensor.detach().amax().to(device, torch.float64)

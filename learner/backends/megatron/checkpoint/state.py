@@ -111,7 +111,7 @@ def _sharded_state(trainer: "Trainer", policies: Iterable[str], *, is_loading: b
 
 
 def _sharded_policy(trainer: "Trainer", tag: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of a frozen policy, cut and named as the model's own behind its tag."""
+    """Return the weights of a frozen policy, cut and named as the model's own behind its tag."""
     prefix = f"{tag}."
     pieces = zip(_chunks(trainer).items(), trainer.frozen.weights(tag), strict=True)
     return {
@@ -125,14 +125,14 @@ def _sharded_policy(trainer: "Trainer", tag: str, metadata: Mapping[str, Any]) -
 
 
 def _chunks(trainer: "Trainer") -> dict[str, PolicyModel]:
-    """The pieces of the model by the names that megatron-core's optimizer expects."""
+    """Return the pieces of the model by the names that megatron-core's optimizer expects."""
     if len(trainer.chunks) == 1:
         return {"model": trainer.chunks[0]}
     return {f"model{number}": chunk for number, chunk in enumerate(trainer.chunks)}
 
 
 def _sharded_rng_state() -> ShardedObject:
-    """The states of this rank's random generators, one of as many as there are ranks."""
+    """Return the states of this rank's random generators, one of as many as there are ranks."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
