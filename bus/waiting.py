@@ -2,18 +2,52 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from bus.errors import EngineError
+import nats.errors
+import structlog
+from nats.js.errors import ServiceUnavailableError
+
+from bus.errors import BusError, EngineError
 
 T = TypeVar("T")
+log = structlog.get_logger()
+AWAY = (
+    nats.errors.TimeoutError,
+    nats.errors.NoRespondersError,
+    nats.errors.ConnectionClosedError,
+    nats.errors.ConnectionReconnectingError,
+    nats.errors.StaleConnectionError,
+    ServiceUnavailableError,
+)
+"""Causes of a `BusError` that pass when the bus is back."""
+PATIENCE_S = 60.0
+"""Longest time that a bus may be away before what was asked of it fails."""
+RETRY_S = 0.25
 CANCEL_AGAIN_S = 1.0
 AT_LEAST_S = 0.01
 """The shortest limit of a step, since 0 would mean that there is none."""
 CANCEL_S = 5.0
 """Seconds after which a cancelled call of an engine that hangs is left behind."""
+
+
+async def until_answered(ask: Callable[[], Awaitable[T]], what: str, *, patience_s: float = PATIENCE_S) -> T:
+    """Return what `ask` does, which is called again while the bus is away or restarts.
+
+    Raises its `BusError` after `patience_s`, and at once where the bus answers that it refuses."""
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            return await ask()
+        except BusError as error:
+            if not isinstance(error.__cause__, AWAY) or time.monotonic() - began > patience_s:
+                raise
+            if not told:
+                log.warning("waiting_for_the_bus", what=what, reason=str(error))
+                told = True
+            await asyncio.sleep(RETRY_S)
 
 
 async def set_within(event: asyncio.Event, timeout_s: float) -> bool:

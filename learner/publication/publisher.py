@@ -16,7 +16,7 @@ from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import BlobRef, DeltaRef, ModelFiles, PolicyManifest, SnapshotWanted
 from bus.publish import Publisher
-from bus.waiting import set_within
+from bus.waiting import set_within, until_answered
 from learner.config.publication import PublicationConfig
 from storage.disk.atomic_files import Content
 from storage.weights.blob_stores import BlobStore, on_bus
@@ -75,7 +75,7 @@ class WeightPublisher:
 
     async def start(self, model: Path) -> None:
         """Take over from the learner before, store config and tokenizer, and listen for who lacks weights."""
-        await self._store.start()
+        await until_answered(self._store.start, "freeing the weights of the learner before")
         self._files = await asyncio.to_thread(bundle, model)
         await self._put_model()
         await self._bus.listen(self._bus.subject("notice", "snapshot"), SnapshotWanted, self._on_wanted)
@@ -213,7 +213,7 @@ class WeightPublisher:
         )
         self.latest = self._held[manifest.policy_version] = manifest
         self._weights = weights  # not before: a snapshot is of the version that is announced
-        await self._bus.put("policy", manifest)
+        await until_answered(lambda: self._bus.put("policy", manifest), "announcing a version")
         await self._bus.notify(self._bus.subject("notice", "policy"), manifest)
         return manifest
 
@@ -234,8 +234,12 @@ class WeightPublisher:
             del self._held[version]
         needed = {blob for manifest in self._held.values() for blob in _blobs(manifest)}
         for blob in self._stored - needed:
-            await self._store.delete(blob)
-            self._stored.discard(blob)
+            try:
+                await self._store.delete(blob)
+            except (BusError, OSError) as error:  # it is tried again with the next version
+                log.warning("old_weights_not_deleted", blob=blob.subject, reason=str(error))
+            else:
+                self._stored.discard(blob)
 
     def _on_wanted(self, wanted: SnapshotWanted) -> None:
         if wanted.incarnation in ("", self._incarnation):

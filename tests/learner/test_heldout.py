@@ -26,6 +26,21 @@ def answer(version: int, incarnation: str = "one", drawn_by: int | None = None) 
     )  # fmt: skip
 
 
+async def test_held_out_prompts_are_found_though_the_bus_is_away_for_a_while(bus, server, monkeypatch):
+    await bus.put("heldout", BLOB)
+    monkeypatch.setattr(bus.js, "_timeout", 0.2)
+    found = HeldOut(bus, "one", lambda result: None, 1.0)
+    await server.kill()
+    with capture_logs() as logs:
+        finding = asyncio.create_task(found.find())
+        async with asyncio.timeout(TIMEOUT_S):
+            while not any(entry["event"] == "waiting_for_the_bus" for entry in logs):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            await server.start()
+            await finding
+    assert found.prompts == BLOB
+
+
 async def tell(bus, result: EvaluationResult) -> None:
     name = f"{result.incarnation}-{result.policy_version}"
     await Publisher(bus).publish(bus.subject("events", "evaluation"), encode(result), message_id=name)

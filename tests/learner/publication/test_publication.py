@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from actors.weights.follow import fetch_model_files, fetch_state, obtain_model
 from bus.errors import BusError, ConfigError
@@ -131,6 +132,47 @@ async def test_old_versions_leave_the_bus_but_pinned_ones_stay_with_all_they_nee
     await publish(publisher, 12)
     with pytest.raises(BusError, match="not on the bus"):
         await fetch_state(Blobs(bus), manifests[1])
+
+
+async def test_a_blob_that_cannot_be_deleted_is_deleted_with_the_next_version(bus, publisher, monkeypatch):
+    delete, refused = BusBlobs.delete, []
+
+    async def refusing(store, ref):
+        if not refused:
+            refused.append(ref.subject)
+            raise BusError(f"{ref.subject}: cannot delete it from the bus (timeout)")
+        await delete(store, ref)
+
+    monkeypatch.setattr(BusBlobs, "delete", refusing)
+    with capture_logs() as logs:
+        for version in range(8):
+            await publish(publisher, version)
+    [said] = [entry for entry in logs if entry["event"] == "old_weights_not_deleted"]
+    assert said["blob"] == refused[0]
+    kept = await bus.js.stream_info("test-WEIGHTS", subjects_filter=f"{refused[0]}.*")
+    assert kept.state.subjects is None
+
+
+async def test_a_version_is_announced_though_the_bus_is_away_for_a_while(bus, publisher, server, monkeypatch):
+    monkeypatch.setattr(bus.js, "_timeout", 0.2)
+    put, failed = bus.put, []
+
+    async def put_while_away(key, message):
+        if not failed:
+            await server.kill()
+        try:
+            await put(key, message)
+        except BusError as error:
+            failed.append(error)
+            if len(failed) == 1:
+                await server.start()
+            raise
+
+    monkeypatch.setattr(bus, "put", put_while_away)
+    async with asyncio.timeout(TIMEOUT_S):
+        await publish(publisher, 0)
+    assert failed
+    assert (await announced(bus)).policy_version == 0
 
 
 async def test_a_new_learner_begins_with_a_snapshot_and_takes_the_dead_ones_weights_off_the_bus(
