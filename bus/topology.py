@@ -133,7 +133,7 @@ async def stored_bytes(js: JetStreamContext, topology: Topology) -> dict[str, in
     """Return the bytes in each of the run's streams that exist, its key-value bucket among them, by name."""
     found = {}
     try:
-        for name in _stream_names(topology):
+        for name in (*(str(config.name) for config in topology.streams()), f"KV_{topology.bucket}"):
             try:
                 found[name] = int((await js.stream_info(name)).state.bytes)
             except NotFoundError:
@@ -146,17 +146,10 @@ async def stored_bytes(js: JetStreamContext, topology: Topology) -> dict[str, in
 async def remove(js: JetStreamContext, topology: Topology) -> None:
     """Delete the run's streams and its key-value bucket, with all that they hold; the bucket goes last."""
     try:
-        for name in _stream_names(topology):
-            try:
-                await js.delete_stream(name)
-            except NotFoundError:
-                continue
+        for name in await stored_bytes(js, topology):
+            await js.delete_stream(name)
     except NatsError as error:
         raise BusError(f"cannot remove the streams of run {topology.run!r}: {error}") from error
-
-
-def _stream_names(topology: Topology) -> list[str]:
-    return [*(str(config.name) for config in topology.streams()), f"KV_{topology.bucket}"]
 
 
 def differences(found: StreamConfig, wanted: StreamConfig) -> dict[str, object]:

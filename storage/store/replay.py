@@ -78,8 +78,7 @@ class ReplayStore:
 
     @property
     def completed(self) -> list[int]:
-        """Return the leases in the order in which their groups became complete; it only grows. Do not
-        modify."""
+        """Return the leases in the order in which their groups became complete; do not modify the list."""
         return self._groups.order
 
     @property
@@ -172,7 +171,7 @@ class ReplayStore:
         due = [key for key, t in zip(keys, fresh, strict=True) if t.reward_due]
         self._groups.rewards.expect(due, stored=keys)
         number = len(self._layout.ends)
-        written = write_segment(self._path(SegmentEntry(number, number)), fresh)
+        written = write_segment(self._layout.path(SegmentEntry(number, number)), fresh)
         entry = SegmentEntry(number, number, size_bytes=written.size_bytes, written_s=written.written_s)
         with self._mutex:
             full = [
@@ -203,9 +202,8 @@ class ReplayStore:
     def read(self, lease_ids: Iterable[int]) -> list[Trajectory]:
         """Return the trajectories of these complete groups, each group in the order of its samples.
 
-        Their arrays are views of mapped files, which stay mapped, one descriptor a segment, while a view
-        is held. Raises `StorageError` for a group that is unknown, incomplete or retired, or whose bytes
-        changed."""
+        Their arrays are views of mapped files, one descriptor a segment, which a view keeps mapped. Raises
+        `StorageError` for a group that is unknown, incomplete or retired, or whose bytes changed."""
         leases = list(lease_ids)
         found = self._read(lambda: [row for lease in leases for row in self._groups.rows(lease)])
         if due := [trajectory for trajectory in found if trajectory.reward_due]:
@@ -233,8 +231,7 @@ class ReplayStore:
             return self._groups.rows(lease_id)
 
     def trajectories_of(self, lease_id: int) -> list[Trajectory]:
-        """Return what is stored of a group, complete or not, in the order of its samples, some with a reward
-        due."""
+        """Return what is stored of a group, complete or not, by sample; some rewards may be due."""
         return self._read(lambda: self._index.stored(lease_id))
 
     # --- housekeeping ---
@@ -248,11 +245,13 @@ class ReplayStore:
             run = choose_merge(self.entries)
             if not run:
                 return False
-            written = merge_segments(self._path(merged(run)), [self._path(entry) for entry in run])
+            written = merge_segments(
+                self._layout.path(merged(run)), [self._layout.path(entry) for entry in run]
+            )
             with self._mutex:
                 self._layout.switch(run, merged(run, written.size_bytes))
             for entry in run:
-                remove(self._path(entry))
+                remove(self._layout.path(entry))
         log.info("segments_merged", store=str(self.directory), segments=len(run), bytes=written.size_bytes)
         return True
 
@@ -264,14 +263,16 @@ class ReplayStore:
         with self._housekeeping:
             self._refuse_reader()
             if archive is not None:
-                archive_segment(self._path(entry), archive)
+                archive_segment(self._layout.path(entry), archive)
             columns = self._columns_of(entry)
             retired = replace(entry, retired=True, size_bytes=0)
-            save_columns(self._path(retired), columns, [len(columns)])
+            save_columns(self._layout.path(retired), columns, [len(columns)])
             with self._mutex:
                 self._layout.switch([entry], retired)
-            remove(self._path(entry))
-        log.info("segment_retired", segment=str(self._path(entry)), bytes=entry.size_bytes, archive=archive)
+            remove(self._layout.path(entry))
+        log.info(
+            "segment_retired", segment=str(self._layout.path(entry)), bytes=entry.size_bytes, archive=archive
+        )
 
     def close(self) -> None:
         """Unmap every file and let another writer in. Trajectories already read stay valid."""
@@ -280,14 +281,9 @@ class ReplayStore:
                 self._save_index()
             self._release()
 
-    # --- inside ---
-
     def _refuse_reader(self) -> None:
         if self._lock is None:
             raise StorageError(f"{self.directory} was opened for reading")
-
-    def _path(self, entry: SegmentEntry) -> Path:
-        return self._layout.path(entry)
 
     def _columns_of(self, entry: SegmentEntry) -> Columns:
         with self._mutex:
@@ -311,12 +307,12 @@ class ReplayStore:
             if row not in held:
                 segment, held = self._layout.segment_of(row)
             trajectory = segment.trajectory(row - held.start)
-            if trajectory.reward_due:
-                reward = self._groups.rewards.reward_of(trajectory.lease_id, trajectory.sample)
-                if reward is not None:
-                    trajectory = replace(trajectory, reward=reward, reward_due=False)
-            found.append(trajectory)
+            found.append(self._rewarded(trajectory) if trajectory.reward_due else trajectory)
         return found
+
+    def _rewarded(self, trajectory: Trajectory) -> Trajectory:
+        reward = self._groups.rewards.reward_of(trajectory.lease_id, trajectory.sample)
+        return trajectory if reward is None else replace(trajectory, reward=reward, reward_due=False)
 
     def _release(self) -> None:
         with self._mutex:
@@ -333,7 +329,7 @@ class ReplayStore:
             remove_leftovers(self.directory)
             entries, replaced = find_entries(self.directory)
             for entry in replaced:
-                remove(self._path(entry))
+                remove(self._layout.path(entry))
             self._load(entries)
             self._groups.on_stored([])
             return
@@ -355,7 +351,7 @@ class ReplayStore:
                 known, ends = load_columns(path)
             except StorageError as error:  # it says nothing that the segments do not say
                 log.warning("replay_index_not_used", reason=str(error))
-        sizes = [None if p.retired else check_segment(self._path(p)) for p in entries]
+        sizes = [None if p.retired else check_segment(self._layout.path(p)) for p in entries]
         covered = _agreeing(entries, sizes, ends)
         indexed = int(ends[entries[covered - 1].last]) if covered else 0
         parts = [known[:indexed], *(self._columns_on_disk(entry) for entry in entries[covered:])]
@@ -372,7 +368,7 @@ class ReplayStore:
             self._indexed = (entries[covered - 1].last + 1 if covered else 0), indexed
 
     def _columns_on_disk(self, entry: SegmentEntry) -> Columns:
-        path = self._path(entry)
+        path = self._layout.path(entry)
         return load_columns(path)[0] if entry.retired else read_columns(path)
 
     def _save_index(self) -> None:
