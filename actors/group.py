@@ -17,7 +17,7 @@ NOTHING = GroupStatus(group_size=0)
 
 @dataclass
 class Group:
-    """What there is of a group.
+    """Collects the episodes of a group.
 
     Where every episode gives equally many trajectories, `each`, a sample's place in the group is known before
     its siblings are finished, and finished ones may be sent ahead. Otherwise only the whole group is sent.

@@ -235,7 +235,7 @@ def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
 
 
 async def _started(bus: Bus, engine: Engine, stop: asyncio.Event) -> bool:
-    """Start the engine, which may take minutes; False when `stop` came first."""
+    """Start the engine, which may take minutes; return False when `stop` came first."""
     finished = asyncio.Event()
     showing = asyncio.create_task(
         report_status(

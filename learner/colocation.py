@@ -54,7 +54,7 @@ class Device:
 
     @asynccontextmanager
     async def held(self, stop: asyncio.Event) -> AsyncIterator[bool]:
-        """Hold the devices inside, once the actors have yielded them; False when `stop` came before that.
+        """Hold the devices inside, once actors have yielded them; yield False when `stop` came first.
 
         Raises `BusError` when an actor that is alive does not yield in time."""
         if not self._config.enabled:
@@ -83,7 +83,7 @@ class Device:
             await self._give_back()
 
     async def _yielded(self, stop: asyncio.Event) -> bool:
-        """Wait until no living actor of this host uses the devices; False when `stop` came first."""
+        """Wait until no living actor of this host uses the devices; return False when `stop` came first."""
         config, deadline_s = self._config, time.monotonic() + self._config.yield_timeout_s
         beats: dict[str, Beats] = {}
         users: Iterable[str] | None = None

@@ -77,7 +77,7 @@ def sync(path: Path) -> None:
 
 
 def read(path: Path, *, until_step: int) -> dict[int, list[int]]:
-    """Step -> leases, as they count in weights of `until_step`: of a step trained again, the last time."""
+    """Return leases by step as they count in weights of `until_step`: a step trained again counts once."""
     return {step: list(found.leases) for step, found in steps(path).items() if step <= until_step}
 
 

@@ -136,7 +136,7 @@ class Learner:
         await self._checkpoint()
 
     async def _warmed_up(self) -> bool:
-        """All steps on demonstrations; False if `stop` came before the last."""
+        """Take all steps on demonstrations; return False if `stop` came before the last."""
         progress, warmup = self.progress, self._settings.warmup
         while progress.warmup_step < warmup.steps and not self._stop.is_set():
             started = time.monotonic()
@@ -161,7 +161,7 @@ class Learner:
                     return
 
     async def _step(self) -> bool:
-        """Take one optimizer step and its publication; False if `stop` came before it."""
+        """Take one optimizer step and publish; return False if `stop` came before it."""
         progress = self.progress
         started = time.monotonic()
         lease = await self._next_groups()
@@ -264,7 +264,7 @@ class Learner:
         await asyncio.gather(*self._background)
 
     async def _accuracy_now(self) -> float | None:
-        """Held-out sampled accuracy of the current version; None if nobody measures it, or on `stop`."""
+        """Return the held-out sampled accuracy of this version; None if nobody measures it, or on `stop`."""
         version = self.progress.policy_version
         if self._heldout.prompts is None or self._stop.is_set():
             return None
@@ -283,7 +283,7 @@ class Learner:
         await self._tell(self._reader.resumed(self.progress.step))
 
     async def _exported(self) -> Copied | None:
-        """Export, before the run is said to be done, and copy the weights; None if `stop` came first."""
+        """Export, before the run is done, and return the copied weights; None if `stop` came first."""
         copied = None
         async with self._device.held(self._stop) as ours:
             if ours:

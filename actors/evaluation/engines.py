@@ -22,7 +22,7 @@ LOOK_S = 1.0
 
 
 class EvaluationEngines(Protocol):
-    """Where an evaluator has its prompts answered."""
+    """The engines that answer an evaluator's prompts."""
 
     prompts_at_once: int | None
     """Number of prompts in progress at a time; None for all."""

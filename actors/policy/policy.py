@@ -63,7 +63,7 @@ class ChatFormat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """What the policy answered."""
+    """The policy's answer to one call."""
 
     text: str
     """The answer, without special tokens."""

@@ -14,11 +14,11 @@ CANCEL_S = 5.0
 class Newest(Generic[T]):
     """Fetches one version at a time and loads another meanwhile.
 
-    A version that is announced while an older one is fetched waits for that: it is what deltas lead on from,
-    and where whole snapshots come faster than they can be fetched, some arrive. Only what a dead learner
-    announced is not waited for. What was fetched last is loaded next; what was overtaken by then never is.
-    With `loads_at_once` above 1 a load does not wait for the one before, for an engine that goes on with
-    the newer one where it has not taken the older."""
+    A newer version does not interrupt the fetch of an older one: deltas lead on from the older version, and
+    where snapshots are announced faster than they can be fetched, some must arrive. A version of a learner
+    that died is given up at once. The version that was fetched last is loaded next; versions that it overtook
+    are never loaded. With `loads_at_once` above 1, a load does not wait for the load before it: this suits an
+    engine that continues with the newer version where it has not taken the older one."""
 
     def __init__(
         self,

@@ -126,7 +126,7 @@ def retrain_status(report: Mapping[str, Json]) -> int:
 
 
 def restore_run(run: RunDirectory, archive: str | None) -> list[str]:
-    """Bring back every segment that was retired into `archive` (None: the run's own); their paths.
+    """Bring back every segment that was retired into `archive` (None: the run's own); return the paths.
 
     Raises `ConfigError` when the run has no archive, `StorageError` while its storage is up, or naming what
     the archive does not hold whole.

@@ -301,7 +301,7 @@ class _SenderProcess:
             log.warning("weights_are_sent_slowly", reason=slower)
 
     async def lives_until(self, event: asyncio.Event, timeout_s: float) -> bool:
-        """Wait for `event`; False when that takes longer. Raises `BusError` when the process ends before."""
+        """Wait for `event`; False when it takes longer. Raises `BusError` when the process ends before."""
         ended, setting = asyncio.create_task(self._process.wait()), asyncio.create_task(event.wait())
         try:
             await asyncio.wait({ended, setting}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

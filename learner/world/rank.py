@@ -28,9 +28,10 @@ T = TypeVar("T")
 
 
 class Rank:
-    """This process's part. All ranks call the same methods in the same order; most are collective.
+    """This process's part of the learner.
 
-    `World.call` calls any of them on all ranks: a coroutine in its turn, a plain method at once.
+    All ranks call the same methods in the same order; most are collective. `World.call` calls any of them
+    on all ranks: a coroutine in its turn, a plain method at once.
 
     Torch works on `thread` alone, which keeps the bus responsive: a CUDA device is chosen for each thread.
     """

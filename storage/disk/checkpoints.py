@@ -41,7 +41,7 @@ def latest(root: Path) -> Path | None:
 
 
 def prune(root: Path, keep: int) -> list[int]:
-    """Remove all checkpoints but the `keep` latest; the steps removed."""
+    """Remove all checkpoints but the `keep` latest; return the steps removed."""
     if keep < 1:
         raise ValueError(f"keep={keep} would leave nothing to resume from: keep at least 1")
     old = steps(root)[:-keep]

@@ -66,7 +66,7 @@ class Admission:
         return max(within, self._lacking() - len(self._ledger.rolling_out))  # or the step would wait for ever
 
     def issue(self) -> list[int]:
-        """Open leases for all the room there is; the ids of those to roll out.
+        """Open leases for all the room there is; return the ids of those to roll out.
 
         A lease whose turn falls to a quarantined prompt is refunded at once, so that the others' prompts stay
         those that their numbers say.
@@ -96,7 +96,7 @@ class Admission:
     # --- what happened elsewhere ---
 
     def on_policy(self, manifest: PolicyManifest) -> bool:
-        """The learner published a version; False when that is old news."""
+        """Take note of the published version; return False when it was known."""
         if manifest.policy_version > int(self._ledger.facts.get(NEWEST_VERSION, "-1")):
             self._ledger.set_fact(NEWEST_VERSION, str(manifest.policy_version))
         if self.policy == manifest:
@@ -113,7 +113,7 @@ class Admission:
         return int(self._ledger.facts.get(f"shard_{shard}", "0"))
 
     def on_stored(self, news: StoredGroups) -> bool:
-        """Groups are complete in a shard; False when all of that was known."""
+        """Take note of groups that a shard completed; return False when all of them were known."""
         through = news.after + len(news.lease_ids)
         if through <= self.seen(news.shard):
             return False
@@ -126,7 +126,7 @@ class Admission:
         return True
 
     def on_rejected(self, rejections: Iterable[GroupRejected]) -> None:
-        """Groups were filtered out or failed: their leases are refunded."""
+        """Refund the leases of groups that were filtered out or failed."""
         for rejection in rejections:
             if rejection.lease_id in self._ledger.rolling_out:  # else a redelivered lease had two outcomes
                 self._ledger.reject(rejection.lease_id, rejection.reason)
@@ -206,7 +206,7 @@ class Admission:
             self._ledger.lower(ahead, train_version)
 
     def _lose_patience(self, step: int, choice: Choice, now_s: float) -> bool:
-        """Give up what the step waits for, once it did so for too long; whether it can be asked again now."""
+        """Give up what the step waited too long for; return whether it can be asked again now."""
         if self._config.incomplete == "wait" or not choice.blockers:
             return False
         if self._waiting is None or self._waiting[0] != step:
@@ -230,7 +230,7 @@ class Admission:
         self._ledger.set_fact("committed", str(step))
 
     def on_unreadable(self, step: int, lease_ids: Iterable[int], incarnation: str) -> list[int]:
-        """Give up groups of `step` that cannot be read, and choose its groups anew; those given up now.
+        """Choose the groups of `step` anew without those that cannot be read; return those given up now.
 
         Their leases are refunded. Raises `FencedError` when another learner took over."""
         self.refuse_fenced(incarnation)
@@ -243,7 +243,7 @@ class Admission:
         return damaged
 
     def resume(self, step: int, incarnation: str) -> int:
-        """A learner goes on from `step`, and all before it are fenced; how many uses that rolled back."""
+        """Let a learner go on from `step` and fence all before it; return how many uses that rolled back."""
         if self.policy is not None and self.policy.incarnation != incarnation:
             self.policy = None  # the learner goes on from another, which it publishes next
         self._ledger.set_fact("incarnation", incarnation)

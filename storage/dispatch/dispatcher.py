@@ -216,7 +216,7 @@ class Dispatcher:
                 tasks.create_task(self._publish_lease(lease, f"-{attempt}", again=True))
 
     async def _catch_up(self, shard: int) -> bool:
-        """Hear of the groups that were completed since; whether the shard answered."""
+        """Hear of the groups that were completed since; return whether the shard answered."""
         request = StoredRequest(after=self._admission.seen(shard), spreads=self._wants_spreads)
         try:
             news = await self._bus.request(

@@ -15,7 +15,7 @@ FREE_DELIVERIES = 1
 
 
 class LeaseStatus:
-    """What becomes of leases that are delivered again and again."""
+    """Decides what becomes of leases that are delivered again and again."""
 
     def __init__(
         self, ledger: Ledger, admission: Admission, data: DataSets, *,

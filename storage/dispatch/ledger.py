@@ -41,7 +41,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Account:
-    """Every group of the run is in exactly one of these."""
+    """Counts of the run's groups by state; every group is in exactly one of them."""
 
     issued: int
     """All leases ever given out."""
@@ -58,7 +58,7 @@ class Account:
 
 
 class Ledger:
-    """Leases by state. Not shared between processes: the dispatcher owns it."""
+    """Records the state of every lease. The dispatcher owns it: no other process opens it."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._sql = connection
@@ -134,7 +134,7 @@ class Ledger:
         )
 
     def store(self, lease_id: int, spread: float = 0.0, tokens: int = 0) -> bool:
-        """The group is complete in a shard; False when that was known or it is settled otherwise.
+        """Note that the group is complete in a shard; return False when it was, or is settled otherwise.
 
         `spread` is the mean |reward - mean reward| of its siblings, where a strategy asks for it;
         `tokens` are theirs together.
@@ -152,7 +152,7 @@ class Ledger:
         return True
 
     def reject(self, lease_id: int, reason: str) -> bool:
-        """The group will not be trained on, which refunds its lease; False when it is settled otherwise."""
+        """Refund the lease of a group that nobody trains on; return False when it is settled otherwise."""
         if self.rolling_out.pop(lease_id, None) is None and self.stored.pop(lease_id, None) is None:
             return False
         self.reasons[reason] += 1

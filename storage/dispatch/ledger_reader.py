@@ -9,13 +9,13 @@ from bus.errors import ConfigError
 
 
 def states_of(ledger: Path) -> dict[int, tuple[str, int]]:
-    """Lease -> its state, and the learner's version when it was issued. Raises `ConfigError`."""
+    """Return, by lease, its state and the learner's version when it was issued. Raises `ConfigError`."""
     rows = _rows(ledger, "SELECT lease_id, state, policy_version FROM leases")
     return {lease_id: (state, version) for lease_id, state, version in rows}
 
 
 def leases_of_steps(ledger: Path) -> dict[int, list[int]]:
-    """Step -> leases it trained on. Raises `ConfigError`."""
+    """Return, by step, the leases that it trained on. Raises `ConfigError`."""
     steps: dict[int, list[int]] = {}
     for step, lease_id in _rows(ledger, "SELECT step, lease_id FROM uses ORDER BY step, place"):
         steps.setdefault(step, []).append(lease_id)

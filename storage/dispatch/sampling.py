@@ -16,7 +16,7 @@ SPREAD_FLOOR = 1e-3
 
 @dataclass(frozen=True, order=True, slots=True)
 class Candidate:
-    """A group that a step may be given. Ordered oldest first."""
+    """A group that a step may be given. Candidates are ordered oldest first."""
 
     policy_version: int
     """The learner's version when its lease was issued: no token of it is older."""
@@ -70,7 +70,7 @@ class Index:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a step asks for."""
+    """A step's request for groups."""
 
     groups: int
     train_version: int

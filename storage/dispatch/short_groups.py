@@ -21,7 +21,7 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 async def close_short(bus: Bus, lease_ids: Iterable[int], shards: int) -> tuple[list[int], list[int]]:
-    """Have their shards close these groups; those that are complete now, and those with too few siblings.
+    """Have shards close these groups; return those that are complete now and those with too few siblings.
 
     A shard that does not answer is left out of both: it is asked again.
     """

@@ -90,7 +90,7 @@ class LedgerFacts:
 
 @dataclass(frozen=True)
 class Quarantine:
-    """What is known of a run, held against what actors send. Every refusal is a `SchemaError`.
+    """Compares what actors send with what is known of a run. Every refusal is a `SchemaError`.
 
     A fact that is not known yet refuses nothing, and none does before it was looked up once more."""
 

@@ -88,7 +88,7 @@ def _put_in_place(files: fsspec.AbstractFileSystem, unfinished: str, final: str)
 
 
 def restore(directory: Path, archive: str) -> list[str]:
-    """Bring every retired segment of the store in `directory` back, each trajectory bit for bit; their names.
+    """Bring every retired segment of the store in `directory` back, bit for bit; return their names.
 
     To call while no writer has it open. Raises `StorageError` naming what the archive does not hold whole."""
     with lock_directory(directory):

@@ -92,7 +92,7 @@ def find_entries(directory: Path) -> tuple[list[SegmentEntry], list[SegmentEntry
 
 
 def choose_merge(entries: Iterable[SegmentEntry]) -> list[SegmentEntry]:
-    """Neighbours that are due to become one; empty when none are. A byte is rewritten a few times at most."""
+    """Return neighbours that are due to be merged, if any. A byte is rewritten a few times at most."""
     ordered = list(entries)
     for tiny, small in pairwise((0, *SMALL_BYTES)):
         run: list[SegmentEntry] = []

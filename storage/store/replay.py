@@ -120,7 +120,7 @@ class ReplayStore:
     # --- trajectories ---
 
     def append(self, trajectories: Sequence[Trajectory]) -> list[int]:
-        """Store those not stored yet as one new segment; the leases whose groups this completed, in order.
+        """Store those not stored yet as one new segment; return the leases whose groups this completed.
 
         On return they are on the disk. Otherwise nothing is stored: the disk refuses (`StorageError`), or
         siblings disagree on their group's size, where a retry cannot help (`SchemaError`)."""
@@ -129,7 +129,7 @@ class ReplayStore:
             return self._append(trajectories)
 
     def close_short(self, lease_ids: Sequence[int], *, fewest: int) -> list[int]:
-        """Count these groups as complete, durably, where so many siblings are stored; those complete now.
+        """Count these groups as complete, durably, where so many siblings are stored; return those.
 
         What comes of them later is dropped. Raises `StorageError` when the disk refuses."""
         self._refuse_reader()
@@ -183,7 +183,7 @@ class ReplayStore:
         return full
 
     def give(self, rewards: Sequence[RewardGiven]) -> list[int]:
-        """Keep rewards that come apart from their trajectories; the leases whose groups this completed.
+        """Keep rewards that come later than their trajectories; return the leases of completed groups.
 
         On return they are on the disk. The first reward of a trajectory is the one that counts. Otherwise
         nothing is kept: the disk refuses (`StorageError`), or one of them is for a trajectory that its group
@@ -237,7 +237,7 @@ class ReplayStore:
     # --- housekeeping ---
 
     def compact(self) -> bool:
-        """Merge one run of small neighbouring segments, if any is due; whether one was.
+        """Merge one run of small neighbouring segments, if any is due; return whether one was.
 
         Raises `StorageError` when the disk refuses; then all is as it was."""
         with self._housekeeping:

@@ -229,7 +229,7 @@ def check_segment(path: Path) -> Summary:
 
 
 def read_columns(path: Path) -> Columns:
-    """Whose trajectories a segment holds. Raises `StorageError` naming a torn or corrupt one."""
+    """Return whose trajectories a segment holds. Raises `StorageError` naming a torn or corrupt one."""
     with _naming(path):
         entries = _entries(path)
         summary = _summary(path, entries)

@@ -8,7 +8,7 @@ from actors.engines.base import Engine, Generation
 
 @dataclass(eq=False)
 class EngineLife:
-    """What its place knows of an engine; the next engine of the place gets a new one."""
+    """State of an engine; the next engine of the same place in the fleet gets a new one."""
 
     engine: Engine
     serial: int = 0

@@ -370,7 +370,7 @@ class Member:
         self._life = None
 
     async def _may_go_on(self) -> bool:
-        """Wait before the next engine; False when too many failed."""
+        """Wait before the next engine; return False when too many failed."""
         pause_s = self._restart_limit.pause_after_failure_s(asyncio.get_running_loop().time())
         if pause_s is None:
             failures = self._restart_limit.failures

@@ -13,7 +13,7 @@ REMEMBERED = 1 << 16
 
 
 class Affinity:
-    """Remembers who served each block of tokens, and what led to it, last. The oldest is forgotten."""
+    """Remembers who served each block of tokens, and what precedes it, last. The oldest is forgotten."""
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered

@@ -40,7 +40,7 @@ class LearnerGroup:
             )
 
     async def prepare(self, published: Published, timeout_s: float) -> Offer:
-        """Get an offer and be in its group, while the server generates; empty when the learner cannot."""
+        """Get an offer and be in its group, while the server generates; nothing if the learner cannot."""
         end_s = time.monotonic() + timeout_s
         if time.monotonic() < self._not_before_s:
             return ()
