@@ -30,12 +30,12 @@ from actors.weights.follow import PolicyFollower, obtain_model
 from actors.worker import Worker
 from bus.codec import Json
 from bus.config import ColocationConfig
-from bus.connection import RETRY_S, Bus
-from bus.errors import ConfigError, EngineLostError
+from bus.connection import Bus
+from bus.errors import BusAwayError, ConfigError, EngineLostError
 from bus.messages import PolicyManifest, SnapshotWanted
 from bus.process_tuning import few_collections
 from bus.status import report_status
-from bus.waiting import set_within
+from bus.waiting import RETRY_S, set_within
 from storage.weights.blob_sources import BlobSource, blob_source
 
 log = structlog.get_logger()
@@ -259,7 +259,7 @@ async def _started(bus: Bus, engine: Engine, stop: asyncio.Event) -> bool:
 
 
 async def _first_policy(bus: Bus, patience_s: float, stop: asyncio.Event) -> PolicyManifest | None:
-    """Return the first policy manifest, or None on `stop`. Raises `ConfigError` after `patience_s`."""
+    """Return the first policy manifest, or None on `stop`. Raises `BusAwayError` after `patience_s`."""
     finished = asyncio.Event()
     waiting = "waiting for the learner's first policy version"
     async with asyncio.TaskGroup() as tasks:
@@ -267,7 +267,8 @@ async def _first_policy(bus: Bus, patience_s: float, stop: asyncio.Event) -> Pol
             report_status(bus, source=actor_name(), role="actor", look=lambda: (waiting, {}), stop=finished)
         )
         try:
-            for _ in range(int(patience_s / RETRY_S)):
+            deadline = time.monotonic() + patience_s
+            while time.monotonic() < deadline:
                 found = await bus.get("policy", PolicyManifest)
                 if found is not None or stop.is_set():
                     return found[0] if found else None
@@ -275,4 +276,4 @@ async def _first_policy(bus: Bus, patience_s: float, stop: asyncio.Event) -> Pol
                 await asyncio.sleep(RETRY_S)
         finally:
             finished.set()
-    raise ConfigError(f"waited {patience_s:g} s for a policy: is `launch learner` running for this run?")
+    raise BusAwayError(f"waited {patience_s:g} s for a policy: is `launch learner` running for this run?")

@@ -46,13 +46,16 @@ async def get_blob(bus: Bus, ref: BlobRef) -> bytes:
 
     async def fetch(n: int) -> bytes:
         async with slots:
-            try:
-                found = await bus.js.get_last_msg(stream, f"{ref.subject}.{n}", direct=True)
-            except nats.errors.Error as error:
-                raise BusError(
-                    f"{ref.subject}: chunk {n} of {ref.chunks} is not on the bus ({error})"
-                ) from error
-            return found.data or b""
+            return await bus.patiently(lambda: chunk(n), f"fetching {ref.subject}")
+
+    async def chunk(n: int) -> bytes:
+        try:
+            found = await bus.js.get_last_msg(stream, f"{ref.subject}.{n}", direct=True)
+        except nats.errors.Error as error:
+            # no responders means that there is no such stream: waiting would not bring it back
+            cause = None if isinstance(error, nats.errors.NoRespondersError) else error
+            raise BusError(f"{ref.subject}: chunk {n} of {ref.chunks} is not on the bus ({error})") from cause
+        return found.data or b""
 
     return checked(ref, b"".join(await together(fetch(n) for n in range(ref.chunks))))
 

@@ -20,10 +20,14 @@ class BusConfig(Config):
     """NATS server, as nats://[user:password@]host:port; commas separate several servers."""
 
     connect_timeout_s: float = Field(10.0, gt=0)
-    """Longest time that a starting process waits for the bus before it ends with an error."""
+    """Longest time that a starting process waits for the bus before it ends with status 75."""
 
     join_timeout_s: float = Field(60.0, gt=0)
-    """Longest time that a learner or actor waits for the run's storage before it ends with an error."""
+    """Longest time that a learner or actor waits for the run's storage before it ends with status 75."""
+
+    patience_s: float = Field(3600.0, gt=0)
+    """Longest time that a running process waits for a bus or a storage that is away. Then it goes on where it
+    was; after this time it ends with status 75, which means that it may be started again."""
 
 
 class ColocationConfig(Config):

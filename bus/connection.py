@@ -18,14 +18,19 @@ from nats.js.kv import KeyValue
 
 from bus.codec import M, Message, decode, encode
 from bus.config import BusConfig, without_credentials
-from bus.errors import BusError, ConfigError, SchemaError, SluiceError
+from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, SluiceError
 from bus.refusal import Refused
 from bus.requests import Done
 from bus.topology import Topology
+from bus.waiting import RETRY_S, is_away, until_answered
 
 log = structlog.get_logger()
 R = TypeVar("R", bound=Message)
-RETRY_S = 0.25
+T = TypeVar("T")
+PING_S = 5
+"""Seconds between two signs of life of a connection."""
+PINGS = 3
+"""Signs of life without an answer after which a connection counts as broken."""
 PART = "Sluice-Part"
 """Header that numbers the messages of one answer, since core NATS may lose some when a connection breaks."""
 MORE = "Sluice-More"
@@ -37,32 +42,55 @@ HEADER_BYTES = 64
 
 
 class Bus:
-    """A connection, with the names of the run it serves."""
+    """A connection, with the names of the run it serves.
 
-    def __init__(self, client: Client, run: str) -> None:
+    What it is asked while the bus is away waits until the bus is back, for `patience_s` at most; nothing is
+    sent into a broken connection. Only `request`, `request_many` and `swap` fail at once, since what they ask
+    may have been done: their callers know whether to ask again.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        run: str,
+        *,
+        patience_s: float = BusConfig().patience_s,
+        stop: asyncio.Event | None = None,
+    ) -> None:
         self.client = client
+        self.patience_s = patience_s
         self.topology = Topology(run)
         self.js: JetStreamContext = client.jetstream(timeout=10)
         self.not_storing: set[str] = set()
         """Streams that do not store what this process publishes although the server answers."""
+        self._stop = stop
         self._keys: KeyValue | None = None
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, config: BusConfig, run: str, *, name: str) -> AsyncIterator[Self]:
+    async def connect(
+        cls, config: BusConfig, run: str, *, name: str, stop: asyncio.Event | None = None
+    ) -> AsyncIterator[Self]:
         """Connect as `name`. Leaving the context sends what is still buffered.
 
-        Raises `ConfigError` when nobody answers within `connect_timeout_s`, or refuses.
+        Once `stop` is set, what waits for a bus that is away soon ends. Raises `BusAwayError` when nobody
+        answers within `connect_timeout_s`, and `ConfigError` when the server refuses.
         """
         client = await _connected(config, name)
         try:
-            yield cls(client, run)
+            yield cls(client, run, patience_s=config.patience_s, stop=stop)
         finally:
             await _drain(client)
 
     def subject(self, *tokens: object) -> str:
         """Return a subject of this run."""
         return self.topology.subject(*tokens)
+
+    async def patiently(self, ask: Callable[[], Awaitable[T]], what: str) -> T:
+        """Return what `ask` does as soon as the bus is there (`bus.waiting.until_answered`)."""
+        return await until_answered(
+            ask, what, patience_s=self.patience_s, is_there=lambda: self.client.is_connected, stop=self._stop
+        )
 
     # --- requests and answers ---
 
@@ -72,6 +100,7 @@ class Bus:
         Raises `BusError` when nobody answers in time or the answer is a refusal, and the error that the
         refusal names, if it names one (`Refused.code`).
         """
+        self._refuse_broken(subject)
         try:
             raw = await self.client.request(subject, encode(message), timeout=timeout_s)
         except nats.errors.NoRespondersError as error:
@@ -90,6 +119,7 @@ class Bus:
 
         Raises `BusError` as `request` does, and when a part of the answer was lost on the way.
         """
+        self._refuse_broken(subject)
         inbox = self.client.new_inbox()
         answers: list[R] = []
         replies = await self.client.subscribe(
@@ -120,6 +150,11 @@ class Bus:
             raise BusError(f"no answer from {subject} within {timeout_s:g} s ({error})") from error
         finally:
             await replies.unsubscribe()
+
+    def _refuse_broken(self, subject: str) -> None:
+        """Raise `BusAwayError` while there is no connection: a request would be sent when nobody waits."""
+        if not self.client.is_connected:
+            raise BusAwayError(f"{subject}: the bus is away")
 
     @staticmethod
     async def _decode(data: bytes, *expected: type[Message]) -> Message:
@@ -158,6 +193,9 @@ class Bus:
         return await self.client.subscribe(subject, cb=on_request)
 
     async def _reply(self, raw: Msg, replies: list[bytes], *, in_pieces: bool) -> None:
+        if not self.client.is_connected:  # the asker asks again
+            log.warning("answer_not_sent", subject=raw.subject, reason="the bus is away")
+            return
         largest, limit = max(map(len, replies), default=0), self.client.max_payload
         if largest + HEADER_BYTES > limit and not in_pieces:
             replies = [encode(Refused(reason=f"an answer of {largest} bytes exceeds max_payload {limit}"))]
@@ -172,8 +210,10 @@ class Bus:
             log.warning("answer_not_sent", subject=raw.subject, reason=str(error))
 
     async def notify(self, subject: str, message: Message) -> None:
-        """Send a notice to the processes that listen now; nothing is stored."""
-        await self.client.publish(subject, encode(message))
+        """Send a notice to the processes that listen now; none is stored, and none waits for the bus."""
+        if self.client.is_connected:
+            with suppress(nats.errors.Error):  # the connection broke just now: nobody listens
+                await self.client.publish(subject, encode(message))
 
     async def listen(self, subject: str, expected: type[M], handle: Callable[[M], None]) -> Subscription:
         """Call `handle` on each notice. A notice that does not decode is logged and skipped."""
@@ -199,23 +239,33 @@ class Bus:
 
     async def get(self, key: str, expected: type[R]) -> tuple[R, int] | None:
         """Return the message under `key` and its revision, or None."""
+        return await self.patiently(lambda: self._get(key, expected), f"reading {key!r}")
+
+    async def _get(self, key: str, expected: type[R]) -> tuple[R, int] | None:
         try:
             entry = await (await self._bucket()).get(key)
         except (KeyNotFoundError, NotFoundError):
             return None
-        except nats.errors.Error as error:
+        except (nats.errors.Error, ValueError) as error:  # ValueError: an answer that is garbled
             raise BusError(f"cannot read {key!r} from the bus: {error}") from error
         return decode(entry.value or b"", expected), entry.revision or 0
 
     async def put(self, key: str, message: Message) -> None:
         """Set `key`."""
-        try:
-            await (await self._bucket()).put(key, encode(message))
-        except nats.errors.Error as error:
-            raise BusError(f"cannot write {key!r} to the bus: {error}") from error
+        data = encode(message)
+
+        async def put() -> None:
+            try:
+                await (await self._bucket()).put(key, data)
+            except (nats.errors.Error, ValueError) as error:
+                raise BusError(f"cannot write {key!r} to the bus: {error}") from error
+
+        await self.patiently(put, f"writing {key!r}")
 
     async def swap(self, key: str, message: Message, revision: int) -> int | None:
-        """Set `key` if it still has `revision` (0: is absent). Return the new revision, or else None."""
+        """Set `key` if it still has `revision` (0: is absent). Return the new revision, or else None.
+
+        Raises `BusError` while the bus is away: the key may have been set or not."""
         try:
             bucket = await self._bucket()
             if revision == 0:
@@ -223,7 +273,7 @@ class Bus:
             return int(await bucket.update(key, encode(message), last=revision))
         except KeyWrongLastSequenceError:
             return None
-        except nats.errors.Error as error:
+        except (nats.errors.Error, ValueError) as error:
             raise BusError(f"cannot write {key!r} to the bus: {error}") from error
 
     async def keys(self, prefix: str) -> list[str]:
@@ -232,36 +282,45 @@ class Bus:
         This is one request. A watch would leave a consumer on the server each time."""
         bucket = self.topology.bucket
         before = f"$KV.{bucket}."
-        try:
-            found = await self.js.stream_info(f"KV_{bucket}", subjects_filter=f"{before}{prefix}.>")
-        except nats.errors.Error as error:
-            raise BusError(f"cannot list the keys {prefix!r} on the bus: {error}") from error
-        return sorted(subject.removeprefix(before) for subject in found.state.subjects or {})
+
+        async def subjects() -> dict[str, int]:
+            try:
+                found = await self.js.stream_info(f"KV_{bucket}", subjects_filter=f"{before}{prefix}.>")
+            except (nats.errors.Error, ValueError) as error:
+                raise BusError(f"cannot list the keys {prefix!r} on the bus: {error}") from error
+            return found.state.subjects or {}
+
+        found = await self.patiently(subjects, f"listing the keys {prefix!r}")
+        return sorted(subject.removeprefix(before) for subject in found)
 
     async def delete(self, key: str) -> None:
         """Remove `key`."""
-        try:
-            await (await self._bucket()).delete(key)
-        except nats.errors.Error as error:
-            raise BusError(f"cannot delete {key!r} from the bus: {error}") from error
+
+        async def delete() -> None:
+            try:
+                await (await self._bucket()).delete(key)
+            except (nats.errors.Error, ValueError) as error:
+                raise BusError(f"cannot delete {key!r} from the bus: {error}") from error
+
+        await self.patiently(delete, f"deleting {key!r}")
 
     async def wait_for(self, key: str, expected: type[R], *, timeout_s: float, hint: str) -> R:
-        """Wait for the message under `key`. Raises `ConfigError` with `hint` after `timeout_s`.
+        """Wait for the message under `key`. Raises `BusAwayError` with `hint` after `timeout_s`.
 
         A stream without a leader never answers a request, so the request is repeated."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                found = await self.get(key, expected)
+                found = await self._get(key, expected)
             except BusError as error:
-                if not isinstance(error.__cause__, nats.errors.TimeoutError) or time.monotonic() > deadline:
+                if not is_away(error) or time.monotonic() > deadline:
                     raise
             else:
                 if found is not None:
                     return found[0]
                 if time.monotonic() > deadline:
                     run = self.topology.run
-                    raise ConfigError(f"run {run!r}: waited {timeout_s:g} s for {key!r}: {hint}")
+                    raise BusAwayError(f"run {run!r}: waited {timeout_s:g} s for {key!r}: {hint}")
             await asyncio.sleep(RETRY_S)
 
     async def _bucket(self) -> KeyValue:
@@ -299,10 +358,13 @@ async def _connected(config: BusConfig, name: str) -> Client:
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=RETRY_S,
                 pending_size=64 << 20,
+                ping_interval=PING_S,
+                max_outstanding_pings=PINGS,
             )
     except (OSError, ValueError, nats.errors.Error) as error:  # TimeoutError is an OSError
         reason = complaint or str(error) or "no answer"
-        raise ConfigError(
+        refused = not client.options or "authorization" in reason.lower()  # no options: the URL did not parse
+        raise (ConfigError if refused else BusAwayError)(
             f"cannot use the bus at {without_credentials(config.url)} ({reason}, tried for "
             f"{time.monotonic() - began:.1f} s): start one with `launch bus`, or name another with --bus.url"
         ) from error

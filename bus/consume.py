@@ -16,11 +16,11 @@ from nats.aio.subscription import Subscription
 from nats.js.errors import NotFoundError
 
 from bus.codec import M, decode
-from bus.connection import RETRY_S, Bus
+from bus.connection import Bus
 from bus.errors import BusError, HandBackError, SchemaError
 from bus.message_parts import Parts, StreamMessage
 from bus.topology import ACK_WAIT_S
-from bus.waiting import cancelled, set_within
+from bus.waiting import RETRY_S, cancelled, set_within
 
 log = structlog.get_logger()
 AHEAD_BYTES = 64 << 20

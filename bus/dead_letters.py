@@ -39,9 +39,14 @@ async def set_aside(
         actor=actor[:ACTOR_CHARS],
     )
     message_id = f"{first.metadata.stream}-{sequence}"
-    try:
-        await bus.js.publish(bus.subject("dead", kind), encode(letter), headers={"Nats-Msg-Id": message_id})
-        for raw in raws:
-            await raw.term()
-    except nats.errors.Error as error:
-        raise BusError(f"cannot set {message_id} aside: {error}") from error
+
+    async def move() -> None:
+        headers = {"Nats-Msg-Id": message_id}
+        try:
+            await bus.js.publish(bus.subject("dead", kind), encode(letter), headers=headers)
+            for raw in raws:
+                await raw.term()
+        except nats.errors.Error as error:
+            raise BusError(f"cannot set {message_id} aside: {error}") from error
+
+    await bus.patiently(move, f"setting {message_id} aside")

@@ -28,6 +28,10 @@ class BusError(SluiceError):
     """The bus refused, is missing, or did not answer in time."""
 
 
+class BusAwayError(BusError):
+    """The bus is away, or nobody there does what was asked for: start this process again later."""
+
+
 class DamagedError(BusError):
     """Bytes differ from what was announced: do not use their source again."""
 

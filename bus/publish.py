@@ -18,7 +18,7 @@ import structlog
 from nats.aio.msg import Msg
 
 from bus.connection import HEADER_BYTES, Bus
-from bus.errors import BusError
+from bus.errors import BusAwayError, BusError
 from bus.message_parts import PART_BYTES, split
 from bus.status import REMEDY
 
@@ -28,6 +28,9 @@ UNANSWERED = 5
 """Attempts in a row before a stream is reported as not storing: 12 s, longer than an election of a leader."""
 NO_ANSWER = 408
 LONGEST_PAUSE_S = 0.5
+LARGE_BYTES = 64 << 10
+LARGE_PAUSE_S = 5.0
+"""Longest pause before a message of `LARGE_BYTES` is sent again whole to a stream that is full."""
 STREAM_FULL = frozenset({10077, 10047, 10023})
 """Error codes of `discard: new` and of resource limits: wait, since space returns as others ack."""
 
@@ -77,12 +80,16 @@ class Publisher:
         self._tokens = itertools.count()
         self._subscribed = False
 
-    async def publish(self, subject: str, data: bytes, *, message_id: str, timeout_s: float = 600.0) -> None:
+    async def publish(
+        self, subject: str, data: bytes, *, message_id: str, timeout_s: float | None = None
+    ) -> None:
         """Return once the stream has stored `data`, however often that takes.
 
-        Raises `BusError` when the message or its parts are larger than the server takes, when the server
-        refuses it for a reason that waiting cannot mend, or after `timeout_s`.
+        Raises `BusError` when the message or its parts are larger than the server takes, or when the server
+        refuses it for a reason that waiting cannot mend, and `BusAwayError` after `timeout_s`; None is the
+        patience that all processes have for the bus.
         """
+        timeout_s = self._bus.patience_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         try:
             if len(data) <= self._part_bytes:
@@ -91,7 +98,7 @@ class Publisher:
                 async with self._one_in_parts:  # the consumer holds one message instead of many
                     await self._publish_parts(subject, split(data, message_id, self._part_bytes), deadline)
         except TimeoutError as error:
-            raise BusError(f"{subject}: {message_id} was not stored within {timeout_s:g} s") from error
+            raise BusAwayError(f"{subject}: {message_id} was not stored within {timeout_s:g} s") from error
 
     async def _publish_parts(
         self, subject: str, parts: Iterator[tuple[dict[str, str], bytes]], deadline: float
@@ -109,6 +116,7 @@ class Publisher:
                 f"{subject}: {len(data)} bytes exceed the server's max_payload of {limit}: raise it"
             )
         pause, unanswered = 0.02, 0
+        longest_s = LARGE_PAUSE_S if len(data) >= LARGE_BYTES else LONGEST_PAUSE_S
         async with self._slots:
             while (outcome := await self._send(subject, data, headers)) != "stored":
                 if time.monotonic() > deadline:
@@ -119,7 +127,7 @@ class Publisher:
                     await self._warn(subject)
                 self.counts.retries += 1
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
+                pause = min(2 * pause, longest_s if outcome == "refused" else LONGEST_PAUSE_S)
         if self._bus.not_storing:
             self._bus.not_storing.discard(_stream(subject))
 
@@ -136,7 +144,9 @@ class Publisher:
             log.warning("bus_does_not_store", stream=stream, remedy=REMEDY)
 
     async def _send(self, subject: str, data: bytes, headers: dict[str, str]) -> Outcome:
-        """Send once; return the result."""
+        """Send once, unless there is no connection; return the result."""
+        if not self._bus.client.is_connected:
+            return "unanswered"
         if not self._subscribed:
             self._subscribed = True
             await self._bus.client.subscribe(f"{self._inbox}.*", cb=self._on_ack)

@@ -40,6 +40,7 @@ async def hold_role(bus: Bus, role: str, incarnation: str) -> AsyncIterator[asyn
 
 
 async def _acquire(bus: Bus, key: str, role: str, me: RoleHolder) -> int:
+    loop = asyncio.get_running_loop()
     found = await bus.get(key, RoleHolder)
     deadline = time.monotonic() + EXPIRE_S
     seen = found[1] if found else 0
@@ -54,7 +55,10 @@ async def _acquire(bus: Bus, key: str, role: str, me: RoleHolder) -> int:
         if gone or time.monotonic() >= deadline:
             break
         await asyncio.sleep(RENEW_S / 4)
+        asked_s = loop.time()
         found = await bus.get(key, RoleHolder)
+        if loop.time() - asked_s > RENEW_S:  # the bus was away: the holder could not renew its role either
+            deadline = time.monotonic() + EXPIRE_S
     revision_now = await bus.swap(key, me, found[1] if found else 0)
     if revision_now is None:
         raise ConfigError(f"run {bus.topology.run!r}: another process became its {role} at the same moment")

@@ -10,7 +10,7 @@ import nats.errors
 import structlog
 from nats.js.errors import ServiceUnavailableError
 
-from bus.errors import BusError, EngineError
+from bus.errors import BusAwayError, BusError, EngineError
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -20,12 +20,16 @@ AWAY = (
     nats.errors.ConnectionClosedError,
     nats.errors.ConnectionReconnectingError,
     nats.errors.StaleConnectionError,
+    nats.errors.OutboundBufferLimitError,
     ServiceUnavailableError,
+    ValueError,  # of nats-py, for an answer whose bytes are garbled
 )
 """Causes of a `BusError` that pass when the bus is back."""
-PATIENCE_S = 60.0
-"""Longest time that a bus may be away before what was asked of it fails."""
 RETRY_S = 0.25
+STOPPING_S = 10.0
+"""Time that a process which was told to stop waits for a bus that is away."""
+REMIND_S = 60.0
+"""Seconds between two lines of the log that say what is waited for."""
 CANCEL_AGAIN_S = 1.0
 AT_LEAST_S = 0.01
 """The shortest limit of a step, since 0 would mean that there is none."""
@@ -33,21 +37,40 @@ CANCEL_S = 5.0
 """Seconds after which a cancelled call of an engine that hangs is left behind."""
 
 
-async def until_answered(ask: Callable[[], Awaitable[T]], what: str, *, patience_s: float = PATIENCE_S) -> T:
-    """Return what `ask` does, which is called again while the bus is away or restarts.
+async def until_answered(
+    ask: Callable[[], Awaitable[T]],
+    what: str,
+    *,
+    patience_s: float,
+    is_there: Callable[[], bool],
+    stop: asyncio.Event | None = None,
+) -> T:
+    """Return what `ask` does, which is called when the bus is there, and again when it was away meanwhile.
 
-    Raises its `BusError` after `patience_s`, and at once where the bus answers that it refuses."""
-    began, told = time.monotonic(), False
+    Raises `BusAwayError` after `patience_s`, or after `STOPPING_S` once `stop` is set; and the `BusError` of
+    `ask` at once where the bus answers that it refuses.
+    """
+    began, told_s, reason = time.monotonic(), 0.0, "not connected"
     while True:
-        try:
-            return await ask()
-        except BusError as error:
-            if not isinstance(error.__cause__, AWAY) or time.monotonic() - began > patience_s:
-                raise
-            if not told:
-                log.warning("waiting_for_the_bus", what=what, reason=str(error))
-                told = True
-            await asyncio.sleep(RETRY_S)
+        if is_there():
+            try:
+                return await ask()
+            except BusError as error:
+                if not is_away(error):
+                    raise
+                reason = str(error)
+        waited_s = time.monotonic() - began
+        if waited_s > patience_s or (stop is not None and stop.is_set() and waited_s > STOPPING_S):
+            raise BusAwayError(f"{what}: the bus was away for {waited_s:.0f} s ({reason})")
+        if waited_s >= told_s:
+            log.warning("waiting_for_the_bus", what=what, reason=reason, waited_s=round(waited_s))
+            told_s = waited_s + REMIND_S
+        await asyncio.sleep(RETRY_S)
+
+
+def is_away(error: BusError) -> bool:
+    """Return whether an error passes when the bus is back."""
+    return isinstance(error, BusAwayError) or isinstance(error.__cause__, AWAY)
 
 
 async def set_within(event: asyncio.Event, timeout_s: float) -> bool:

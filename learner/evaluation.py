@@ -9,7 +9,7 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.messages import BlobRef, EvaluationResult, EvaluationTask, PolicyManifest
 from bus.publish import Publisher
-from bus.waiting import ended_before, set_within, until_answered
+from bus.waiting import ended_before, set_within
 
 log = structlog.get_logger()
 
@@ -32,7 +32,7 @@ class HeldOut:
 
     async def find(self) -> None:
         """Look for held-out prompts, and begin to listen."""
-        found = await until_answered(lambda: self._bus.get("heldout", BlobRef), "the held-out prompts")
+        found = await self._bus.get("heldout", BlobRef)
         self.prompts = found[0] if found else None
         await self._bus.listen(self._bus.subject("events", "evaluation"), EvaluationResult, self._hear)
 

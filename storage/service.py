@@ -14,14 +14,14 @@ import structlog
 
 from bus.blobs import get_blob, put_blob
 from bus.codec import Json, decode, encode
-from bus.connection import RETRY_S, Bus
+from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, PromptSet, RunIdentity, RunRecord
 from bus.publish import Publisher
 from bus.roles import guarded, hold_role
 from bus.status import report_status
 from bus.topology import ensure
-from bus.waiting import set_within
+from bus.waiting import RETRY_S, set_within
 from storage.config import AdmissionConfig, DataConfig, ReplayConfig
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.dispatcher import Dispatcher

@@ -16,7 +16,7 @@ from actors.weights.received import Receiver, torch_tensors
 from bus.blobs import get_blob
 from bus.codec import decode
 from bus.connection import Bus
-from bus.errors import BusError, ConfigError, StorageError, WeightsKeptError
+from bus.errors import BusAwayError, BusError, StorageError, WeightsKeptError
 from bus.messages import BlobRef, ModelFiles, PolicyManifest, SnapshotWanted
 from bus.waiting import set_within
 from storage.weights.blob_sources import Blobs, BlobSource
@@ -50,14 +50,14 @@ async def obtain_model(
 ) -> Path | None:
     """Do `fetch_model_files` for the newest policy; ask the learner for files that the bus lost.
 
-    Returns None on `stop`. Raises `ConfigError` after `patience_s`."""
+    Returns None on `stop`. Raises `BusAwayError` after `patience_s`."""
     deadline = time.monotonic() + patience_s
     while not stop.is_set():
         try:
             return await fetch_model_files(bus, manifest.model, directory)
         except BusError as error:
             if time.monotonic() > deadline:
-                raise ConfigError(
+                raise BusAwayError(
                     f"waited {patience_s:g} s for the model's config and tokenizer: {error}. "
                     "Is `launch learner` running for this run?"
                 ) from error

@@ -17,11 +17,11 @@ from actors.environments.build import build_environment
 from actors.rewards.group_filters import load_filter
 from bus.child_process import module_command
 from bus.codec import Json
-from bus.connection import RETRY_S, Bus
+from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.server import free_port
 from bus.status import peak_rss_bytes
-from bus.waiting import set_within
+from bus.waiting import RETRY_S, set_within
 from launch.config import RunConfig
 from launch.local.supervisor import Part, Supervisor
 from launch.watch.curves import draw_curves

@@ -14,14 +14,16 @@ import psutil
 import structlog
 
 from bus.child_process import die_with_parent
-from bus.errors import ConfigError, SluiceError
+from bus.errors import ConfigError, LostDataError, SluiceError
 from launch.config import SupervisionConfig
-from launch.process.runtime import SUPERVISOR, USAGE, complaints
+from launch.process.runtime import FINAL, LOST_DATA, SUPERVISOR, TEMPORARY, complaints
 
 log = structlog.get_logger()
 TAIL_BYTES = 16 << 10
 TAIL_LINES = 15
 POLL_S = 0.05
+MOST_DOUBLINGS = 30
+"""Doublings of the pause before a restart, whose number has no bound, after which it is longest anyway."""
 
 
 @dataclass
@@ -39,6 +41,8 @@ class Part:
     process: asyncio.subprocess.Process | None = None
     started: list[float] = field(default_factory=list)
     """Monotonic time of each start."""
+    failed: list[float] = field(default_factory=list)
+    """Monotonic time of each end within the window that was no `TEMPORARY` one."""
     log_start: int = 0
     """Position in its log file where the output of the latest process begins."""
 
@@ -83,8 +87,9 @@ class Supervisor:
     async def watch(self, stop: asyncio.Event) -> None:
         """Return when the run is over or `stop` is set.
 
-        Raises `ConfigError` with a part's own message when it refuses its configuration, and `SluiceError`
-        with its last lines when it keeps failing.
+        A part that ends with `TEMPORARY` is started again however often. Raises `ConfigError` with a part's
+        own message when it refuses its configuration, `LostDataError` when its files are of no use, and
+        `SluiceError` with its last lines when it keeps failing.
         """
         over = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
@@ -123,12 +128,16 @@ class Supervisor:
             if status == 0 and part.ends_run:
                 over.set()
                 return
-            recent = [at for at in part.started if at > time.monotonic() - self._policy.window_s]
-            if status == USAGE or len(recent) > self._policy.restarts:
-                times = f"{len(recent)} times within {self._policy.window_s:g} s"
+            since = time.monotonic() - self._policy.window_s
+            part.failed = [at for at in part.failed if at > since]
+            if status != TEMPORARY:
+                part.failed.append(time.monotonic())
+            if status in FINAL or len(part.failed) > self._policy.restarts:
+                times = f"{len(part.failed)} times within {self._policy.window_s:g} s"
                 raise self._failure(part, status, times)
             log.warning("part_restarts", part=part.name, ended=_ending(status), log=str(self._log_file(part)))
-            pause_s = self._policy.first_pause_s * 2.0 ** (len(recent) - 1)
+            recent = sum(at > since for at in part.started)
+            pause_s = self._policy.first_pause_s * 2.0 ** min(recent - 1, MOST_DOUBLINGS)
             await asyncio.sleep(min(pause_s, self._policy.longest_pause_s))
             await self._spawn(part)
 
@@ -166,8 +175,9 @@ class Supervisor:
         """Return why the run cannot go on, in the part's own message to the user or by its last lines."""
         self._longest_drain_s = self._policy.failed_drain_s
         output = self._latest_output(part)
-        if status == USAGE and (own := complaints(output)):
-            return ConfigError("\n".join(dict.fromkeys(own)))  # the ranks of a learner say the same
+        if status in FINAL and (own := complaints(output)):
+            error = LostDataError if status == LOST_DATA else ConfigError
+            return error("\n".join(dict.fromkeys(own)))  # the ranks of a learner say the same
         last = "\n".join(output.splitlines()[-TAIL_LINES:])
         return SluiceError(
             f"{part.name} ended {when}, last with {_ending(status)}; "

@@ -12,11 +12,17 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from bus.errors import ConfigError, SluiceError
+from bus.errors import BusError, ConfigError, LostDataError, SluiceError
 
 T = TypeVar("T")
 USAGE = 2
 """Exit status for an error that the user can mend."""
+LOST_DATA = 65
+"""Exit status for files that no restart mends (sysexits.h: EX_DATAERR)."""
+TEMPORARY = 75
+"""Exit status for what may pass, such as a bus that is away (sysexits.h: EX_TEMPFAIL)."""
+FINAL = (USAGE, LOST_DATA)
+"""Exit statuses after which starting the process again is useless."""
 KILLED = 130
 """Exit status after a second Ctrl-C."""
 PREFIX = "launch: "
@@ -29,8 +35,8 @@ ORPHAN_DRAIN_S = 30.0
 def run(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
     """Run `main` on uvloop with an event that SIGINT, SIGTERM or SIGHUP sets; a second ends it at once.
 
-    An error made for the user ends the process with one message and no traceback: status 2 for what they
-    can mend, 1 for the rest. Anything else is a bug and shows its traceback.
+    An error made for the user ends the process with one message and no traceback, and with the status that
+    `fail` gives it. Anything else is a bug and shows its traceback.
     """
     import uvloop
 
@@ -43,11 +49,26 @@ def run(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
 
 
 def fail(*errors: BaseException) -> NoReturn:
-    """Write each error to stderr, further lines indented, and exit: `USAGE` for a `ConfigError`, else 1."""
+    """Write each error to stderr, further lines indented, and exit.
+
+    The status is `USAGE` for a `ConfigError`, `LOST_DATA` for a `LostDataError`, `TEMPORARY` for a `BusError`
+    that passes when the bus is back, and 1 for any other error.
+    """
     for message in dict.fromkeys(str(error) for error in errors):
         indented = textwrap.indent(message, " " * len(PREFIX)).lstrip()
         print(PREFIX + indented, file=sys.stderr)  # noqa: T201 - the user's terminal
-    sys.exit(USAGE if any(isinstance(error, ConfigError) for error in errors) else 1)
+    sys.exit(next((status for status in map(_status, errors) if status in FINAL), _status(errors[0])))
+
+
+def _status(error: BaseException) -> int:
+    """Return the exit status of a process that ends with `error`."""
+    from bus.waiting import is_away  # it imports nats, and --help is to be quick
+
+    if isinstance(error, ConfigError):
+        return USAGE
+    if isinstance(error, LostDataError):
+        return LOST_DATA
+    return TEMPORARY if isinstance(error, BusError) and is_away(error) else 1
 
 
 def complaints(output: str) -> list[str]:

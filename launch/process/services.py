@@ -78,7 +78,7 @@ async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:
         run=directory,
         config_json=config.model_dump_json(),
     )
-    async with Bus.connect(config.bus, config.run, name="storage") as bus:
+    async with Bus.connect(config.bus, config.run, name="storage", stop=stop) as bus:
         log.info("storage_ready", run=config.run, bus=config.bus.url)
         await run_storage(bus, settings, stop)
 
@@ -89,7 +89,7 @@ async def serve_shards(
     """Run some of the run's replay shards until `stop`."""
     from storage.shard.service import ShardsSettings, run_shards
 
-    async with Bus.connect(where.bus, where.run, name="shards") as bus:
+    async with Bus.connect(where.bus, where.run, name="shards", stop=stop) as bus:
         config = await joined(bus, where, overrides, stop)
         if config is not None:
             directory = RunDirectory(config.directory, config.run)
@@ -103,7 +103,7 @@ async def serve_learner(
 
     Where the run wants several ranks and this is none of them, it returns at once what they are to be.
     """
-    async with Bus.connect(where.bus, where.run, name="learner") as bus:
+    async with Bus.connect(where.bus, where.run, name="learner", stop=stop) as bus:
         config = await joined(bus, where, overrides, stop)
         if config is None:
             return None
@@ -160,7 +160,7 @@ async def serve_shadow(
     """Run a shadow of the run's learner until that is done or `stop`."""
     _refuse_no_checkpoint(from_checkpoint)
     kept = RunDirectory(where.directory, where.run).shadow(name)
-    async with Bus.connect(where.bus, where.run, name=f"shadow-{name}") as bus:
+    async with Bus.connect(where.bus, where.run, name=f"shadow-{name}", stop=stop) as bus:
         config = await joined(bus, where, overrides, stop)
         if config is None:
             return
@@ -190,7 +190,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
     from actors.environments.build import build_environment
     from actors.rewards.group_filters import load_filter
 
-    async with Bus.connect(where.bus, where.run, name="actors") as bus:
+    async with Bus.connect(where.bus, where.run, name="actors", stop=stop) as bus:
         config = await joined(bus, where, overrides, stop)
         if config is None:
             return

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from bus.errors import ConfigError, WorldError
 from launch.process.ranks import NODE_RANK
-from launch.process.runtime import SUPERVISOR, USAGE
+from launch.process.runtime import FINAL, SUPERVISOR, TEMPORARY
 from learner.config.parallel import WorldConfig
 
 log = structlog.get_logger()
@@ -25,6 +25,10 @@ DRAIN_S = 110
 """Longest time that ranks may take to stop: rank 0 finishes its step, and all save a checkpoint."""
 EXIT_BARRIER_S = 10
 """Time that an agent whose ranks are done waits for the others; one that was stopped never comes."""
+
+
+PASSED_ON = (*FINAL, TEMPORARY)
+"""Exit statuses of a rank that the command has itself; who started it knows when to start it again."""
 
 
 class Agent(LocalElasticAgent):
@@ -46,11 +50,11 @@ class Agent(LocalElasticAgent):
         super()._rendezvous(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Watch the ranks as torch does, but do not try again what only the user can mend."""
+        """Watch the ranks as torch does, but start none again that said that now this would be useless."""
         result: RunResult = super()._monitor_workers(worker_group)
         for failure in result.failures.values():
             log.warning("rank_failed", local_rank=failure.local_rank, status=failure.exitcode)
-            if failure.exitcode == USAGE:
+            if failure.exitcode in PASSED_ON:
                 self._remaining_restarts = 0
         return result
 
@@ -93,8 +97,9 @@ def run_world(world: WorldConfig, run: str, command: Sequence[str]) -> int:
     handler.shutdown()
     if not result.is_failed():
         return 0
-    if any(failure.exitcode == USAGE for failure in result.failures.values()):
-        return USAGE  # it has said why
+    statuses = {failure.exitcode for failure in result.failures.values()}
+    if said := [status for status in PASSED_ON if status in statuses]:
+        return said[0]  # it has said why
     first = (world.node_rank or 0) * world.processes
     last = ", ".join(f"rank {first + f.local_rank} with {f.exitcode}" for f in result.failures.values())
     raise WorldError(

@@ -13,10 +13,10 @@ import structlog
 from bus.blobs import put_blob
 from bus.codec import Json, encode
 from bus.connection import Bus
-from bus.errors import BusError
-from bus.messages import BlobRef, DeltaRef, ModelFiles, PolicyManifest, SnapshotWanted
+from bus.errors import BusError, FencedError
+from bus.messages import BlobRef, DeltaRef, ModelFiles, PolicyManifest, RoleHolder, SnapshotWanted
 from bus.publish import Publisher
-from bus.waiting import set_within, until_answered
+from bus.waiting import set_within
 from learner.config.publication import PublicationConfig
 from storage.disk.atomic_files import Content
 from storage.weights.blob_stores import BlobStore, on_bus
@@ -64,6 +64,8 @@ class WeightPublisher:
         self._held: OrderedDict[int, PolicyManifest] = OrderedDict()
         self._stored: set[BlobRef] = set()
         self._pinned: set[int] = set()
+        self._revision = 0
+        """Revision of the key `policy` that we set or found last."""
         self._one = asyncio.Lock()
         self._wanted: SnapshotWanted | None = None
         self._answer_given = -1, 0.0
@@ -75,7 +77,9 @@ class WeightPublisher:
 
     async def start(self, model: Path) -> None:
         """Take over from the learner before, store config and tokenizer, and listen for who lacks weights."""
-        await until_answered(self._store.start, "freeing the weights of the learner before")
+        await self._store.start()
+        found = await self._bus.get("policy", PolicyManifest)
+        self._revision = found[1] if found else 0
         self._files = await asyncio.to_thread(bundle, model)
         await self._put_model()
         await self._bus.listen(self._bus.subject("notice", "snapshot"), SnapshotWanted, self._on_wanted)
@@ -122,7 +126,7 @@ class WeightPublisher:
                 return  # there is a snapshot that they have not tried
             intact = await self._mended()
             if intact and not wanted.incarnation:  # only the key was lost
-                await self._bus.put("policy", manifest)
+                await self._set_policy(manifest)
             elif not intact or not self._answered(manifest.policy_version):
                 since_last = manifest.since(manifest.snapshot_at) or ()
                 await self._with_snapshot(manifest, since_last if intact else ())
@@ -213,9 +217,33 @@ class WeightPublisher:
         )
         self.latest = self._held[manifest.policy_version] = manifest
         self._weights = weights  # not before: a snapshot is of the version that is announced
-        await until_answered(lambda: self._bus.put("policy", manifest), "announcing a version")
+        await self._set_policy(manifest)
         await self._bus.notify(self._bus.subject("notice", "policy"), manifest)
         return manifest
+
+    async def _set_policy(self, manifest: PolicyManifest) -> None:
+        """Set the run's policy. Raises `FencedError` if another learner has set it and has the role."""
+
+        async def swapped() -> bool:
+            revision = await self._bus.swap("policy", manifest, self._revision)
+            self._revision = self._revision if revision is None else revision
+            return revision is not None
+
+        while not await self._bus.patiently(swapped, "announcing a version"):
+            found = await self._bus.get("policy", PolicyManifest)
+            if found is not None and found[0].incarnation != self._incarnation:
+                await self._refuse_successor(found[0])
+            # else the answer to an earlier swap was lost, or the bus has lost the key
+            self._revision = found[1] if found else 0
+
+    async def _refuse_successor(self, found: PolicyManifest) -> None:
+        """Raise `FencedError` unless this learner has the role: then the bus was set back in time."""
+        holder = await self._bus.get("role.learner", RoleHolder)
+        if holder is None or holder[0].incarnation != self._incarnation:
+            raise FencedError(
+                f"learner {found.incarnation} has announced version {found.policy_version} of run "
+                f"{self._bus.topology.run!r}: this learner was replaced, and stops"
+            )
 
     async def _mended(self) -> bool:
         """Tell whether all that was published is there; else the bus or a disk lost it, and a snapshot is

@@ -13,7 +13,7 @@ import structlog
 
 from bus.codec import Message
 from bus.connection import Bus
-from bus.errors import BusError, UnreadableGroupsError
+from bus.errors import BusAwayError, BusError, UnreadableGroupsError
 from bus.requests import (
     BatchLease,
     BatchRequest,
@@ -28,14 +28,15 @@ from bus.requests import (
     Waiting,
 )
 from bus.trajectory import Trajectory, TrajectoryBatch
+from bus.waiting import is_away
 from storage.client.local_reader import LocalReader
 
 log = structlog.get_logger()
 R = TypeVar("R", bound=Message)
 ANSWER_TIMEOUT_S = 10.0
 RETRY_S = 0.5
-SILENCE_LIMIT_S = 120.0
-"""Seconds that storage has to come back, since it may be restarting."""
+REFUSAL_LIMIT_S = 120.0
+"""Seconds for which storage may refuse: what a restart of its processes mends is mended by then."""
 
 
 def _unheard(reason: str) -> None:
@@ -60,8 +61,8 @@ class ReplayReader:
     async def lease(self, step: int, policy_version: int, *, on_wait: Callable[[str], None]) -> BatchLease:
         """Lease the groups that `step` trains on. Asking again gives the same groups; nothing is fetched yet.
 
-        Raises `BusError` when storage gives neither a batch nor a reason for `SILENCE_LIMIT_S`, `FencedError`
-        when another learner took over.
+        Raises `BusAwayError` when storage is silent for `Bus.patience_s`, `BusError` when it refuses for
+        `REFUSAL_LIMIT_S`, and `FencedError` when another learner took over.
         """
         request = BatchRequest(step=step, policy_version=policy_version, incarnation=self._incarnation)
         subject = self._bus.subject("rpc", "batch")
@@ -77,7 +78,7 @@ class ReplayReader:
                     on_wait(answer.reason)
                 heard = time.monotonic()
             except BusError as error:
-                _raise_if_late(error, heard)
+                self._raise_if_late(error, heard)
                 on_wait(f"storage does not answer: {error}")
                 await asyncio.sleep(RETRY_S)
 
@@ -86,8 +87,8 @@ class ReplayReader:
     ) -> list[list[Trajectory]]:
         """Fetch the trajectories of each group, in the order of `refs`, which may be a part of a lease.
 
-        Every rank of a learner may fetch its own. Raises `BusError` when a shard does not give them for
-        `SILENCE_LIMIT_S`, and `UnreadableGroupsError` at once for groups that are damaged or were retired.
+        Every rank of a learner may fetch its own. Raises as `lease` does, and
+        `UnreadableGroupsError` at once for groups that are damaged or were retired.
         """
         by_shard: defaultdict[int, list[int]] = defaultdict(list)
         for ref in refs:
@@ -120,14 +121,14 @@ class ReplayReader:
         return await self._ask("step_groups", StepGroupsRequest(step=step), StepGroups)
 
     async def _ask(self, what: str, message: Message, expected: type[R]) -> R:
-        """Ask until storage answers or `SILENCE_LIMIT_S` has passed, since it may be restarting."""
+        """Ask until storage answers, since it may be restarting. Raises as `lease` does."""
         subject = self._bus.subject("rpc", what)
         began = time.monotonic()
         while True:
             try:
                 return await self._bus.request(subject, message, expected, timeout_s=ANSWER_TIMEOUT_S)
             except BusError as error:
-                _raise_if_late(error, began)
+                self._raise_if_late(error, began)
                 await asyncio.sleep(RETRY_S)
 
     async def _read(
@@ -142,13 +143,21 @@ class ReplayReader:
                 if found is None:
                     found = await self._receive(shard, lease_ids)
             except BusError as error:
-                _raise_if_late(error, began)
+                self._raise_if_late(error, began)
                 on_wait(f"shard {shard} does not answer: {error}")
                 await asyncio.sleep(RETRY_S)
             else:
                 self.read[way] += len(found)
                 self.read[f"{way}_bytes"] += sum(map(_size_bytes, found))
                 return found
+
+    def _raise_if_late(self, error: BusError, heard: float) -> None:
+        """Raise when nothing useful came since `heard` for too long: a refusal is believed sooner."""
+        silent_s = time.monotonic() - heard
+        if is_away(error) and silent_s > self._bus.patience_s:
+            raise BusAwayError(f"storage did not answer for {silent_s:.0f} s: {error}") from error
+        if not is_away(error) and silent_s > REFUSAL_LIMIT_S:
+            raise error
 
     async def _receive(self, shard: int, lease_ids: list[int]) -> list[Trajectory]:
         batches = await self._bus.request_many(
@@ -164,9 +173,3 @@ def _size_bytes(trajectory: Trajectory) -> int:
     t = trajectory
     arrays = (t.token_ids, t.loss_mask, t.behaviour_logprobs, t.policy_versions)
     return sum(array.nbytes for array in arrays)
-
-
-def _raise_if_late(error: BusError, heard: float) -> None:
-    """Raise `error` when nothing useful came since `heard` for too long."""
-    if time.monotonic() - heard > SILENCE_LIMIT_S:
-        raise error

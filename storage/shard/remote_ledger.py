@@ -5,15 +5,16 @@ import time
 
 import structlog
 
-from bus.connection import RETRY_S, Bus
+from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.requests import Issued, IssuedRequest
+from bus.waiting import RETRY_S, is_away
 from storage.store.replay import ReplayStore
 
 log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 10.0
-SILENCE_LIMIT_S = 120.0
-"""The storage process may restart; it is given so long to come back."""
+REFUSAL_LIMIT_S = 120.0
+"""Seconds for which the dispatcher may refuse to answer: it may be starting."""
 
 
 class IssuedLeases:
@@ -82,7 +83,8 @@ class IssuedLeases:
             try:
                 known = await self._bus.request(subject, request, Issued, timeout_s=ANSWER_TIMEOUT_S)
             except BusError as error:
-                if self._stop.is_set() or time.monotonic() - began > SILENCE_LIMIT_S:
+                limit_s = self._bus.patience_s if is_away(error) else REFUSAL_LIMIT_S
+                if self._stop.is_set() or time.monotonic() - began > limit_s:
                     raise
                 if not waiting:
                     log.warning("waiting_for_the_dispatcher", shard=self._shard, reason=str(error))

@@ -1,7 +1,6 @@
 """Stores of published weights, from which actors fetch: a protocol, and one class for each transport."""
 
 import asyncio
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -10,7 +9,7 @@ import nats.errors
 from nats.js.errors import NotFoundError
 
 from bus.blobs import delete_blob, put_blob
-from bus.connection import RETRY_S, Bus
+from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from bus.publish import Publisher
@@ -21,7 +20,6 @@ from storage.weights.transport_config import FilesTransport, HttpTransport, Tran
 
 SHARE = 4
 """One blob may take a fourth of the stream, which holds several snapshots and all deltas at a time."""
-PATIENCE_S = 60.0
 
 
 class BlobStore(Protocol):
@@ -55,10 +53,17 @@ class BusBlobs:
 
     async def start(self) -> None:
         """Remove the weights of the learner before this one from the bus."""
-        try:
-            await self._bus.js.purge_stream(self._stream, subject=self._bus.subject("weights", "policy", ">"))
-        except nats.errors.Error as error:
-            raise BusError(f"cannot free {self._stream} of the last learner's weights: {error}") from error
+        subject = self._bus.subject("weights", "policy", ">")
+
+        async def purge() -> None:
+            try:
+                await self._bus.js.purge_stream(self._stream, subject=subject)
+            except nats.errors.Error as error:
+                raise BusError(
+                    f"cannot free {self._stream} of the last learner's weights: {error}"
+                ) from error
+
+        await self._bus.patiently(purge, "freeing the weights of the learner before")
 
     async def put(self, content: Content, *tokens: object) -> BlobRef:
         """Store it in chunks. Raises `ConfigError` when the stream is too small for such blobs."""
@@ -100,18 +105,17 @@ def blob_store(bus: Bus, config: TransportConfig, directory: Path) -> BlobStore:
 async def on_bus(bus: Bus, refs: Iterable[BlobRef]) -> bool:
     """Return whether every chunk of `refs` is on the run's stream, by one look at its subjects.
 
-    It waits for a server that is starting. Raises `BusError` after `PATIENCE_S`."""
+    It waits while the bus is away."""
     stream = bus.topology.stream("WEIGHTS")
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
+
+    async def subjects() -> dict[str, int]:
         try:
             found = await bus.js.stream_info(stream, subjects_filter=bus.subject("weights", ">"))
         except NotFoundError:  # the bus lost its disk, and storage has not created the stream again
-            return False
+            return {}
         except nats.errors.Error as error:
-            if time.monotonic() > deadline:
-                raise BusError(f"cannot look at {stream} for {PATIENCE_S:g} s: {error}") from error
-            await asyncio.sleep(RETRY_S)
-        else:
-            there = found.state.subjects or {}
-            return all(f"{ref.subject}.{n}" in there for ref in refs for n in range(ref.chunks))
+            raise BusError(f"cannot look at {stream}: {error}") from error
+        return found.state.subjects or {}
+
+    there = await bus.patiently(subjects, f"looking at {stream}")
+    return all(f"{ref.subject}.{n}" in there for ref in refs for n in range(ref.chunks))

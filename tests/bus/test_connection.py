@@ -11,10 +11,11 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 
+from bus import waiting
 from bus.codec import encode
 from bus.config import BusConfig
 from bus.connection import PART, Bus
-from bus.errors import BusError, ConfigError, SchemaError, StorageError
+from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, StorageError
 from bus.messages import RunRecord
 from bus.refusal import Refused
 from bus.requests import Done, GroupRef, StoredRequest, Waiting
@@ -26,10 +27,10 @@ from tests.factories import make_trajectory
 ASK = StoredRequest(after=3)
 
 
-async def refusal(url: str, timeout_s: float = 0.4) -> str:
+async def refusal(url: str, timeout_s: float = 0.4, error: type[Exception] = ConfigError) -> str:
     """Return what connecting to `url` fails with; it must leave no task behind."""
     before = asyncio.all_tasks()
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(error) as caught:
         async with Bus.connect(BusConfig(url=url, connect_timeout_s=timeout_s), "test", name="t"):
             pytest.fail("connected")
     assert asyncio.all_tasks() == before
@@ -40,7 +41,7 @@ async def test_unreachable_bus_is_named_with_its_remedy_within_the_timeout():
     url = f"nats://127.0.0.1:{free_port('127.0.0.1')}"
     began = time.monotonic()
     with capture_logs() as logs:
-        message = await refusal(url)
+        message = await refusal(url, error=BusAwayError)
     assert time.monotonic() - began < 4
     assert url in message
     assert "Connect call failed" in message
@@ -54,7 +55,7 @@ async def test_peer_that_is_no_nats_server_is_refused():
 
     async with await asyncio.start_server(mute, "127.0.0.1") as listener:
         port = listener.sockets[0].getsockname()[1]
-        assert "empty response" in await refusal(f"nats://127.0.0.1:{port}")
+        assert "empty response" in await refusal(f"nats://127.0.0.1:{port}", error=BusAwayError)
 
 
 @pytest.mark.parametrize("url", ["nats://host:port", "nats://", "nats://a:1,nats://b:x"])
@@ -249,7 +250,7 @@ async def test_one_of_many_swaps_at_the_same_moment_wins(bus: Bus):
 
 @pytest.mark.nats
 async def test_waiting_for_a_key_ends_with_its_message_or_a_hint(bus: Bus):
-    with pytest.raises(ConfigError, match=r"run 'test': waited 0\.1 s for 'run': start `launch storage`"):
+    with pytest.raises(BusAwayError, match=r"run 'test': waited 0\.1 s for 'run': start `launch storage`"):
         await bus.wait_for("run", RunRecord, timeout_s=0.1, hint="start `launch storage`")
     waiting = asyncio.create_task(bus.wait_for("run", RunRecord, timeout_s=5, hint=""))
     await asyncio.sleep(0)
@@ -268,7 +269,7 @@ async def test_waiting_for_a_key_asks_again_when_nobody_answers(bus: Bus, server
     """Nobody answers while a stream has no leader."""
     await bus.put("run", RunRecord(name="test", config_json="{}"))
     monkeypatch.setattr(bus.js, "_timeout", 0.2)
-    get, failed = bus.get, []
+    get, failed = bus._get, []
 
     async def noted(key, expected):
         try:
@@ -279,7 +280,7 @@ async def test_waiting_for_a_key_asks_again_when_nobody_answers(bus: Bus, server
                 os.kill(server.pid, signal.SIGCONT)
             raise
 
-    monkeypatch.setattr(bus, "get", noted)
+    monkeypatch.setattr(bus, "_get", noted)
     os.kill(server.pid, signal.SIGSTOP)
     async with asyncio.timeout(10):
         while not _stopped(server.pid):  # noqa: ASYNC110  # the signal is on its way
@@ -311,14 +312,57 @@ async def test_connection_outlives_a_restart_of_the_server_and_says_so_once(serv
     with capture_logs() as logs:
         await server.kill()
         await asyncio.sleep(0.6)  # an outage of several attempts to reconnect
+        with pytest.raises(BusAwayError, match=r"test\.ask: the bus is away"):
+            await bus.request("test.ask", ASK, Done, timeout_s=5)
         await server.start()
-        assert await bus.request("test.ask", ASK, Done, timeout_s=5) == Done()
         assert await bus.get("k", Done) is not None
+        assert await bus.request("test.ask", ASK, Done, timeout_s=5) == Done()
         async with asyncio.timeout(10):
             while not any(log["event"] == "bus_reconnected" for log in logs):  # noqa: ASYNC110  # said later
                 await asyncio.sleep(0.01)
     assert [log["event"] for log in logs].count("bus_reconnected") == 1
     assert len(logs) <= 4  # each reason once
+
+
+@pytest.mark.nats
+async def test_keys_wait_for_a_bus_that_is_away_and_nothing_is_sent_meanwhile(server: NatsServer, bus: Bus):
+    await bus.put("k", Done())
+    await server.kill()
+    async with asyncio.timeout(10):
+        while bus.client.is_connected:  # noqa: ASYNC110  # the connection is noticed to be broken
+            await asyncio.sleep(0.01)
+    with capture_logs() as logs:
+        asked = [bus.get("k", Done), bus.put("k", Done()), bus.keys("role"), bus.delete("other")]
+        tasks = [asyncio.create_task(ask) for ask in asked]
+        await bus.notify("test.news", Done())
+        async with asyncio.timeout(10):
+            while len(logs) < len(tasks):  # noqa: ASYNC110  # each says what it waits for
+                await asyncio.sleep(0.01)
+        assert bus.client.pending_data_size == 0
+        assert not any(task.done() for task in tasks)
+    assert {log["what"] for log in logs} >= {"reading 'k'", "writing 'k'", "listing the keys 'role'"}
+    await server.start()
+    async with asyncio.timeout(10):
+        found, *_ = await asyncio.gather(*tasks)
+    assert found is not None
+    assert found[0] == Done()
+
+
+@pytest.mark.nats
+async def test_patience_for_a_bus_that_is_away_ends(server: NatsServer, monkeypatch):
+    stop = asyncio.Event()
+    impatient = BusConfig(url=server.url, patience_s=0.1)
+    async with (
+        Bus.connect(impatient, "test", name="impatient") as bus,
+        Bus.connect(BusConfig(url=server.url), "test", name="stopping", stop=stop) as stopping,
+    ):
+        await server.kill()
+        with pytest.raises(BusAwayError, match=r"reading 'k': the bus was away for 0 s"):
+            await bus.get("k", Done)
+        stop.set()
+        monkeypatch.setattr(waiting, "STOPPING_S", 0.1)
+        with pytest.raises(BusAwayError, match="the bus was away"):
+            await stopping.get("k", Done)
 
 
 @pytest.mark.nats

@@ -25,6 +25,7 @@ from bus.connection import Bus
 from bus.messages import RunRecord
 from bus.server import free_port, nats_binary
 from launch.chaos.faults import launch_command
+from launch.process.runtime import TEMPORARY
 from tests.e2e.commands import wait_until
 from tests.e2e.conftest import Refused, refusal
 
@@ -151,7 +152,7 @@ def test_a_run_is_launched_once_at_a_time(refused: Refused, tmp_path: Path):
 )
 def test_a_bus_that_cannot_be_reached_is_named(refused: Refused, tmp_path: Path, command: tuple[str, ...]):
     began = time.monotonic()
-    message = refused(*command, "--bus", NOBODY, *QUICK, "--directory", tmp_path)
+    message = refused(*command, "--bus", NOBODY, *QUICK, "--directory", tmp_path, wanted=TEMPORARY)
     assert message.startswith(f"cannot use the bus at {NOBODY} ([Errno 111] Connection refused, tried for")
     assert "launch bus" in message
     assert time.monotonic() - began < 30
@@ -191,7 +192,7 @@ def test_two_buses_do_not_share_a_directory(refused: Refused, tmp_path: Path):
 @pytest.mark.nats
 @pytest.mark.parametrize("command", ["actors", "learner"])
 def test_a_run_that_nobody_stores_is_waited_for_and_named(refused: Refused, bus_url: str, command: str):
-    message = refused(command, "--run", "nobody", "--bus", bus_url, *QUICK)
+    message = refused(command, "--run", "nobody", "--bus", bus_url, *QUICK, wanted=TEMPORARY)
     assert message.startswith("run 'nobody': waited 0.3 s for 'run'")
     assert "is `launch storage --run nobody` running on this bus?" in message
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bus.errors import ConfigError, SluiceError
+from bus.errors import ConfigError, LostDataError, SluiceError
 from launch.config import SupervisionConfig
 from launch.local.supervisor import Part, Supervisor
 from launch.process.runtime import KILLED, SUPERVISOR, complaints
@@ -112,6 +112,36 @@ async def test_a_part_that_refuses_its_configuration_ends_the_run_with_its_own_w
     assert type(error) is ConfigError
     assert str(error) == "prompts.jsonl, line 3: not JSON\nsecond line"
     assert supervisor.restarts == 0
+
+
+async def test_files_that_no_restart_mends_end_the_run_at_once(supervisor: Supervisor):
+    program = """
+        from bus.errors import LostDataError
+        from launch.process.runtime import fail
+        fail(LostDataError("ledger.sqlite is no ledger"))
+    """
+    await supervisor.start(part("refusing", program))
+    error = await failure_of(supervisor)
+
+    assert type(error) is LostDataError
+    assert str(error) == "ledger.sqlite is no ledger"
+    assert supervisor.restarts == 0
+
+
+async def test_a_part_whose_bus_is_away_is_started_again_however_often(supervisor: Supervisor):
+    program = """
+        from bus.errors import BusAwayError
+        from launch.process.runtime import fail
+        fail(BusAwayError("the bus was away for 3600 s"))
+    """
+    away = part("waiting", program)
+    await supervisor.start(away)
+    stop = asyncio.Event()
+    watching = asyncio.create_task(supervisor.watch(stop))
+    await until(lambda: supervisor.restarts > IMPATIENT.restarts)
+    assert away.failed == []
+    stop.set()
+    await watching
 
 
 async def test_the_run_is_over_when_the_part_that_ends_it_is_done(supervisor: Supervisor):

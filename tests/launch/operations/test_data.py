@@ -10,7 +10,7 @@ from bus import roles
 from bus.blobs import put_blob
 from bus.codec import encode
 from bus.config import BusConfig
-from bus.errors import ConfigError
+from bus.errors import BusAwayError, ConfigError
 from bus.publish import Publisher
 from bus.server import NatsServer
 from launch.config import RunConfig
@@ -85,5 +85,5 @@ async def test_other_prompts_take_over_with_the_next_lease_and_stay_after_a_rest
 
 async def test_a_run_that_nobody_serves_is_named(bus, where, tmp_path):
     impatient = where.model_copy(update={"bus": where.bus.model_copy(update={"join_timeout_s": 0.1})})
-    with pytest.raises(ConfigError, match="is `launch storage --run test` running on this bus"):
+    with pytest.raises(BusAwayError, match="is `launch storage --run test` running on this bus"):
         await add_data(impatient, prompts(tmp_path / "new.jsonl", "c"), False, asyncio.Event())

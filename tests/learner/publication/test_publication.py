@@ -1,12 +1,13 @@
 import asyncio
+from dataclasses import replace
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
 from actors.weights.follow import fetch_model_files, fetch_state, obtain_model
-from bus.errors import BusError, ConfigError
-from bus.messages import PolicyManifest, SnapshotWanted
+from bus.errors import BusAwayError, BusError, ConfigError, FencedError
+from bus.messages import PolicyManifest, RoleHolder, SnapshotWanted
 from learner.config.publication import PublicationConfig
 from learner.publication import publisher as publishing
 from learner.publication.host_copy import host_tensors
@@ -155,24 +156,45 @@ async def test_a_blob_that_cannot_be_deleted_is_deleted_with_the_next_version(bu
 
 async def test_a_version_is_announced_though_the_bus_is_away_for_a_while(bus, publisher, server, monkeypatch):
     monkeypatch.setattr(bus.js, "_timeout", 0.2)
-    put, failed = bus.put, []
+    swap, failed = bus.swap, []
 
-    async def put_while_away(key, message):
+    async def swap_while_away(key, message, revision):
         if not failed:
             await server.kill()
         try:
-            await put(key, message)
+            return await swap(key, message, revision)
         except BusError as error:
             failed.append(error)
             if len(failed) == 1:
                 await server.start()
             raise
 
-    monkeypatch.setattr(bus, "put", put_while_away)
+    monkeypatch.setattr(bus, "swap", swap_while_away)
     async with asyncio.timeout(TIMEOUT_S):
         await publish(publisher, 0)
     assert failed
     assert (await announced(bus)).policy_version == 0
+
+
+async def test_a_learner_that_was_replaced_announces_nothing_any_more(bus, publisher, tmp_path):
+    await publish(publisher, 0)
+    successor = make(bus, incarnation="two")
+    await successor.start(tmp_path)
+    await publish(successor, 0)
+    with pytest.raises(FencedError, match="learner two has announced version 0 of run 'test'"):
+        await publish(publisher, 1)
+    assert (await announced(bus)).incarnation == "two"
+
+
+async def test_the_learner_that_has_the_role_goes_on_after_the_bus_was_set_back(bus, publisher):
+    first = await publish(publisher, 0)
+    await bus.put("policy", replace(first, incarnation="of a backup"))
+    await bus.put("role.learner", RoleHolder(incarnation=first.incarnation, host="here", pid=1))
+    await publish(publisher, 1)
+    assert (await announced(bus)).policy_version == 1
+    await bus.delete("policy")
+    await publish(publisher, 2)
+    assert (await announced(bus)).policy_version == 2
 
 
 async def test_a_new_learner_begins_with_a_snapshot_and_takes_the_dead_ones_weights_off_the_bus(
@@ -314,7 +336,7 @@ async def test_config_and_tokenizer_that_the_bus_lost_are_stored_again_for_who_a
 async def test_who_waits_for_a_model_that_nobody_stores_is_told_so_or_stops(bus, publisher, tmp_path):
     manifest, stop = await publish(publisher, 0), asyncio.Event()
     await bus.js.purge_stream(bus.topology.stream("WEIGHTS"))
-    with pytest.raises(ConfigError, match=r"waited 0 s for the model's config .* not on the bus"):
+    with pytest.raises(BusAwayError, match=r"waited 0 s for the model's config .* not on the bus"):
         await obtain_model(bus, manifest, tmp_path, patience_s=0.0, stop=stop)
     stop.set()
     assert await obtain_model(bus, manifest, tmp_path, patience_s=TIMEOUT_S, stop=stop) is None

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from bus.codec import encode
-from bus.errors import BusError, FencedError
+from bus.errors import BusAwayError, BusError, FencedError, StorageError
+from bus.requests import BatchRequest, Done
 from storage.client import reader as reader_module
 from storage.client.reader import ReplayReader
 from tests.factories import make_trajectory
@@ -123,11 +124,22 @@ async def test_commit_and_resume_wait_for_storage_to_start(bus, tmp_path):
 
 
 async def test_silence_is_borne_for_its_limit_in_time_not_in_attempts(bus, monkeypatch):
-    monkeypatch.setattr(reader_module, "SILENCE_LIMIT_S", 0.5)
+    monkeypatch.setattr(bus, "patience_s", 0.5)
     heard, began = Heard(), asyncio.get_running_loop().time()
-    with pytest.raises(BusError, match="nobody serves"):
+    with pytest.raises(BusAwayError, match=r"storage did not answer for \d s: .*nobody serves"):
         await read_batch(ReplayReader(bus, "a"), 1, on_wait=heard.append)
     assert asyncio.get_running_loop().time() - began >= 0.5
     assert len(heard) > 3
-    with pytest.raises(BusError, match="nobody serves"):
+    with pytest.raises(BusAwayError, match="nobody serves"):
         await ReplayReader(bus, "a").committed(1)
+
+
+async def test_a_refusal_is_believed_long_before_a_silence(bus, monkeypatch):
+    async def refuse(_: BatchRequest) -> list[Done]:
+        raise StorageError("the ledger is damaged")
+
+    monkeypatch.setattr(reader_module, "REFUSAL_LIMIT_S", 0.3)
+    await bus.serve(bus.subject("rpc", "batch"), BatchRequest, refuse)
+    async with asyncio.timeout(20):
+        with pytest.raises(BusError, match="the ledger is damaged"):
+            await read_batch(ReplayReader(bus, "a"), 1, on_wait=Heard().append)

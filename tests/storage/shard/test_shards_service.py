@@ -18,7 +18,6 @@ from storage.disk.run_directory import RunDirectory
 from storage.dispatch.dispatcher import Dispatcher
 from storage.dispatch.ledger import Ledger
 from storage.prompts.data_sets import DataSets
-from storage.shard import remote_ledger as issued
 from storage.shard.ingest_checks import RUN_ID, VOCABULARY
 from storage.shard.service import ShardsSettings, run_shards
 from storage.store.replay import ReplayStore
@@ -255,7 +254,7 @@ async def test_shard_waits_for_a_dispatcher_that_restarts(bus, tmp_path):
 
 
 async def test_dispatcher_that_stays_away_ends_a_shard_with_the_reason(bus, tmp_path, monkeypatch):
-    monkeypatch.setattr(issued, "SILENCE_LIMIT_S", 0.1)
+    monkeypatch.setattr(bus, "patience_s", 0.1)
     with pytest.raises(ExceptionGroup) as failure:
         await run_shards(bus, settings(tmp_path, 0), asyncio.Event())
     assert failure.group_contains(BusError, match=r"nobody serves sluice\.test\.rpc\.issued")
