@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from bus.errors import StorageError
+from bus.errors import LostDataError, StorageError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,14 +39,20 @@ class TrainedStep:
 
     @classmethod
     def parse(cls, line: bytes) -> "TrainedStep | None":
-        """Return the step of a line; None for one that a kill cut short."""
+        """Return the step of a line; None for one that a kill cut short. Raises `LostDataError`."""
         try:
             entry: dict[str, Any] = json.loads(line)
         except ValueError:
             return None
-        weights = entry.get("weights")
-        entry |= {"leases": tuple(entry["leases"]), "weights": None if weights is None else tuple(weights)}
-        return cls(**{field.name: entry[field.name] for field in fields(cls) if field.name in entry})
+        try:
+            weights = entry.get("weights")
+            entry |= {
+                "leases": tuple(entry["leases"]),
+                "weights": None if weights is None else tuple(weights),
+            }
+            return cls(**{field.name: entry[field.name] for field in fields(cls) if field.name in entry})
+        except (AttributeError, KeyError, TypeError) as error:
+            raise LostDataError(f"{line[:60]!r} is no step ({error!r})") from error
 
 
 def record(path: Path, step: TrainedStep) -> None:
@@ -127,6 +133,13 @@ def _lines(path: Path) -> Iterator[TrainedStep]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
-            if (step := TrainedStep.parse(line)) is not None:
+        for number, line in enumerate(file, 1):
+            try:
+                step = TrainedStep.parse(line)
+            except LostDataError as error:
+                raise LostDataError(
+                    f"{path}, line {number}: {error}. Restore the file, or move it away: the run goes on "
+                    "without it, but steps that it lacks cannot be trained again"
+                ) from error
+            if step is not None:
                 yield step

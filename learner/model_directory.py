@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from bus.errors import ConfigError
 from learner.backends.factory import checkpoint_weights
 from learner.lazy_weights import LazyWeights, Spec, State, spec_of, tensor_bytes
+from storage.disk.atomic_files import TEMPORARY_PREFIX
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -141,12 +142,64 @@ def save_hf_directory(
     for file, names in shards.items():
         _write_safetensors(path / file, {name: specs[name] for name in names}, state)
     if len(shards) > 1:
-        total = sum(spec.size_bytes for spec in specs.values())
-        file_of = {name: file for file, names in shards.items() for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        (path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        _write_index(path, {file: {name: specs[name] for name in names} for file, names in shards.items()})
     if tokenizer_dir is not None:
         copy_tokenizer(tokenizer_dir, path)
+
+
+def stream_hf_directory(
+    path: Path,
+    hf_config: PretrainedConfig,
+    weights: Iterable[tuple[str, Tensor]],
+    tokenizer_dir: Path | None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write what `save_hf_directory` writes, from weights that come one after another.
+
+    No more than `shard_bytes` of them, or one tensor, are in the host's memory at a time.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    hf_config.save_pretrained(path)
+    shards: list[dict[str, Spec]] = []
+    held: dict[str, Tensor] = {}
+
+    def write() -> None:
+        specs = {name: spec_of(held, name) for name in held}
+        _write_safetensors(path / _unnamed(len(shards)), specs, held)
+        shards.append(specs)
+        held.clear()
+
+    for name, weight in weights:
+        if held and sum(one.nbytes for one in held.values()) + weight.nbytes > shard_bytes:
+            write()
+        held[name] = weight.detach().to("cpu", copy=True).contiguous()
+    write()
+    names = [SINGLE_FILE] if len(shards) == 1 else [_shard_file(n, len(shards)) for n in range(len(shards))]
+    for number, name in enumerate(names):
+        (path / _unnamed(number)).rename(path / name)
+    if len(shards) > 1:
+        _write_index(path, dict(zip(names, shards, strict=True)))
+    if tokenizer_dir is not None:
+        copy_tokenizer(tokenizer_dir, path)
+
+
+def _unnamed(number: int) -> str:
+    """Return the name of a file of weights as long as nobody knows how many there will be."""
+    return f"{TEMPORARY_PREFIX}{number}.safetensors"
+
+
+def _shard_file(number: int, shards: int) -> str:
+    """Return the name of the file of weights `number`, from 0."""
+    return f"model-{number + 1:05}-of-{shards:05}.safetensors"
+
+
+def _write_index(path: Path, shards: Mapping[str, Mapping[str, Spec]]) -> None:
+    """Write which of several files has which tensor."""
+    total = sum(spec.size_bytes for specs in shards.values() for spec in specs.values())
+    file_of = {name: file for file, specs in shards.items() for name in specs}
+    index = {"metadata": {"total_size": total}, "weight_map": file_of}
+    (path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
@@ -168,7 +221,7 @@ def _split(specs: Mapping[str, Spec], shard_bytes: int) -> dict[str, list[str]]:
         filled += spec.size_bytes
     if len(shards) <= 1:
         return {SINGLE_FILE: [name for names in shards for name in names]}
-    return {f"model-{n:05}-of-{len(shards):05}.safetensors": names for n, names in enumerate(shards, 1)}
+    return {_shard_file(number, len(shards)): names for number, names in enumerate(shards)}
 
 
 def _write_safetensors(file: Path, specs: Mapping[str, Spec], state: State) -> None:

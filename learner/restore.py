@@ -21,18 +21,19 @@ log = structlog.get_logger()
 
 def restore_backend(
     settings: LearnerSettings, initial: Initial, checkpoint: Path | None, progress: Progress,
-    parallel: ParallelConfig,
+    parallel: ParallelConfig, *, verified: bool = False,
 ) -> Backend:  # fmt: skip
     """Return the backend of `checkpoint`, whose `progress` this is; without one, of the initial model.
 
     Model, optimizer, frozen policies, random generators and the stage's threads are as they were then. A run
-    that was done trains on. Every rank calls this, in a world divided as `parallel` says. Raises
-    `StorageError` for a checkpoint that is missing or damaged, `ConfigError` for another model's.
+    that was done trains on. Every rank calls this, in a world divided as `parallel` says. The files of a
+    `verified` checkpoint are not read twice. Raises `StorageError` for a checkpoint that is missing or
+    damaged, `ConfigError` for another model's.
     """
     stage = settings.warmup if progress.stage == "warmup" else settings.learner
     backend = build_backend(settings.model, initial.hf_config, initial.state, stage.optimizer, parallel)
     if checkpoint is not None:
-        load_checkpoint(backend, checkpoint)
+        load_checkpoint(backend, checkpoint, verified=verified)
         progress.stage = "rl" if progress.stage == "done" else progress.stage
         log.info("resumed", checkpoint=str(checkpoint), stage=progress.stage, step=progress.step)
     hold_frozen_policies(backend, settings, settings.learner, stage=progress.stage, step=progress.step)

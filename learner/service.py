@@ -17,7 +17,8 @@ from bus.roles import guarded, hold_role
 from bus.status import report_status
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.backends.factory import close_world, init_world
-from learner.checkpoint.commit import latest_checkpoint, read_extra
+from learner.checkpoint.commit import read_extra
+from learner.checkpoint.newest import newest_whole
 from learner.initial import prepare
 from learner.progress import Progress
 from learner.restore import restore_backend
@@ -107,8 +108,8 @@ def build(
     init_world(settings.learner.parallel)
     refuse_unshared(settings.checkpoints)
     channel = Channel(stop)
-    latest = latest_checkpoint(settings.checkpoints)
+    latest = newest_whole(settings.checkpoints)
     progress = Progress.from_json(read_extra(latest)) if latest else Progress()
-    backend = restore_backend(settings, initial, latest, progress, settings.learner.parallel)
+    backend = restore_backend(settings, initial, latest, progress, settings.learner.parallel, verified=True)
     rank = Rank(backend, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread)
     return Built(World(channel, rank, settings), progress)

@@ -20,11 +20,11 @@ from bus.waiting import ended_before
 from learner import lineage
 from learner.algorithms.rl_step import lineage_line
 from learner.backends.base import StepResult
+from learner.checkpoint.commit import WRITING_TIMEOUT_S
 from learner.colocation import Device
 from learner.data.batches import StepBatch
 from learner.evaluation import HeldOut
 from learner.metrics import batch_values, read_values, step_values
-from learner.model_directory import save_hf_directory
 from learner.progress import Progress, refuse_other_history, values_to_save
 from learner.publication.broadcast import Broadcaster
 from learner.publication.host_copy import Copied
@@ -38,6 +38,7 @@ from storage.weights.blob_stores import blob_store
 
 log = structlog.get_logger()
 WAITING = "waiting for the batch"
+WRITTEN_POLL_S = 0.05
 LAST_WORDS_S = 5.0
 """A learner that stops waits no longer for storage to answer."""
 
@@ -153,7 +154,7 @@ class Learner:
         progress, learner = self.progress, self._settings.learner
         while progress.stage == "rl" and progress.step < learner.steps and not self._stop.is_set():
             if await self._step():
-                if self._world.rank.written:
+                if self._saving is not None and await self._world.call(Rank.written):
                     await self._checkpointed()
                 if progress.step % learner.checkpoint.save_every == 0:
                     await self._checkpoint()
@@ -252,13 +253,14 @@ class Learner:
         await self._give_back_the_next_batch()
         await self._published()
         await self._accuracy_now()
+        await self._checkpoint()
+        await self._checkpointed()  # before the export, which may fail: then nothing is trained twice
         copied = None if self._stop.is_set() else await self._exported()
         if copied is not None:
             self.progress.stage = "done"
             self._heldout.warn_of_missing()
-        await self._checkpoint()
-        await self._checkpointed()
-        if copied is not None:
+            await self._checkpoint()
+            await self._checkpointed()
             self._announce(copied)
             await self._published()
         await asyncio.gather(*self._background)
@@ -288,17 +290,9 @@ class Learner:
         async with self._device.held(self._stop) as ours:
             if ours:
                 self._doing = "exporting"
-                await self._export()
+                await self._world.call(Rank.export)
                 copied = await self._world.call(Rank.copy_weights)
         return copied
-
-    async def _export(self) -> None:
-        rank, state = self._world.rank, await self._world.call(Rank.export)
-        await rank.in_thread(
-            lambda: save_hf_directory(
-                self._settings.export, rank.hf_config, state, self._settings.model_directory
-            )
-        )
 
     # --- publication, evaluation, checkpoints ---
 
@@ -354,6 +348,10 @@ class Learner:
             return
         self._doing = "finishing a checkpoint"
         (step, progress), self._saving = self._saving, None
+        deadline = time.monotonic() + WRITING_TIMEOUT_S
+        # asked again and again, so that no collective waits for a disk
+        while not await self._world.call(Rank.written) and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(WRITTEN_POLL_S)
         await self._world.call(Rank.saved)
         await asyncio.to_thread(write_json, self._settings.progress, progress)
         await self._tell(self._reader.committed(step))

@@ -1,6 +1,5 @@
 """The account of every trajectory of an ended run, made from what its parts left on disk."""
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
@@ -13,7 +12,8 @@ from numpy.typing import NDArray
 from bus.codec import Json
 from bus.errors import StorageError
 from learner import lineage
-from storage.disk.run_directory import RunDirectory
+from storage.disk.atomic_files import read_json
+from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
 from storage.dispatch.ledger_reader import states_of
 from storage.store.replay import ReplayStore
 
@@ -82,7 +82,7 @@ def _progress(path: Path) -> dict[str, Any]:
     """Return what the learner wrote when it ended."""
     if not path.exists():
         raise StorageError(f"{path} is missing: the run's learner did not end well")
-    progress: dict[str, Any] = json.loads(path.read_text())
+    progress: dict[str, Any] = read_json(path, PROGRESS_REMEDY)
     return progress
 
 

@@ -1,7 +1,6 @@
 """`launch local`: runs a whole run on this machine, supervises its processes and shows its progress."""
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import AsyncIterator
@@ -28,8 +27,8 @@ from launch.watch.curves import draw_curves
 from launch.watch.monitor import RunMonitor, RunSettings, watch
 from launch.watch.summary import Summary, print_summary, summarise, write_summary
 from launch.watch.view import TerminalView
-from storage.disk.atomic_files import try_lock
-from storage.disk.run_directory import RunDirectory
+from storage.disk.atomic_files import read_json, try_lock
+from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
 from storage.prompts.generators import load_demonstrations
 from storage.service import read_prompts
 
@@ -45,7 +44,7 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
     console = Console()
     run = RunDirectory(config.directory, config.run)
     if run.exists and _stage(run) == "done" and run.summary.exists():
-        print_summary(console, json.loads(run.summary.read_text()))
+        print_summary(console, read_json(run.summary, "remove it to have the run go on"))
         console.print(f"Run {config.run!r} is complete. Start anew with another --run, or remove {run.path}.")
         return 0
     run.refuse_other_format()
@@ -229,7 +228,7 @@ def _progress(run: RunDirectory) -> dict[str, Json] | None:
     path = run.path / "progress.json"
     if not path.exists():
         return None
-    progress: dict[str, Json] = json.loads(path.read_text())
+    progress: dict[str, Json] = read_json(path, PROGRESS_REMEDY)
     return progress
 
 

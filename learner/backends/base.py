@@ -126,6 +126,11 @@ class Backend(Protocol):
 
         The other ranks call this as well where rank 0 calls `exported` and exhausts `Exported.rest`."""
 
+    def streamed(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights by Hugging Face name on rank 0, each good until the next; nothing on the others.
+
+        Every rank calls this and exhausts the iterator."""
+
     def exported(self) -> Exported:
         """Return the weights as rank 0 has them, to copy them at once."""
 

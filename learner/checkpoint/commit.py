@@ -5,7 +5,6 @@ where the backend stands and what the caller wants kept with them. A directory g
 on disk.
 """
 
-import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from pydantic import JsonValue
 from bus.errors import ConfigError, StorageError
 from learner.backends.base import Backend, StagedFiles
 from learner.checkpoint.manifest import (
+    amend_manifest,
     damaged_files,
     read_manifest,
     refuse_damage,
@@ -25,7 +25,6 @@ from learner.checkpoint.manifest import (
 )
 from learner.world.process_group import gathered
 from storage.disk import checkpoints
-from storage.disk.atomic_files import TEMPORARY_PREFIX
 
 WRITING_TIMEOUT_S = 3600.0
 """A rank that has not written its files by then has failed."""
@@ -70,6 +69,15 @@ class PendingCheckpoint:
             self._publish(digests)
         dist.barrier()  # nobody prunes or commits before the checkpoint has its name
 
+    def amend(self, extra: Mapping[str, JsonValue]) -> None:
+        """Keep `extra` with the checkpoint instead of what was kept. Every rank calls this.
+
+        It is for a backend that has not changed since: nothing else is written."""
+        self.finish()
+        if dist.get_rank() == 0:
+            amend_manifest(self._final, extra)
+        dist.barrier()
+
     def _failure(self) -> str:
         """Return what went wrong on this rank, or nothing."""
         try:
@@ -103,7 +111,7 @@ def start_checkpoint(
     if after is not None:
         after.finish()
     if dist.get_rank() == 0:
-        checkpoints.remove_leftovers(root)
+        checkpoints.recover(root)
         checkpoints.temporary(root, step)
     dist.barrier()  # the directory is there before another rank writes into it
     temporary, final = checkpoints.temporary(root, step), checkpoints.directory(root, step)
@@ -114,7 +122,7 @@ def start_checkpoint(
         write_manifest(
             temporary, model=backend.fingerprint(), training=training, extra=extra, digests=digests
         )
-        _replace(temporary, final)
+        checkpoints.replace(temporary, final)
         checkpoints.prune(root, keep)
 
     return PendingCheckpoint(staged, publish, final)
@@ -127,9 +135,10 @@ def save_checkpoint(
     start_checkpoint(backend, root, step, extra, keep=keep).finish()
 
 
-def load_checkpoint(backend: Backend, directory: Path) -> dict[str, JsonValue]:
+def load_checkpoint(backend: Backend, directory: Path, *, verified: bool = False) -> dict[str, JsonValue]:
     """Restore `backend` to what it was, and return what was saved as `extra`. Every rank calls this.
 
+    `verified` files are not read once more to compare their digests (learner/checkpoint/newest.py did).
     Another number of ranks, or another layout of them, may have saved it; then their random generators go
     on as they are. Raises `StorageError` for a checkpoint that is missing or damaged, `ConfigError` for one
     of another model, or with other weights frozen.
@@ -140,7 +149,8 @@ def load_checkpoint(backend: Backend, directory: Path) -> dict[str, JsonValue]:
     if training is None:
         raise ConfigError(f"{directory} holds weights only: training starts from it with --model.path")
     backend.refuse_other_training(directory, training)  # before all files are read
-    _refuse_damage_on_any_rank(directory, manifest)
+    if not verified:
+        _refuse_damage_on_any_rank(directory, manifest)
     backend.load_checkpoint(directory, training)
     return dict(manifest["extra"])
 
@@ -160,11 +170,3 @@ def _refuse_damage_on_any_rank(directory: Path, manifest: Mapping[str, Any]) -> 
     share = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
     damaged = gathered(damaged_files(directory, manifest, share))
     refuse_damage(directory, [name for names in damaged for name in names])
-
-
-def _replace(temporary: Path, final: Path) -> None:
-    replaced = final.with_name(f"{TEMPORARY_PREFIX}replaced-{final.name}")
-    if final.exists():
-        final.rename(replaced)
-    checkpoints.publish(temporary, final)
-    shutil.rmtree(replaced, ignore_errors=True)

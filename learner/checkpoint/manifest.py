@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import JsonValue
 from xxhash import xxh3_128
 
-from bus.errors import ConfigError, StorageError
+from bus.errors import ConfigError, LostDataError, StorageError
+from storage.disk.atomic_files import write_json
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -46,23 +47,32 @@ def write_manifest(
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
+def amend_manifest(directory: Path, extra: Mapping[str, JsonValue]) -> None:
+    """Replace what the caller of a published checkpoint wants kept with it, at once and durably."""
+    write_json(directory / MANIFEST, read_manifest(directory) | {"extra": dict(extra)})
+
+
 def read_manifest(directory: Path) -> dict[str, Any]:
     """Read the manifest, and check that all files exist with their sizes.
 
-    Raises `StorageError` when something is missing, torn or of another format.
+    Raises `LostDataError` when something is missing or torn, `ConfigError` for another format, and
+    `StorageError` when the disk does not read.
     """
     try:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise StorageError(f"{directory} is not a whole checkpoint: {error}") from error
-    if manifest.get("format") != FORMAT:
-        raise StorageError(
-            f"checkpoint {directory} has format {manifest.get('format')}, this build reads {FORMAT}"
-        )
-    for name, file in manifest["files"].items():
+        version, files = manifest.get("format"), manifest["files"].items()
+    except (FileNotFoundError, ValueError, KeyError, AttributeError) as error:
+        raise LostDataError(
+            f"{directory} is not a whole checkpoint: {MANIFEST} is missing or garbled ({error!r})"
+        ) from error
+    except OSError as error:
+        raise StorageError(f"cannot read {directory}: {error}") from error
+    if version != FORMAT:
+        raise ConfigError(f"checkpoint {directory} has format {version}, this build reads {FORMAT}")
+    for name, file in files:
         path = directory / name
         if not path.is_file() or path.stat().st_size != file["bytes"]:
-            raise StorageError(
+            raise LostDataError(
                 f"checkpoint {directory} is torn: {name} is missing or not {file['bytes']} bytes long"
             )
     return manifest
@@ -75,9 +85,9 @@ def damaged_files(directory: Path, manifest: Mapping[str, Any], names: Iterable[
 
 
 def refuse_damage(directory: Path, damaged: Iterable[str]) -> None:
-    """Raise `StorageError` when there are damaged files."""
+    """Raise `LostDataError` when there are damaged files."""
     if names := ", ".join(sorted(damaged)):
-        raise StorageError(
+        raise LostDataError(
             f"checkpoint {directory} is damaged: the bytes of {names} are not those that were written; "
             "remove it to go on from the one before"
         )

@@ -32,7 +32,8 @@ from learner import lineage
 from learner.algorithms.rl_step import lineage_line, train_on
 from learner.backends.base import Backend
 from learner.backends.factory import close_world, init_world
-from learner.checkpoint.commit import latest_checkpoint, read_extra, save_checkpoint
+from learner.checkpoint.commit import read_extra, save_checkpoint
+from learner.checkpoint.newest import newest_whole
 from learner.initial import Initial, prepare
 from learner.metrics import batch_values, step_values
 from learner.progress import Progress, values_to_save
@@ -244,7 +245,7 @@ class Shadow:
         """Load the newest state of our own, else that of `from_checkpoint`, else the initial model."""
         settings = self._settings.learner
         self._initial = self._initial or prepare(settings, self._demonstrations)
-        own = latest_checkpoint(settings.checkpoints)
+        own = newest_whole(settings.checkpoints)
         start = own or self._settings.from_checkpoint
         if own is not None:
             self.progress = ShadowProgress.from_json(read_extra(own))

@@ -2,14 +2,15 @@
 model."""
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from pydantic import JsonValue
-from torch import Tensor
 
 from bus.errors import UnreadableGroupsError, WorldError
 from bus.requests import GroupRef
@@ -19,9 +20,11 @@ from learner.backends.base import Backend, StepResult
 from learner.checkpoint.commit import PendingCheckpoint, start_checkpoint
 from learner.data.batches import StepBatch
 from learner.data.demonstrations import Demonstrations
+from learner.model_directory import stream_hf_directory
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
 from learner.settings import LearnerSettings
 from learner.warmup import begin_reinforcement_learning, warm_up_step
+from learner.world.process_group import gathered
 from storage.client.reader import ReplayReader
 
 T = TypeVar("T")
@@ -49,6 +52,8 @@ class Rank:
         self._thread = thread
         self._host = HostCopy(getattr(torch, settings.learner.publish_dtype))
         self._saving: PendingCheckpoint | None = None
+        self._saved_step: int | None = None
+        """Step of the checkpoint begun last, unless the backend has changed since."""
         self._fetching: dict[int, tuple[tuple[GroupRef, ...], asyncio.Task[Groups]]] = {}
         """Says what is being fetched for each step: which groups, and their trajectories."""
 
@@ -85,6 +90,7 @@ class Rank:
         The counts and the result are those of all ranks."""
         refs, task = self._fetching[step]
         groups = await task
+        self._saved_step = None
         del self._fetching[step]
         return await self.in_thread(
             lambda: train_on(
@@ -99,24 +105,36 @@ class Rank:
 
     async def warm_up(self, step: int) -> StepResult:
         """Take one optimizer step on the `step`-th batch of demonstrations, from 0."""
+        self._saved_step = None
         return await self.in_thread(
             lambda: warm_up_step(self._backend, self._settings, self._demonstrations, step)
         )
 
     async def begin_reinforcement_learning(self) -> None:
         """Leave the warm-up (learner/warmup.py)."""
+        self._saved_step = None
         await self.in_thread(lambda: begin_reinforcement_learning(self._backend, self._settings))
 
-    async def export(self) -> dict[str, Tensor]:
-        """Copies of the weights by Hugging Face name, on rank 0."""
-        return await self.in_thread(self._backend.export)
+    async def export(self) -> None:
+        """Write the trained model as a Hugging Face directory, tensor by tensor, on rank 0."""
+        backend, settings = self._backend, self._settings
+
+        def write() -> None:
+            weights = backend.streamed()
+            try:
+                if dist.get_rank() == 0:
+                    stream_hf_directory(settings.export, backend.hf_config, weights, settings.model_directory)
+            finally:  # even if the disk refuses: the other ranks wait until theirs are taken
+                deque(weights, maxlen=0)
+
+        await self.in_thread(write)
 
     async def copy_weights(self) -> Copied:
         """Return the weights on their way to rank 0's host, to be published; nothing on the others.
 
         They stay until the copy after the next."""
         if dist.get_rank() > 0:
-            await self.export()  # sends rank 0 what it gathers
+            await self.in_thread(self._backend.export)  # sends rank 0 what it gathers
             return Copied({}, None)
         return await translated(copy_weights(self._host, self._backend, self._thread))
 
@@ -130,17 +148,23 @@ class Rank:
         return self._host.seconds
 
     async def save(self, step: int, extra: Mapping[str, JsonValue]) -> None:
-        """Begin to write a checkpoint, while training goes on; `extra` counts at rank 0."""
+        """Begin to write a checkpoint, while training goes on; `extra` counts at rank 0.
+
+        Where the backend has not changed since the checkpoint of this step, `extra` alone is written."""
+        last, self._saved_step = self._saved_step, step
+        if self._saving is not None and last == step:
+            await self.in_thread(partial(self._saving.amend, extra))
+            return
         root, keep, before = self._settings.checkpoints, self._settings.learner.checkpoint.keep, self._saving
         backend = self._backend
         self._saving = await self.in_thread(
             lambda: start_checkpoint(backend, root, step, extra, keep=keep, after=before)
         )
 
-    @property
-    def written(self) -> bool:
-        """Tell whether this rank has written its part of the checkpoint begun last."""
-        return self._saving is None or self._saving.written
+    async def written(self) -> bool:
+        """Tell whether every rank has written its part of the checkpoint begun last."""
+        mine = self._saving is None or self._saving.written
+        return all(await self.in_thread(lambda: gathered(mine)))
 
     async def saved(self) -> None:
         """Return when the checkpoint begun last survives a power cut."""

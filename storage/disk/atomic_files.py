@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bus.codec import Json
-from bus.errors import StorageError
+from bus.errors import LostDataError, StorageError
 
 PARTS_A_WRITE = 1024
 """Buffers that Linux accepts in one writev (IOV_MAX)."""
@@ -96,6 +96,14 @@ def _write_files(directory: Path, contents: Mapping[str, Content]) -> None:
             files.append(file)
         for file in files:
             os.fsync(file)
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """Read a JSON file. Raises `LostDataError`, which names the file and `remedy`, when it is garbled."""
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise LostDataError(f"{path} is not JSON ({error}): {remedy}") from error
 
 
 def write_parts(descriptor: int, content: Content) -> None:

@@ -1,15 +1,36 @@
 """Checkpoints as directories named by step, each there whole or not at all.
 
-A save: fill `temporary(root, step)`, then `publish` it to `directory(root, step)`, then `prune`."""
+A save: fill `temporary(root, step)`, `replace` what `directory(root, step)` holds by it, then `prune`."""
 
 import re
 from pathlib import Path
 
-from storage.disk.atomic_files import make_directory, publish, remove, remove_leftovers, temporary_sibling
+from storage.disk.atomic_files import (
+    TEMPORARY_PREFIX,
+    make_directory,
+    publish,
+    remove,
+    remove_leftovers,
+    temporary_sibling,
+)
 
-__all__ = ["directory", "latest", "prune", "publish", "remove_leftovers", "steps", "temporary"]
+__all__ = [
+    "directory",
+    "latest",
+    "prune",
+    "recover",
+    "remove_leftovers",
+    "replace",
+    "set_aside",
+    "steps",
+    "temporary",
+]
 
+KEPT_DAMAGED = 2
+"""Damaged checkpoints that are kept for whoever wants to look at them."""
 _NAME = re.compile(r"step_(\d{8,})")
+_REPLACED = f"{TEMPORARY_PREFIX}replaced-"
+_DAMAGED = "damaged-"
 
 
 def directory(root: Path, step: int) -> Path:
@@ -20,10 +41,44 @@ def directory(root: Path, step: int) -> Path:
 def temporary(root: Path, step: int) -> Path:
     """Return where the checkpoint of `step` is prepared; made if missing, so several ranks may ask.
 
-    One process calls `remove_leftovers(root)` when it starts, before anybody saves."""
+    One process calls `recover(root)` when it starts, before anybody saves."""
     path = temporary_sibling(directory(root, step))
     make_directory(path)
     return path
+
+
+def replace(temporary: Path, final: Path) -> None:
+    """Publish `temporary` in the place of `final`, durably. Raises `StorageError` when the disk refuses.
+
+    A crash in between leaves the old checkpoint under another name, which `recover` takes back."""
+    replaced = final.with_name(f"{_REPLACED}{final.name}")
+    if final.exists():
+        final.rename(replaced)
+    publish(temporary, final)
+    if replaced.exists():
+        remove(replaced)
+
+
+def recover(root: Path) -> None:
+    """Remove what a crash left over, but for a checkpoint whose replacement it interrupted: that is back."""
+    if not root.exists():
+        return
+    for replaced in root.glob(f"{_REPLACED}*"):
+        final = replaced.with_name(replaced.name.removeprefix(_REPLACED))
+        if not final.exists():
+            replaced.rename(final)
+    remove_leftovers(root)
+
+
+def set_aside(root: Path, step: int) -> Path:
+    """Rename a damaged checkpoint, which then counts as none; the oldest ones go. Return its new path."""
+    aside = root / f"{_DAMAGED}{directory(root, step).name}"
+    if aside.exists():
+        remove(aside)
+    directory(root, step).rename(aside)
+    for old in sorted(root.glob(f"{_DAMAGED}*"))[:-KEPT_DAMAGED]:
+        remove(old)
+    return aside
 
 
 def steps(root: Path) -> list[int]:

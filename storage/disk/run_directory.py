@@ -1,6 +1,5 @@
 """A run's directory: where each thing lies, and what started the run."""
 
-import json
 import platform
 import re
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 from bus.codec import Json
 from bus.config import without_credentials
 from bus.errors import ConfigError
-from storage.disk.atomic_files import make_directory, write_json
+from storage.disk.atomic_files import make_directory, read_json, write_json
 
 __all__ = ["RunDirectory", "provenance", "write_json"]
 
@@ -37,6 +36,10 @@ _PACKAGES = (
     "uvloop",
     "xxhash",
 )
+
+
+PROGRESS_REMEDY = "remove it: the learner writes it anew with its next checkpoint"
+"""What helps against a progress.json that is garbled."""
 
 
 class RunDirectory:
@@ -160,7 +163,8 @@ class RunDirectory:
 
     def _starts(self) -> list[dict[str, Json]]:
         path = self._path / "provenance.json"
-        starts: list[dict[str, Json]] = json.loads(path.read_bytes()) if path.exists() else []
+        remedy = "remove it: it only records what started the run"
+        starts: list[dict[str, Json]] = read_json(path, remedy) if path.exists() else []
         return starts
 
     def _directory(self, name: str) -> Path:

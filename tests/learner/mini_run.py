@@ -83,7 +83,8 @@ class _TrainThread(ThreadPoolExecutor):
 
 def _step_once_written(step: Callable[[Learner], Awaitable[bool]]) -> Callable[[Learner], Awaitable[bool]]:
     async def step_once_written(learner: Learner) -> bool:
-        await until(lambda: learner._world.rank.written, seconds=LIMIT_S)
+        rank = learner._world.rank
+        await until(lambda: rank._saving is None or rank._saving.written, seconds=LIMIT_S)
         return await step(learner)
 
     return step_once_written

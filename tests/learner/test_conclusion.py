@@ -8,10 +8,25 @@ import pytest
 from bus.config import ColocationConfig
 from bus.messages import PolicyManifest
 from learner import service
+from learner.checkpoint.commit import read_extra
 from learner.colocation import Device
 from tests.learner.mini_run import mini_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.usefixtures("in_process")]
+
+
+async def test_a_learner_goes_on_from_the_checkpoint_before_a_damaged_one(bus, tmp_path):
+    async with mini_run(bus, tmp_path) as run:
+        await run.train()
+        before = {step: (line.leases, line.loss) for step, line in run.steps().items()}
+        [weights] = (tmp_path / "checkpoints/step_00000004").glob("__0_0.distcp")
+        weights.write_bytes(weights.read_bytes()[:-1])
+        progress = await run.train(steps=6)
+        assert (progress.stage, progress.step) == ("done", 6)
+        after = {step: (line.leases, line.loss) for step, line in run.steps().items()}
+    assert list(after) == [1, 2, 3, 4, 5, 6]
+    assert {step: after[step] for step in before} == before  # steps 3 and 4 once more, bit for bit
+    assert (tmp_path / "checkpoints/damaged-step_00000004").is_dir()
 
 
 async def test_a_learner_stopped_while_it_waits_for_the_device_to_export_is_taken_up_again(
@@ -38,6 +53,7 @@ async def test_a_learner_stopped_while_it_waits_for_the_device_to_export_is_take
             again = await service.run(bus, settings, run.demonstrations, asyncio.Event())
         assert again is not None
         assert (again.stage, again.step) == ("done", 4)
+        assert read_extra(settings.checkpoints / "step_00000004")["stage"] == "done"
         assert (settings.export / "config.json").is_file()
         published = await bus.get("policy", PolicyManifest)
         assert published is not None

@@ -1,7 +1,7 @@
 """One optimizer step at a time: model, gradients, update, diagnostics."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,11 @@ class Trainer:
         """
         self.settle_parameters()
         return self._export.copies()
+
+    def streamed(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights by name on rank 0, each good until the next; every rank exhausts it."""
+        self.settle_parameters()
+        return self._export.stream()
 
     def exported(self) -> Exported:
         """Return the weights as rank 0 has them, to copy them at once; every other rank calls `export`."""

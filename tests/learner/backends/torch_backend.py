@@ -108,6 +108,9 @@ class TorchBackend:
     def export(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self._weights().items()}
 
+    def streamed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.export().items())
+
     def exported(self) -> Exported:
         weights = self._weights()
         return Exported({name: tuple(t.shape) for name, t in weights.items()}, weights, _nothing)
