@@ -105,7 +105,7 @@ def build(
     `thread`."""
     refuse_bad_plugins(settings.learner)  # a wrong name shows before the model is loaded
     initial = prepare(settings, demonstrations)
-    init_world(settings.learner.parallel)
+    init_world(settings.learner.parallel, settings.learner.world.collective_timeout_s)
     refuse_unshared(settings.checkpoints)
     channel = Channel(stop)
     latest = newest_whole(settings.checkpoints)

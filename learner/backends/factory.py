@@ -14,19 +14,22 @@ from learner.backends.megatron.trainable import TrainableWeights
 from learner.backends.megatron.trainer import Trainer
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
-from learner.config.parallel import UNDIVIDED, ParallelConfig
+from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
 from learner.lazy_weights import State
 
 BACKENDS: dict[str, Callable[..., Backend]] = {"megatron": Trainer}
 """Each takes (hf_config, state, optimizer, dtype=, parallel=, trainable=)."""
 
 
-def init_world(parallel: ParallelConfig = UNDIVIDED) -> None:
+def init_world(
+    parallel: ParallelConfig = UNDIVIDED, timeout_s: float = WorldConfig().collective_timeout_s
+) -> None:
     """Join the world that torchrun describes in the environment, divided as `parallel` says.
 
-    Raises `ConfigError` when it cannot be divided so, before it waits for anybody.
+    `timeout_s` bounds each collective. Raises `ConfigError` when the world cannot be divided so, before it
+    waits for anybody.
     """
-    process_groups.init_world(parallel)
+    process_groups.init_world(parallel, timeout_s)
 
 
 def close_world() -> None:

@@ -81,5 +81,9 @@ class WorldConfig(Config):
     join_timeout_s: int = Field(600, gt=0)
     """Sets how long a host waits for the others."""
 
+    collective_timeout_s: float = Field(1800.0, ge=10)
+    """Longest time that a rank waits for the others in one collective operation, such as the sum of
+    gradients; then the world is started again. Ranks may read a checkpoint at different speeds."""
+
     restarts: int = Field(10, ge=0)
     """Most restarts of the world, each from the latest checkpoint after a rank died."""

@@ -7,7 +7,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-INIT_TIMEOUT = timedelta(minutes=5)
 T = TypeVar("T")
 
 
@@ -28,21 +27,22 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 
-def init_process_group() -> None:
+def init_process_group(timeout_s: float) -> None:
     """Join the world that torchrun describes in the environment, or be a world of one.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. NCCL where CUDA exists, else gloo.
+    `timeout_s` bounds each collective of the default group. Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
+    and MASTER_PORT. NCCL where CUDA exists, else gloo.
     """
-    backend, device_id = "gloo", None
+    backend, device_id, timeout = "gloo", None, timedelta(seconds=timeout_s)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         backend, device_id = "nccl", device()
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=INIT_TIMEOUT, device_id=device_id)
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it, its stubs do not
         dist.init_process_group(
-            backend, store=store, rank=0, world_size=1, timeout=INIT_TIMEOUT, device_id=device_id
+            backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id
         )
 
 

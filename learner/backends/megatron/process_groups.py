@@ -1,6 +1,6 @@
 """megatron-core's process groups in the learner's world of processes."""
 
-from datetime import timedelta
+import math
 from typing import TypeVar
 
 import torch
@@ -8,24 +8,24 @@ import torch.distributed as dist
 
 from learner.backends.megatron.core import parallel_state, tensor_parallel
 from learner.backends.megatron.layout import refuse_world
-from learner.config.parallel import UNDIVIDED, ParallelConfig
+from learner.config.parallel import ParallelConfig, WorldConfig
 from learner.world.process_group import init_process_group, world_size
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 T = TypeVar("T")
 
 
-def init_world(parallel: ParallelConfig = UNDIVIDED) -> None:
+def init_world(parallel: ParallelConfig, timeout_s: float) -> None:
     """Join the world that torchrun describes in the environment, or be a world of one.
 
+    `timeout_s` bounds each collective.
     Raises `ConfigError` when the world cannot be divided as `parallel` says, before it waits for anybody.
     """
     refuse_world(parallel, world_size())
-    init_process_group()
-    divide_world(parallel)
+    init_process_group(timeout_s)
+    divide_world(parallel, timeout_s)
 
 
-def divide_world(parallel: ParallelConfig) -> None:
+def divide_world(parallel: ParallelConfig, timeout_s: float = WorldConfig().collective_timeout_s) -> None:
     """Make megatron-core's process groups, instead of earlier ones. Every rank calls this."""
     refuse_world(parallel, dist.get_world_size())
     _end_groups()
@@ -38,7 +38,7 @@ def divide_world(parallel: ParallelConfig) -> None:
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
-        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     # Nothing here draws random numbers in training, so this tracker of their states keeps none.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

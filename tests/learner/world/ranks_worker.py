@@ -21,6 +21,7 @@ from learner.checkpoint.commit import (
     load_checkpoint,
     save_checkpoint,
 )
+from learner.checkpoint.newest import newest_whole
 from learner.config.algorithm import PPOClipLoss
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import BatchConfig, LearnerConfig
@@ -91,6 +92,19 @@ def random_numbers(checkpoints: Path) -> list[float]:
     return (torch.rand(3) - expected).tolist()
 
 
+def whole(root: Path) -> str:
+    """Return which checkpoint this rank goes on from after another rank's share of the newest was damaged."""
+    model = tiny_model()
+    trainer = Trainer(model.config, model.state_dict(), OptimizerConfig())
+    for step in (1, 2):
+        save_checkpoint(trainer, root, step, {}, keep=2)
+    if dist.get_rank() == 0:
+        for path in latest_checkpoint(root).glob("__1_*.distcp"):
+            path.write_bytes(bytes(path.stat().st_size))
+    dist.barrier()
+    return str(newest_whole(root).name)
+
+
 def copies() -> bool:
     """Tell whether rank 0 gets all weights each time, while the other ranks only send theirs."""
     model = tiny_model()
@@ -112,8 +126,13 @@ def copies() -> bool:
 def main(directory: Path, losses: Sequence[str]) -> None:
     """Print what each rank found as JSON, from rank 0."""
     torch.set_num_threads(1)
-    init_world()
-    found = {loss: step(loss) for loss in losses} | {"random": random_numbers(directory), "copied": copies()}
+    init_world(timeout_s=77)
+    found = {loss: step(loss) for loss in losses} | {
+        "random": random_numbers(directory / "random"),
+        "copied": copies(),
+        "whole": whole(directory / "whole"),
+        "timeout_s": dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds(),
+    }
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, found)
     if dist.get_rank() == 0:
