@@ -8,14 +8,16 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from io import BufferedRandom
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal, Self, get_args
 
-from bus.errors import StorageError
-from storage.dispatch.ledger_schema import prepare
+from bus.errors import ConfigError, FencedError, LostDataError, SluiceError, StorageError
+from storage.disk.atomic_files import try_lock
+from storage.dispatch.ledger_schema import EPOCH, begin_epoch, current_epoch, prepare, refuse_other_epoch
 from storage.dispatch.sampling import Candidate
 
 State = Literal["issued", "stored", "leased", "committed", "rejected"]
@@ -58,10 +60,15 @@ class Account:
 
 
 class Ledger:
-    """Records the state of every lease. The dispatcher owns it: no other process opens it."""
+    """Records the state of every lease. The dispatcher owns it: a lock keeps other processes out.
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    Whoever opens it begins an epoch, which every change names: a process that the lock did not keep out, as
+    on a network file system, or that was suspended meanwhile, changes nothing any more.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, lock: BufferedRandom | None = None) -> None:
         self._sql = connection
+        self._lock = lock
         self._on_disk = threading.Lock()
         self._pending: list[_Change] = []
         self._changing = threading.Lock()  # guards `_pending`, and is never held while the disk works
@@ -81,27 +88,41 @@ class Ledger:
         self._youngest = -1
         self._trained = 0
         self._load()
+        self._epoch = current_epoch(connection)
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open or create the ledger at `path`."""
+        """Open or create the ledger at `path`.
+
+        Raises `ConfigError` when another process has it open, `LostDataError` for a file that is no whole
+        ledger of this build, and `StorageError` when the disk refuses.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         connection: sqlite3.Connection | None = None
+        lock = path.with_name(f".{path.name}.lock").open("a+b")
         try:
+            if not try_lock(lock):
+                raise ConfigError(f"{path} is in use by another process: stop that `launch storage` first")
             connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             prepare(connection)
-            return cls(connection)
-        except (sqlite3.Error, StorageError) as error:
+            ledger = cls(connection, lock)
+            ledger._epoch = begin_epoch(connection)
+        except (sqlite3.Error, SluiceError) as error:
             if connection is not None:
                 connection.close()
-            raise StorageError(
+            lock.close()
+            if isinstance(error, ConfigError):
+                raise
+            refused = isinstance(error, sqlite3.OperationalError)  # by the disk, which may be mended
+            raise (StorageError if refused else LostDataError)(
                 f"{path} is not a ledger that can be used ({error}): restore it, or move it and the replay "
                 "directory away to start a new run"
             ) from error
+        return ledger
 
     def close(self) -> None:
         """Flush and close."""
-        with closing(self._sql):
+        with self._lock or nullcontext(), closing(self._sql):
             self.flush()
 
     # --- changes ---
@@ -233,7 +254,8 @@ class Ledger:
     def flush(self) -> None:
         """Make every change so far durable. Called in a worker thread.
 
-        Raises `StorageError` when the disk refuses; the changes are kept for the next attempt.
+        Raises `StorageError` when the disk refuses; the changes are kept for the next attempt. Raises
+        `FencedError` when another process has opened the ledger since.
         """
         with self._on_disk:
             with self._changing:
@@ -320,18 +342,21 @@ class Ledger:
     def _execute(self, changes: list[_Change]) -> None:
         if not changes:
             return
-        self._sql.execute("BEGIN")
+        self._sql.execute("BEGIN IMMEDIATE")
         try:
+            refuse_other_epoch(self._sql, self._epoch)
             for statement, rows in changes:
                 self._sql.executemany(statement, rows)
             self._sql.execute("COMMIT")
-        except sqlite3.Error:
+        except (sqlite3.Error, FencedError):
             if self._sql.in_transaction:  # some errors, such as a full disk, have ended it already
                 self._sql.execute("ROLLBACK")
             raise
 
     def _load(self) -> None:
-        self.facts: dict[str, str] = dict(self._sql.execute("SELECT name, value FROM facts"))
+        self.facts: dict[str, str] = dict(
+            self._sql.execute("SELECT name, value FROM facts WHERE name != ?", (EPOCH,))
+        )
         [(self.next_id,)] = self._sql.execute("SELECT COALESCE(MAX(lease_id) + 1, 0) FROM leases")
         given: dict[int, Candidate] = {}
         rows = self._sql.execute("SELECT lease_id, policy_version, state, reason, spread, tokens FROM leases")

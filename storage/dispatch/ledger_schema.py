@@ -2,8 +2,10 @@
 
 import sqlite3
 
-from bus.errors import StorageError
+from bus.errors import FencedError, StorageError
 
+EPOCH = "epoch"
+"""Name of the fact that counts how often the ledger was opened for writing."""
 SCHEMA_VERSION = 3
 """Kept as SQLite's `user_version`."""
 
@@ -38,3 +40,27 @@ def prepare(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
     connection.executescript(_SCHEMA)
+
+
+def begin_epoch(connection: sqlite3.Connection) -> int:
+    """Begin the next epoch, durably, and return its number: changes of earlier ones are refused then."""
+    connection.execute("BEGIN IMMEDIATE")
+    epoch = current_epoch(connection) + 1
+    connection.execute("INSERT OR REPLACE INTO facts (name, value) VALUES (?, ?)", (EPOCH, str(epoch)))
+    connection.execute("COMMIT")
+    return epoch
+
+
+def refuse_other_epoch(connection: sqlite3.Connection, epoch: int) -> None:
+    """Raise `FencedError`, inside a transaction, when another epoch than `epoch` has begun."""
+    if (found := current_epoch(connection)) != epoch:
+        raise FencedError(
+            f"the ledger was opened by another process: epoch {found} has followed {epoch}, whose dispatcher "
+            "stops and writes nothing more"
+        )
+
+
+def current_epoch(connection: sqlite3.Connection) -> int:
+    """Return the number of the latest epoch, 0 before the first."""
+    found = connection.execute("SELECT value FROM facts WHERE name = ?", (EPOCH,)).fetchone()
+    return int(found[0]) if found else 0

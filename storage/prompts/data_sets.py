@@ -10,7 +10,7 @@ import structlog
 import xxhash
 
 from bus.codec import encode
-from bus.errors import ConfigError, StorageError
+from bus.errors import ConfigError, LostDataError, StorageError
 from bus.messages import Prompt
 from storage.config import PromptKeys
 from storage.dispatch.ledger import Ledger
@@ -191,5 +191,5 @@ def _read_copy(directory: Path, known: DataSet) -> Sequence[Prompt]:
     except ConfigError as error:
         raise StorageError(f"the copy of {known.source} cannot be read ({error}): restore it") from error
     if digest_of(found) != known.digest:
-        raise StorageError(f"{path} is not the copy of {known.source} that it was: restore it")
+        raise LostDataError(f"{path} is not the copy of {known.source} that it was: restore it")
     return found

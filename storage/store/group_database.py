@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from bus.errors import StorageError
+from bus.errors import LostDataError, StorageError
 from storage.disk.atomic_files import fsync_path
 
 FILE = ".groups.sqlite"
@@ -84,7 +84,10 @@ class GroupDatabase:
                     self._sql = _connect(self._path, writable=self._writable)
                 yield self._sql
             except sqlite3.Error as error:
-                raise StorageError(f"{self._path} cannot be used ({error}): restore it") from error
+                refused = isinstance(error, sqlite3.OperationalError)  # by the disk, which may be mended
+                raise (StorageError if refused else LostDataError)(
+                    f"{self._path} cannot be used ({error}): restore it"
+                ) from error
 
 
 def _connect(path: Path, *, writable: bool) -> sqlite3.Connection | None:
@@ -95,7 +98,7 @@ def _connect(path: Path, *, writable: bool) -> sqlite3.Connection | None:
         undo.callback(sql.close)
         [(version,)] = sql.execute("PRAGMA user_version")
         if version > SCHEMA_VERSION:
-            raise StorageError(f"{path} has schema {version}, this build's is {SCHEMA_VERSION}: upgrade it")
+            raise LostDataError(f"{path} has schema {version}, this build's is {SCHEMA_VERSION}: upgrade it")
         if version == 0 and not writable:
             return None
         if writable:

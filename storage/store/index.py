@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.errors import StorageError
+from bus.errors import LostDataError, StorageError
 from storage.disk.atomic_files import write_file
 
 LARGEST_GROUP = int(np.iinfo(np.int32).max)
@@ -75,11 +75,13 @@ def load_columns(path: Path) -> tuple[Columns, NDArray[np.int64]]:
             tokens = found["tokens"] if "tokens" in found else np.zeros(len(leases), np.int32)
             columns = Columns(leases, found["samples"], found["group_sizes"], tokens)
             ends = found["ends"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise StorageError(f"{path} cannot be used ({error}): restore it") from error
+    except (FileNotFoundError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise LostDataError(f"{path} cannot be used ({error}): restore it") from error
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read ({error})") from error
     lengths = {len(columns.samples), len(columns.group_sizes), len(columns.tokens), *ends[-1:].tolist()}
     if lengths - {len(columns)}:
-        raise StorageError(f"{path} cannot be used (its columns differ in length): restore it")
+        raise LostDataError(f"{path} cannot be used (its columns differ in length): restore it")
     return columns, ends
 
 

@@ -16,8 +16,11 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from bus.errors import LostDataError, StorageError
-from storage.store.segments import Segment
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.errors import LostDataError
+from storage.store.segments import Segment, Summary
 
 K = TypeVar("K", bound=Hashable)
 MERGE_SEGMENTS = 48
@@ -59,7 +62,7 @@ class SegmentEntry:
         """Return the entry with the name of `path`. Raises `StorageError` when it names none."""
         match = _NAME.fullmatch(path.name)
         if match is None:
-            raise StorageError(f"{path} is foreign: restore the replay directory or move this away")
+            raise LostDataError(f"{path} is foreign: restore the replay directory or move this away")
         first = int(match[2])
         return cls(first, int(match[3] or first), retired=match[1] == "retired")
 
@@ -82,7 +85,7 @@ def find_entries(directory: Path) -> tuple[list[SegmentEntry], list[SegmentEntry
         if entries and entries[-1].replaces(entry):
             replaced.append(entry)
         elif entry.first != (entries[-1].last + 1 if entries else 0):
-            raise StorageError(
+            raise LostDataError(
                 f"{directory / entry.name} is here but an earlier segment is missing: restore the replay "
                 "directory or move this away"
             )
@@ -134,6 +137,21 @@ def merged(entries: Collection[SegmentEntry], size_bytes: int = 0) -> SegmentEnt
     ordered = sorted(entries, key=lambda entry: entry.first)
     written_s = max(entry.written_s for entry in entries)
     return SegmentEntry(ordered[0].first, ordered[-1].last, size_bytes=size_bytes, written_s=written_s)
+
+
+def covered_entries(
+    entries: Sequence[SegmentEntry], found: Sequence[Summary | None], ends: NDArray[np.int64]
+) -> int:
+    """Count the first entries that an index with these `ends` covers; 0 if it is of other segments."""
+    begin = 0
+    for n, (entry, summary) in enumerate(zip(entries, found, strict=True)):
+        if entry.last >= len(ends):
+            return n
+        end = int(ends[entry.last])
+        if summary is not None and summary.trajectories != end - begin:
+            return 0
+        begin = end
+    return len(entries)
 
 
 class Layout:

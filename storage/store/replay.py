@@ -19,14 +19,16 @@ from storage.disk.atomic_files import lock_directory, make_directory, remove, re
 from storage.store.archive import archive_segment
 from storage.store.complete_groups import CompleteGroups
 from storage.store.index import LARGEST_GROUP, Columns, RowIndex, load_columns, save_columns
-from storage.store.layout import Layout, SegmentEntry, choose_merge, choose_retirement, find_entries, merged
-from storage.store.segments import (
-    Summary,
-    check_segment,
-    merge_segments,
-    read_columns,
-    write_segment,
+from storage.store.layout import (
+    Layout,
+    SegmentEntry,
+    choose_merge,
+    choose_retirement,
+    covered_entries,
+    find_entries,
+    merged,
 )
+from storage.store.segments import check_segment, merge_segments, read_columns, write_segment
 
 log = structlog.get_logger()
 INDEX_FILE = ".index"
@@ -55,7 +57,8 @@ class ReplayStore:
         """Trajectories not stored, since their groups had been closed without them; from the opening on."""
         self._groups = CompleteGroups(directory, writable=writable)
         self._writing = threading.Lock()  # held while groups become complete: their order is durable
-        self._mutex = threading.Lock()  # guards everything above
+        self._mutex = threading.Lock()  # guards everything above, and is never held while the disk works
+        self._reading = threading.Lock()  # held, before `_mutex`, while mapped segments are read or replaced
         self._housekeeping = threading.Lock()
         self._lock: BufferedRandom | None = lock_directory(directory) if writable else None
 
@@ -248,7 +251,7 @@ class ReplayStore:
             written = merge_segments(
                 self._layout.path(merged(run)), [self._layout.path(entry) for entry in run]
             )
-            with self._mutex:
+            with self._reading, self._mutex:
                 self._layout.switch(run, merged(run, written.size_bytes))
             for entry in run:
                 remove(self._layout.path(entry))
@@ -267,7 +270,7 @@ class ReplayStore:
             columns = self._columns_of(entry)
             retired = replace(entry, retired=True, size_bytes=0)
             save_columns(self._layout.path(retired), columns, [len(columns)])
-            with self._mutex:
+            with self._reading, self._mutex:
                 self._layout.switch([entry], retired)
             remove(self._layout.path(entry))
         log.info(
@@ -290,15 +293,19 @@ class ReplayStore:
             return self._index.columns(self._layout.rows_of(entry))
 
     def _read(self, find: Callable[[], list[int]]) -> list[Trajectory]:
-        with self._mutex:
-            try:
-                return self._at(find())
-            except StorageError:
-                if self._lock is not None:
-                    raise
+        try:
+            return self._read_once(find)
+        except StorageError:
+            if self._lock is not None:
+                raise
         self._scan()  # the writer has stored, merged or retired since this reader looked
-        with self._mutex:
-            return self._at(find())
+        return self._read_once(find)
+
+    def _read_once(self, find: Callable[[], list[int]]) -> list[Trajectory]:
+        with self._reading:
+            with self._mutex:
+                rows = find()
+            return self._at(rows)
 
     def _at(self, rows: Iterable[int]) -> list[Trajectory]:
         found: list[Trajectory] = []
@@ -315,7 +322,7 @@ class ReplayStore:
         return trajectory if reward is None else replace(trajectory, reward=reward, reward_due=False)
 
     def _release(self) -> None:
-        with self._mutex:
+        with self._reading, self._mutex:
             self._layout.close()
         self._groups.close()
         if self._lock is not None:
@@ -352,7 +359,7 @@ class ReplayStore:
             except StorageError as error:  # it says nothing that the segments do not say
                 log.warning("replay_index_not_used", reason=str(error))
         sizes = [None if p.retired else check_segment(self._layout.path(p)) for p in entries]
-        covered = _agreeing(entries, sizes, ends)
+        covered = covered_entries(entries, sizes, ends)
         indexed = int(ends[entries[covered - 1].last]) if covered else 0
         parts = [known[:indexed], *(self._columns_on_disk(entry) for entry in entries[covered:])]
         rows = [*np.diff([0, *(ends[p.last] for p in entries[:covered])]).tolist(), *map(len, parts[1:])]
@@ -360,7 +367,7 @@ class ReplayStore:
             replace(p, size_bytes=size.size_bytes, written_s=size.written_s) if size else p
             for p, size in zip(entries, sizes, strict=True)
         ]
-        with self._mutex:
+        with self._reading, self._mutex:
             self._layout.close()
             self._layout = Layout(self.directory, sized, rows)
             self._index = RowIndex(Columns.join(parts))
@@ -378,21 +385,6 @@ class ReplayStore:
             log.warning("replay_index_not_written", reason=str(error))
         else:
             self._indexed = len(self._layout.ends), len(self._index)
-
-
-def _agreeing(
-    entries: Sequence[SegmentEntry], found: Sequence[Summary | None], ends: NDArray[np.int64]
-) -> int:
-    """Count the first entries that an index with these `ends` covers; 0 if it is of other segments."""
-    begin = 0
-    for n, (entry, summary) in enumerate(zip(entries, found, strict=True)):
-        if entry.last >= len(ends):
-            return n
-        end = int(ends[entry.last])
-        if summary is not None and summary.trajectories != end - begin:
-            return 0
-        begin = end
-    return len(entries)
 
 
 def _misfit(trajectory: Trajectory, why: str) -> SchemaError:

@@ -265,7 +265,7 @@ def _summary(path: Path, entries: Mapping[str, memoryview]) -> Summary:
     except (ValueError, KeyError, TypeError) as error:
         raise LostDataError(f"{path} is not a replay segment, by its zarr.json; {_REMEDY}") from error
     if found != FORMAT:
-        raise StorageError(
+        raise LostDataError(
             f"{path} has format {found!r}, this build reads {FORMAT}: go on with the build that wrote it, or "
             "begin a new run (--run with another name, or move the run's directory away)"
         )
@@ -273,13 +273,13 @@ def _summary(path: Path, entries: Mapping[str, memoryview]) -> Summary:
         _check_fields(path, attributes["record_fields"])
         return _summarise(attributes, (path / FILE).stat().st_size)
     except (KeyError, TypeError) as error:
-        raise StorageError(f"{path} is corrupt: its zarr.json lacks {error}; {_REMEDY}") from error
+        raise LostDataError(f"{path} is corrupt: its zarr.json lacks {error}; {_REMEDY}") from error
 
 
 def _check_fields(path: Path, found: Sequence[str]) -> None:
     """Fields are only ever added, at the end and with a default: a record that lacks some is older."""
     if found != list(RECORD_FIELDS[: len(found)]) or _REQUIRED - {*found, *TOKEN_ARRAYS}:
-        raise StorageError(
+        raise LostDataError(
             f"{path} has the fields {', '.join(found)}, this build {', '.join(RECORD_FIELDS)}: use the build "
             "that wrote it"
         )

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from bus.errors import StorageError
+from bus.errors import ConfigError, FencedError, LostDataError, StorageError
 from storage.dispatch.ledger import Account, Ledger
 from storage.dispatch.sampling import Candidate
 from tests.storage.serving import refusing_disk
@@ -213,7 +213,7 @@ def test_full_disk_is_reported_and_loses_no_change(tmp_path: Path):
 def test_foreign_file_is_refused(tmp_path: Path, content: bytes):
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(content)
-    with pytest.raises(StorageError, match=r"ledger\.sqlite is not a ledger that can be used"):
+    with pytest.raises(LostDataError, match=r"ledger\.sqlite is not a ledger that can be used"):
         Ledger.open(path)
     assert path.read_bytes() == content
 
@@ -254,7 +254,7 @@ def test_ledger_whose_entries_do_not_add_up_is_refused(tmp_path: Path, damage: s
     with closing(sqlite3.connect(path)) as other:
         other.execute(damage)
         other.commit()
-    with pytest.raises(StorageError, match=complaint):
+    with pytest.raises(LostDataError, match=complaint):
         Ledger.open(path)
 
 
@@ -271,7 +271,8 @@ def test_ledger_of_another_build_is_refused_untouched(tmp_path: Path, version: i
     with closing(sqlite3.connect(path)) as other:
         other.execute(f"PRAGMA user_version = {version}")
     with pytest.raises(
-        StorageError, match=rf"its schema is {version}, this build's is 3: go on with the build that wrote it"
+        LostDataError,
+        match=rf"its schema is {version}, this build's is 3: go on with the build that wrote it",
     ):
         Ledger.open(path)
 
@@ -290,3 +291,28 @@ def test_group_given_to_several_steps_goes_back_only_when_none_has_it(tmp_path: 
             assert (ledger.samples, len(ledger.stored)) == (uses, uses == 0)
     with closing(Ledger.open(path)) as ledger:
         assert (ledger.stored[0].spread, ledger.stored[0].tokens) == (0.25, 100)
+
+
+def test_a_ledger_has_one_writer_at_a_time(tmp_path: Path):
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger.open(path)), pytest.raises(ConfigError, match="is in use by another process"):
+        Ledger.open(path)
+    Ledger.open(path).close()
+
+
+def test_a_writer_that_was_replaced_changes_nothing_any_more(tmp_path: Path):
+    """The lock keeps nobody out on some network file systems."""
+    path = tmp_path / "ledger.sqlite"
+    replaced = Ledger.open(path)
+    replaced.issue(1, 0)
+    replaced.flush()
+    (tmp_path / ".ledger.sqlite.lock").unlink()
+    with closing(Ledger.open(path)) as successor:
+        replaced.issue(1, 0)
+        with pytest.raises(FencedError, match="epoch 2 has followed 1"):
+            replaced.flush()
+        assert successor.issue(2, 0) == [1, 2]
+        successor.flush()
+    replaced.close()
+    with closing(Ledger.open(path)) as after:
+        assert after.next_id == 3

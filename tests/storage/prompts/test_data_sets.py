@@ -1,6 +1,6 @@
 """Which prompt each lease is for, when the data set changes while a run goes on."""
 
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,11 +22,10 @@ MORE = [Prompt(content=f"more {n}") for n in range(4)]
 @contextmanager
 def process(directory: Path, prompts=OLD, *, seed: int = 7, shuffle: bool = True):
     """A storage process whose configured prompts are these; what it did is durable when it ends."""
-    ledger = Ledger.open(directory / "ledger.sqlite")
-    data = DataSets(ledger, directory)
-    data.configure(prompts, seed=seed, shuffle=shuffle, source="the file")
-    yield ledger, data
-    ledger.close()
+    with closing(Ledger.open(directory / "ledger.sqlite")) as ledger:
+        data = DataSets(ledger, directory)
+        data.configure(prompts, seed=seed, shuffle=shuffle, source="the file")
+        yield ledger, data
 
 
 def issued_for(data: DataSets, first: int, count: int) -> list[Prompt]:

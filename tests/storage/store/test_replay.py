@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -418,3 +419,29 @@ def test_what_a_killed_writer_reported_as_appended_is_there(tmp_path):
         assert as_bytes(store.read(store.completed)) == as_bytes(expected)
         reported = list(store.completed)
         store.close()
+
+
+def test_nothing_but_other_reads_waits_for_a_read_that_waits_for_the_disk(tmp_path, monkeypatch):
+    store = ReplayStore.open(tmp_path)
+    store.append(group(0))
+    reading, release = threading.Event(), threading.Event()
+    trajectory = Segment.trajectory
+
+    def slow(segment, row, **options):
+        reading.set()
+        assert release.wait(60), "the test never released the read"
+        return trajectory(segment, row, **options)
+
+    monkeypatch.setattr(Segment, "trajectory", slow)
+    with ThreadPoolExecutor(2) as threads:
+        read = threads.submit(store.read, [0])
+        assert reading.wait(60)
+        try:
+            others = threads.submit(lambda: (store.append(group(1)), store.full([0, 1]), store.rows_of(1)))
+            assert others.result(60) == ([1], [0, 1], [2, 3])
+            assert threads.submit(lambda: store.size_bytes).result(60) > 0
+            assert not read.done()
+        finally:
+            release.set()
+        assert [t.lease_id for t in read.result(60)] == [0] * len(group(0))
+    store.close()
