@@ -257,7 +257,7 @@ class Worker:
 
     async def _reject(self, lease: Lease, reason: str, detail: str) -> None:
         event = GroupRejected(lease_id=lease.lease_id, reason=reason, detail=detail, actor=self._name)
-        subject = self._bus.subject("events", "rejected")
+        subject = self._bus.subject("outcomes", "rejected")
         await self._publisher.publish(subject, encode(event), message_id=f"rejected-{lease.lease_id}")
         self.counts["rejected"] += 1
 

@@ -8,6 +8,7 @@ import uuid
 from typing import TypeVar
 
 import nats.errors
+import structlog
 import xxhash
 
 from bus.connection import Bus
@@ -15,19 +16,22 @@ from bus.errors import BusError, DamagedError
 from bus.messages import BlobRef
 from bus.publish import Publisher, together
 
+log = structlog.get_logger()
 B = TypeVar("B", bytes, memoryview)
 CHUNK_BYTES = 512 << 10
 FETCH_WINDOW = 16
 """Chunks asked for at once: enough to fill the connection, few enough to bound memory."""
 
 
-async def put_blob(bus: Bus, publisher: Publisher, data: bytes, *tokens: object) -> BlobRef:
-    """Store `data` on WEIGHTS under the subject made of `tokens`; returns the reference that finds it.
+async def put_blob(
+    bus: Bus, publisher: Publisher, data: bytes, *tokens: object, stream: str = "files"
+) -> BlobRef:
+    """Store `data` on FILES, or on WEIGHTS by `stream = "weights"`, under the subject made of `tokens`.
 
-    Raises `BusError` when the stream refuses a chunk.
+    Returns the reference that finds it. Raises `BusError` when the stream refuses a chunk.
     """
     digest = xxhash.xxh3_128_hexdigest(data)
-    subject = bus.subject("weights", *tokens, digest[:12])
+    subject = bus.subject(stream, *tokens, digest[:12])
     view = memoryview(data)
     chunks = [bytes(view[start : start + CHUNK_BYTES]) for start in range(0, len(data), CHUNK_BYTES)] or [b""]
     put = uuid.uuid4().hex  # not from the content: bytes deleted a minute ago would be a duplicate
@@ -39,9 +43,22 @@ async def put_blob(bus: Bus, publisher: Publisher, data: bytes, *tokens: object)
     return BlobRef(subject=subject, chunks=len(chunks), size_bytes=len(data), digest=digest)
 
 
+async def put_only_blob(bus: Bus, publisher: Publisher, data: bytes, token: str) -> BlobRef:
+    """Store `data` on FILES as the only blob under `token`: those that lie there are removed then."""
+    ref = await put_blob(bus, publisher, data, token)
+    stream, prefix = bus.topology.stream("FILES"), bus.subject("files", token)
+    try:
+        found = await bus.js.stream_info(stream, subjects_filter=f"{prefix}.>")
+        for subject in {name.rpartition(".")[0] for name in found.state.subjects or {}} - {ref.subject}:
+            await bus.js.purge_stream(stream, subject=f"{subject}.*")
+    except nats.errors.Error as error:  # they go when the next one is stored
+        log.warning("old_files_not_removed", files=prefix, reason=str(error))
+    return ref
+
+
 async def get_blob(bus: Bus, ref: BlobRef) -> bytes:
     """Fetch the bytes behind `ref`. Raises `BusError` when a chunk is gone or the digest differs."""
-    stream = bus.topology.stream("WEIGHTS")
+    stream = stream_with(bus, ref)
     slots = asyncio.Semaphore(FETCH_WINDOW)
 
     async def fetch(n: int) -> bytes:
@@ -60,6 +77,14 @@ async def get_blob(bus: Bus, ref: BlobRef) -> bytes:
     return checked(ref, b"".join(await together(fetch(n) for n in range(ref.chunks))))
 
 
+def stream_with(bus: Bus, ref: BlobRef) -> str:
+    """Return the stream that a blob lies on. Raises `BusError` for a name that no blob of this run has."""
+    for stream in ("FILES", "WEIGHTS"):
+        if ref.subject.startswith(f"{bus.subject(stream.lower())}."):
+            return bus.topology.stream(stream)
+    raise BusError(f"{ref.subject!r} is no name of a blob of run {bus.topology.run!r}")
+
+
 def checked(ref: BlobRef, data: B) -> B:
     """Return `data` if it is what `ref` stands for, however it came. Raises `DamagedError` otherwise."""
     if len(data) != ref.size_bytes or xxhash.xxh3_128_hexdigest(data) != ref.digest:
@@ -70,6 +95,6 @@ def checked(ref: BlobRef, data: B) -> B:
 async def delete_blob(bus: Bus, ref: BlobRef) -> None:
     """Free the chunks behind `ref`."""
     try:
-        await bus.js.purge_stream(bus.topology.stream("WEIGHTS"), subject=f"{ref.subject}.*")
+        await bus.js.purge_stream(stream_with(bus, ref), subject=f"{ref.subject}.*")
     except nats.errors.Error as error:
         raise BusError(f"{ref.subject}: cannot delete it from the bus ({error})") from error

@@ -13,6 +13,34 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+class StreamsConfig(Config):
+    """The run's streams on the bus. An operator may give a stream more later: that is left as it is."""
+
+    replicas: int = Field(1, ge=1, le=5)
+    """Servers of a cluster that keep each stream: 3 survive the loss of one."""
+
+    tasks_mib: int = Field(256, ge=16)
+    """Largest size of the stream of leases and evaluation tasks."""
+
+    trajectories_mib: int = Field(1024, ge=16)
+    """Largest size of the stream of trajectories that storage has not taken; actors wait when it is full."""
+
+    outcomes_mib: int = Field(256, ge=16)
+    """Largest size of the stream of rejections and late rewards that storage has not taken yet."""
+
+    weights_mib: int = Field(2048, ge=16)
+    """Largest size of the stream of weights, for the transport `bus`; the oldest go when it is full."""
+
+    files_mib: int = Field(512, ge=16)
+    """Largest size of the stream of model files and prompts."""
+
+    events_mib: int = Field(256, ge=16)
+    """Largest size of the stream of metrics and evaluation results; the oldest go when it is full."""
+
+    dead_mib: int = Field(256, ge=16)
+    """Largest size of the stream of messages that were set aside; the oldest go when it is full."""
+
+
 class BusConfig(Config):
     """Address of the bus, and how long processes wait for it."""
 
@@ -24,6 +52,8 @@ class BusConfig(Config):
 
     join_timeout_s: float = Field(60.0, gt=0)
     """Longest time that a learner or actor waits for the run's storage before it ends with status 75."""
+
+    streams: StreamsConfig = StreamsConfig()
 
     patience_s: float = Field(3600.0, gt=0)
     """Longest time that a running process waits for a bus or a storage that is away. Then it goes on where it

@@ -17,7 +17,7 @@ from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NotFound
 from nats.js.kv import KeyValue
 
 from bus.codec import M, Message, decode, encode
-from bus.config import BusConfig, without_credentials
+from bus.config import BusConfig, StreamsConfig, without_credentials
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, SluiceError
 from bus.refusal import Refused
 from bus.requests import Done
@@ -54,12 +54,13 @@ class Bus:
         client: Client,
         run: str,
         *,
+        streams: StreamsConfig | None = None,
         patience_s: float = BusConfig().patience_s,
         stop: asyncio.Event | None = None,
     ) -> None:
         self.client = client
         self.patience_s = patience_s
-        self.topology = Topology(run)
+        self.topology = Topology(run, streams or StreamsConfig())
         self.js: JetStreamContext = client.jetstream(timeout=10)
         self.not_storing: set[str] = set()
         """Streams that do not store what this process publishes although the server answers."""
@@ -78,7 +79,7 @@ class Bus:
         """
         client = await _connected(config, name)
         try:
-            yield cls(client, run, patience_s=config.patience_s, stop=stop)
+            yield cls(client, run, streams=config.streams, patience_s=config.patience_s, stop=stop)
         finally:
             await _drain(client)
 
@@ -229,11 +230,13 @@ class Bus:
     # --- keys ---
 
     async def create_keys(self) -> None:
-        """Create the run's key-value bucket if it does not exist."""
+        """Create the run's key-value bucket if it does not exist. What an operator has set of it stays."""
+        bucket, replicas = self.topology.bucket, self.topology.config.replicas
         try:
-            self._keys = await self.js.create_key_value(
-                bucket=self.topology.bucket, history=1, replicas=self.topology.replicas
-            )
+            try:
+                self._keys = await self.js.key_value(bucket)
+            except NotFoundError:
+                self._keys = await self.js.create_key_value(bucket=bucket, history=1, replicas=replicas)
         except nats.errors.Error as error:
             raise BusError(f"cannot create the keys of run {self.topology.run!r}: {error}") from error
 

@@ -21,6 +21,7 @@ from bus.connection import HEADER_BYTES, Bus
 from bus.errors import BusAwayError, BusError
 from bus.message_parts import PART_BYTES, split
 from bus.status import REMEDY
+from bus.topology import stream_of
 
 log = structlog.get_logger()
 ACK_TIMEOUT_S = 2.0
@@ -129,11 +130,11 @@ class Publisher:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, longest_s if outcome == "refused" else LONGEST_PAUSE_S)
         if self._bus.not_storing:
-            self._bus.not_storing.discard(_stream(subject))
+            self._bus.not_storing.discard(stream_of(subject))
 
     async def _warn(self, subject: str) -> None:
         """Report once that a stream does not store, unless the whole server does not answer."""
-        stream = _stream(subject)
+        stream = stream_of(subject)
         try:
             await self._bus.client.flush(timeout=ACK_TIMEOUT_S)
         except nats.errors.Error as error:
@@ -204,11 +205,6 @@ class Publisher:
             ack.set_result({"error": {"code": 503}})
         else:
             ack.set_result(json.loads(raw.data))
-
-
-def _stream(subject: str) -> str:
-    """Return the stream of a run's subject, such as TASKS for sluice.<run>.tasks.rollout.7."""
-    return subject.split(".")[2].upper()
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 from nats.errors import Error as NatsError
@@ -11,6 +11,7 @@ from nats.js.api import ConsumerConfig, DiscardPolicy, RetentionPolicy, StreamCo
 from nats.js.client import JetStreamContext
 from nats.js.errors import NotFoundError
 
+from bus.config import StreamsConfig
 from bus.errors import BusError, ConfigError
 
 log = structlog.get_logger()
@@ -31,8 +32,7 @@ class Topology:
     """Names on the bus that belong to one run."""
 
     run: str
-    replicas: int = 1
-    """Servers of a cluster that keep each stream: 3 survive the loss of one."""
+    config: StreamsConfig = field(default_factory=StreamsConfig)
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a run name that cannot be part of a subject and a stream's name."""
@@ -40,7 +40,8 @@ class Topology:
             raise ConfigError(f"run name {self.run!r}: use letters, digits, '-' and '_' only")
 
     def stream(self, name: str) -> str:
-        """Return the name of one of the run's streams: TASKS, TRAJECTORIES, WEIGHTS, EVENTS or DEAD."""
+        """Return the name of one of the run's streams: TASKS, TRAJECTORIES, OUTCOMES, WEIGHTS, FILES, EVENTS
+        or DEAD."""
         return f"{self.run}-{name}"
 
     def subject(self, *tokens: object) -> str:
@@ -53,20 +54,27 @@ class Topology:
         return f"sluice-{self.run}"
 
     def streams(self) -> tuple[StreamConfig, ...]:
-        """Return every stream of the run. Work queues forget acked messages; the others drop the oldest."""
+        """Return every stream of the run.
+
+        Work queues forget acked messages, and like FILES refuse new ones when they are full; the others drop
+        the oldest."""
+        sizes = self.config
         work = {
             "retention": RetentionPolicy.WORK_QUEUE,
             "discard": DiscardPolicy.NEW,
             "duplicate_window": DUPLICATE_WINDOW_S,
         }
+        blobs = {"max_msgs_per_subject": 1, "allow_direct": True}
         return (
-            self._stream("TASKS", "tasks", max_bytes=256 * MIB, **work),
-            self._stream("TRAJECTORIES", "trajectories", max_bytes=1024 * MIB, **work),
+            self._stream("TASKS", "tasks", max_bytes=sizes.tasks_mib * MIB, **work),
+            self._stream("TRAJECTORIES", "trajectories", max_bytes=sizes.trajectories_mib * MIB, **work),
+            self._stream("OUTCOMES", "outcomes", max_bytes=sizes.outcomes_mib * MIB, **work),
+            self._stream("WEIGHTS", "weights", max_bytes=sizes.weights_mib * MIB, **blobs),
             self._stream(
-                "WEIGHTS", "weights", max_bytes=2048 * MIB, max_msgs_per_subject=1, allow_direct=True
+                "FILES", "files", max_bytes=sizes.files_mib * MIB, discard=DiscardPolicy.NEW, **blobs
             ),
-            self._stream("EVENTS", "events", max_bytes=256 * MIB),
-            self._stream("DEAD", "dead", max_bytes=256 * MIB),
+            self._stream("EVENTS", "events", max_bytes=sizes.events_mib * MIB),
+            self._stream("DEAD", "dead", max_bytes=sizes.dead_mib * MIB),
         )
 
     def consumers(self, shards: int) -> tuple[tuple[str, ConsumerConfig], ...]:
@@ -74,8 +82,8 @@ class Topology:
         return (
             ("TASKS", self._rollouts()),
             ("TASKS", self._consumer("evaluation", "tasks", "evaluation")),
-            ("EVENTS", self._consumer("dispatcher", "events", "rejected")),
-            *(("EVENTS", self._consumer(f"rewards-{n}", "events", "rewards", n)) for n in range(shards)),
+            ("OUTCOMES", self._consumer("dispatcher", "outcomes", "rejected")),
+            *(("OUTCOMES", self._consumer(f"rewards-{n}", "outcomes", "rewards", n)) for n in range(shards)),
             *(("TRAJECTORIES", self._consumer(f"shard-{n}", "trajectories", n)) for n in range(shards)),
         )
 
@@ -84,7 +92,7 @@ class Topology:
             name=self.stream(name),
             subjects=[self.subject(token, ">")],
             storage="file",
-            num_replicas=self.replicas,
+            num_replicas=self.config.replicas,
             **options,
         )
 
@@ -155,8 +163,8 @@ async def remove(js: JetStreamContext, topology: Topology) -> None:
 def differences(found: StreamConfig, wanted: StreamConfig) -> dict[str, object]:
     """Return the settings of `wanted` that `found` lacks.
 
-    Settings that `wanted` leaves to the server stay as they are, and so do additional replicas that the
-    operator of a cluster has set.
+    Settings that `wanted` leaves to the server stay as they are, and so do additional replicas and a larger
+    size that an operator has set.
     """
     changes = {
         name: value
@@ -167,7 +175,14 @@ def differences(found: StreamConfig, wanted: StreamConfig) -> dict[str, object]:
         changes.pop("duplicate_window", None)  # 0 lets the server choose
     if (found.num_replicas or 1) > (wanted.num_replicas or 1):
         changes.pop("num_replicas", None)
+    if (found.max_bytes or -1) < 0 or (found.max_bytes or 0) > (wanted.max_bytes or 0):  # -1: without bound
+        changes.pop("max_bytes", None)
     return changes
+
+
+def stream_of(subject: str) -> str:
+    """Return the stream of a run's subject, such as TASKS for sluice.<run>.tasks.rollout.7."""
+    return subject.split(".")[2].upper()
 
 
 def shard_of(lease_id: int, shards: int) -> int:

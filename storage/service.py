@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import nats.errors
 import structlog
 
-from bus.blobs import get_blob, put_blob
+from bus.blobs import get_blob, put_only_blob
 from bus.codec import Json, decode, encode
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
@@ -145,7 +145,7 @@ async def _announce(bus: Bus, settings: StorageSettings, heldout: list[Prompt]) 
     """Tell others what they need to join the run."""
     if heldout:
         prompts = encode(PromptSet(prompts=tuple(heldout)))
-        await bus.put("heldout", await put_blob(bus, Publisher(bus), prompts, "heldout"))
+        await bus.put("heldout", await put_only_blob(bus, Publisher(bus), prompts, "heldout"))
     await bus.put("run", RunRecord(name=settings.run.name, config_json=settings.config_json))
 
 

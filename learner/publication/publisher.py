@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import structlog
 
-from bus.blobs import put_blob
+from bus.blobs import put_only_blob
 from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import BusError, FencedError
@@ -30,6 +30,8 @@ SNAPSHOT_PAUSE_S = 5.0
 """Seconds between two snapshots that somebody asked for."""
 SAME_SNAPSHOT_PAUSE_S = 60.0
 """Seconds between two of the same version, all of whose bytes are there."""
+MOST_PINNED = 4
+"""Versions that are kept for evaluations which nobody has answered yet."""
 POLL_S = 0.25
 """Time until a wish for a snapshot is seen."""
 WORTH_IT = 0.5
@@ -146,8 +148,11 @@ class WeightPublisher:
         await self._store.close()
 
     def pin(self, policy_version: int) -> None:
-        """Keep a version until it is unpinned."""
+        """Keep a version until it is unpinned, or until `MOST_PINNED` later ones are pinned."""
         self._pinned.add(policy_version)
+        for forgotten in sorted(self._pinned)[:-MOST_PINNED]:
+            log.warning("evaluation_forgotten", policy_version=forgotten, pinned_since=MOST_PINNED)
+            self._pinned.discard(forgotten)
 
     def unpin(self, policy_version: int) -> None:
         """The version may go when its turn comes."""
@@ -287,7 +292,7 @@ class WeightPublisher:
     async def _put_model(self) -> None:
         if self._files is None:
             raise RuntimeError("the publisher was not started: call `start` first")
-        self._model = await put_blob(self._bus, self._publisher, encode(self._files), "model")
+        self._model = await put_only_blob(self._bus, self._publisher, encode(self._files), "model")
 
     async def _put_snapshot(self, weights: Weights) -> BlobRef:
         return await self._put(snapshot_content(weights), weights.policy_version, "snapshot")

@@ -44,7 +44,7 @@ class RewardSender:
         given = RewardGiven(trajectory_id=trajectory_id, reward=float(reward), source=self._source)
         given.check()
         await self._publisher.publish(
-            self._bus.subject("events", "rewards", shard_of(given.lease_id, self._shards)),
+            self._bus.subject("outcomes", "rewards", shard_of(given.lease_id, self._shards)),
             encode(given),
             message_id=f"reward-{trajectory_id}-{given.reward!r}",  # a different one is no duplicate
         )

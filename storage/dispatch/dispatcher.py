@@ -118,7 +118,7 @@ class Dispatcher:
             await self._bus.listen(self._bus.subject("notice", "policy"), PolicyManifest, self._on_policy),
             await self._bus.listen(self._bus.subject("notice", "stored"), StoredGroups, self._on_notice),
         ]
-        rejected = Inbox(self._bus, "EVENTS", "dispatcher")
+        rejected = Inbox(self._bus, "OUTCOMES", "dispatcher")
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._admit(stop), name="admit leases")
             tasks.create_task(self._poll(stop), name="poll policy and shards")

@@ -20,7 +20,7 @@ class LostLeases:
     """Looks for leases that are gone, while others are under way.
 
     A lease becomes trajectories or a rejection, and these an entry in a shard or in the ledger, each gone
-    only after the next is there. So what is not on TASKS is among what TRAJECTORIES and EVENTS hold then;
+    only after the next is there. So what is not on TASKS is among what TRAJECTORIES and OUTCOMES hold then;
     once they were read so far, it is stored, settled or lost.
     """
 
@@ -72,7 +72,7 @@ class LostLeases:
         if not missing or len(subjects) >= SUBJECTS_TOLD or await self._has_unnamed():
             return
         trajectories = (await js.stream_info(topology.stream("TRAJECTORIES"))).state.last_seq
-        events = (await js.stream_info(topology.stream("EVENTS"))).state.last_seq
+        events = (await js.stream_info(topology.stream("OUTCOMES"))).state.last_seq
         self._suspects, self._trajectories, self._events = missing, trajectories, events
 
     async def _has_unnamed(self) -> bool:
@@ -89,7 +89,7 @@ class LostLeases:
         there = (await js.stream_info(topology.stream("TRAJECTORIES"))).state
         if there.messages and there.first_seq <= self._trajectories <= there.last_seq:
             return False
-        events = await js.consumer_info(topology.stream("EVENTS"), "dispatcher")
+        events = await js.consumer_info(topology.stream("OUTCOMES"), "dispatcher")
         if not events.num_pending and not events.num_ack_pending:
             return True
         return events.ack_floor is not None and events.ack_floor.stream_seq >= self._events

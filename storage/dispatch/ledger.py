@@ -8,7 +8,7 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from io import BufferedRandom
 from itertools import takewhile
@@ -122,8 +122,12 @@ class Ledger:
 
     def close(self) -> None:
         """Flush and close."""
-        with self._lock or nullcontext(), closing(self._sql):
-            self.flush()
+        try:
+            with closing(self._sql):
+                self.flush()
+        finally:
+            if self._lock is not None:
+                self._lock.close()
 
     # --- changes ---
 

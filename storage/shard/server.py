@@ -81,7 +81,7 @@ class Shard:
         ]
         parts = Parts(self._bus, on_unreadable=self._on_unreadable)
         inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}", parts)
-        rewards = Inbox(self._bus, "EVENTS", f"rewards-{self._number}")
+        rewards = Inbox(self._bus, "OUTCOMES", f"rewards-{self._number}")
         await together(
             (
                 consume_batches(
@@ -152,7 +152,7 @@ class Shard:
         """Nobody will send these groups again: without a refund the learner would wait for them for ever."""
         for lease_id in sorted(lease_ids):
             event = GroupRejected(lease_id=lease_id, reason="set_aside", detail=detail)
-            subject = self._bus.subject("events", "rejected")
+            subject = self._bus.subject("outcomes", "rejected")
             await self._publisher.publish(subject, encode(event), message_id=f"rejected-{lease_id}")
 
     async def _on_stored(self, request: StoredRequest) -> list[Message]:

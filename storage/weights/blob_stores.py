@@ -1,6 +1,7 @@
 """Stores of published weights, from which actors fetch: a protocol, and one class for each transport."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -8,7 +9,7 @@ from typing import Protocol
 import nats.errors
 from nats.js.errors import NotFoundError
 
-from bus.blobs import delete_blob, put_blob
+from bus.blobs import delete_blob, put_blob, stream_with
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
@@ -69,7 +70,7 @@ class BusBlobs:
         """Store it in chunks. Raises `ConfigError` when the stream is too small for such blobs."""
         await self._refuse_too_large(size_of(content))
         data = await asyncio.to_thread(b"".join, content)
-        return await put_blob(self._bus, self._publisher, data, "policy", *tokens)
+        return await put_blob(self._bus, self._publisher, data, "policy", *tokens, stream="weights")
 
     async def holds(self, refs: Iterable[BlobRef]) -> bool:
         """Return whether every chunk is on the stream."""
@@ -103,14 +104,19 @@ def blob_store(bus: Bus, config: TransportConfig, directory: Path) -> BlobStore:
 
 
 async def on_bus(bus: Bus, refs: Iterable[BlobRef]) -> bool:
-    """Return whether every chunk of `refs` is on the run's stream, by one look at its subjects.
+    """Return whether every chunk of `refs` is on the run's streams, by one look at the subjects of each.
 
     It waits while the bus is away."""
-    stream = bus.topology.stream("WEIGHTS")
+    by_stream: defaultdict[str, list[BlobRef]] = defaultdict(list)
+    for ref in refs:
+        by_stream[stream_with(bus, ref)].append(ref)
+    return all([await _on_stream(bus, stream, found) for stream, found in by_stream.items()])
 
+
+async def _on_stream(bus: Bus, stream: str, refs: Iterable[BlobRef]) -> bool:
     async def subjects() -> dict[str, int]:
         try:
-            found = await bus.js.stream_info(stream, subjects_filter=bus.subject("weights", ">"))
+            found = await bus.js.stream_info(stream, subjects_filter=">")
         except NotFoundError:  # the bus lost its disk, and storage has not created the stream again
             return {}
         except nats.errors.Error as error:

@@ -74,7 +74,7 @@ class Actor:
 
 
 GROUPS = ("TRAJECTORIES", "shard-0", TrajectoryBatch)
-REJECTED = ("EVENTS", "dispatcher", GroupRejected)
+REJECTED = ("OUTCOMES", "dispatcher", GroupRejected)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ async def put(bus: Bus, data: bytes) -> BlobRef:
 
 
 async def chunks_stored(bus: Bus) -> int:
-    return int((await bus.js.stream_info(bus.topology.stream("WEIGHTS"))).state.messages)
+    return int((await bus.js.stream_info(bus.topology.stream("FILES"))).state.messages)
 
 
 @pytest.mark.nats
@@ -49,7 +49,7 @@ async def test_chunk_that_changed_is_noticed(bus: Bus, flip: bytes):
 @pytest.mark.nats
 async def test_chunk_that_is_missing_is_named(bus: Bus):
     ref = await put(bus, os.urandom(3 * CHUNK_BYTES))
-    await bus.js.purge_stream(bus.topology.stream("WEIGHTS"), subject=f"{ref.subject}.1")
+    await bus.js.purge_stream(bus.topology.stream("FILES"), subject=f"{ref.subject}.1")
     with pytest.raises(BusError, match="chunk 1 of 3 is not on the bus"):
         await get_blob(bus, ref)
 
@@ -77,8 +77,8 @@ async def test_same_bytes_can_be_put_again_also_after_they_were_deleted(bus: Bus
 
 @pytest.mark.nats
 async def test_refused_chunk_is_one_plain_error(bus: Bus):
-    await bus.js.delete_stream(bus.topology.stream("WEIGHTS"))
-    config = next(c for c in bus.topology.streams() if c.name == bus.topology.stream("WEIGHTS"))
+    await bus.js.delete_stream(bus.topology.stream("FILES"))
+    config = next(c for c in bus.topology.streams() if c.name == bus.topology.stream("FILES"))
     await bus.js.add_stream(config.evolve(max_msg_size=1000))
     with pytest.raises(BusError, match="the stream refuses"):
         await put(bus, os.urandom(3 * CHUNK_BYTES))
@@ -87,7 +87,7 @@ async def test_refused_chunk_is_one_plain_error(bus: Bus):
 @pytest.mark.nats
 async def test_blob_is_not_found_when_its_stream_is_gone(bus: Bus):
     ref = await put(bus, b"x")
-    await bus.js.delete_stream(bus.topology.stream("WEIGHTS"))
+    await bus.js.delete_stream(bus.topology.stream("FILES"))
     with pytest.raises(BusError, match="not on the bus"):
         await get_blob(bus, ref)
     with pytest.raises(BusError, match="cannot delete"):

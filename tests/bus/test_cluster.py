@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.config import BusConfig
+from bus.config import BusConfig, StreamsConfig
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.errors import BusError
@@ -48,7 +48,7 @@ async def running_cluster(directory: Path) -> AsyncIterator[dict[str, Member]]:
 
 async def ensure_replicated(bus: Bus) -> None:
     """The run's streams and keys on three servers each, and one key, once the cluster has found itself."""
-    bus.topology = Topology(bus.topology.run, replicas=SERVERS)
+    bus.topology = Topology(bus.topology.run, StreamsConfig(replicas=SERVERS))
     async with asyncio.timeout(READY_TIMEOUT_S):
         while True:
             try:

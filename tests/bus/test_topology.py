@@ -4,13 +4,16 @@ import asyncio
 
 import pytest
 
-from bus.config import BusConfig
+from bus.blobs import get_blob, put_blob, put_only_blob
+from bus.config import BusConfig, StreamsConfig
 from bus.connection import Bus
 from bus.errors import BusError
+from bus.publish import Publisher
+from bus.requests import Done
 from bus.server import NatsServer
-from bus.topology import by_shard, ensure, shard_of
+from bus.topology import MIB, Topology, by_shard, ensure, shard_of
 
-STREAMS = {"TASKS", "TRAJECTORIES", "WEIGHTS", "EVENTS", "DEAD"}
+STREAMS = {"TASKS", "TRAJECTORIES", "OUTCOMES", "WEIGHTS", "FILES", "EVENTS", "DEAD"}
 
 
 @pytest.mark.nats
@@ -70,3 +73,54 @@ async def test_a_thousand_actors_may_wait_on_one_queue(bus: Bus):
 def test_every_lease_has_one_shard():
     assert [shard_of(lease, 3) for lease in range(6)] == [0, 1, 2, 0, 1, 2]
     assert by_shard([5, 0, 3, 1, 4], 3) == {2: [5], 0: [0, 3], 1: [1, 4]}
+
+
+@pytest.mark.nats
+async def test_a_larger_size_that_an_operator_gave_a_stream_stays_and_a_smaller_one_does_not(bus: Bus):
+    name, sizes = bus.topology.stream("TASKS"), StreamsConfig(tasks_mib=64)
+    for given, kept in ((512 * MIB, 512 * MIB), (-1, -1), (32 * MIB, 64 * MIB)):
+        config = (await bus.js.stream_info(name)).config
+        await bus.js.update_stream(config.evolve(max_bytes=given))
+        await ensure(bus.js, Topology("test", sizes), shards=2)
+        assert (await bus.js.stream_info(name)).config.max_bytes == kept
+
+
+@pytest.mark.nats
+async def test_keys_whose_stream_an_operator_has_edited_are_used_as_they_are(bus: Bus):
+    await bus.put("k", Done())
+    config = (await bus.js.stream_info("KV_sluice-test")).config
+    await bus.js.update_stream(config.evolve(max_bytes=64 * MIB, description="watched"))
+    again = Bus(bus.client, "test")
+    await again.create_keys()
+    assert await again.get("k", Done) is not None
+    assert (await bus.js.stream_info("KV_sluice-test")).config.description == "watched"
+
+
+@pytest.mark.nats
+async def test_neither_weights_nor_metrics_push_out_files_rewards_and_rejections(bus: Bus):
+    for name in ("WEIGHTS", "EVENTS"):
+        config = (await bus.js.stream_info(bus.topology.stream(name))).config
+        await bus.js.update_stream(config.evolve(max_bytes=MIB))
+    publisher = Publisher(bus)
+    model = await put_blob(bus, publisher, b"config and tokenizer", "model")
+    for outcome in ("rejected", "rewards.0"):
+        await publisher.publish(bus.subject("outcomes", outcome), b"kept", message_id=outcome)
+    for n in range(3):
+        await put_blob(bus, publisher, bytes(MIB // 2), "policy", n, stream="weights")
+        await publisher.publish(bus.subject("events", "metrics"), bytes(MIB // 2), message_id=f"metrics-{n}")
+    assert (await bus.js.stream_info("test-WEIGHTS")).state.messages < 3
+    assert (await bus.js.stream_info("test-EVENTS")).state.messages < 3
+    assert await get_blob(bus, model) == b"config and tokenizer"
+    assert (await bus.js.stream_info("test-OUTCOMES")).state.messages == 2
+
+
+@pytest.mark.nats
+async def test_files_of_a_kind_replace_those_before_them(bus: Bus):
+    publisher = Publisher(bus)
+    old = await put_only_blob(bus, publisher, b"old", "model")
+    other = await put_only_blob(bus, publisher, b"prompts", "heldout")
+    new = await put_only_blob(bus, publisher, b"new", "model")
+    assert await get_blob(bus, new) == b"new"
+    assert await get_blob(bus, other) == b"prompts"
+    with pytest.raises(BusError, match="not on the bus"):
+        await get_blob(bus, old)

@@ -221,7 +221,7 @@ async def send_rejections(bus: Bus, lease_ids: Iterable[int], reason: str = "zer
     """Publish that these groups were filtered out."""
     for lease_id in lease_ids:
         event = GroupRejected(lease_id=lease_id, reason=reason)
-        await bus.js.publish(bus.subject("events", "rejected"), encode(event))
+        await bus.js.publish(bus.subject("outcomes", "rejected"), encode(event))
 
 
 async def messages(bus: Bus, stream: str) -> int:

@@ -227,7 +227,7 @@ async def test_status_accounts_for_every_group(bus, tmp_path, model_files):
         assert await LearnerStandIn(bus).batch(1) == [0, 1]
         await send_groups(bus, [2])
         rejected = encode(GroupRejected(lease_id=3, reason="zero_variance"))
-        await bus.js.publish(bus.subject("events", "rejected"), rejected)
+        await bus.js.publish(bus.subject("outcomes", "rejected"), rejected)
         await has(bus, "TASKS", 5)
         account = {"issued": 5, "rolling_out": 1, "rejected": 1, "stored": 1, "trained": 2}
         await until(lambda: bool(heard) and account.items() <= heard[-1].values.items())

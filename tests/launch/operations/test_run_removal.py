@@ -31,7 +31,9 @@ def where(bus: Bus, server: NatsServer, tmp_path: Path) -> RunConfig:
 async def test_nothing_is_removed_unless_confirmed(bus: Bus, where: RunConfig):
     await bus.js.publish(bus.subject("events", "metrics"), bytes(5000))
     found = await remove_run(where, on_bus=True, confirmed=False, stop=STOP)
-    names = {f"test-{name}" for name in ("TASKS", "TRAJECTORIES", "WEIGHTS", "EVENTS", "DEAD")}
+    names = {
+        f"test-{name}" for name in ("TASKS", "TRAJECTORIES", "OUTCOMES", "WEIGHTS", "FILES", "EVENTS", "DEAD")
+    }
     assert found.streams.keys() == (await stored_bytes(bus.js, bus.topology)).keys()
     assert found.streams.keys() == names | {"KV_sluice-test"}
     assert found.streams["test-EVENTS"] > 5000

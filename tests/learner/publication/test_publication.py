@@ -323,7 +323,7 @@ async def test_the_announcement_comes_again_when_its_key_was_lost(bus, served):
 
 async def test_config_and_tokenizer_that_the_bus_lost_are_stored_again_for_who_asks(bus, served, tmp_path):
     manifest = await publish(served, 0)
-    await bus.js.purge_stream(bus.topology.stream("WEIGHTS"), subject=f"{manifest.model.subject}.*")
+    await bus.js.purge_stream(bus.topology.stream("FILES"), subject=f"{manifest.model.subject}.*")
     with pytest.raises(BusError, match="not on the bus"):
         await fetch_model_files(bus, manifest.model, tmp_path / "there")
     stop = asyncio.Event()
@@ -335,7 +335,7 @@ async def test_config_and_tokenizer_that_the_bus_lost_are_stored_again_for_who_a
 
 async def test_who_waits_for_a_model_that_nobody_stores_is_told_so_or_stops(bus, publisher, tmp_path):
     manifest, stop = await publish(publisher, 0), asyncio.Event()
-    await bus.js.purge_stream(bus.topology.stream("WEIGHTS"))
+    await bus.js.purge_stream(bus.topology.stream("FILES"))
     with pytest.raises(BusAwayError, match=r"waited 0 s for the model's config .* not on the bus"):
         await obtain_model(bus, manifest, tmp_path, patience_s=0.0, stop=stop)
     stop.set()
@@ -348,3 +348,11 @@ async def test_a_model_too_large_for_the_stream_names_the_other_transports(bus):
     await bus.js.update_stream(config.evolve(max_bytes=100 << 20))
     with pytest.raises(ConfigError, match=r"transport\.type to http or files"):
         await BusBlobs(bus).put([bytes(64 << 20)], "one", 0)
+
+
+async def test_versions_that_nobody_evaluates_are_not_kept_for_ever(bus, publisher):
+    for version in range(8):
+        await publish(publisher, version)
+        publisher.pin(version)
+    await publish(publisher, 8)
+    assert sorted(publisher._held) == [4, 5, 6, 7, 8]

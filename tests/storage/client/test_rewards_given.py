@@ -118,9 +118,9 @@ async def test_crash_between_keeping_a_reward_and_its_ack_joins_it_once(bus, sen
         pytest.raises(RuntimeError, match="killed"),
     ):
         await make_shard(bus, store, 0).run(asyncio.Event())
-    await bus.js.delete_consumer(bus.topology.stream("EVENTS"), "rewards-0")  # redelivers it at once
+    await bus.js.delete_consumer(bus.topology.stream("OUTCOMES"), "rewards-0")  # redelivers it at once
     [config] = [c for _, c in bus.topology.consumers(SHARDS) if c.durable_name == "rewards-0"]
-    await bus.js.add_consumer(bus.topology.stream("EVENTS"), config)
+    await bus.js.add_consumer(bus.topology.stream("OUTCOMES"), config)
     async with shard(bus, tmp_path / "replay") as store:
         await until(lambda: store.rewards["again"] == 1)
 
@@ -130,7 +130,7 @@ async def test_rewards_that_cannot_be_are_set_aside_and_the_others_taken(bus, se
         await send_groups(bus, [2])
         await send(bus, *late(4))
         await until(lambda: store.trajectories == 4)
-        subject = bus.subject("events", "rewards", 0)
+        subject = bus.subject("outcomes", "rewards", 0)
         await bus.js.publish(subject, b"garbage")
         for name in ("g00000001.0", "g00000006.0", "g00000002.1", "g00000004.2"):
             await bus.js.publish(subject, encode(RewardGiven(trajectory_id=name, reward=1.0)))
@@ -265,7 +265,7 @@ async def test_bad_lines_are_named_and_stop_none_of_the_others(bus, sender):
         strict=True,
     ):
         assert reason in refusal
-    assert await messages(bus, "EVENTS") == 2
+    assert await messages(bus, "OUTCOMES") == 2
     again = Tally()
     await give_lines(sender, chunks(lines), again)
-    assert (again.taken, await messages(bus, "EVENTS")) == (2, 2)
+    assert (again.taken, await messages(bus, "OUTCOMES")) == (2, 2)

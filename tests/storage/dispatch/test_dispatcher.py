@@ -160,7 +160,7 @@ async def test_groups_that_arrive_after_their_rejection_or_twice_change_nothing(
 
 
 async def nothing_pending(bus: Bus) -> bool:
-    found = await bus.js.consumer_info(bus.topology.stream("EVENTS"), "dispatcher")
+    found = await bus.js.consumer_info(bus.topology.stream("OUTCOMES"), "dispatcher")
     return found.num_pending == 0 and found.num_ack_pending == 0
 
 

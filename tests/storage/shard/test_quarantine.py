@@ -71,8 +71,8 @@ async def refused(bus, ledger, tmp_path, poison: Trajectory):
     [letter] = await dead_letters(bus)
     assert letter.actor == "actor-7"
     found = [
-        await bus.js.get_msg(bus.topology.stream("EVENTS"), n + 1)
-        for n in range(await messages(bus, "EVENTS"))
+        await bus.js.get_msg(bus.topology.stream("OUTCOMES"), n + 1)
+        for n in range(await messages(bus, "OUTCOMES"))
     ]
     return letter, [decode(raw.data, GroupRejected) for raw in found]
 

@@ -151,8 +151,8 @@ async def test_restarted_shard_continues_its_groups_and_its_list(bus, tmp_path):
 
 async def refunds(bus, count: int) -> list[GroupRejected]:
     """The rejections published so far, once there are `count`."""
-    await has(bus, "EVENTS", count)
-    found = [await bus.js.get_msg(bus.topology.stream("EVENTS"), n + 1) for n in range(count)]
+    await has(bus, "OUTCOMES", count)
+    found = [await bus.js.get_msg(bus.topology.stream("OUTCOMES"), n + 1) for n in range(count)]
     return [decode(raw.data, GroupRejected) for raw in found]
 
 
