@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Self
 
 import numpy as np
 
 from bus.errors import SluiceError
-from launch.watch.metrics import Record, integer, number, read_records
+from launch.watch.metrics import Record, integer, is_counters, number, older, read_records
 from storage.disk.run_directory import RunDirectory
 
 
@@ -44,12 +45,13 @@ class Heard:
     def of(cls, run: RunDirectory) -> Self:
         """Read the run's record. Raises `SluiceError` when learner or actors were started again."""
         heard = cls({}, [])
-        for record in read_records(run.metrics):
+        files = (run.metrics, older(run.counters), run.counters)
+        for record in chain.from_iterable(map(read_records, files)):
             if record.get("train/stage") == "rl":
                 step = integer(record, "step")
                 if heard.steps.setdefault(step, record) != record:  # equal ones are one, sent twice
                     raise SluiceError(f"step {step} was trained twice, so the learner died: see {run.logs}")
-            elif "engine/busy_s" in record:
+            elif is_counters(record):
                 heard.readings.append(record)
         sources = {str(reading["source"]) for reading in heard.readings}
         if len(sources) > 1:

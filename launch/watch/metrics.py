@@ -1,4 +1,6 @@
-"""metrics.jsonl: one JSON object for every step and every evaluation, and the history that they make."""
+"""metrics.jsonl: one JSON object for every step and every evaluation, and the history that they make.
+
+The actors' counters, which come every second, lie in counters.jsonl, of which only the latest are kept."""
 
 import json
 import time
@@ -23,6 +25,10 @@ def metrics_record(metrics: Metrics) -> Record:
         "kind": "metrics",
     }
     return head | metrics.values
+
+
+KEPT_BYTES = 32 << 20
+"""Size from which a file of which only the latest lines are kept is continued in a new one."""
 
 
 def evaluation_record(result: EvaluationResult, *, step: int) -> Record:
@@ -56,6 +62,20 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
         file.write(lines.encode())
 
 
+def append_latest(path: Path, records: Iterable[Record]) -> None:
+    """Append lines as `append_records` does, and keep only the latest: at most `KEPT_BYTES` twice.
+
+    Older lines lie in the file that `older` names."""
+    if path.exists() and path.stat().st_size > KEPT_BYTES:
+        path.replace(older(path))
+    append_records(path, records)
+
+
+def older(path: Path) -> Path:
+    """Return where lines go that are older than those in `path`."""
+    return path.with_name(f"{path.stem}.1{path.suffix}")
+
+
 def read_records(path: Path) -> Iterator[Record]:
     """Return every complete line of the file, which may be missing."""
     if not path.exists():
@@ -68,6 +88,11 @@ def read_records(path: Path) -> Iterator[Record]:
                 continue
             if isinstance(record, dict):
                 yield record
+
+
+def is_counters(record: Record) -> bool:
+    """Tell whether a record has an actor's counters, which the next one replaces."""
+    return "engine/busy_s" in record
 
 
 def number(values: Mapping[str, Json], key: str) -> float:

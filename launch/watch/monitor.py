@@ -17,9 +17,11 @@ from bus.waiting import set_within
 from launch.watch.metrics import (
     History,
     Record,
+    append_latest,
     append_records,
     evaluation_record,
     integer,
+    is_counters,
     metrics_record,
     number,
     read_records,
@@ -178,8 +180,9 @@ class RunMonitor:
 async def watch(bus: Bus, monitor: RunMonitor, metrics_path: Path | None, stop: asyncio.Event) -> None:
     """Feed `monitor` from the bus until `stop`, and write what must outlive it to `metrics_path`.
 
-    What an earlier launch of the run left in the file becomes part of the history. Set `stop` after the
-    processes have ended and before the bus does, so that their last words are heard.
+    Counters of actors go to counters.jsonl beside it, of which only the latest are kept. What an earlier
+    launch of the run left in `metrics_path` becomes part of the history. Set `stop` after the processes have
+    ended and before the bus does, so that their last words are heard.
     """
     pending: list[Record] = []
     metrics, evaluation = bus.subject("events", "metrics"), bus.subject("events", "evaluation")
@@ -189,8 +192,10 @@ async def watch(bus: Bus, monitor: RunMonitor, metrics_path: Path | None, stop: 
         await bus.listen(evaluation, EvaluationResult, lambda e: pending.append(monitor.on_evaluation(e))),
     ]
     if metrics_path is not None:
-        for record in await asyncio.to_thread(lambda: list(read_records(metrics_path))):
-            monitor.history.add(record)
+        earlier = await asyncio.to_thread(History, read_records(metrics_path))
+        for record in pending:  # came meanwhile
+            earlier.add(record)
+        monitor.history = earlier
     while not stop.is_set():
         await set_within(stop, FLUSH_S)
         await _flush(pending, metrics_path)
@@ -201,8 +206,14 @@ async def watch(bus: Bus, monitor: RunMonitor, metrics_path: Path | None, stop: 
 async def _flush(pending: list[Record], metrics_path: Path | None) -> None:
     records = pending.copy()
     pending.clear()
-    if records and metrics_path is not None:
-        await asyncio.to_thread(append_records, metrics_path, records)
+    if metrics_path is None:
+        return
+    counters = [record for record in records if is_counters(record)]
+    if counters:
+        await asyncio.to_thread(append_latest, metrics_path.with_name("counters.jsonl"), counters)
+    if len(records) > len(counters):
+        lasting = [record for record in records if not is_counters(record)]
+        await asyncio.to_thread(append_records, metrics_path, lasting)
 
 
 async def _drain(subscriptions: list[Subscription]) -> None:

@@ -78,8 +78,13 @@ class RunDirectory:
 
     @property
     def metrics(self) -> Path:
-        """Return the path of every process's metrics, JSON Lines."""
+        """Return the path of the learner's metrics and the evaluations, JSON Lines."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def counters(self) -> Path:
+        """Return the path of the actors' latest counters, JSON Lines."""
+        return self.path / "counters.jsonl"
 
     @property
     def summary(self) -> Path:

@@ -10,8 +10,17 @@ import pytest
 
 from bus.codec import encode
 from bus.connection import Bus
+from bus.messages import Metrics
 from bus.publish import Publisher
-from launch.watch.metrics import History, append_records, evaluation_record, metrics_record, read_records
+from launch.watch.metrics import (
+    History,
+    append_records,
+    evaluation_record,
+    is_counters,
+    metrics_record,
+    older,
+    read_records,
+)
 from launch.watch.monitor import RunMonitor, watch
 from tests.launch.messages import FACTS, MIB, Clock, actor, evaluation, learner, metrics, storage
 
@@ -209,6 +218,31 @@ async def test_watch_without_a_file_only_feeds_the_monitor(bus: Bus):
             await asyncio.sleep(0.01)
         stop.set()
     assert monitor.stage == "rl"
+
+
+@pytest.mark.nats
+async def test_counters_of_actors_lie_apart_and_only_the_latest_are_kept(
+    bus: Bus, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr("launch.watch.metrics.KEPT_BYTES", 2000)
+    path, stop, monitor = tmp_path / "metrics.jsonl", asyncio.Event(), RunMonitor(FACTS)
+    append_records(path, [metrics_record(metrics(1))])
+    counters, sent = tmp_path / "counters.jsonl", 0
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watch(bus, monitor, path, stop))
+        while not (older(counters).exists() and counters.exists() and 2 in monitor.history.steps):
+            sent += 1
+            values = {"engine/busy_s": float(sent)}
+            told = Metrics(source="actor", step=0, time_s=0.0, values=values)
+            await bus.notify(bus.subject("events", "metrics"), told)
+            await bus.notify(bus.subject("events", "metrics"), metrics(2))
+            await asyncio.sleep(0.01)
+        stop.set()
+    assert {record["step"] for record in read_records(path)} == {1, 2}
+    assert not any(is_counters(record) for record in read_records(path))
+    latest = [record["engine/busy_s"] for record in (*read_records(older(counters)), *read_records(counters))]
+    assert latest == [float(n) for n in range(sent - len(latest) + 1, sent + 1)]
+    assert sorted(monitor.history.steps) == [1, 2]
 
 
 @pytest.mark.nats
