@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,6 +23,10 @@ log = structlog.get_logger()
 TAIL_BYTES = 16 << 10
 TAIL_LINES = 15
 POLL_S = 0.05
+LOG_BYTES = 64 << 20
+"""Size from which a log file is continued in an empty one; the part before it is kept once."""
+LOG_CHECK_S = 10.0
+"""Seconds between two looks at the sizes of log files."""
 MOST_DOUBLINGS = 30
 """Doublings of the pause before a restart, whose number has no bound, after which it is longest anyway."""
 
@@ -96,6 +101,7 @@ class Supervisor:
             watching = [
                 tasks.create_task(self._keep_alive(part, over), name=part.name) for part in self.parts
             ]
+            watching.append(tasks.create_task(self._keep_logs_short(), name="log files"))
             stopping = tasks.create_task(stop.wait())
             ending = tasks.create_task(over.wait())
             await asyncio.wait({stopping, ending}, return_when=asyncio.FIRST_COMPLETED)
@@ -140,6 +146,13 @@ class Supervisor:
             pause_s = self._policy.first_pause_s * 2.0 ** min(recent - 1, MOST_DOUBLINGS)
             await asyncio.sleep(min(pause_s, self._policy.longest_pause_s))
             await self._spawn(part)
+
+    async def _keep_logs_short(self) -> None:
+        while True:
+            await asyncio.sleep(LOG_CHECK_S)
+            for part in self.parts:
+                if await asyncio.to_thread(_rotated, self._log_file(part)):
+                    part.log_start = 0
 
     async def _spawn(self, part: Part) -> None:
         part.started.append(time.monotonic())
@@ -193,6 +206,18 @@ class Supervisor:
             size = written.seek(0, 2)
             written.seek(max(part.log_start, size - TAIL_BYTES))
             return written.read().decode(errors="replace")
+
+
+def _rotated(file: Path) -> bool:
+    """Empty a log file that has become long, after a copy; return whether it was.
+
+    The process that writes goes on writing to the same file, at its end. Lines that it writes between the
+    copy and the emptying are lost."""
+    if not file.exists() or file.stat().st_size < LOG_BYTES:
+        return False
+    shutil.copyfile(file, file.with_name(f"{file.name}.1"))
+    os.truncate(file, 0)
+    return True
 
 
 def _ending(status: int) -> str:

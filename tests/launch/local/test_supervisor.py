@@ -14,6 +14,7 @@ import pytest
 
 from bus.errors import ConfigError, LostDataError, SluiceError
 from launch.config import SupervisionConfig
+from launch.local import supervisor as supervising
 from launch.local.supervisor import Part, Supervisor
 from launch.process.runtime import KILLED, SUPERVISOR, complaints
 
@@ -144,6 +145,29 @@ async def test_a_part_whose_bus_is_away_is_started_again_however_often(superviso
     await watching
 
 
+async def test_a_long_log_is_continued_in_an_empty_file(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(supervising, "LOG_BYTES", 5000)
+    monkeypatch.setattr(supervising, "LOG_CHECK_S", 0.01)
+    program = """
+        import time
+        while True:
+            print("x" * 99, flush=True)
+            time.sleep(0.001)
+    """
+    await supervisor.start(part("talking", program))
+    stop, log = asyncio.Event(), tmp_path / "talking.log"
+    watching = asyncio.create_task(supervisor.watch(stop))
+    await until((tmp_path / "talking.log.1").exists)
+    before = (tmp_path / "talking.log.1").stat().st_mtime_ns
+    await until(lambda: (tmp_path / "talking.log.1").stat().st_mtime_ns > before)
+    await until(lambda: log.stat().st_size > 0)
+    assert log.read_bytes()[:1] == b"x", "it begins anew, without a hole"
+    stop.set()
+    await watching
+
+
 async def test_the_run_is_over_when_the_part_that_ends_it_is_done(supervisor: Supervisor):
     await supervisor.start(part("serving", SERVE))
     await supervisor.start(part("working", "pass", ends_run=True))
@@ -259,7 +283,8 @@ def test_nothing_outlives_a_supervisor_that_was_killed(tmp_path: Path):
     """The kernel tells the parts, and the bus part its nats-server."""
     program = f"""
         import asyncio, pathlib, sys
-        from launch.local.supervisor import Part, Supervisor
+        from launch.local import supervisor as supervising
+from launch.local.supervisor import Part, Supervisor
 
         async def main():
             logs = pathlib.Path({str(tmp_path)!r})
