@@ -27,7 +27,7 @@ AWAY = (
 """Causes of a `BusError` that pass when the bus is back."""
 RETRY_S = 0.25
 STOPPING_S = 10.0
-"""Time that a process which was told to stop waits for a bus that is away."""
+"""Longest outage that a process waits out once it was told to stop."""
 REMIND_S = 60.0
 """Seconds between two lines of the log that say what is waited for."""
 CANCEL_AGAIN_S = 1.0
@@ -47,7 +47,7 @@ async def until_answered(
 ) -> T:
     """Return what `ask` does, which is called when the bus is there, and again when it was away meanwhile.
 
-    Raises `BusAwayError` after `patience_s`, or after `STOPPING_S` once `stop` is set; and the `BusError` of
+    Raises `BusAwayError` after `patience_s`, or after `STOPPING_S` if `stop` is set; and the `BusError` of
     `ask` at once where the bus answers that it refuses.
     """
     began, told_s, reason = time.monotonic(), 0.0, "not connected"

@@ -25,8 +25,6 @@ DRAIN_S = 110
 """Longest time that ranks may take to stop: rank 0 finishes its step, and all save a checkpoint."""
 EXIT_BARRIER_S = 10
 """Time that an agent whose ranks are done waits for the others; one that was stopped never comes."""
-
-
 PASSED_ON = (*FINAL, TEMPORARY)
 """Exit statuses of a rank that the command has itself; who started it knows when to start it again."""
 

@@ -13,6 +13,8 @@ from bus.codec import Json
 from bus.messages import EvaluationResult, Metrics
 
 Record = dict[str, Json]
+KEPT_BYTES = 32 << 20
+"""Size from which a file of which only the latest lines are kept is continued in a new one."""
 """One line: time_s (since the epoch), source, step, kind ("metrics" or "evaluation") and the values."""
 
 
@@ -25,10 +27,6 @@ def metrics_record(metrics: Metrics) -> Record:
         "kind": "metrics",
     }
     return head | metrics.values
-
-
-KEPT_BYTES = 32 << 20
-"""Size from which a file of which only the latest lines are kept is continued in a new one."""
 
 
 def evaluation_record(result: EvaluationResult, *, step: int) -> Record:

@@ -150,14 +150,9 @@ def load_checkpoint(backend: Backend, directory: Path, *, verified: bool = False
         raise ConfigError(f"{directory} holds weights only: training starts from it with --model.path")
     backend.refuse_other_training(directory, training)  # before all files are read
     if not verified:
-        _refuse_damage_on_any_rank(directory, manifest)
+        refuse_damage(directory, damaged_on_any_rank(directory, manifest))
     backend.load_checkpoint(directory, training)
     return dict(manifest["extra"])
-
-
-def latest_checkpoint(root: Path) -> Path | None:
-    """Return the checkpoint of the highest step, if there is one."""
-    return checkpoints.latest(root)
 
 
 def read_extra(directory: Path) -> dict[str, JsonValue]:
@@ -165,8 +160,7 @@ def read_extra(directory: Path) -> dict[str, JsonValue]:
     return dict(read_manifest(directory)["extra"])
 
 
-def _refuse_damage_on_any_rank(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise on every rank when a file is damaged. Each rank reads its share of the files."""
+def damaged_on_any_rank(directory: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Return the files of a checkpoint that are damaged, on every rank. Each reads its share of the files."""
     share = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
-    damaged = gathered(damaged_files(directory, manifest, share))
-    refuse_damage(directory, [name for names in damaged for name in names])
+    return [name for names in gathered(damaged_files(directory, manifest, share)) for name in names]

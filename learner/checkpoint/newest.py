@@ -7,8 +7,9 @@ from typing import Any
 import structlog
 import torch.distributed as dist
 
-from bus.errors import LostDataError, StorageError
-from learner.checkpoint.manifest import damaged_files, read_manifest
+from bus.errors import LostDataError, SluiceError, StorageError
+from learner.checkpoint.commit import damaged_on_any_rank
+from learner.checkpoint.manifest import read_manifest
 from learner.world.process_group import gathered
 from storage.disk import checkpoints
 
@@ -44,19 +45,22 @@ def newest_whole(root: Path) -> Path | None:
 
 
 def _damage(directory: Path) -> str:
-    """Return what is wrong with a checkpoint, the same on every rank; nothing if it is whole."""
-    manifest, damage = None, ""
+    """Return what is wrong with a checkpoint, the same on every rank; nothing if it is whole.
+
+    Raises, on every rank too, what rank 0 cannot read for another reason than damage."""
+    found: Any = None
     if dist.get_rank() == 0:
         try:
-            manifest = read_manifest(directory)
-        except LostDataError as error:
-            damage = str(error)
-    manifest, damage = _of_rank_0((manifest, damage))
-    if manifest is None:
-        return str(damage)
-    _refuse_unseen(directory, manifest)
-    share = sorted(manifest["files"])[dist.get_rank() :: dist.get_world_size()]
-    names = [name for part in gathered(damaged_files(directory, manifest, share)) for name in part]
+            found = read_manifest(directory)
+        except SluiceError as error:  # raised on every rank: one that raised alone would leave others waiting
+            found = error
+    found = _of_rank_0(found)
+    if isinstance(found, LostDataError):
+        return str(found)
+    if isinstance(found, SluiceError):
+        raise found
+    _refuse_unseen(directory, found)
+    names = damaged_on_any_rank(directory, found)
     return f"the bytes of {', '.join(sorted(names))} in {directory} are not those written" if names else ""
 
 

@@ -152,11 +152,22 @@ def try_lock(file: IO[Any]) -> bool:
     return True
 
 
+def lock_file(path: Path) -> BufferedRandom | None:
+    """Hold the lock `path` until the file is closed, or this process dies; None if another process has it.
+
+    Raises `StorageError` when there can be no such file."""
+    with _translating(path):
+        file = path.open("a+b")
+    if try_lock(file):
+        return file
+    file.close()
+    return None
+
+
 def lock_directory(directory: Path) -> BufferedRandom:
     """Become the only writer of `directory` until the file is closed, or this process dies."""
-    file = (directory / ".lock").open("a+b")
-    if not try_lock(file):
-        file.close()
+    file = lock_file(directory / ".lock")
+    if file is None:
         raise StorageError(f"{directory} is being written by another process: stop that one first")
     return file
 

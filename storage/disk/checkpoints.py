@@ -19,7 +19,6 @@ __all__ = [
     "latest",
     "prune",
     "recover",
-    "remove_leftovers",
     "replace",
     "set_aside",
     "steps",

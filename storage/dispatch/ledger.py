@@ -8,15 +8,15 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from io import BufferedRandom
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal, Self, get_args
 
-from bus.errors import ConfigError, FencedError, LostDataError, SluiceError, StorageError
-from storage.disk.atomic_files import try_lock
+from bus.errors import ConfigError, FencedError, LostDataError, StorageError
+from storage.disk.atomic_files import lock_file
 from storage.dispatch.ledger_schema import EPOCH, begin_epoch, current_epoch, prepare, refuse_other_epoch
 from storage.dispatch.sampling import Candidate
 
@@ -98,26 +98,24 @@ class Ledger:
         ledger of this build, and `StorageError` when the disk refuses.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        connection: sqlite3.Connection | None = None
-        lock = path.with_name(f".{path.name}.lock").open("a+b")
-        try:
-            if not try_lock(lock):
-                raise ConfigError(f"{path} is in use by another process: stop that `launch storage` first")
-            connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-            prepare(connection)
-            ledger = cls(connection, lock)
-            ledger._epoch = begin_epoch(connection)
-        except (sqlite3.Error, SluiceError) as error:
-            if connection is not None:
-                connection.close()
-            lock.close()
-            if isinstance(error, ConfigError):
-                raise
-            refused = isinstance(error, sqlite3.OperationalError)  # by the disk, which may be mended
-            raise (StorageError if refused else LostDataError)(
-                f"{path} is not a ledger that can be used ({error}): restore it, or move it and the replay "
-                "directory away to start a new run"
-            ) from error
+        lock = lock_file(path.with_name(f".{path.name}.lock"))
+        if lock is None:
+            raise ConfigError(f"{path} is in use by another process: stop that `launch storage` first")
+        with ExitStack() as undo:
+            undo.callback(lock.close)
+            try:
+                connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+                undo.callback(connection.close)
+                prepare(connection)
+                ledger = cls(connection, lock)
+                ledger._epoch = begin_epoch(connection)
+            except (sqlite3.Error, StorageError) as error:
+                refused = isinstance(error, sqlite3.OperationalError)  # by the disk, which may be mended
+                raise (StorageError if refused else LostDataError)(
+                    f"{path} is not a ledger that can be used ({error}): restore it, or move it and the "
+                    "replay directory away to start a new run"
+                ) from error
+            undo.pop_all()
         return ledger
 
     def close(self) -> None:

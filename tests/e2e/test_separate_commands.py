@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bus.server import free_port
 from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.trainer import Trainer
-from learner.checkpoint.commit import latest_checkpoint, load_checkpoint
+from learner.checkpoint.commit import load_checkpoint
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import Sample, pack
 from learner.model_directory import load_hf_directory
+from storage.disk.checkpoints import latest as latest_checkpoint
 from storage.store.replay import ReplayStore
 from tests.e2e.commands import SMALL, Command, wait_until, with_steps
 

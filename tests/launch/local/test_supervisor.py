@@ -97,35 +97,22 @@ async def test_what_killed_a_part_is_named(supervisor: Supervisor):
     assert "signal SIGKILL" in str(await failure_of(supervisor))
 
 
-async def test_a_part_that_refuses_its_configuration_ends_the_run_with_its_own_words(
-    supervisor: Supervisor, tmp_path: Path
+@pytest.mark.parametrize("refusal", [ConfigError, LostDataError])
+async def test_what_no_restart_mends_ends_the_run_at_once_with_the_parts_own_words(
+    supervisor: Supervisor, tmp_path: Path, refusal: type[SluiceError]
 ):
     (tmp_path / "refusing.log").write_text("launch: of an earlier launch\n")
-    program = """
-        from bus.errors import ConfigError
+    program = f"""
+        from bus.errors import {refusal.__name__}
         from launch.process.runtime import fail
         print("loading")
-        fail(ConfigError("prompts.jsonl, line 3: not JSON\\nsecond line"))
+        fail({refusal.__name__}("prompts.jsonl, line 3: not JSON\\nsecond line"))
     """
     await supervisor.start(part("refusing", program))
     error = await failure_of(supervisor)
 
-    assert type(error) is ConfigError
+    assert type(error) is refusal
     assert str(error) == "prompts.jsonl, line 3: not JSON\nsecond line"
-    assert supervisor.restarts == 0
-
-
-async def test_files_that_no_restart_mends_end_the_run_at_once(supervisor: Supervisor):
-    program = """
-        from bus.errors import LostDataError
-        from launch.process.runtime import fail
-        fail(LostDataError("ledger.sqlite is no ledger"))
-    """
-    await supervisor.start(part("refusing", program))
-    error = await failure_of(supervisor)
-
-    assert type(error) is LostDataError
-    assert str(error) == "ledger.sqlite is no ledger"
     assert supervisor.restarts == 0
 
 

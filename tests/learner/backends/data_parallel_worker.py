@@ -10,12 +10,12 @@ import torch.distributed as dist
 from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
-    latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
+from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.tiny import TIS, random_samples, tiny_model
 
 

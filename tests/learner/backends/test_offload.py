@@ -8,13 +8,13 @@ from bus.errors import ConfigError
 from learner.backends.megatron.optimizer.offload import OffloadedAdamW
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
-    latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
+from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 

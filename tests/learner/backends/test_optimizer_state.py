@@ -7,12 +7,12 @@ from learner.backends.megatron.optimizer.bf16_adamw import MOMENTS, BFloat16Stat
 from learner.backends.megatron.optimizer.optimizer import _prime
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
-    latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
+from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.1, state_dtype="bfloat16")

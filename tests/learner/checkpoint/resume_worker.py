@@ -10,7 +10,6 @@ import torch.distributed as dist
 from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
-    latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
@@ -18,6 +17,7 @@ from learner.config.optimizer import OptimizerConfig
 from learner.config.schedule import CosineSchedule
 from learner.data.packing import pack
 from learner.lazy_weights import tensor_digest
+from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 ADAM = OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.1, schedule=CosineSchedule(decay_steps=6))

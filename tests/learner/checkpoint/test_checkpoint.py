@@ -12,7 +12,6 @@ from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
 from learner.backends.megatron.trainable import TrainableWeights
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
-    latest_checkpoint,
     load_checkpoint,
     read_extra,
     save_checkpoint,
@@ -21,6 +20,7 @@ from learner.checkpoint.commit import (
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
+from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=5, weight_decay=0.1)

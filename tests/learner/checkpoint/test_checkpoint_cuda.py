@@ -5,10 +5,10 @@ import torch
 
 from learner.backends.megatron.checkpoint.writer import CopyBuffers
 from learner.checkpoint.commit import (
-    latest_checkpoint,
     load_checkpoint,
     start_checkpoint,
 )
+from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.checkpoint.test_checkpoint import train, trainer_of
 from tests.learner.tiny import tiny_model
 

@@ -6,9 +6,10 @@ from structlog.testing import capture_logs
 
 from bus.errors import ConfigError, LostDataError, StorageError
 from learner.checkpoint import newest
-from learner.checkpoint.commit import latest_checkpoint, read_extra, save_checkpoint, start_checkpoint
+from learner.checkpoint.commit import read_extra, save_checkpoint, start_checkpoint
 from learner.checkpoint.newest import newest_whole
 from storage.disk import checkpoints
+from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.checkpoint.test_checkpoint import train, trainer_of
 from tests.learner.tiny import tiny_model
 

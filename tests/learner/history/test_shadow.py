@@ -14,10 +14,10 @@ from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import Metrics, RoleHolder, Status
 from bus.topology import ensure
-from learner.checkpoint.commit import latest_checkpoint
 from learner.config.algorithm import PPOClipLoss
 from learner.lineage import TrainedStep
 from storage.disk import checkpoints
+from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.mini_run import LEARNER, LIMIT_S, MiniRun, mini_run
 from tests.storage.serving import SHARDS, LearnerStandIn, until
 

@@ -6,13 +6,13 @@ import torch
 
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
-    latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from learner.scoring.logprobs import score
+from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,6 @@ from learner.backends.factory import build_backend
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
-    latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
@@ -29,6 +28,7 @@ from learner.history.retrain import retrain_steps
 from learner.initial import prepare
 from learner.model_directory import save_hf_directory
 from learner.scoring.frozen_policies import hold_frozen_policies
+from storage.disk.checkpoints import latest as latest_checkpoint
 from storage.store.replay import ReplayStore
 from tests.learner.mini_run import LEARNER, MiniRun, mini_run
 from tests.learner.tiny import hf_state, tiny_model

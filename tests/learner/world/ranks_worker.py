@@ -17,7 +17,6 @@ from learner.algorithms.rl_step import train_on
 from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
-    latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
@@ -27,6 +26,7 @@ from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import BatchConfig, LearnerConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.publication.host_copy import HostCopy, copy_weights, host_tensors
+from storage.disk.checkpoints import latest as latest_checkpoint
 from tests.factories import make_trajectory
 from tests.learner.tiny import VOCAB, tiny_model
 

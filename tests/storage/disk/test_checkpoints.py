@@ -38,9 +38,9 @@ def test_unfinished_and_foreign_directories_are_no_checkpoints(tmp_path):
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
     save(tmp_path, 1)
     (checkpoints.temporary(tmp_path, 2) / "half").write_text("of it")
-    checkpoints.remove_leftovers(tmp_path)
+    checkpoints.recover(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-    checkpoints.remove_leftovers(tmp_path / "none")
+    checkpoints.recover(tmp_path / "none")
 
 
 def test_pruning_keeps_the_latest(tmp_path):
@@ -65,7 +65,7 @@ def test_a_crash_while_pruning_leaves_no_half_checkpoint(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             checkpoints.prune(tmp_path, keep=1)
     assert checkpoints.steps(tmp_path) == [2]
-    checkpoints.remove_leftovers(tmp_path)
+    checkpoints.recover(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
 
 
