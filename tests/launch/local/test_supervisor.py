@@ -270,8 +270,7 @@ def test_nothing_outlives_a_supervisor_that_was_killed(tmp_path: Path):
     """The kernel tells the parts, and the bus part its nats-server."""
     program = f"""
         import asyncio, pathlib, sys
-        from launch.local import supervisor as supervising
-from launch.local.supervisor import Part, Supervisor
+        from launch.local.supervisor import Part, Supervisor
 
         async def main():
             logs = pathlib.Path({str(tmp_path)!r})
