@@ -1,5 +1,6 @@
 """Continuous batching over any full-attention transformers model: admit, decode one token each, repeat."""
 
+import inspect
 import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ class BatchedDecoder:
         self.policy_version = -1
         self.tokens_generated = 0
         self.model = model
+        self._cache_argument = cache_argument(model)
         self._slots = slots
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[GenerationRequest] = deque()
@@ -151,9 +153,9 @@ class BatchedDecoder:
         prefilled = DynamicCache()
         logits: Tensor = self.model(
             input_ids=self._tensor(padded),
-            past_key_values=prefilled,
             use_cache=True,
             logits_to_keep=self._tensor(needed),
+            **{self._cache_argument: prefilled},
         ).logits[self._tensor(np.arange(len(order))), self._tensor(column)]
         rows = self._tensor(np.array(sources))
         self._cache.fill(len(self._rows), prefilled, rows)
@@ -171,8 +173,8 @@ class BatchedDecoder:
             input_ids=self._tensor(self._rows.last_tokens())[:, None],
             position_ids=positions[:, None],
             attention_mask=mask[:, None, None],
-            past_key_values=self._cache,
             use_cache=True,
+            **{self._cache_argument: self._cache},
         ).logits
         return logits[:, -1]
 
@@ -234,6 +236,11 @@ def prepare_weights(
         )
         for name, tensor in state.items()
     }
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """Return the name by which the model's `forward` takes keys and values: transformers 5.24 renamed it."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _some(names: Sequence[str]) -> str:

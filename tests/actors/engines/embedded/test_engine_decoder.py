@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
-from actors.engines.embedded.decoder import BatchedDecoder, prepare_weights
+from actors.engines.embedded.decoder import BatchedDecoder, cache_argument, prepare_weights
 from bus.errors import EngineError
 from tests.actors.tiny import CONTEXT, VOCAB, other_model, recomputed, request, tiny_model
 
@@ -168,8 +168,9 @@ def _after_swap(old, new, prompt, tokens, swapped_at):
     cache = DynamicCache()
     sequence = torch.tensor([[*prompt, *tokens.tolist()]])
     boundary = len(prompt) + swapped_at - 1
-    old(sequence[:, :boundary], past_key_values=cache)
-    logprobs = new(sequence[:, boundary:-1], past_key_values=cache).logits[0].log_softmax(-1)
+    cached = {cache_argument(new): cache}
+    old(sequence[:, :boundary], **cached)
+    logprobs = new(sequence[:, boundary:-1], **cached).logits[0].log_softmax(-1)
     return logprobs.gather(1, sequence[0, boundary + 1 :, None])[:, 0].numpy()
 
 
