@@ -1,7 +1,9 @@
 """Serves blobs over HTTP. Readers fetch them in ranges, several at a time."""
 
 import asyncio
+import resource
 import socket
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from bus.publish import together
+from bus.server import is_loopback
 from storage.disk.atomic_files import Content, Data
 from storage.weights.blob_files import SETTING, SUFFIX, FileBlobs, file_name, new_memory
 from storage.weights.transport_config import ServerConfig
@@ -31,37 +34,69 @@ class BlobServer:
         self._config = config
         self._setting = setting
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
+        self._askers: set[asyncio.BaseProtocol] = set()
+        """Connections that have asked for something."""
 
     async def start(self, bus: Bus) -> str:
         """Begin to serve; return the URL by which others reach this server.
 
-        Raises `ConfigError` when the address is not available."""
+        Raises `ConfigError` when the address is not available, or open to others than the bus is."""
+        self._refuse_open_host(bus)
         app = web.Application()
         app.router.add_get("/{name}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
         await self._runner.setup()
-        host, port = self._config.host, self._config.port
+        port = self._config.port
+        host = self._config.host or own_address(bus, "")
+        loop = asyncio.get_running_loop()
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            self._listening = await loop.create_server(self._admit, host, port)
         except OSError as error:
             await self.close()
             raise ConfigError(
                 f"weights cannot be served at {host}:{port} ({error.strerror}): set {self._setting} to "
                 f"another, or 0 for any that is free"
             ) from error
-        chosen = self._runner.addresses[0][1]
+        chosen = self._listening.sockets[0].getsockname()[1]
         return self._config.advertise or f"http://{own_address(bus, host)}:{chosen}"
 
     async def close(self) -> None:
         """Serve no longer."""
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
+    def _refuse_open_host(self, bus: Bus) -> None:
+        """Refuse to serve a network where the bus serves this host alone."""
+        host, url = self._config.host, bus.client.connected_url
+        if host and not is_loopback(host) and url is not None and is_loopback(url.hostname):
+            setting = self._setting.rpartition(".")[0]
+            raise ConfigError(
+                f"{setting}.host={host} would serve weights to everybody on the network, while the bus is on "
+                "this host alone: leave it out"
+            )
+
+    def _admit(self) -> asyncio.Protocol:
+        """Take a connection. Above the bound the oldest of those that never asked for anything ends, or else
+        the oldest: neither many nor mute connections cost this process its descriptors."""
+        assert self._runner is not None
+        server = self._runner.server
+        assert server is not None
+        here = [one for one in server.connections if one.transport is not None]  # the others are ending
+        self._askers.intersection_update(here)
+        if len(here) >= most_connections():
+            next((one for one in here if one not in self._askers), here[0]).force_close()
+        return server()
+
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self._askers.add(request.protocol)
         name = request.match_info["name"]
         path = self._directory / name
-        if "/" in name or name.startswith(".") or not name.endswith(SUFFIX) or not path.is_file():
+        if "/" in name or name.startswith(".") or not name.endswith(SUFFIX) or not _is_own_file(path):
             raise web.HTTPNotFound
         return web.FileResponse(path)  # it knows ranges, and sends them without copying
 
@@ -120,6 +155,19 @@ async def download(url: str, ref: BlobRef) -> Data:
     except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
         raise BusError(f"{target}: {error!r}") from error
     return await asyncio.to_thread(checked, ref, data)
+
+
+def most_connections() -> int:
+    """Return how many connections a blob server holds: a quarter of the descriptors that it may open."""
+    return max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+
+
+def _is_own_file(path: Path) -> bool:
+    """Return whether it is a file itself: a link may lead elsewhere, a name may be too long."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def own_address(bus: Bus, host: str) -> str:

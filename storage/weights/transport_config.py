@@ -28,8 +28,8 @@ class FilesTransport(Config):
 class ServerConfig(Config):
     """HTTP server that a process runs for blobs."""
 
-    host: str = "0.0.0.0"
-    """Address to listen at."""
+    host: str = ""
+    """Address to listen at. Without one it is the address that this host has towards the bus."""
 
     port: int = Field(0, ge=0, le=65535)
     """Port to listen at; 0 takes any that is free."""
