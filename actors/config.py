@@ -264,6 +264,10 @@ class SingleTurnConfig(Config):
     reward_timeout_s: float = Field(30.0, gt=0)
     """Longest time that one call of the reward may take before the rollout counts as failed."""
 
+    reward_threads: int = Field(16, ge=1)
+    """Threads in which a plain (not async) reward of your own is called; 1 for one that only one thread may
+    call at a time."""
+
 
 class PluginEnvironmentConfig(Config):
     """Environment of the user's own."""

@@ -10,22 +10,27 @@ from actors.environments.base import Environment, Episode, FailedEpisode, Task, 
 from actors.group import NOTHING, Group
 from actors.log_throttle import LogThrottle
 from actors.policy.policy import Policy
-from actors.rewards.base import RewardError
+from actors.rewards.base import InvalidRewardError, RewardError
 from actors.rewards.group_filters import GroupFilter, reason_to_drop
 from actors.weights.follow import PolicyFollower
 from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox, Received, consume_received
-from bus.errors import EngineError, EngineLostError, HandBackError, SchemaError, SluiceError
+from bus.errors import ConfigError, EngineError, EngineLostError, HandBackError, SchemaError, SluiceError
+from bus.message_parts import Parts
 from bus.messages import GroupRejected, Lease
 from bus.publish import Publisher, together
 from bus.requests import GroupStatus, GroupStatusRequest, LeaseRequest, LeaseState
 from bus.topology import shard_of
 from bus.trajectory import End
-from storage.dispatch.lease_status import FREE_DELIVERIES
+from storage.dispatch.lease_status import FREE_DELIVERIES, is_suspect
 
 log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 2.0
+FAILED_LOG_PERIOD_S = 1.0
+LOGGED_CHARACTERS = 1000
+MOST_INVALID_REWARDS = 200
+"""Rewards in a row that are no numbers after which the reward is taken to be wrong, and the run ends."""
 """How long storage may take to answer; then the lease is rolled out as its message says."""
 UNANSWERED_LOG_PERIOD_S = 10.0
 """The shortest time between two log lines which say that storage does not answer: each lease finds it out."""
@@ -68,6 +73,9 @@ class Worker:
         self._share_after_s = share_after_s
         self._publisher = Publisher(bus)
         self._unanswered = LogThrottle(UNANSWERED_LOG_PERIOD_S)
+        self._failures = LogThrottle(FAILED_LOG_PERIOD_S)
+        self._invalid_rewards = 0
+        """Rewards in a row that were none."""
         self._suspect = asyncio.Lock()
         """Held for a lease that may have killed its actors: so a death accuses one prompt, not all."""
         self._stop = asyncio.Event()
@@ -75,7 +83,8 @@ class Worker:
     async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
         """Work until `stop`, then finish what was begun and hand back what waits to begin."""
         self._stop = stop
-        inbox = Inbox(self._bus, "TASKS", "rollout")
+        parts = Parts(self._bus, on_unreadable=self._on_unreadable)
+        inbox = Inbox(self._bus, "TASKS", "rollout", parts)
         await consume_received(inbox, self._bus, Lease, self._on_lease, stop=stop, concurrency=groups_at_once)
 
     async def _on_lease(self, received: Received[Lease]) -> None:
@@ -86,7 +95,7 @@ class Worker:
         lease = received.message
         if received.deliveries <= FREE_DELIVERIES:
             await self._roll_out(lease, again=lease.republished)
-        elif (await self._state(lease)).attempts == 0:
+        elif not is_suspect((await self._state(lease)).attempts):
             await self._attempt(lease)
         else:
             async with self._suspect:
@@ -113,10 +122,10 @@ class Worker:
         await self._gather(group, version)
         self.counts["failed_episodes"] += len(group.failures)
         if group.failures and not group.is_usable:
-            await self._reject(lease, "rollout_failed", group.failures[min(group.failures)].reason)
+            await self._reject(lease.lease_id, "rollout_failed", group.failures[min(group.failures)].reason)
         elif reason := self._reason_to_drop(group):
             name, _, detail = reason.partition(": ")
-            await self._reject(lease, name, detail)
+            await self._reject(lease.lease_id, name, detail)
         else:
             await self._publish(group)
             self.counts["groups"] += 1
@@ -170,13 +179,9 @@ class Worker:
             except (Exception, SystemExit, asyncio.CancelledError) as error:
                 if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                     raise
-                log.warning(
-                    "rollout_failed",
-                    task=task.task_id,
-                    reason=f"{type(error).__name__}: {error}",
-                    exc_info=raised_by_environment(error),
-                )
+                self._tell_of_failure(task, error)
                 return FailedEpisode(end_after(error), f"{type(error).__name__}: {error}")
+            self._invalid_rewards = 0
             if all(trajectory.oldest_version >= version for trajectory in episode.trajectories):
                 return episode
             log.info("rolled_out_again", task=task.task_id, reason="a resumed learner's older weights came")
@@ -189,6 +194,24 @@ class Worker:
             if lowered is None:
                 return FailedEpisode("cancelled", "its lease was settled meanwhile")
             version = lowered
+
+    def _tell_of_failure(self, task: Task, error: BaseException) -> None:
+        """Log a failed rollout, at most one a second. Raises `ConfigError` when rewards are never valid."""
+        reason = f"{type(error).__name__}: {error}"
+        if times := self._failures.due(time.monotonic()):
+            log.warning(
+                "rollout_failed",
+                times=times,
+                task=task.task_id,
+                prompt=str(task.prompt)[:LOGGED_CHARACTERS],
+                reason=reason[:LOGGED_CHARACTERS],
+                exc_info=raised_by_environment(error),
+            )
+        if not isinstance(error, InvalidRewardError):
+            return  # a service that a reward asks may be away
+        self._invalid_rewards += 1
+        if self._invalid_rewards >= MOST_INVALID_REWARDS:
+            raise ConfigError(f"{self._invalid_rewards} rewards in a row were none, the last: {error}")
 
     async def _may_sample(self, lease: Lease, *, asks: bool) -> int | None:
         """Wait for weights that may sample the lease: the oldest version that may, or None if it is settled.
@@ -255,10 +278,16 @@ class Worker:
         sent = [trajectory for _, batch in messages for trajectory in batch.trajectories]
         self.counts["trajectories"] += len(sent)
 
-    async def _reject(self, lease: Lease, reason: str, detail: str) -> None:
-        event = GroupRejected(lease_id=lease.lease_id, reason=reason, detail=detail, actor=self._name)
+    async def _on_unreadable(self, subject: str, _: str, error: SchemaError) -> None:
+        """Refund a lease that nobody can read, or else it would be published again for ever."""
+        number = subject.rpartition(".")[2]
+        if number.isdecimal():  # older builds named no lease in the subject
+            await self._reject(int(number), "set_aside", str(error))
+
+    async def _reject(self, lease_id: int, reason: str, detail: str) -> None:
+        event = GroupRejected(lease_id=lease_id, reason=reason, detail=detail, actor=self._name)
         subject = self._bus.subject("outcomes", "rejected")
-        await self._publisher.publish(subject, encode(event), message_id=f"rejected-{lease.lease_id}")
+        await self._publisher.publish(subject, encode(event), message_id=f"rejected-{lease_id}")
         self.counts["rejected"] += 1
 
     def _task(self, lease: Lease, sample: int) -> Task:

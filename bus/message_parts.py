@@ -178,7 +178,9 @@ class Parts:
                 continue
             try:
                 completed = await self._add(raw)
-            except SchemaError as error:
+            except SchemaError as error:  # no part of it is ever joined: whoever sent it is not to wait
+                if self._on_unreadable is not None:
+                    await self._on_unreadable(raw.subject, (raw.headers or {}).get("Nats-Msg-Id", ""), error)
                 await set_aside([raw], raw.data, self._bus, str(error))
             else:
                 messages += [completed] if completed is not None else []

@@ -77,8 +77,9 @@ class ActorsProcess(ProcessConfig):
 class SupervisionConfig(Config):
     """Sets how `launch local` keeps its processes alive."""
 
-    restarts: int = Field(5, ge=0)
-    """Most restarts of one process within `window_s`; one more failure ends the run."""
+    restarts: int = Field(8, ge=0)
+    """Most restarts of one process within `window_s`; one more failure ends the run. The default allows for
+    the actors that a prompt ends before it is quarantined: 3 + `admission.max_deliver`."""
 
     window_s: float = Field(300.0, gt=0)
     """Length of the window, up to now, in which restarts are counted."""

@@ -131,11 +131,12 @@ class AdmissionConfig(Config):
     than the slowest rollout that is worth its tokens."""
 
     max_deliver: int = Field(5, ge=3)
-    """Deliveries of a prompt to actors that die of it before it is quarantined: not rolled out again.
+    """Actors that a prompt must have ended as their only suspect before it is quarantined: not rolled out
+    again.
 
-    The first proves nothing. From the second on each attempt is counted as it begins, and taken back when the
-    actor says that it was stopped or failed by another prompt; `max_deliver` - 1 that stay are allowed. A
-    lease that was handed back unread, or published again after the bus lost it, was no attempt."""
+    A lease becomes a suspect when three actors disappeared with it, or two if its first delivery was handed
+    back; an actor runs one suspect at a time. What an actor reports to have ended by a stop, or by another
+    prompt, does not count. Neither does a lease that was handed back unread or published again."""
 
     sampler: SamplerConfig = FifoSampler()
     """Strategy by which a step chooses among the stored groups."""

@@ -21,7 +21,8 @@ class SingleTurn:
     @classmethod
     def from_config(cls, config: SingleTurnConfig) -> Self:
         """Build with the configured reward; raises ConfigError for one that cannot be loaded."""
-        return cls(Scorer(config.reward, timeout_s=config.reward_timeout_s))
+        scorer = Scorer(config.reward, timeout_s=config.reward_timeout_s, threads=config.reward_threads)
+        return cls(scorer)
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once; raises EngineError or RewardError for a rollout that failed."""

@@ -45,3 +45,7 @@ in."""
 
 class RewardError(SluiceError):
     """A reward function failed or returned no finite number: this rollout has no reward."""
+
+
+class InvalidRewardError(RewardError):
+    """A reward function returned what is no reward, as one that is wrong does each time."""

@@ -4,10 +4,11 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from math import ceil
 from numbers import Real
 from typing import cast
 
-from actors.rewards.base import LATER, Answer, Late, Reward, RewardError
+from actors.rewards.base import LATER, Answer, InvalidRewardError, Late, Reward, RewardError
 from actors.rewards.registry import REWARDS, load_reward
 from bus.trajectory import LARGEST_REWARD
 from bus.waiting import set_within
@@ -19,18 +20,22 @@ Outcome = object
 class Scorer:
     """Scores answers with one reward.
 
-    Built-in rewards run inline, async ones on the event loop, and the user's plain functions in a daemon
-    thread, which scores all answers that arrived together. The timeout applies to a single call. A thread
-    that is stuck in a call is left behind, and a new thread scores the answers after it."""
+    Built-in rewards run inline, async ones on the event loop, and the user's plain functions in daemon
+    threads, `threads` at a time, each of which scores its share of the answers that wait. The timeout applies
+    to a single call. A thread that is stuck in a call is left behind, and a new thread scores the answers
+    after it."""
 
-    def __init__(self, name: str, *, timeout_s: float, reward: Reward | None = None) -> None:
+    def __init__(
+        self, name: str, *, timeout_s: float, threads: int = 16, reward: Reward | None = None
+    ) -> None:
         self._name = name
         self._timeout_s = timeout_s
         self._reward = reward or load_reward(name)
         self._inline = name in REWARDS and reward is None
         self._async = _is_async(self._reward)
         self._pending: list[tuple[Answer, asyncio.Future[Outcome]]] = []
-        self._drain: asyncio.Task[None] | None = None
+        self._threads = threads
+        self._drains: set[asyncio.Task[None]] = set()
 
     async def score(self, answer: Answer) -> float | Late:
         """Return the finite reward of an answer, or `LATER`; raises RewardError."""
@@ -56,13 +61,16 @@ class Scorer:
     async def _in_thread(self, answer: Answer) -> Outcome:
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._pending.append((answer, future))
-        if self._drain is None or self._drain.done():
-            self._drain = asyncio.create_task(self._drain_pending(), name=f"reward {self._name}")
+        if len(self._drains) < self._threads:
+            drain = asyncio.create_task(self._drain_pending(), name=f"reward {self._name}")
+            self._drains.add(drain)
+            drain.add_done_callback(self._drains.discard)
         return await future
 
     async def _drain_pending(self) -> None:
         while self._pending:
-            batch, self._pending = self._pending, []
+            share = ceil(len(self._pending) / self._threads)
+            batch, self._pending = self._pending[:share], self._pending[share:]
             outcomes = await _run_in_thread(self._reward, [answer for answer, _ in batch], self._timeout_s)
             for (_, future), outcome in zip(batch, outcomes, strict=False):
                 if not future.done():
@@ -79,8 +87,9 @@ class Scorer:
             raise RewardError(f"{where} raised {outcome!r}") from outcome
         if outcome is LATER:
             return LATER
+        outcome = _without_dimensions(outcome)
         if not isinstance(outcome, Real) or not abs(cast(float, outcome)) <= LARGEST_REWARD:
-            raise RewardError(
+            raise InvalidRewardError(
                 f"{where} returned {outcome!r}: a reward is a finite number that float32 holds, or LATER"
             )
         return float(outcome)
@@ -116,6 +125,13 @@ def _call(reward: Reward, answer: Answer) -> Outcome:
     # A user's reward may raise anything; `_checked` raises it again, as a `RewardError` with this cause.
     except Exception as error:  # noqa: BLE001
         return error
+
+
+def _without_dimensions(outcome: Outcome) -> Outcome:
+    """Return the number in a tensor or array of no dimensions, and anything else as it is."""
+    if getattr(outcome, "shape", None) == () and callable(item := getattr(outcome, "item", None)):
+        return cast(Outcome, item())
+    return outcome
 
 
 def _is_async(function: object) -> bool:

@@ -12,6 +12,14 @@ from storage.prompts.data_sets import DataSets
 
 FREE_DELIVERIES = 1
 """Deliveries of a lease whose end is not looked into: a lease costs its first actor no request."""
+IN_COMPANY = 2
+"""Attempts of a lease which ended with their actor before it is a suspect. They accuse nothing, since what
+ran beside the lease, or whoever took the machine away, may have ended the actor as well."""
+
+
+def is_suspect(attempts: int) -> bool:
+    """Return whether a lease with so many counted attempts is to be the only suspect that its actor runs."""
+    return attempts >= IN_COMPANY
 
 
 class LeaseStatus:
@@ -24,7 +32,7 @@ class LeaseStatus:
         self._ledger = ledger
         self._admission = admission
         self._data = data
-        self._attempts = max_deliver - FREE_DELIVERIES
+        self._attempts = IN_COMPANY + max_deliver
         self._on_refund = on_refund
 
     async def answer(self, request: LeaseRequest) -> list[Message]:

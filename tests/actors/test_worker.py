@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
+from actors import worker as worker_module
 from actors.config import SingleTurnConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
@@ -17,7 +18,7 @@ from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.codec import encode
 from bus.consume import Inbox, understood
-from bus.errors import EngineError, EngineLostError
+from bus.errors import ConfigError, EngineError, EngineLostError
 from bus.messages import GroupRejected
 from bus.publish import Publisher
 from bus.trajectory import TrajectoryBatch
@@ -169,6 +170,34 @@ async def test_a_failing_reward_rejects_the_group_and_the_actor_goes_on(bus, eng
     assert "nan" in rejection.detail
     [batch] = await actor.roll_out(make_lease(4, samples=1, policy_version=4), result=GROUPS)
     assert batch.trajectories[0].reward == 1.0
+
+
+async def test_a_reward_that_is_never_a_number_ends_the_run_and_shows_few_of_its_failures(
+    bus, engine, monkeypatch
+):
+    monkeypatch.setattr(worker_module, "MOST_INVALID_REWARDS", 6)
+    answers = iter([None, {}, 1.0, *["0.5"] * 20])
+    environment = SingleTurn(Scorer("wrong", timeout_s=5, reward=lambda _: next(answers)))
+    actor = Actor(bus, engine, environment)
+    for n in range(10):
+        lease = encode(make_lease(n, samples=1, policy_version=4))
+        await Publisher(bus).publish(bus.subject("tasks", "rollout"), lease, message_id=str(n))
+    with capture_logs() as logs:
+        async with asyncio.timeout(TIMEOUT_S):
+            with pytest.raises(ExceptionGroup) as found:
+                await actor.worker.run(asyncio.Event(), groups_at_once=1)
+    told = leaf(found.value.subgroup(ConfigError))
+    assert "6 rewards in a row were none, the last: reward wrong on task g00000008.0 returned '0.5'" in told
+    shown = [event for event in logs if event["event"] == "rollout_failed"]
+    assert 1 <= len(shown) < 8
+    assert shown[0]["prompt"]
+    assert "returned None" in shown[0]["reason"]
+
+
+def leaf(error: BaseException) -> str:
+    while isinstance(error, ExceptionGroup):
+        [error] = error.exceptions
+    return str(error)
 
 
 class FailingFor:

@@ -3,7 +3,9 @@
 import asyncio
 import threading
 
+import numpy as np
 import pytest
+import torch
 
 from actors.rewards.base import Answer, RewardError
 from actors.rewards.registry import REWARDS, load_reward
@@ -108,17 +110,35 @@ async def test_a_reward_that_raises_fails_its_own_rollout_only():
     assert str(outcomes[1]) == "reward picky on task t raised KeyError('bad')"
 
 
-async def test_plain_rewards_of_a_group_run_together_outside_the_event_loop():
-    threads = []
+@pytest.mark.parametrize("value", [np.float32(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor([0.5])[0]])
+async def test_a_number_of_numpy_or_torch_is_a_reward(value):
+    assert await Scorer("mine", timeout_s=5, reward=lambda _: value).score(answer()) == 0.5
+
+
+async def test_plain_rewards_run_at_the_same_time_outside_the_event_loop():
+    all_in = threading.Barrier(4, timeout=5)
 
     def reward(_):
-        threads.append(threading.current_thread())
+        assert threading.current_thread() is not threading.main_thread()
+        all_in.wait()  # breaks unless four calls are in it at the same time
         return 1.0
 
-    scorer = Scorer("mine", timeout_s=5, reward=reward)
+    scorer = Scorer("mine", timeout_s=20, threads=4, reward=reward)
     assert await asyncio.gather(*(scorer.score(answer()) for _ in range(8))) == [1.0] * 8
-    assert len(set(threads)) == 1
-    assert threads[0] is not threading.main_thread()
+
+
+async def test_a_plain_reward_with_one_thread_is_called_by_one_at_a_time():
+    calling, most = [], []
+
+    def reward(_):
+        calling.append(None)
+        most.append(len(calling))
+        calling.pop()
+        return 1.0
+
+    scorer = Scorer("mine", timeout_s=5, threads=1, reward=reward)
+    assert await asyncio.gather(*(scorer.score(answer()) for _ in range(100))) == [1.0] * 100
+    assert max(most) == 1
 
 
 async def test_a_reward_that_hangs_fails_alone_and_the_next_go_on():
