@@ -82,17 +82,19 @@ class Shard:
         parts = Parts(self._bus, on_unreadable=self._on_unreadable)
         inbox = Inbox(self._bus, "TRAJECTORIES", f"shard-{self._number}", parts)
         rewards = Inbox(self._bus, "OUTCOMES", f"rewards-{self._number}")
-        await together(
-            (
-                consume_batches(
-                    inbox, self._bus, TrajectoryBatch, self._append, stop=stop, limit=BATCH,
-                    linger_s=self._linger_s,
-                ),
-                consume_batches(rewards, self._bus, RewardGiven, self._give, stop=stop, limit=REWARDS),
-            )
-        )  # fmt: skip
-        for subscription in serving:
-            await subscription.unsubscribe()
+        try:
+            await together(
+                (
+                    consume_batches(
+                        inbox, self._bus, TrajectoryBatch, self._append, stop=stop, limit=BATCH,
+                        linger_s=self._linger_s,
+                    ),
+                    consume_batches(rewards, self._bus, RewardGiven, self._give, stop=stop, limit=REWARDS),
+                )
+            )  # fmt: skip
+        finally:  # or else two shards would answer once the next one has begun
+            for subscription in serving:
+                await subscription.unsubscribe()
 
     async def _append(self, batches: list[TrajectoryBatch]) -> None:
         """The segment is durable when this returns; only then are the messages acked."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from bus import connection
+from bus import answers
 from bus.codec import decode, encode
 from bus.errors import BusError, UnreadableGroupsError
 from bus.requests import GroupRef, Located, LocateRequest
@@ -109,10 +109,10 @@ async def test_long_answers_are_decoded_beside_the_event_loop(bus, store, monkey
         return decode(data, *expected)
 
     async with shard_at_work(bus, store):
-        monkeypatch.setattr(connection, "decode", recording)
+        monkeypatch.setattr(answers, "decode", recording)
         [found] = await ReplayReader(bus, "a", read="bus").fetch(refs(12))
     assert [len(t.token_ids) for t in found] == [20_000, 20_000]
-    assert max(size for in_loop, size in threads if in_loop) < connection.DECODE_IN_THREAD_BYTES
+    assert max(size for in_loop, size in threads if in_loop) < answers.THREAD_BYTES
     assert max(size for in_loop, size in threads if not in_loop) > 20_000 * 13
 
 
