@@ -1,9 +1,12 @@
 """The pydantic base of every configuration section, and the section that names the bus."""
 
 import re
+from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
+URL_VARIABLE = "SLUICE_BUS"
+"""Environment variable with the URL of the bus for a process without --bus; others do not see it."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/,\s]+(?=@)")
 
 
@@ -47,6 +50,9 @@ class BusConfig(Config):
     url: str = "nats://127.0.0.1:4222"
     """NATS server, as nats://[user:password@]host:port; commas separate several servers."""
 
+    creds: Path | None = None
+    """Credentials file of this process, which `launch bus --secure` made."""
+
     connect_timeout_s: float = Field(10.0, gt=0)
     """Longest time that a starting process waits for the bus before it ends with status 75."""
 
@@ -58,6 +64,11 @@ class BusConfig(Config):
     patience_s: float = Field(3600.0, gt=0)
     """Longest time that a running process waits for a bus or a storage that is away. Then it goes on where it
     was; after this time it ends with status 75, which means that it may be started again."""
+
+    @field_serializer("url", when_used="json")
+    def _without_password(self, url: str) -> str:
+        """Keep user and password out of files and keys, which others may read."""
+        return without_credentials(url)
 
 
 class ColocationConfig(Config):

@@ -4,8 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from itertools import count
-from typing import Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import nats.errors
 import structlog
@@ -16,9 +15,12 @@ from nats.js.client import JetStreamContext
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NotFoundError
 from nats.js.kv import KeyValue
 
+from bus.answers import HEADER_BYTES, PART, receive_answer, send_answer
 from bus.codec import M, Message, decode, encode
 from bus.config import BusConfig, StreamsConfig, without_credentials
+from bus.credentials import BUS_NAME, Credentials, load_credentials
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, SluiceError
+from bus.permissions import inbox_prefix
 from bus.refusal import Refused
 from bus.requests import Done
 from bus.topology import Topology
@@ -31,14 +33,6 @@ PING_S = 5
 """Seconds between two signs of life of a connection."""
 PINGS = 3
 """Signs of life without an answer after which a connection counts as broken."""
-PART = "Sluice-Part"
-"""Header that numbers the messages of one answer, since core NATS may lose some when a connection breaks."""
-MORE = "Sluice-More"
-"""Header of a message that continues in the next one, because it is larger than the server accepts."""
-DECODE_IN_THREAD_BYTES = 1 << 16
-"""Size from which an answer is decoded in a thread, part by part, so that the event loop stays responsive."""
-HEADER_BYTES = 64
-"""Room left for our headers, which the server counts as part of max_payload."""
 
 
 class Bus:
@@ -75,9 +69,15 @@ class Bus:
         """Connect as `name`. Leaving the context sends what is still buffered.
 
         Once `stop` is set, what waits for a bus that is away soon ends. Raises `BusAwayError` when nobody
-        answers within `connect_timeout_s`, and `ConfigError` when the server refuses.
+        answers within `connect_timeout_s`, and `ConfigError` when the server refuses or the credentials are
+        not for `run`.
         """
-        client = await _connected(config, name)
+        credentials = load_credentials(config.creds) if config.creds is not None else None
+        if credentials is not None and credentials.run != run:
+            raise ConfigError(
+                f"{config.creds} is for run {credentials.run!r}, not for {run!r}: name that one"
+            )
+        client = await _connected(config, name, credentials)
         try:
             yield cls(client, run, streams=config.streams, patience_s=config.patience_s, stop=stop)
         finally:
@@ -128,41 +128,23 @@ class Bus:
         )  # 0 means no limit: no message may be dropped, and all are kept anyway
         try:
             await self.client.publish(subject, encode(message), reply=inbox)
-            pieces: list[bytes] = []
-            parts = count()
-            while True:
-                raw = await replies.next_msg(timeout=timeout_s)
-                headers = raw.headers or {}
-                if headers.get("Status") == "503":
-                    raise BusError(f"nobody serves {subject}: start the process that does")
-                if headers.get(PART) != str(part := next(parts)):
-                    raise BusError(f"{subject}: part {part} of the answer was lost")
-                pieces.append(raw.data)
-                if MORE in headers:
-                    continue
-                answer = await self._decode(b"".join(pieces), expected, Done, Refused)
-                pieces.clear()
+            kinds = expected, Done, Refused
+            async for answer in receive_answer(self.client, replies, subject, *kinds, timeout_s=timeout_s):
                 if isinstance(answer, Refused):
                     raise answer.error(subject)
                 if isinstance(answer, Done):
-                    return answers
+                    break
                 answers.append(cast(R, answer))
         except nats.errors.Error as error:
             raise BusError(f"no answer from {subject} within {timeout_s:g} s ({error})") from error
         finally:
             await replies.unsubscribe()
+        return answers
 
     def _refuse_broken(self, subject: str) -> None:
         """Raise `BusAwayError` while there is no connection: a request would be sent when nobody waits."""
         if not self.client.is_connected:
             raise BusAwayError(f"{subject}: the bus is away")
-
-    @staticmethod
-    async def _decode(data: bytes, *expected: type[Message]) -> Message:
-        """Decode in a thread where it takes long, so that the event loop serves others meanwhile."""
-        if len(data) < DECODE_IN_THREAD_BYTES:
-            return decode(data, *expected)
-        return await asyncio.to_thread(decode, data, *expected)
 
     async def serve(
         self, subject: str, expected: type[M], handle: Callable[[M], Awaitable[list[Message]]]
@@ -174,17 +156,14 @@ class Bus:
         running: set[asyncio.Task[None]] = set()
 
         async def answer(raw: Msg) -> None:
-            many = False
             try:
                 answers = await handle(decode(raw.data, expected))
-                many = answers[-1:] == [Done()]  # `request` takes a single message
-                replies = [encode(answer) for answer in answers]
             except SluiceError as error:
-                replies = [encode(Refused.of_error(error))]
+                answers = [Refused.of_error(error)]
             except Exception as error:  # the task is nobody's child: an exception would be lost
                 log.exception("request_failed", subject=subject)
-                replies = [encode(Refused(reason=f"{type(error).__name__}: {error}"))]
-            await self._reply(raw, replies, in_pieces=many)
+                answers = [Refused(reason=f"{type(error).__name__}: {error}")]
+            await self._reply(raw, answers)
 
         async def on_request(raw: Msg) -> None:  # a task each: long polls must not delay others
             task = asyncio.create_task(answer(raw), name=f"serve {subject}")
@@ -193,22 +172,22 @@ class Bus:
 
         return await self.client.subscribe(subject, cb=on_request)
 
-    async def _reply(self, raw: Msg, replies: list[bytes], *, in_pieces: bool) -> None:
-        if not self.client.is_connected:  # the asker asks again
-            log.warning("answer_not_sent", subject=raw.subject, reason="the bus is away")
-            return
-        largest, limit = max(map(len, replies), default=0), self.client.max_payload
-        if largest + HEADER_BYTES > limit and not in_pieces:
-            replies = [encode(Refused(reason=f"an answer of {largest} bytes exceeds max_payload {limit}"))]
-        numbers, step = count(), limit - HEADER_BYTES
+    async def _reply(self, raw: Msg, answers: list[Message]) -> None:
         try:
-            for reply in replies:
-                for begin in range(0, len(reply), step):
-                    more = {MORE: "1"} if begin + step < len(reply) else {}
-                    headers = {PART: str(next(numbers)), **more}
-                    await self.client.publish(raw.reply, reply[begin : begin + step], headers=headers)
-        except nats.errors.Error as error:  # the connection is gone: the asker asks again
+            if not self.client.is_connected:
+                raise BusAwayError("the bus is away")
+            if len(answers) == 1:  # `request` takes a single message, and acknowledges nothing
+                await self.client.publish(raw.reply, self._single(answers[0]), headers={PART: "0"})
+            else:
+                await send_answer(self.client, raw.reply, answers)
+        except (nats.errors.Error, BusError) as error:  # the asker asks again
             log.warning("answer_not_sent", subject=raw.subject, reason=str(error))
+
+    def _single(self, answer: Message) -> bytes:
+        data, limit = encode(answer), self.client.max_payload
+        if len(data) + HEADER_BYTES <= limit:
+            return data
+        return encode(Refused(reason=f"an answer of {len(data)} bytes exceeds max_payload {limit}"))
 
     async def notify(self, subject: str, message: Message) -> None:
         """Send a notice to the processes that listen now; none is stored, and none waits for the bus."""
@@ -332,7 +311,7 @@ class Bus:
         return self._keys
 
 
-async def _connected(config: BusConfig, name: str) -> Client:
+async def _connected(config: BusConfig, name: str, credentials: Credentials | None) -> Client:
     """Return a connected client, which from then on reconnects for ever."""
     client = Client()
     began, starting, complaint = time.monotonic(), True, ""
@@ -363,9 +342,11 @@ async def _connected(config: BusConfig, name: str) -> Client:
                 pending_size=64 << 20,
                 ping_interval=PING_S,
                 max_outstanding_pings=PINGS,
+                **authentication(credentials),
             )
     except (OSError, ValueError, nats.errors.Error) as error:  # TimeoutError is an OSError
-        reason = complaint or str(error) or "no answer"
+        silence = "no answer" if credentials else "no answer: a bus with keys needs --creds"
+        reason = complaint or str(error) or silence
         refused = not client.options or "authorization" in reason.lower()  # no options: the URL did not parse
         raise (ConfigError if refused else BusAwayError)(
             f"cannot use the bus at {without_credentials(config.url)} ({reason}, tried for "
@@ -376,6 +357,19 @@ async def _connected(config: BusConfig, name: str) -> Client:
         if client.options and not client.is_connected:  # no options: the URL did not parse
             await client.close()
     return client
+
+
+def authentication(credentials: Credentials | None) -> dict[str, Any]:
+    """Return the options of a client that is let in by these credentials; none without any."""
+    if credentials is None:
+        return {}
+    return {
+        "nkeys_seed_str": credentials.seed,
+        "tls": credentials.tls(),
+        "tls_hostname": BUS_NAME,
+        "tls_handshake_first": True,
+        "inbox_prefix": inbox_prefix(credentials.run, credentials.role),
+    }
 
 
 async def _drain(client: Client) -> None:

@@ -17,7 +17,8 @@ import nats.errors
 import structlog
 from nats.aio.msg import Msg
 
-from bus.connection import HEADER_BYTES, Bus
+from bus.answers import HEADER_BYTES
+from bus.connection import Bus
 from bus.errors import BusAwayError, BusError
 from bus.message_parts import PART_BYTES, split
 from bus.status import REMEDY

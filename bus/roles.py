@@ -17,6 +17,8 @@ from bus.messages import RoleHolder
 T = TypeVar("T")
 log = structlog.get_logger()
 RENEW_S = 1.0
+RELEASE_S = 2.0
+"""Seconds for which a process that ends waits to leave its role; after that the role expires."""
 EXPIRE_S = 6.0
 """Seconds without renewal after which a holder counts as dead."""
 
@@ -98,7 +100,7 @@ async def _still_mine(bus: Bus, key: str, me: RoleHolder) -> int | None:
 
 async def _release(bus: Bus, key: str, role: str, me: RoleHolder) -> None:
     try:
-        async with asyncio.timeout(RENEW_S):
+        async with asyncio.timeout(RELEASE_S):
             found = await bus.get(key, RoleHolder)
             if found is not None and found[0] == me:
                 await bus.delete(key)

@@ -1,31 +1,47 @@
 """Runs a nats-server with JetStream in a child process: for one machine, and for tests."""
 
 import asyncio
+import ipaddress
 import shutil
 import signal
 import socket
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import structlog
 
 from bus.child_process import die_with_parent
 from bus.errors import BusError, ConfigError
 
+if TYPE_CHECKING:  # it loads a library of cryptography, which few processes need
+    from bus.secure_directory import SecureDirectory
+
 log = structlog.get_logger()
 MAX_PAYLOAD = 8 << 20
-READY_TIMEOUT_S = 10.0
+READY_TIMEOUT_S = 3600.0
+"""A server listens once it has recovered its streams, which takes minutes where they are large."""
+SAYS_SO_EVERY_S = 10.0
+"""Seconds between two lines of the log about a server that is not ready yet."""
 
 
 class NatsServer:
     """A server: `async with NatsServer(directory, port) as server:` runs it; clients use `server.url`."""
 
-    def __init__(self, directory: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        secure: "SecureDirectory | None" = None,
+    ) -> None:
         self.directory = directory
         self.host = host
         self.port = port or free_port(host)
+        self._secure = secure
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -68,10 +84,7 @@ class NatsServer:
         )
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                while not await self._answers():
-                    if self._process.returncode is not None:
-                        break
-                    await asyncio.sleep(0.01)
+                await self._wait_until_ready(log_file)
         except TimeoutError:
             await self.stop()
         except asyncio.CancelledError:
@@ -79,6 +92,18 @@ class NatsServer:
             raise
         if self._process is None or self._process.returncode is not None:
             raise ConfigError(f"nats-server did not start, its last words: {_tail(log_file)}")
+
+    async def _wait_until_ready(self, log_file: Path) -> None:
+        """Return when the server accepts connections, or has ended."""
+        assert self._process is not None
+        said = began = time.monotonic()
+        while not await self._answers() and self._process.returncode is None:
+            if time.monotonic() - said > SAYS_SO_EVERY_S:
+                said = time.monotonic()
+                log.warning(
+                    "waiting_for_nats_server", seconds=round(said - began), last_words=_tail(log_file)
+                )
+            await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
         """Ask the server to stop, and kill it if it does not."""
@@ -114,6 +139,7 @@ class NatsServer:
             f'listen: "{self.host}:{self.port}"\n'
             f"max_payload: {MAX_PAYLOAD}\n"
             f'jetstream {{ store_dir: "{self.directory / "jetstream"}" }}\n'
+            + (self._secure.server_config() if self._secure is not None else "")
         )
 
     async def _answers(self) -> bool:
@@ -139,6 +165,14 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only processes of this host reach what listens at `host`, a name or an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def refuse_taken_port(host: str, port: int) -> None:

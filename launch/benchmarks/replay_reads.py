@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 import uvloop
 
-from bus import connection
+from bus import answers
 from bus.child_process import die_with_parent, module_command
 from bus.codec import Json
 from bus.config import BusConfig
@@ -90,9 +90,9 @@ async def _answering(bus: Bus) -> None:
 
 async def _steps(bus: Bus, way: str, read: Literal["auto", "bus"]) -> dict[str, Json]:
     """Medians over the steps; `bus_in_loop` decodes in the event loop, for comparison."""
-    before = connection.DECODE_IN_THREAD_BYTES
+    before = answers.THREAD_BYTES
     if way == "bus_in_loop":
-        connection.DECODE_IN_THREAD_BYTES = sys.maxsize
+        answers.THREAD_BYTES = sys.maxsize
     try:
         with closing(ReplayReader(bus, "bench", read=read)) as reader:
             measured = [await _measured(partial(reader.fetch, _refs(n))) for n in range(STEPS)]
@@ -100,7 +100,7 @@ async def _steps(bus: Bus, way: str, read: Literal["auto", "bus"]) -> dict[str, 
             if reader.read[wanted] != STEPS * GROUPS * SAMPLES:
                 raise RuntimeError(f"{way}: read {dict(reader.read)}")
     finally:
-        connection.DECODE_IN_THREAD_BYTES = before
+        answers.THREAD_BYTES = before
     medians = [1e3 * statistics.median(column) for column in zip(*measured[1:], strict=True)]
     return dict(zip(("step_ms", "cpu_ms", "loop_cpu_ms", "loop_longest_ms"), medians, strict=True))
 

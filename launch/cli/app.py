@@ -1,5 +1,6 @@
 """The `launch` application, with what its commands share. Loads no torch, so that help is quick."""
 
+import os
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -9,6 +10,8 @@ import docstring_parser
 from cyclopts import App, Group, Parameter
 from pydantic import PlainValidator
 
+from bus.config import URL_VARIABLE
+from bus.credentials import VARIABLE, load_credentials
 from launch.config import (
     ActorsProcess,
     LearnerProcess,
@@ -55,6 +58,12 @@ RetrainSettings = Annotated[RetrainProcess, *AS_WRITTEN]
 PresetName = Annotated[str | None, Parameter(name="--preset", group=SHORT)]
 ConfigFile = Annotated[Path | None, Parameter(name="--config", group=SHORT)]
 BusUrl = Annotated[str | None, Parameter(name="--bus", group=SHORT)]
+CredsFile = Annotated[
+    Path | None,
+    Parameter(
+        name="--creds", group=SHORT, help=f"Credentials file for a secured bus; without it ${VARIABLE}."
+    ),
+]
 Prompts = Annotated[Path | None, Parameter(name="--prompts", group=SHORT)]
 Processes = Annotated[int | None, Parameter(name="--nproc", group=SHORT)]
 Nodes = Annotated[int | None, Parameter(name="--nodes", group=SHORT)]
@@ -76,11 +85,15 @@ def layers_of(
 
 
 def short_forms(
-    bus: str | None = None, prompts: Path | None = None, reward: str | None = None
+    bus: str | None = None, creds: Path | None = None, prompts: Path | None = None, reward: str | None = None
 ) -> dict[str, Any]:
-    """Return the settings that the short forms stand for."""
+    """Return the settings that the short forms stand for; a bus that is not named is that of `creds`."""
     layer: dict[str, Any] = {}
-    if bus is not None:
+    bus = bus or os.environ.get(URL_VARIABLE)
+    creds = creds or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
+    if creds is not None:
+        layer["bus"] = {"creds": creds.absolute(), "url": bus or load_credentials(creds).url}
+    elif bus is not None:
         layer["bus"] = {"url": bus}
     if prompts is not None:
         layer["data"] = {"prompts": prompts}

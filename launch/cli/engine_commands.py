@@ -2,12 +2,12 @@
 
 import json
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from bus.errors import ConfigError
-from launch.cli.app import BusUrl, app, short_forms
+from launch.cli.app import BusUrl, CredsFile, app, short_forms
 from launch.config import validate
 from launch.process.runtime import configure_logging, run
 
@@ -18,7 +18,7 @@ Actor = Annotated[str | None, Parameter(name="--actor")]
 
 
 @engines.command(name="list", usage="Usage: launch engines list --run RUN")
-def list_command(*, run_name: RunName = "default", bus: BusUrl = None) -> None:
+def list_command(*, run_name: RunName = "default", bus: BusUrl = None, creds: CredsFile = None) -> None:
     """Print every actor's engines with their state and policy version, as JSON.
 
     Parameters
@@ -31,13 +31,19 @@ def list_command(*, run_name: RunName = "default", bus: BusUrl = None) -> None:
     from launch.operations.engines import list_engines
 
     configure_logging("warning")
-    found = run(partial(list_engines, validate({"run": run_name}, short_forms(bus))))
+    found = run(partial(list_engines, validate({"run": run_name}, short_forms(bus, creds))))
     print(json.dumps(found, indent=2, sort_keys=True))  # noqa: T201 - the user's terminal
 
 
 @engines.command(name="join", usage="Usage: launch engines join URL --run RUN [--actor NAME]")
 def join_command(
-    url: str, /, *, run_name: RunName = "default", bus: BusUrl = None, actor: Actor = None
+    url: str,
+    /,
+    *,
+    run_name: RunName = "default",
+    bus: BusUrl = None,
+    creds: CredsFile = None,
+    actor: Actor = None,
 ) -> None:
     """Add a running SGLang server to an actor; it serves once it has the weights.
 
@@ -56,12 +62,18 @@ def join_command(
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url} is no URL of a server: write it as http://host:port")
-    _change("join", url, run_name, bus, actor)
+    _change("join", url, run_name, short_forms(bus, creds), actor)
 
 
 @engines.command(name="leave", usage="Usage: launch engines leave ENGINE --run RUN [--actor NAME]")
 def leave_command(
-    engine: str, /, *, run_name: RunName = "default", bus: BusUrl = None, actor: Actor = None
+    engine: str,
+    /,
+    *,
+    run_name: RunName = "default",
+    bus: BusUrl = None,
+    creds: CredsFile = None,
+    actor: Actor = None,
 ) -> None:
     """Remove an engine from its actor. Its generations go on elsewhere, from their tokens so far.
 
@@ -76,16 +88,16 @@ def leave_command(
     actor
         Name of the actor, where several have an engine of that name.
     """
-    _change("leave", engine, run_name, bus, actor)
+    _change("leave", engine, run_name, short_forms(bus, creds), actor)
 
 
 def _change(
-    action: Literal["join", "leave"], engine: str, run_name: str, bus: str | None, actor: str | None
+    action: Literal["join", "leave"], engine: str, run_name: str, bus: dict[str, Any], actor: str | None
 ) -> None:
     from bus.requests import EngineChange
     from launch.operations.engines import change_engine
 
     configure_logging("warning")
-    where = validate({"run": run_name}, short_forms(bus))
+    where = validate({"run": run_name}, bus)
     chosen = run(partial(change_engine, where, EngineChange(action=action, engine=engine), actor))
     print(f"{engine} {'joined' if action == 'join' else 'left'} {chosen}")  # noqa: T201 - the user's terminal

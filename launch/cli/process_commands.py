@@ -15,6 +15,7 @@ from launch.cli.app import (
     ActorsSettings,
     BusUrl,
     ConfigFile,
+    CredsFile,
     LearnerSettings,
     Master,
     NodeRank,
@@ -48,6 +49,7 @@ def local(
     preset_name: PresetName = None,
     config: ConfigFile = None,
     bus: BusUrl = None,
+    creds: CredsFile = None,
     prompts: Prompts = None,
     reward: RewardName = None,
     settings: Settings = RunConfig(),
@@ -72,13 +74,21 @@ def local(
     from launch.local.local import run_local
 
     configure_logging("warning")
-    layers = layers_of(preset_name, config, short_forms(bus, prompts, reward), settings)
+    layers = layers_of(preset_name, config, short_forms(bus, creds, prompts, reward), settings)
     own_bus = "url" not in layers.get("bus", {})
     raise SystemExit(run(partial(run_local, resolve(layers), own_bus=own_bus)))
 
 
 @app.command(name="bus", usage=USAGE.format("bus"))
-def bus_command(*, host: str = "127.0.0.1", port: int = 4222, directory: Path = Path("runs/bus")) -> None:
+def bus_command(
+    *,
+    host: str = "127.0.0.1",
+    port: int = 4222,
+    directory: Path = Path("runs/bus"),
+    insecure: Annotated[bool, Parameter(name="--insecure", negative=())] = False,
+    secure: Path | None = None,
+    runs: Annotated[list[str] | None, Parameter(name="--run", negative=())] = None,
+) -> None:
     """Run a nats-server with JetStream on this machine.
 
     Parameters
@@ -89,11 +99,20 @@ def bus_command(*, host: str = "127.0.0.1", port: int = 4222, directory: Path = 
         Port to listen on.
     directory
         Directory of its streams.
+    insecure
+        Accept everybody who reaches a host beyond loopback: for a network that is yours alone.
+    secure
+        Directory of credentials, made if it is missing: only who has one of its files is let in, over TLS.
+    runs
+        Run that gets credentials there, besides those that have them; may be given several times.
     """
     from launch.process.services import serve_bus
 
     configure_logging()
-    run(partial(serve_bus, host, port, directory))
+    named = tuple(runs or (["default"] if secure is not None else []))
+    if named and secure is None:
+        raise ConfigError(f"--run {named[0]}: credentials are made for a run with --secure DIR: give both")
+    run(partial(serve_bus, host, port, directory, insecure=insecure, secure=secure, runs=named))
 
 
 @app.command(usage=USAGE.format("storage"))
@@ -102,6 +121,7 @@ def storage(
     preset_name: PresetName = None,
     config: ConfigFile = None,
     bus: BusUrl = None,
+    creds: CredsFile = None,
     prompts: Prompts = None,
     reward: RewardName = None,
     settings: Settings = RunConfig(),
@@ -124,7 +144,7 @@ def storage(
     from launch.process.services import serve_storage
 
     configure_logging()
-    layers = layers_of(preset_name, config, short_forms(bus, prompts, reward), settings)
+    layers = layers_of(preset_name, config, short_forms(bus, creds, prompts, reward), settings)
     run(partial(serve_storage, resolve(layers)))
 
 
@@ -133,6 +153,7 @@ def shards(
     *,
     numbers: Annotated[str, Parameter(name="--shards", group=SHORT)],
     bus: BusUrl = None,
+    creds: CredsFile = None,
     settings: ShardsSettings = ProcessConfig(),
 ) -> None:
     """Keep those replay shards of a run that its `launch storage` leaves out. The run is named by --run.
@@ -150,14 +171,15 @@ def shards(
     from storage.config import shard_numbers
 
     configure_logging()
-    where, own = run_and_own_settings(short_forms(bus), settings)
+    where, own = run_and_own_settings(short_forms(bus, creds), settings)
     run(partial(serve_shards, where, own, shard_numbers(numbers)))
 
 
 @app.command(usage=USAGE.format("learner"))
-def learner(
+def learner(  # noqa: PLR0913 - each is a flag
     *,
     bus: BusUrl = None,
+    creds: CredsFile = None,
     nproc: Processes = None,
     nodes: Nodes = None,
     node_rank: NodeRank = None,
@@ -193,7 +215,7 @@ def learner(
     given = {"processes": nproc, "nodes": nodes, "node_rank": node_rank, "master": master}
     world = {key: value for key, value in given.items() if value is not None}
     where, own = run_and_own_settings(
-        merge(short_forms(bus), {"learner": {"world": world}} if world else {}), settings
+        merge(short_forms(bus, creds), {"learner": {"world": world}} if world else {}), settings
     )
     if shadow is not None:
         if world or is_rank():
@@ -213,7 +235,11 @@ def learner(
 
 @app.command(usage=USAGE.format("actors"))
 def actors(
-    *, bus: BusUrl = None, reward: RewardName = None, settings: ActorsSettings = ActorsProcess()
+    *,
+    bus: BusUrl = None,
+    creds: CredsFile = None,
+    reward: RewardName = None,
+    settings: ActorsSettings = ActorsProcess(),
 ) -> None:
     """Roll out prompts for the run named by --run. You may start several actors, on any hosts.
 
@@ -227,4 +253,4 @@ def actors(
     from launch.process.services import serve_actors
 
     configure_logging()
-    run(partial(serve_actors, *run_and_own_settings(short_forms(bus, reward=reward), settings)))
+    run(partial(serve_actors, *run_and_own_settings(short_forms(bus, creds, reward=reward), settings)))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from launch.cli.app import BusUrl, app, short_forms
+from launch.cli.app import BusUrl, CredsFile, app, short_forms
 from launch.config import validate
 from launch.process.runtime import configure_logging, run
 
@@ -21,6 +21,7 @@ def remove_command(
     *,
     run_name: Annotated[str, Parameter(name="--run")],
     bus: BusUrl = None,
+    creds: CredsFile = None,
     directory: Path = Path("runs"),
     yes: Annotated[bool, Parameter(name="--yes", negative=())] = False,
 ) -> None:
@@ -42,7 +43,7 @@ def remove_command(
     from launch.operations.run_removal import remove_run
 
     configure_logging("error")
-    where = validate({"run": run_name, "directory": directory}, short_forms(bus))
+    where = validate({"run": run_name, "directory": directory}, short_forms(bus, creds))
     found = run(partial(remove_run, where, bus is not None, yes))
     print(found)  # noqa: T201 - the user's terminal
     print("removed" if yes else "nothing was removed: give --yes to remove it")  # noqa: T201

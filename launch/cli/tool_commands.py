@@ -9,7 +9,16 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from bus.errors import ConfigError, SluiceError
-from launch.cli.app import USAGE, BusUrl, ConfigFile, RetrainSettings, app, run_and_own_settings, short_forms
+from launch.cli.app import (
+    USAGE,
+    BusUrl,
+    ConfigFile,
+    CredsFile,
+    RetrainSettings,
+    app,
+    run_and_own_settings,
+    short_forms,
+)
 from launch.cli.convert_commands import convert
 from launch.config import (
     RetrainProcess,
@@ -93,6 +102,7 @@ def restore(
 @app.command(usage="Usage: launch data --run NAME --prompts FILE [--keep-old]")
 def data(
     *, prompts: Path, run_name: Annotated[str, Parameter(name="--run")] = "default", bus: BusUrl = None,
+    creds: CredsFile = None,
     keep_old: Annotated[bool, Parameter(name="--keep-old", negative=())] = False,
 ) -> None:  # fmt: skip
     """Give a running run other prompts, from its next lease on. The change outlives restarts.
@@ -111,7 +121,7 @@ def data(
     from launch.operations.prompt_updates import add_data
 
     configure_logging("warning")
-    accepted = run(partial(add_data, validate({"run": run_name}, short_forms(bus)), prompts, keep_old))
+    accepted = run(partial(add_data, validate({"run": run_name}, short_forms(bus, creds)), prompts, keep_old))
     if accepted is not None:
         print(f"{accepted.prompts} prompts, from lease {accepted.first_lease} on")  # noqa: T201 - the user's
 
@@ -123,6 +133,7 @@ def reward_command(
     *,
     run_name: Annotated[str, Parameter(name="--run")] = "default",
     bus: BusUrl = None,
+    creds: CredsFile = None,
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
     """Give rewards to trajectories that were published without one.
@@ -143,7 +154,7 @@ def reward_command(
     from launch.operations.give_rewards import give_rewards
 
     configure_logging("warning")
-    given = run(partial(give_rewards, resolve(short_forms(bus), {"run": run_name}), file))
+    given = run(partial(give_rewards, resolve(short_forms(bus, creds), {"run": run_name}), file))
     account = {"taken": given.taken, "refused": len(given.refused)}
     summary = f"{given.taken} rewards given, {len(given.refused)} lines refused"
     print(json.dumps(account) if as_json else summary, flush=True)  # noqa: T201 - the user's terminal

@@ -16,6 +16,7 @@ from actors.environments.build import build_environment
 from actors.rewards.group_filters import load_filter
 from bus.child_process import module_command
 from bus.codec import Json
+from bus.config import URL_VARIABLE
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.server import free_port
@@ -149,7 +150,9 @@ def _bus_part(run: RunDirectory, port: int) -> Part:
 
 def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
     """Return the parts, started by the same commands that separate hosts would use."""
-    join = ("--bus", config.bus.url, "--run", config.run, "--directory", str(config.directory))
+    join = ["--run", config.run, "--directory", str(config.directory)]
+    if config.bus.creds is not None:
+        join += ["--creds", str(config.bus.creds)]
     parts = (
         Part("storage", _command("storage", "--config", str(run.config))),
         Part("actors", _command("actors", *join)),
@@ -159,7 +162,10 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
 
 
 def _with_variables(config: RunConfig, part: Part) -> Part:
-    return replace(part, environment=config.supervision.environment.get(part.name, {}))
+    """Add the variables of the part. The bus's URL is one, since it may hold a password, and arguments can be
+    read by everybody on the host."""
+    own = config.supervision.environment.get(part.name, {})
+    return replace(part, environment={URL_VARIABLE: config.bus.url, **own})
 
 
 def _command(*arguments: str) -> tuple[str, ...]:

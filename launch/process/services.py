@@ -2,16 +2,20 @@
 
 import asyncio
 import json
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from bus.config import without_credentials
 from bus.connection import Bus
+from bus.credentials import Credentials, load_credentials
 from bus.errors import BusError, ConfigError
 from bus.messages import RunRecord
-from bus.server import NatsServer
+from bus.secure_directory import SecureDirectory
+from bus.server import NatsServer, is_loopback
 from bus.waiting import cancelled, ended_before
 from launch.config import RunConfig, resolve
 from launch.process.write_check import until_it_cannot_store
@@ -27,8 +31,20 @@ log = structlog.get_logger()
 PORTS = range(1 << 16)
 
 
-async def serve_bus(host: str, port: int, directory: Path, stop: asyncio.Event) -> None:
-    """Run a nats-server until `stop`."""
+async def serve_bus(
+    host: str, port: int, directory: Path, stop: asyncio.Event, *, insecure: bool = False,
+    secure: Path | None = None, runs: tuple[str, ...] = (),
+) -> None:  # fmt: skip
+    """Run a nats-server until `stop`; it lets in only who has credentials from the directory `secure`.
+
+    Raises `ConfigError` for a host beyond loopback that everybody could use, unless `insecure` allows it.
+    """
+    if not (is_loopback(host) or insecure or secure is not None):
+        raise ConfigError(
+            f"--host {host} would let everybody on the network run programs on the run's hosts, since no "
+            "credentials are asked for: give --secure DIR, listen at 127.0.0.1, "
+            "or give --insecure on a network of your own"
+        )
     if port not in PORTS:
         raise ConfigError(
             f"--port {port} is no port: choose one from 1 to {PORTS[-1]}, or 0 for any that is free"
@@ -37,18 +53,24 @@ async def serve_bus(host: str, port: int, directory: Path, stop: asyncio.Event) 
     with (directory / "lock").open("a") as lock:
         if not try_lock(lock):
             raise ConfigError(f"another `launch bus` keeps its streams in {directory}: give --directory")
-        async with NatsServer(directory, host=host, port=port) as server:
-            log.info("bus_ready", url=server.url)
-            while not await _ended_or_stopped(server, stop):
+        keys = SecureDirectory(secure) if secure is not None else None
+        server = NatsServer(directory, host=host, port=port, secure=keys)
+        if keys is not None:
+            reached_at = platform.node() if host in ("0.0.0.0", "::") else host
+            keys.make(runs, f"nats://{reached_at}:{server.port}")
+        async with server:
+            log.info("bus_ready", url=server.url, runs=keys.runs if keys is not None else "all")
+            probe = load_credentials(keys.probe) if keys is not None else None
+            while not await _ended_or_stopped(server, stop, probe):
                 await server.stop()
                 await server.start()
 
 
-async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event) -> bool:
+async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Credentials | None) -> bool:
     """Wait for `stop`; return False when the server has to be restarted before."""
     ended = asyncio.create_task(server.wait())
     stopping = asyncio.create_task(stop.wait())
-    full = asyncio.create_task(until_it_cannot_store(server.url))
+    full = asyncio.create_task(until_it_cannot_store(server.url, probe))
     tasks = {ended, stopping, full}
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     await cancelled(*tasks)
@@ -79,7 +101,7 @@ async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:
         config_json=config.model_dump_json(),
     )
     async with Bus.connect(config.bus, config.run, name="storage", stop=stop) as bus:
-        log.info("storage_ready", run=config.run, bus=config.bus.url)
+        log.info("storage_ready", run=config.run, bus=without_credentials(config.bus.url))
         await run_storage(bus, settings, stop)
 
 

@@ -13,6 +13,9 @@ from nats.aio.client import Client
 from nats.js.api import StreamConfig
 from nats.js.client import JetStreamContext
 
+from bus.connection import authentication
+from bus.credentials import Credentials
+
 log = structlog.get_logger()
 STREAM = "SLUICE-PROBE"
 SUBJECT = "sluice-probe"
@@ -22,9 +25,9 @@ FAILURES = 3
 """Failed writes in a row, by a server that answers otherwise, after which it is given up."""
 
 
-async def until_it_cannot_store(url: str) -> str:
+async def until_it_cannot_store(url: str, credentials: Credentials | None = None) -> str:
     """Write to a stream of its own for ever; return the reason once writing keeps failing."""
-    client = await _connected(url)
+    client = await _connected(url, credentials)
     try:
         js = client.jetstream(timeout=ANSWER_S)
         failed, reason = 0, ""
@@ -45,11 +48,17 @@ async def until_it_cannot_store(url: str) -> str:
         await client.close()
 
 
-async def _connected(url: str) -> Client:
+async def _connected(url: str, credentials: Credentials | None) -> Client:
     while True:
         client = Client()
         try:
-            await client.connect(url, name="probe", max_reconnect_attempts=-1, reconnect_time_wait=PERIOD_S)
+            await client.connect(
+                url,
+                name="probe",
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=PERIOD_S,
+                **authentication(credentials),
+            )
         except (OSError, nats.errors.Error) as error:  # the supervisor of the server restarts it
             log.debug("probe_not_connected", reason=str(error))
             await asyncio.sleep(PERIOD_S)

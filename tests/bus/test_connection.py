@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from structlog.testing import capture_logs
 
-from bus import waiting
-from bus.codec import encode
+from bus import answers, waiting
+from bus.answers import PART, send_answer
+from bus.codec import Message, encode
 from bus.config import BusConfig
-from bus.connection import PART, Bus
+from bus.connection import Bus
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, StorageError
 from bus.messages import RunRecord
 from bus.refusal import Refused
@@ -23,6 +25,7 @@ from bus.server import NatsServer, free_port
 from bus.trajectory import Trajectory, TrajectoryBatch
 from tests.conftest import Connect
 from tests.factories import make_trajectory
+from tests.slow_link import slow_link
 
 ASK = StoredRequest(after=3)
 
@@ -191,6 +194,50 @@ async def test_answer_of_which_a_part_was_lost_is_an_error(bus: Bus):
     await bus.client.subscribe("test.lossy", cb=lossy)
     with pytest.raises(BusError, match="part 1 of the answer was lost"):
         await bus.request_many("test.lossy", ASK, GroupRef, timeout_s=5)
+
+
+@pytest.mark.nats
+@pytest.mark.slow  # the link needs its time
+async def test_answer_above_what_the_server_holds_arrives_over_a_link_slower_than_the_sender(
+    bus: Bus, server: NatsServer
+):
+    batch = TrajectoryBatch(trajectories=(make_trajectory(tokens=60_000),))
+    size = len(encode(batch))
+    many = 150_000_000 // size
+
+    async def handle(_: StoredRequest) -> list[TrajectoryBatch | Done]:
+        return [*([batch] * many), Done()]
+
+    await bus.serve("test.ask", StoredRequest, handle)
+    async with slow_link(server.port, bytes_per_s=20e6) as port:
+        config = BusConfig(url=f"nats://127.0.0.1:{port}")
+        async with Bus.connect(config, "test", name="far") as far:
+            found = await far.request_many("test.ask", ASK, TrajectoryBatch, timeout_s=10)
+            assert far.client.stats["reconnects"] == 0
+    assert len(found) == many
+
+
+@pytest.mark.nats
+async def test_sender_of_an_answer_stops_when_its_asker_is_gone(bus: Bus, monkeypatch: pytest.MonkeyPatch):
+    batch = TrajectoryBatch(trajectories=(make_trajectory(tokens=60_000),))
+    sent = 0
+
+    def endless() -> Iterator[Message]:
+        nonlocal sent
+        while True:
+            sent += 1
+            yield batch
+
+    inbox = bus.client.new_inbox()
+    replies = await bus.client.subscribe(inbox)
+    monkeypatch.setattr(answers, "TAKEN_TIMEOUT_S", 1.0)
+    sending = asyncio.create_task(send_answer(bus.client, inbox, endless()))
+    await replies.next_msg(timeout=5)
+    await replies.unsubscribe()
+    with pytest.raises(BusError, match=r"does not listen|took no piece"):
+        async with asyncio.timeout(answers.TAKEN_TIMEOUT_S + 5):
+            await sending
+    assert sent * len(encode(batch)) < 2 * answers.WINDOW_BYTES
 
 
 @pytest.mark.nats

@@ -322,9 +322,14 @@ async def test_set_that_stands_still_gives_way(bus: Bus):
 @pytest.mark.nats
 async def test_message_above_the_bound_is_set_aside(bus: Bus):
     await send(bus, *pieces(make("huge", size=3 * PART)), ({}, encode(make("small", size=1))))
-    recorder = Recorder()
-    await run(bus, recorder, inbox_of(bus, Parts(bus, held_bytes=2 * PART)))
+    recorder, told = Recorder(), set()
+
+    async def tell(subject: str, message_id: str, _: SchemaError) -> None:
+        told.add((subject, message_id.partition(".")[0]))
+
+    await run(bus, recorder, inbox_of(bus, Parts(bus, held_bytes=2 * PART, on_unreadable=tell)))
     assert await left(bus, 4, "DEAD")
+    assert told == {(bus.subject("trajectories", 0), "huge")}
     assert "this consumer holds 2000" in (await letter(bus)).reason
 
 

@@ -1,8 +1,10 @@
 """The nats-server that we start ourselves."""
 
+import asyncio
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -57,6 +59,29 @@ async def test_server_that_cannot_start_says_why(tmp_path: Path):
     (tmp_path / "jetstream").write_text("a file where a directory belongs")
     with pytest.raises(ConfigError, match=r"nats-server did not start, its last words: .*not a directory"):
         await NatsServer(tmp_path).start()
+
+
+@pytest.mark.nats
+async def test_server_that_recovers_for_long_is_waited_for_and_said_to_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    recovered, slow = tmp_path / "recovered", tmp_path / "nats-server"
+    slow.write_text(
+        f'#!/bin/sh\nuntil test -e {recovered}; do sleep 0.05; done\nexec {bus.server.nats_binary()} "$@"\n'
+    )
+    slow.chmod(0o755)
+    said = asyncio.Event()
+    monkeypatch.setattr(bus.server, "nats_binary", lambda: str(slow))
+    monkeypatch.setattr(bus.server, "SAYS_SO_EVERY_S", 0.1)
+    monkeypatch.setattr(bus.server, "log", SimpleNamespace(warning=lambda event, **_: said.set()))
+    server = NatsServer(tmp_path / "nats")
+    starting = asyncio.create_task(server.start())
+    async with asyncio.timeout(10):
+        await said.wait()
+    assert not starting.done()
+    recovered.touch()
+    await starting
+    await server.stop()
 
 
 def test_missing_binary_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

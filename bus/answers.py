@@ -1,0 +1,97 @@
+"""Answers of several messages: sent piece by piece, with a bounded number of bytes on their way."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator
+from itertools import count
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from bus.codec import Message, decode, encode
+from bus.errors import BusError
+
+PART = "Sluice-Part"
+"""Header that numbers the pieces of one answer, since core NATS may lose some when a connection breaks."""
+MORE = "Sluice-More"
+"""Header of a message that continues in the next piece, because it is larger than the server accepts."""
+HEADER_BYTES = 64
+"""Room left for our headers, which the server counts as part of max_payload."""
+WINDOW_BYTES = 4 << 20
+"""Bytes of an answer that may be on their way. A server cuts off a reader for whom it holds 64 MB, and a
+learner reads from all shards at the same time."""
+TAKEN_TIMEOUT_S = 30.0
+"""Seconds for which the sender waits until the asker has taken a piece."""
+THREAD_BYTES = 1 << 16
+"""Size from which a message is decoded in a thread, so that the event loop stays responsive."""
+
+
+async def send_answer(client: Client, reply_to: str, messages: Iterable[Message]) -> None:
+    """Send each message when the asker has taken enough of those before; one is encoded at a time.
+
+    Raises `nats.errors.Error` when the connection breaks, and `BusError` when the asker is gone."""
+    inbox = client.new_inbox()
+    taken = await client.subscribe(f"{inbox}.*")
+    waiting: deque[int] = deque()
+    numbers = count()
+    try:
+        for message in messages:
+            for piece, more in _pieces(await asyncio.to_thread(encode, message), client.max_payload):
+                while waiting and sum(waiting) + len(piece) > WINDOW_BYTES:
+                    await _wait_until_taken(taken, reply_to)
+                    waiting.popleft()
+                number = next(numbers)
+                headers = {PART: str(number), **({MORE: "1"} if more else {})}
+                # A subject for each piece: a server with permissions lets the asker answer each subject once.
+                await client.publish(reply_to, piece, reply=f"{inbox}.{number}", headers=headers)
+                waiting.append(len(piece))
+    finally:
+        await taken.unsubscribe()
+
+
+async def receive_answer(
+    client: Client, inbox: Subscription, subject: str, *expected: type[Message], timeout_s: float
+) -> AsyncIterator[Message]:
+    """Yield the messages of one answer, and let the sender know of each piece that was taken.
+
+    Pieces are at most `timeout_s` apart. Raises `BusError` when a piece was lost or nobody serves `subject`,
+    and `nats.errors.Error` when the answer does not come.
+    """
+    pieces: list[bytes] = []
+    for number in count():
+        raw = await inbox.next_msg(timeout=timeout_s)
+        headers = raw.headers or {}
+        if headers.get("Status") == "503":
+            raise BusError(f"nobody serves {subject}: start the process that does")
+        if headers.get(PART) != str(number):
+            raise BusError(f"{subject}: part {number} of the answer was lost")
+        if raw.reply:
+            await client.publish(raw.reply)
+        pieces.append(raw.data)
+        if MORE not in headers:
+            yield await _decoded(b"".join(pieces), *expected)
+            pieces.clear()
+
+
+def _pieces(data: bytes, max_payload: int) -> Iterator[tuple[bytes, bool]]:
+    """Yield pieces that the server accepts, each with whether another one follows."""
+    step = max_payload - HEADER_BYTES
+    for begin in range(0, len(data), step):
+        yield data[begin : begin + step], begin + step < len(data)
+
+
+async def _wait_until_taken(taken: Subscription, reply_to: str) -> None:
+    try:
+        raw: Msg = await taken.next_msg(timeout=TAKEN_TIMEOUT_S)
+    except nats.errors.TimeoutError as error:
+        raise BusError(f"{reply_to} took no piece of its answer for {TAKEN_TIMEOUT_S:g} s") from error
+    if (raw.headers or {}).get("Status") == "503":
+        raise BusError(f"{reply_to} does not listen any more")
+
+
+async def _decoded(data: bytes, *expected: type[Message]) -> Message:
+    if len(data) < THREAD_BYTES:
+        return decode(data, *expected)
+    return await asyncio.to_thread(decode, data, *expected)

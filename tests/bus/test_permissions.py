@@ -1,0 +1,275 @@
+"""Each role of a secured run may do what it needs, and nothing that belongs to another."""
+
+import asyncio
+import stat
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
+
+import nats.errors
+import pytest
+from nats.aio.client import Client
+from nats.js.api import StreamConfig
+
+from bus import answers
+from bus.blobs import delete_blob, get_blob, put_blob
+from bus.config import BusConfig
+from bus.connection import Bus, authentication
+from bus.consume import Inbox
+from bus.credentials import load_credentials
+from bus.errors import BusAwayError, BusError, ConfigError
+from bus.messages import RoleHolder
+from bus.permissions import ROLES
+from bus.publish import Publisher
+from bus.requests import Done, Waiting
+from bus.secure_directory import SecureDirectory
+from bus.server import NatsServer
+from bus.topology import ensure
+
+pytestmark = pytest.mark.nats
+As = Callable[..., AbstractAsyncContextManager[Bus]]
+HOLDER = RoleHolder(incarnation="x", host="h", pid=1)
+
+
+@pytest.fixture
+async def keys(tmp_path: Path) -> AsyncIterator[SecureDirectory]:
+    """Credentials of the runs "mine" and "other", with the bus that they are for."""
+    secure = SecureDirectory(tmp_path / "keys")
+    server = NatsServer(tmp_path / "nats", secure=secure)
+    secure.make(["mine", "other"], server.url)
+    async with server:
+        yield secure
+
+
+@pytest.fixture
+async def as_role(keys: SecureDirectory) -> As:
+    """Connect to run "mine", which its storage has made, as one of the roles."""
+
+    def connect(role: str, run: str = "mine") -> AbstractAsyncContextManager[Bus]:
+        path = keys.path / run / f"{role}.creds"
+        return Bus.connect(BusConfig(url=load_credentials(path).url, creds=path), run, name=role)
+
+    async with connect("storage") as bus:
+        await bus.create_keys()
+        await ensure(bus.js, bus.topology, shards=2)
+        await bus.put("run", HOLDER)
+    return connect
+
+
+async def forbidden(bus: Bus, doing: Callable[[], Awaitable[object]]) -> bool:
+    """Whether the server refuses what `doing` does: it says so to the client, and does nothing."""
+    refusal = asyncio.Event()
+
+    async def heard(error: Exception) -> None:
+        if "permissions violation" in str(error).lower():
+            refusal.set()
+
+    bus.client._error_cb = heard  # the client has no other way to hear of it
+    work = asyncio.ensure_future(doing())
+    waiting = asyncio.create_task(refusal.wait())
+    await asyncio.wait({work, waiting}, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+    if not refusal.is_set():
+        await bus.client.flush()  # the refusal comes before the answer to this
+    for task in (work, waiting):
+        task.cancel()
+    await asyncio.gather(work, waiting, return_exceptions=True)
+    return refusal.is_set()
+
+
+FORBIDDEN_SUBJECTS = {
+    "storage": ("weights.policy.1.snapshot.0", "notice.policy"),
+    "learner": ("trajectories.0", "tasks.rollout.1", "outcomes.rewards.0", "files.heldout.x.0", "rpc.data"),
+    "actor": ("weights.policy.1.snapshot.0", "notice.policy", "files.model.x.0", "tasks.rollout.1",
+              "outcomes.rewards.0", "rpc.batch", "rpc.committed", "rpc.data", "rpc.engines.other"),
+    "judge": ("weights.policy.1.snapshot.0", "trajectories.0", "outcomes.rejected", "tasks.rollout.1",
+              "events.metrics", "rpc.lease", "notice.policy", "dead.x"),
+    "watcher": ("trajectories.0", "outcomes.rewards.0", "events.metrics", "rpc.lease", "weights.x", "dead.x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("role", [role for role in ROLES if role != "operator"])
+async def test_role_publishes_nothing_that_is_not_its_own(role: str, as_role: As):
+    async with as_role(role) as bus:
+        api = [f"$JS.API.STREAM.DELETE.{bus.topology.stream('TASKS')}"]
+        if role != "storage":
+            api += ["$KV.sluice-mine.run", "$KV.sluice-mine.identity", "$JS.API.STREAM.CREATE.mine-TASKS"]
+        if role != "learner":
+            api += ["$KV.sluice-mine.policy", "$JS.API.STREAM.PURGE.mine-WEIGHTS"]
+        subjects = [bus.subject(name) for name in FORBIDDEN_SUBJECTS[role]]
+        allowed = [
+            subject
+            for subject in (*subjects, *api)
+            if not await forbidden(bus, partial(bus.client.publish, subject, b"{}"))
+        ]
+        assert allowed == []
+
+
+@pytest.mark.parametrize("role", [role for role in ROLES if role != "operator"])
+async def test_role_hears_neither_the_answers_to_others_nor_everything(role: str, as_role: As):
+    async with as_role(role) as bus:
+        others = [f"_INBOX.mine.{other}.>" for other in ROLES if other != role]
+        for subject in (">", "_INBOX.>", "$JS.>", "sluice.mine.>", *others):
+            if (role, subject) == ("storage", "sluice.mine.>"):
+                continue
+            assert await forbidden(bus, lambda subject=subject: bus.client.subscribe(subject)), subject
+
+
+async def test_run_is_written_by_storage_and_read_by_all(as_role: As):
+    for role in ROLES:
+        async with as_role(role) as bus:
+            assert await bus.get("run", RoleHolder) is not None, role
+
+
+async def test_runs_do_not_see_each_other(as_role: As):
+    async with as_role("operator", "other") as other:
+        assert await other.js.streams_info() == []
+        heard = await other.client.subscribe(">")
+        await other.client.flush()
+        async with as_role("operator") as mine:
+            await mine.client.publish("sluice.other.notice.policy", b"x")
+            await mine.client.flush()
+        await other.client.publish("last", b"")
+        assert (await heard.next_msg(timeout=5)).subject == "last"
+
+
+async def test_credentials_of_another_run_are_refused_with_the_run_that_they_are_for(keys: SecureDirectory):
+    config = BusConfig(creds=keys.path / "mine/actor.creds")
+    with pytest.raises(ConfigError, match="for run 'mine', not for 'other'"):
+        async with Bus.connect(config, "other", name="x"):
+            pass
+
+
+async def test_nobody_gets_in_without_a_key(keys: SecureDirectory):
+    tls = {key: value for key, value in authentication(load_credentials(keys.probe)).items() if "tls" in key}
+    client, reasons = Client(), []
+
+    async def heard(error: Exception) -> None:
+        reasons.append(str(error).lower())
+
+    with pytest.raises((nats.errors.Error, OSError)):
+        await client.connect(
+            load_credentials(keys.probe).url, allow_reconnect=False, connect_timeout=2, error_cb=heard, **tls
+        )
+    assert any("authorization" in reason for reason in reasons)
+
+
+async def test_client_without_credentials_is_told_that_it_needs_them(keys: SecureDirectory):
+    config = BusConfig(url=load_credentials(keys.probe).url.replace("tls:", "nats:"), connect_timeout_s=1)
+    with pytest.raises(BusAwayError, match="a bus with keys needs --creds"):
+        async with Bus.connect(config, "mine", name="stranger"):
+            pass
+
+
+async def test_server_says_nothing_before_tls(keys: SecureDirectory):
+    port = int(load_credentials(keys.probe).url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"CONNECT {}\r\nPING\r\n")
+    assert b"PONG" not in await asyncio.wait_for(reader.read(), 10)  # it ends the connection
+    writer.close()
+
+
+async def test_actor_takes_a_task_and_settles_it(as_role: As):
+    async with as_role("storage") as storage, as_role("actor") as actor:
+        await Publisher(storage).publish(storage.subject("tasks", "rollout", 7), b"task", message_id="7")
+        [task] = await Inbox(actor, "TASKS", "rollout").take(1, 5.0)
+        await task.in_progress()
+        await task.ack_sync(timeout=5)
+        subject = actor.subject("trajectories", 0)
+        await Publisher(actor).publish(subject, b"trajectory", message_id="t")
+        [stored] = await Inbox(storage, "TRAJECTORIES", "shard-0").take(1, 5.0)
+        assert (task.data, stored.data) == (b"task", b"trajectory")
+
+
+async def answered(ask: Callable[[], Awaitable[object]]) -> object:
+    """Return the answer as soon as the server knows who serves."""
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                return await ask()
+            except BusError as error:
+                if "nobody serves" not in str(error):
+                    raise
+
+
+async def test_requests_are_answered_across_roles(as_role: As):
+    async def done(_: Done) -> list[Done]:
+        return [Done()]
+
+    for server, asker, subject in (
+        ("storage", "actor", "rpc.lease"),
+        ("storage", "learner", "rpc.batch"),
+        ("learner", "actor", "broadcast.wanted"),
+        ("actor", "actor", "relay.near"),
+        ("actor", "operator", "rpc.engines.a"),
+    ):
+        async with as_role(server) as serving, as_role(asker) as asking:
+            await serving.serve(serving.subject(subject), Done, done)
+            ask = partial(asking.request, asking.subject(subject), Done(), Done, timeout_s=5)
+            assert await answered(ask) == Done()
+            assert await ask() == Done()
+
+
+async def test_long_answers_go_across_roles(as_role: As, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(answers, "WINDOW_BYTES", 10_000)
+    parts = [Waiting(reason="x" * 3000)] * 20
+
+    async def many(_: Done) -> list[Waiting | Done]:
+        return [*parts, Done()]
+
+    for server, asker, subject in (
+        ("storage", "learner", "rpc.read.0"),
+        ("learner", "actor", "broadcast.wanted"),
+    ):
+        async with as_role(server) as serving, as_role(asker) as asking:
+            await serving.serve(serving.subject(subject), Done, many)
+            ask = partial(asking.request_many, asking.subject(subject), Done(), Waiting, timeout_s=5)
+            assert await answered(ask) == parts
+
+
+async def test_learner_publishes_weights_that_an_actor_reads(as_role: As):
+    async with as_role("learner") as learner, as_role("actor") as actor:
+        ref = await put_blob(learner, Publisher(learner), b"weights", "policy", stream="weights")
+        assert await get_blob(actor, ref) == b"weights"
+        await learner.put("policy", HOLDER)
+        await delete_blob(learner, ref)
+        with pytest.raises(BusError):
+            await get_blob(actor, ref)
+
+
+async def test_judge_gives_a_reward(as_role: As):
+    async with as_role("judge") as judge, as_role("storage") as storage:
+        subject = judge.subject("outcomes", "rewards", 1)
+        await Publisher(judge).publish(subject, b"reward", message_id="r")
+        [reward] = await Inbox(storage, "OUTCOMES", "rewards-1").take(1, 5.0)
+        assert reward.data == b"reward"
+
+
+async def test_operator_deletes_a_stream(as_role: As):
+    async with as_role("operator") as bus:
+        await bus.js.delete_stream(bus.topology.stream("DEAD"))
+        await bus.js.add_stream(StreamConfig(name="anything", subjects=["anything"]))
+
+
+async def test_files_are_the_owners_alone_and_a_second_start_keeps_the_keys(keys: SecureDirectory):
+    files = [path for path in keys.path.rglob("*") if path.is_file()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    before = load_credentials(keys.path / "mine/actor.creds")
+    keys.make(["third"], "nats://elsewhere:1")
+    after = load_credentials(keys.path / "mine/actor.creds")
+    assert (after.seed, after.authority, after.url) == (before.seed, before.authority, "nats://elsewhere:1")
+    assert keys.runs == ["mine", "other", "third"]
+    assert before.seed not in repr(before)
+
+
+async def test_a_file_that_others_may_read_is_refused_without_its_content(keys: SecureDirectory):
+    path = keys.path / "mine/actor.creds"
+    seed = load_credentials(path).seed
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600") as refused:
+        load_credentials(path)
+    path.chmod(0o600)
+    path.write_text(f'{{"seed": "{seed}"}}')
+    with pytest.raises(ConfigError, match="holds no credentials") as damaged:
+        load_credentials(path)
+    assert seed not in f"{refused.value}{damaged.value}{damaged.value.__cause__}"
