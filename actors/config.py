@@ -332,6 +332,10 @@ class ActorsConfig(Config):
     """Policy versions that a token may lag the newest token of its trajectory and still be trained on. Older
     tokens are masked, and recorded as such. `None` trains on all; the correction weighs them."""
 
+    probe_bound_nats: float = Field(0.1, gt=0)
+    """Mean difference a token between an engine and the learner, on the probe of a version that both have,
+    above which the actor gives an alarm. In bfloat16 it is a few hundredths, in float32 below 1e-4."""
+
     patience_s: float = Field(600.0, gt=0)
     """Longest time that a starting actor waits for the learner's first policy version."""
 

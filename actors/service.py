@@ -27,6 +27,7 @@ from actors.evaluation.evaluator import Evaluator
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import GroupFilter, load_filter
 from actors.weights.follow import PolicyFollower, obtain_model
+from actors.weights.probe import ProbeCheck
 from actors.worker import Worker
 from bus.codec import Json
 from bus.config import ColocationConfig
@@ -93,7 +94,10 @@ def _actor(
     sampled = Sampling.from_config(settings.sampling, stop_tokens(model, tokenizer))
     greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0)
     from_learner = getattr(settings.actors.engine, "update", "") == "group"
-    follower = PolicyFollower(bus, engine, blobs, loads_at_once=2, from_learner=from_learner)
+    probe = ProbeCheck(engine, bound_nats=settings.actors.probe_bound_nats)
+    follower = PolicyFollower(
+        bus, engine, blobs, loads_at_once=2, from_learner=from_learner, on_loaded=probe.loaded
+    )
     worker = Worker(
         bus,
         Policy(
@@ -121,19 +125,20 @@ def _actor(
         bus, engine, settings.actors.engine, model,
         actor=actor_name(), colocated=settings.colocation.enabled,
     )  # fmt: skip
-    return _Actor(bus, engine, follower, worker, evaluator, admin)
+    return _Actor(bus, engine, follower, probe, worker, evaluator, admin)
 
 
 class _Actor:
     """The parts of an actor process, run together, and what they show."""
 
     def __init__(
-        self, bus: Bus, engine: Fleet, follower: PolicyFollower, worker: Worker, evaluator: Evaluator,
-        admin: EngineAdmin,
+        self, bus: Bus, engine: Fleet, follower: PolicyFollower, probe: ProbeCheck, worker: Worker,
+        evaluator: Evaluator, admin: EngineAdmin,
     ) -> None:  # fmt: skip
         self._bus = bus
         self._engine = engine
         self._follower = follower
+        self._probe = probe
         self._worker = worker
         self._evaluator = evaluator
         self._admin = admin
@@ -143,6 +148,7 @@ class _Actor:
         finished = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follower.run(finished))
+            tasks.create_task(self._probe.run(finished))
             tasks.create_task(
                 report_status(self._bus, source=actor_name(), role="actor", look=self._look, stop=finished)
             )
@@ -179,6 +185,7 @@ class _Actor:
             "engine/tokens": engine.tokens_generated,
             "engine/pause_s": self._follower.pause_s,
             "engine/receive_s": self._follower.receive_s,
+            **({"engine/probe_nats": max(self._probe.nats.values())} if self._probe.nats else {}),
         }
 
     def _look(self) -> tuple[str, dict[str, Json]]:
@@ -203,6 +210,7 @@ class _Actor:
             "policy_version": engine.policy_version,
             "pause_s": self._follower.pause_s,
             "engines": engine.engines,
+            "alarm": "; ".join(self._probe.alarms.values()),
             **self._worker.counts,
         }
 

@@ -133,6 +133,22 @@ class DeltaRef(Message, tag="delta_ref"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Probe(Message, tag="probe"):
+    """Token sequences with the log-probs that the learner gives them at a version: engines must agree."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    """Sequences of two tokens or more."""
+    logprobs: tuple[tuple[float, ...], ...]
+    """For each sequence the nats of all its tokens but the first, at temperature 1."""
+
+    def check(self) -> None:
+        """Refuse log-probs that do not belong to these tokens."""
+        lengths = [len(tokens) for tokens in self.token_ids]
+        if [1 + len(values) for values in self.logprobs] != lengths or min(lengths, default=0) < 2:
+            raise SchemaError(f"a probe of {lengths} tokens has {[len(v) for v in self.logprobs]} log-probs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyManifest(Message, tag="policy"):
     """A published policy version and where its weights lie."""
 
@@ -152,6 +168,8 @@ class PolicyManifest(Message, tag="policy"):
     deltas: tuple[DeltaRef, ...] = ()
     """Deltas from version to version, up to this one. They start at the snapshot's version, or at an older
     one for actors that have that."""
+    probe: Probe | None = None
+    """What an engine must say of some sequences once it has this version; `None` where none was scored."""
 
     def check(self) -> None:
         """Refuse a chain of deltas that does not lead from the snapshot to this version."""

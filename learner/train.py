@@ -12,7 +12,7 @@ import structlog
 from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import ConfigError, UnreadableGroupsError
-from bus.messages import EvaluationResult, Metrics
+from bus.messages import EvaluationResult, Metrics, Probe
 from bus.publish import Publisher
 from bus.requests import BatchLease
 from bus.status import report_status
@@ -261,7 +261,8 @@ class Learner:
             self._heldout.warn_of_missing()
             await self._checkpoint()
             await self._checkpointed()
-            self._announce(copied)
+            latest = self._weights.latest
+            self._announce(copied, latest.probe if latest is not None else None)
             await self._published()
         await asyncio.gather(*self._background)
 
@@ -299,14 +300,19 @@ class Learner:
     async def _publish(self) -> None:
         """Copy the weights, then publish them while training goes on; one publication at a time."""
         await self._published()
-        self._announce(await self._world.call(Rank.copy_weights))
+        probe = None
+        if self._settings.learner.publication.probe:
+            probe = await self._world.call(Rank.score_probe)
+        self._announce(await self._world.call(Rank.copy_weights), probe)
 
-    def _announce(self, copied: Copied) -> None:
+    def _announce(self, copied: Copied, probe: Probe | None) -> None:
         progress = self.progress
 
         async def publish(version: int, stage: str, trains_from: int) -> None:
             tensors = await copied.arrived()
-            await self._weights.publish(tensors, policy_version=version, stage=stage, trains_from=trains_from)
+            await self._weights.publish(
+                tensors, policy_version=version, stage=stage, trains_from=trains_from, probe=probe
+            )
 
         self._publishing = asyncio.create_task(
             publish(progress.policy_version, progress.stage, progress.trains_from), name="publish weights"
@@ -377,6 +383,7 @@ class Learner:
             "trajectories_trained": progress.trajectories_trained,
             "max_staleness_seen": progress.max_staleness_seen,
             "trained_tokens_per_s": self._tokens_per_s,
+            "alarm": self._weights.alarm,
         }
 
     def _report(self, stage: str, step: int, values: dict[str, Json]) -> None:

@@ -150,6 +150,16 @@ class HealthChecked(Protocol):
 
 
 @runtime_checkable
+class Scores(Protocol):
+    """An engine that can tell the log-probs of tokens that it is given."""
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return for each sequence the nats of all its tokens but the first, at temperature 1.
+
+        The weights may change meanwhile: compare `policy_version` before and after. Raises EngineError."""
+
+
+@runtime_checkable
 class SharesDevice(Protocol):
     """An engine that can leave its device to others for a while."""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +84,7 @@ class PolicyFollower:
     def __init__(
         self, bus: Bus, engine: Engine, blobs: BlobSource | None = None, *,
         loads_at_once: int = 1, from_learner: bool = False,
+        on_loaded: Callable[[PolicyManifest], None] | None = None,
     ) -> None:  # fmt: skip
         """Follow the policy with `engine`.
 
@@ -92,13 +93,15 @@ class PolicyFollower:
             engine: started, or about to be.
             blobs: source of the announced weights; without it the bus.
             loads_at_once: above 1 for an engine in which a later call replaces one in progress.
-            from_learner: the engine is `TakesPublished`, and the learner itself sends it the weights."""
+            from_learner: the engine is `TakesPublished`, and the learner itself sends it the weights.
+            on_loaded: is called with each version that the engine has taken."""
         self.pause_s = 0.0
         """Seconds generation stood still for the latest swap."""
         self.receive_s = 0.0
         """Seconds from the announcement of the latest received version until it was here and verified."""
         self._bus = bus
         self._engine = engine
+        self._on_loaded = on_loaded
         self._swapped = asyncio.Condition()
         self._receiver = Receiver(blobs or Blobs(bus))
         self._receiving = asyncio.Lock()
@@ -199,6 +202,8 @@ class PolicyFollower:
         self.pause_s = pause_s
         self._learners.add(manifest.incarnation)
         log.debug("weights_swapped", policy_version=manifest.policy_version, pause_s=round(pause_s, 4))
+        if self._on_loaded is not None:
+            self._on_loaded(manifest)
         async with self._swapped:
             self._swapped.notify_all()
 

@@ -191,7 +191,7 @@ def _process(monitor: RunMonitor, process: Process, width: int, rows: int) -> li
     ended = monitor.silent_s(process) > 0 and monitor.stage == "done"
     silence = 0.0 if ended else monitor.silent_s(process)
     style = "red" if silence else "yellow" if "waiting" in process.status.doing.lower() else "green"
-    style = "dim" if ended else style
+    style = "dim" if ended else "red" if _alarm(process) else style
     head = f"{_short(process.status.source):<{NAME}} "
     wrapped = textwrap.wrap(
         "ended" if ended else _activity(process, silence),
@@ -208,6 +208,8 @@ def _activity(process: Process, silence_s: float) -> str:
     status = process.status
     if silence_s:
         return f"SILENT for {duration(round(silence_s))}, was: {status.doing}"
+    if alarm := _alarm(process):
+        return f"ALARM: {alarm}; {status.doing}"
     again = f", start {process.starts}" if process.starts > 1 else ""
     if status.role != "actor":
         return f"{status.doing} ({size(status.peak_rss_bytes)}{again})"
@@ -217,6 +219,11 @@ def _activity(process: Process, silence_s: float) -> str:
     failed = f", {integer(values, 'failed')} failed" if integer(values, "failed") else ""
     load = f"{running} running, {waiting} queued{failed}, {rate} tok/s"
     return f"{status.doing}; {load}, v{version}, {size(status.peak_rss_bytes)}{_engines(values)}"
+
+
+def _alarm(process: Process) -> str:
+    """Return what the process says is wrong, such as an engine with other weights than it should have."""
+    return str(process.status.values.get("alarm", ""))
 
 
 def _engines(values: Mapping[str, Json]) -> str:
@@ -274,6 +281,7 @@ class News:
         self._evaluations = dict(monitor.history.evaluations)
         self._starts: dict[str, int] = {}
         self._silent: set[str] = set()
+        self._alarms: set[str] = set()
 
     def take(self) -> list[str]:
         """Return a line for each change since the last call."""
@@ -303,3 +311,9 @@ class News:
             elif not silent and source in self._silent:
                 self._silent.remove(source)
                 yield f"{source}: speaks again"
+            if (alarm := _alarm(process)) and source not in self._alarms:
+                self._alarms.add(source)
+                yield f"{source}: ALARM: {alarm}"
+            elif not alarm and source in self._alarms:
+                self._alarms.remove(source)
+                yield f"{source}: the alarm is over"

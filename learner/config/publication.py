@@ -16,6 +16,10 @@ class PublicationConfig(Config):
     keep: int = Field(8, ge=2)
     """Number of latest versions that can be fetched, besides those that still wait for their evaluation."""
 
+    probe: bool = True
+    """Whether a few fixed sequences are scored at each version, so that actors can tell whether their engines
+    have it; that is a forward pass of 128 tokens."""
+
     threads: int | None = Field(None, ge=1)
     """CPU threads that compare, compress and hash weights and copy what is broadcast, while training goes on.
     `None` takes half of the cores, at most 32."""

@@ -14,7 +14,7 @@ from bus.blobs import put_only_blob
 from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import BusError, FencedError
-from bus.messages import BlobRef, DeltaRef, ModelFiles, PolicyManifest, RoleHolder, SnapshotWanted
+from bus.messages import BlobRef, DeltaRef, ModelFiles, PolicyManifest, Probe, RoleHolder, SnapshotWanted
 from bus.publish import Publisher
 from bus.waiting import set_within
 from learner.config.publication import PublicationConfig
@@ -34,6 +34,9 @@ MOST_PINNED = 4
 """Versions that are kept for evaluations which nobody has answered yet."""
 POLL_S = 0.25
 """Time until a wish for a snapshot is seen."""
+UNCHANGED = (
+    "the step was skipped, its learning rate is 0, or it is too small for what learner.publish_dtype can tell"
+)
 WORTH_IT = 0.5
 """A delta of more than this part of all weights is not sent: whole they travel once, for late joiners too."""
 
@@ -54,6 +57,8 @@ class WeightPublisher:
         self.latest: PolicyManifest | None = None
         self.figures: dict[str, Json] = {}
         """Figures of the latest publication, for metrics."""
+        self.alarm = ""
+        """What is wrong with the latest publication, for every screen."""
         self._bus = bus
         self._store = store
         self._config = config
@@ -87,8 +92,9 @@ class WeightPublisher:
         await self._bus.listen(self._bus.subject("notice", "snapshot"), SnapshotWanted, self._on_wanted)
 
     async def publish(
-        self, tensors: Tensors, *, policy_version: int, stage: str, trains_from: int
-    ) -> PolicyManifest:
+        self, tensors: Tensors, *, policy_version: int, stage: str, trains_from: int,
+        probe: Probe | None = None,
+    ) -> PolicyManifest:  # fmt: skip
         """Store what is new, then announce it; the announcement never precedes the bytes.
 
         `tensors` must stay as they are until the publication after this one is done. The same version again
@@ -96,7 +102,7 @@ class WeightPublisher:
         """
         async with self._one:
             began = time.perf_counter()
-            announcement = _Announcement(policy_version, stage, trains_from)
+            announcement = _Announcement(policy_version, stage, trains_from, probe)
             manifest = await self._as_delta(tensors, announcement) if await self._mended() else None
             if manifest is None:
                 manifest = await self._as_snapshot(tensors, announcement)
@@ -167,6 +173,7 @@ class WeightPublisher:
             return None
         delta = await asyncio.to_thread(self._encoded, base, tensors, announcement.policy_version)
         again = announcement.policy_version == base.policy_version
+        self._note_unchanged(announcement.policy_version, unchanged=not (again or delta.sent_words))
         if again and delta.sent_words:
             raise ValueError(f"version {announcement.policy_version} was published with other weights")
         large = self._config.snapshot_every == 1 or len(delta.data) > WORTH_IT * delta.weights.size_bytes
@@ -196,7 +203,9 @@ class WeightPublisher:
         if weights is None:
             raise RuntimeError("nothing was published")
         snapshot = await self._put_snapshot(weights)
-        announcement = _Announcement(manifest.policy_version, manifest.stage, manifest.trains_from)
+        announcement = _Announcement(
+            manifest.policy_version, manifest.stage, manifest.trains_from, manifest.probe
+        )
         return await self._announce(weights, announcement, snapshot, manifest.policy_version, deltas)
 
     async def _announce(
@@ -219,6 +228,7 @@ class WeightPublisher:
             trains_from=announcement.trains_from,
             snapshot_version=snapshot_version,
             deltas=deltas,
+            probe=announcement.probe,
         )
         self.latest = self._held[manifest.policy_version] = manifest
         self._weights = weights  # not before: a snapshot is of the version that is announced
@@ -302,6 +312,14 @@ class WeightPublisher:
         self._stored.add(blob)
         return blob
 
+    def _note_unchanged(self, policy_version: int, *, unchanged: bool) -> None:
+        """Keep an alarm, and log it once, when a version is to the bit the one before it."""
+        before, self.alarm = self.alarm, ""
+        if unchanged:
+            self.alarm = f"version {policy_version} is to the bit the one before it: {UNCHANGED}"
+        if unchanged and not before:
+            log.warning("weights_unchanged", policy_version=policy_version, why=UNCHANGED)
+
     def _note(self, weights: Weights, wire_bytes: int, sent_words: int) -> None:
         self.figures = {
             "weights/wire_bytes": wire_bytes,
@@ -316,6 +334,7 @@ class _Announcement(NamedTuple):
     policy_version: int
     stage: str
     trains_from: int
+    probe: Probe | None = None
 
 
 def _blobs(manifest: PolicyManifest) -> set[BlobRef]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from pydantic import JsonValue
 
 from bus.errors import UnreadableGroupsError, WorldError
+from bus.messages import Probe
 from bus.requests import GroupRef
 from bus.trajectory import Groups
 from learner.algorithms.rl_step import train_on
@@ -22,6 +23,7 @@ from learner.data.batches import StepBatch
 from learner.data.demonstrations import Demonstrations
 from learner.model_directory import stream_hf_directory
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
+from learner.publication.probe import scored_probe
 from learner.settings import LearnerSettings
 from learner.warmup import begin_reinforcement_learning, warm_up_step
 from learner.world.process_group import gathered
@@ -137,6 +139,10 @@ class Rank:
             await self.in_thread(self._backend.export)  # sends rank 0 what it gathers
             return Copied({}, None)
         return await translated(copy_weights(self._host, self._backend, self._thread))
+
+    async def score_probe(self) -> Probe:
+        """Return the probe as the weights are now score it (learner/publication/probe.py)."""
+        return await self.in_thread(lambda: scored_probe(self._backend))
 
     async def release_memory(self) -> None:
         """Leave to others what the next step does not need of the device; the step takes it again."""

@@ -29,6 +29,7 @@ from bus.messages import (
     Metrics,
     ModelFiles,
     PolicyManifest,
+    Probe,
     Prompt,
     PromptSet,
     RewardGiven,
@@ -89,9 +90,11 @@ DELTAS = (
     DeltaRef(base_version=4, policy_version=5, blob=BLOB),
     DeltaRef(base_version=5, policy_version=7, blob=BLOB),
 )
+PROBE = Probe(token_ids=((1, 2, 3), (4, 5)), logprobs=((-0.5, -1.25), (-2.0,)))
 POLICY = PolicyManifest(
-    policy_version=7, incarnation="a1", snapshot=BLOB, model=BLOB, stage="rl", trains_from=2, deltas=DELTAS
-)
+    policy_version=7, incarnation="a1", snapshot=BLOB, model=BLOB, stage="rl", trains_from=2, deltas=DELTAS,
+    probe=PROBE,
+)  # fmt: skip
 CHAT = Prompt(
     content=[{"role": "user", "content": "2+2?"}], label=None, metadata={"level": 3, "tags": ["a", None]}
 )
@@ -101,6 +104,7 @@ EVALUATED = EvaluationResult(
 )  # fmt: skip
 EXAMPLES = (
     CHAT,
+    PROBE,
     DELTAS[0],
     BlobAsked(blob=BLOB),
     BlobOffer(url="http://10.0.0.1:8000"),

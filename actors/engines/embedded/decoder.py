@@ -99,6 +99,16 @@ class BatchedDecoder:
         ]
         return [*rows, *((request, NOTHING) for request in self._waiting)]
 
+    @torch.inference_mode()
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return for each sequence the nats of all its tokens but the first, at temperature 1."""
+        found = []
+        for sequence in sequences:
+            tokens = self._tensor(np.array([sequence]))
+            logprobs = self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+            found.append(logprobs.gather(1, tokens[0, 1:, None])[:, 0].tolist())
+        return found
+
     def free_cache(self) -> None:
         """Let go of the keys and values; raises EngineError while there are requests that need them."""
         if self.running:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import structlog
 import torch
@@ -22,6 +22,7 @@ from bus.errors import EngineError, RequestRefusedError
 
 log = structlog.get_logger()
 Command = Callable[[], None]
+T = TypeVar("T")
 _BUILDING = threading.Lock()
 """Transformers patches torch, and sets its default type, for the whole process while it builds a model."""
 
@@ -45,8 +46,8 @@ class EmbeddedEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unsent: list[GenerationRequest] = []
         self._generations: dict[str, tuple[GenerationRequest, asyncio.Future[Generation]]] = {}
-        self._orders: set[asyncio.Future[float]] = set()
-        """Swaps and health checks that the thread has not come to yet."""
+        self._orders: set[asyncio.Future[Any]] = set()
+        """Swaps, scores and health checks that the thread has not come to yet."""
         self._failure: str | None = "it was not started"
         self._released = False
         """Read and written by the thread."""
@@ -147,6 +148,17 @@ class EmbeddedEngine:
         """Return when the thread has ended its decode step. Raises EngineError when it has ended itself."""
         await self._obeyed(lambda done: self._to_loop(partial(self._deliver_order, done, 0.0)))
 
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return for each sequence the nats of all its tokens but the first, between two decode steps.
+
+        Raises EngineError for tokens that the vocabulary does not have."""
+        largest = max(map(max, sequences))
+        if largest >= self._decoder.vocab_size:
+            raise EngineError(
+                f"token {largest} is not in the model's vocabulary of {self._decoder.vocab_size}"
+            )
+        return await self._obeyed(partial(self._score, sequences))
+
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""
         self._send()
@@ -162,9 +174,9 @@ class EmbeddedEngine:
         if self._thread.is_alive():
             raise EngineError(f"the embedded engine did not stop within {self._config.close_timeout_s} s")
 
-    async def _obeyed(self, order: Callable[["asyncio.Future[float]"], None]) -> float:
+    async def _obeyed(self, order: Callable[["asyncio.Future[T]"], None]) -> T:
         """Run `order` in the thread, between two decode steps; return what it gives the future."""
-        done: asyncio.Future[float] = self._running_loop().create_future()
+        done: asyncio.Future[T] = self._running_loop().create_future()
         self._orders.add(done)
         self._commands.put(partial(order, done))
         try:
@@ -188,11 +200,11 @@ class EmbeddedEngine:
             if future and expected is request and not future.done():  # else its caller was cancelled
                 future.set_result(generation)
 
-    def _deliver_order(self, done: "asyncio.Future[float]", seconds: float) -> None:
+    def _deliver_order(self, done: "asyncio.Future[T]", result: T) -> None:
         if not done.done():
-            done.set_result(seconds)
+            done.set_result(result)
 
-    def _refuse_order(self, done: "asyncio.Future[float]", error: EngineError) -> None:
+    def _refuse_order(self, done: "asyncio.Future[Any]", error: EngineError) -> None:
         if not done.done():
             done.set_exception(error)
 
@@ -204,7 +216,7 @@ class EmbeddedEngine:
             expected, future = self._generations.get(request.request_id, (None, None))
             if future and expected is request and not future.done():
                 future.set_exception(InterruptedGenerationError(message, generation))
-        waiters: list[asyncio.Future[Generation] | asyncio.Future[float]]
+        waiters: list[asyncio.Future[Any]]
         waiters = [*(future for _, future in self._generations.values()), *self._orders]
         for waiter in waiters:
             if not waiter.done():
@@ -258,6 +270,10 @@ class EmbeddedEngine:
         start = time.perf_counter()
         self._decoder.swap_weights(prepared, policy_version)
         self._to_loop(partial(self._deliver_order, done, time.perf_counter() - start))
+
+    def _score(self, sequences: Sequence[Sequence[int]], done: "asyncio.Future[list[list[float]]]") -> None:
+        found = self._decoder.score(sequences)
+        self._to_loop(partial(self._deliver_order, done, found))
 
     def _to_loop(self, callback: Command) -> None:
         assert self._loop is not None, "start() sets it before the thread runs"

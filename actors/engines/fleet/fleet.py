@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import secrets
 from bisect import insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from actors.engines.announced_version import Published
 from actors.engines.base import Generation, GenerationRequest
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.host_weights import HostWeights
-from actors.engines.fleet.member import Build, Member
+from actors.engines.fleet.member import Build, Member, Scored
 from actors.engines.fleet.pending_request import PendingRequest
 from actors.engines.fleet.prefix_affinity import Affinity
 from bus.codec import Json
@@ -169,6 +169,14 @@ class Fleet:
 
         Raises `WeightsKeptError` when an engine could not, and goes on with those it has."""
         return await self._bring_to(self._weights.followed_by_published(published))
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> dict[str, Scored]:
+        """Return what each engine in service that can tell says of these tokens, by the engine's name."""
+        members = list(self._members.values())
+        found = await asyncio.gather(*(member.score(sequences) for member in members))
+        return {
+            member.name: scored for member, scored in zip(members, found, strict=True) if scored is not None
+        }
 
     async def release(self) -> None:
         """Leave the device to others until `resume`: engines hand out their tokens and free it, none starts.

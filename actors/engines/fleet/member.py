@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import structlog
 
-from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked
+from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked, Scores
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.device_share import DeviceShare
 from actors.engines.fleet.engine_life import EngineLife
@@ -26,6 +26,13 @@ Build = Callable[[], Awaitable[Engine]]
 WEIGHTS_AGAIN_S = 2.0
 """Time until an engine without weights looks for them again."""
 State = Literal["starting", "serving", "released", "stopping", "waiting", "given up", "left"]
+
+
+class Scored(NamedTuple):
+    """Log-probs of given tokens, as the weights of one version have them."""
+
+    policy_version: int
+    logprobs: list[list[float]]
 
 
 class Member:
@@ -184,6 +191,22 @@ class Member:
                     await self._life.engine.abort(request_id)
             except (EngineError, TimeoutError) as error:
                 self.fail(f"it did not abort {request_id}: {error!r}")
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> Scored | None:
+        """Return what its engine says of these tokens, with the version that it had all the time.
+
+        None when it does not serve, cannot tell, or took other weights meanwhile."""
+        life = self._life
+        if life is None or self.state != "serving" or not isinstance(life.engine, Scores):
+            return None
+        version = self.policy_version
+        try:
+            async with bounded(self._config.request_timeout_s, f"{self.name} did not score the probe"):
+                logprobs = await unless(life.gone, life.engine.score(sequences))
+        except EngineError as error:
+            log.warning("probe_not_scored", engine=self.name, reason=str(error))
+            return None
+        return Scored(version, logprobs) if logprobs and self.policy_version == version else None
 
     async def update(self) -> float:
         """Load the newest weights unless it has them; return the seconds generation stood still.

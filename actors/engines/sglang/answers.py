@@ -5,7 +5,7 @@ The tokens of a stream that have come stay when the server dies."""
 import json
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -83,6 +83,17 @@ def read_logprobs(
     if [pair[1] for pair in pairs] != tokens.tolist():
         raise EngineError(f"{_name(request)}: the log-probs are of other tokens than those returned")
     return logprobs
+
+
+def read_prompt_logprobs(answer: Mapping[str, Any], request: GenerationRequest) -> list[float]:
+    """Return the log-probs of the prompt's tokens but the first. Raises `EngineError` for another answer."""
+    try:
+        pairs = answer["meta_info"]["input_token_logprobs"][1:]
+    except (KeyError, TypeError) as error:
+        raise EngineError(
+            f"{_name(request)}: the answer has no log-probs of the prompt: {error!r}"
+        ) from error
+    return cast(list[float], read_logprobs(pairs, np.array(request.token_ids[1:]), request).tolist())
 
 
 def _versions(meta: Mapping[str, Any], length: int, request: GenerationRequest) -> np.ndarray:

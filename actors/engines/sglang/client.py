@@ -6,7 +6,7 @@ import json
 import pickle
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,7 +15,13 @@ import aiohttp
 import torch
 
 from actors.engines.base import Generation, GenerationRequest, Sampling
-from actors.engines.sglang.answers import BAD_REQUEST, Streamed, read_answer, read_events
+from actors.engines.sglang.answers import (
+    BAD_REQUEST,
+    Streamed,
+    read_answer,
+    read_events,
+    read_prompt_logprobs,
+)
 from actors.engines.sglang.expert_routing import Routing
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.settings import APPLY
@@ -115,6 +121,14 @@ class SglangClient:
             return read_answer(answer, request, routing), answer["meta_info"]
         await self._stream("/generate", body, streamed, timeout_s)
         return streamed.generation(routing), streamed.meta
+
+    async def score(self, tokens: Sequence[int], *, timeout_s: float) -> list[float]:
+        """Return the nats of all tokens but the first; no prefix that it has cached is used."""
+        request = GenerationRequest("score", tuple(tokens), Sampling(temperature=0.0, max_new_tokens=1))
+        rid = f"score-{uuid.uuid4().hex}"
+        body = {**request_body(request, rid=rid, salt=rid), "logprob_start_len": 0}
+        answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
+        return read_prompt_logprobs(answer, request)
 
     async def abort(self, rid: str) -> None:
         """End a request, and any other whose rid begins so."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +28,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 DYING_S = 1.0
 """Between a broken connection and the end of the process it led to."""
+SCORE_TIMEOUT_S = 60.0
 FAILED_LOOKS = 2
 """So many health checks in a row take a server for dead."""
 
@@ -168,6 +169,13 @@ class SglangEngine:
             self._loads += 1
             if self._version >= 0:
                 self._serving.set()
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return for each sequence the nats of all its tokens but the first. Raises EngineError."""
+        self._check()
+        client = self._connected()
+        asked = (client.score(tokens, timeout_s=SCORE_TIMEOUT_S) for tokens in sequences)
+        return list(await asyncio.gather(*asked))
 
     async def abort(self, request_id: str) -> None:
         """End one request now: its `generate` returns the tokens so far. Unknown ids are ignored."""

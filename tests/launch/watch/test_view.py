@@ -181,6 +181,21 @@ def test_news_tells_silence_and_its_end():
     assert news.take() == ["actor-host-1000: speaks again"]
 
 
+def test_an_alarm_is_on_the_screen_and_in_the_news_until_it_is_over():
+    monitor, _ = make_monitor(actors=1)
+    news = News(monitor)
+    news.take()
+    alarm = "engine-0 says that it has version 4, but it samples as version 3 did"
+    monitor.on_status(actor(0, alarm=alarm))
+    shown_lines = " ".join(line.strip() for line in shown(monitor))
+    assert f"ALARM: {alarm}" in shown_lines
+    assert news.take() == [f"actor-host-1000: ALARM: {alarm}"]
+    assert news.take() == []
+    monitor.on_status(actor(0, alarm=""))
+    assert "ALARM" not in " ".join(shown(monitor))
+    assert news.take() == ["actor-host-1000: the alarm is over"]
+
+
 async def run_view(console: Console, monitor: RunMonitor) -> None:
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:

@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from actors.weights.follow import fetch_model_files, fetch_state, obtain_model
 from bus.errors import BusAwayError, BusError, ConfigError, FencedError
-from bus.messages import PolicyManifest, RoleHolder, SnapshotWanted
+from bus.messages import PolicyManifest, Probe, RoleHolder, SnapshotWanted
 from learner.config.publication import PublicationConfig
 from learner.publication import publisher as publishing
 from learner.publication.host_copy import host_tensors
@@ -97,6 +97,28 @@ async def test_the_same_version_again_announces_its_stage_and_sends_nothing(bus,
     assert same(await fetch_state(Blobs(bus), await publish(publisher, 1)), state(1))
     with pytest.raises(ValueError, match="version 1 was published with other weights"):
         await publisher.publish(host_tensors(state(2)), policy_version=1, stage="rl", trains_from=0)
+
+
+async def test_a_step_that_changed_no_weight_is_an_alarm_until_one_does(bus, publisher):
+    await publish(publisher, 0)
+    same_tensors = host_tensors(state(0))
+    with capture_logs() as logs:
+        for version in (1, 2):
+            await publisher.publish(same_tensors, policy_version=version, stage="rl", trains_from=0)
+            assert publisher.alarm.startswith(f"version {version} is to the bit the one before it: the step")
+    assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["weights_unchanged"]
+    await publish(publisher, 3)
+    assert publisher.alarm == ""
+
+
+async def test_the_probe_is_announced_with_its_version_also_when_a_snapshot_comes_later(bus, publisher):
+    probe = Probe(token_ids=((1, 2, 3),), logprobs=((-1.5, -0.25),))
+    for version in range(4):  # the last one is announced again, with its snapshot
+        await publisher.publish(
+            host_tensors(state(version)), policy_version=version, stage="rl", trains_from=0, probe=probe
+        )
+    found = await announced(bus)
+    assert (found.snapshot_at, found.probe) == (3, probe)
 
 
 async def test_weights_that_changed_everywhere_are_a_snapshot(bus, publisher):

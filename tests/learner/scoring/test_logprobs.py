@@ -17,6 +17,7 @@ from learner.backends.megatron.trainer import Trainer
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
+from learner.publication.probe import scored_probe
 from learner.scoring.logprobs import Scores, score
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
@@ -133,6 +134,21 @@ def test_on_any_layout_every_rank_has_those_of_its_samples(worlds, name):
 def trainer_of(**settings) -> Trainer:
     policy = tiny_model()
     return Trainer(policy.config, hf_state(policy), OptimizerConfig(lr=1e-3), **settings)
+
+
+def test_the_probe_of_a_version_is_scored_as_transformers_does():
+    trainer, policy = trainer_of(), tiny_model()
+    probe = scored_probe(trainer)
+    tokens = torch.tensor(probe.token_ids)
+    assert tokens.shape == (4, 32)
+    with torch.no_grad():
+        expected = policy(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    assert np.abs(np.array(probe.logprobs) - expected.numpy()).max() < 1e-5
+    probe.check()
+    trainer.train_step(pack(random_samples(LENGTHS), 64), TIS, policy_version=0)
+    later = scored_probe(trainer)
+    assert later.token_ids == probe.token_ids, "versions are compared on the same tokens"
+    assert later.logprobs != probe.logprobs
 
 
 def test_a_pass_packs_by_its_own_budget(monkeypatch):

@@ -292,6 +292,18 @@ async def test_prefixes_cached_by_older_weights_are_not_used(engine):
     np.testing.assert_allclose(generation.logprobs, recomputed(SECOND, long, generation), atol=1e-5)
 
 
+async def test_given_tokens_have_the_log_probs_of_the_weights_loaded_last(engine):
+    long = [*PROMPT * 4]
+    await engine.score([long])  # no prefix that older weights have cached may serve the next ones
+    await engine.load_weights(SECOND.state_dict(), 1)
+    found = await engine.score([long, PROMPT])
+    for tokens, logprobs in zip((long, PROMPT), found, strict=True):
+        with torch.inference_mode():
+            expected = SECOND(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        expected = expected.gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+        np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-5)
+
+
 async def test_abort_returns_the_tokens_so_far(engine):
     flight, other = started(engine, "abort", new=3000), started(engine, "abort-not", new=300)
     await in_flight(engine, flight, other)
