@@ -1,6 +1,7 @@
 """Commands that inspect a run, feed it, train its steps again, or test it."""
 
 import json
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -69,6 +70,51 @@ def retrain(
     report = run(work)
     print(json.dumps(report, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
     raise SystemExit(retrain_status(report))
+
+
+@app.command(usage="Usage: launch witness [GROUP] --run RUN [OPTIONS]")
+def witness(
+    group: str | None = None,
+    /,
+    *,
+    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    directory: Path = Path("runs"),
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Tell from the weights of a checkpoint how often a group was trained on: once, never or twice.
+
+    Its step, and those up to that checkpoint, are trained again three times. The exit status is 1 unless the
+    answer is once.
+
+    Parameters
+    ----------
+    group
+        Name of the group, such as g00000012, or of one of its trajectories, g00000012.3; without it the
+        newest in a checkpoint whose rewards differ.
+    run_name
+        Name of the run.
+    directory
+        Directory of all runs.
+    as_json
+        Print the report as one JSON object on one line.
+    """
+    from launch.history.retrain import ask_witness, recorded_config
+    from storage.disk.run_directory import RunDirectory
+
+    configure_logging("warning")
+    lease = None if group is None else lease_of(group)
+    run_directory = RunDirectory(directory, run_name)
+    report = ask_witness(run_directory, recorded_config(run_directory), lease)
+    print(json.dumps(report, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
+    raise SystemExit(0 if report["trained"] == "once" else 1)
+
+
+def lease_of(name: str) -> int:
+    """Return the lease of a group or trajectory by its name; raises `ConfigError` for any other name."""
+    match = re.fullmatch(r"g(\d{8,18})(\.\d+)?", name)
+    if match is None:
+        raise ConfigError(f"{name} names no group: write it as g00000012, or as one of its trajectories")
+    return int(match[1])
 
 
 @app.command(usage=USAGE.format("restore"))

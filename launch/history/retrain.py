@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -19,6 +19,10 @@ from storage.client.score_tables import load_scores, scores_path
 from storage.disk.run_directory import RunDirectory
 from storage.store.archive import restore
 from storage.store.replay import ReplayStore
+
+if TYPE_CHECKING:
+    from learner.initial import Initial
+    from learner.settings import LearnerSettings
 
 log = structlog.get_logger()
 
@@ -75,49 +79,94 @@ def _retrain(
     run: RunDirectory, config: RunConfig, changed: RunConfig, steps: tuple[int, int | None],
     stop: asyncio.Event, reward: Callable[[Trajectory], float] | None,
 ) -> dict[str, Json]:  # fmt: skip
-    from learner.backends.factory import close_world, init_world
-    from learner.history.retrain import last_step, retrain_steps, summary
-    from learner.initial import prepare
+    from learner.backends.base import Backend
+    from learner.history.retrain import largest_difference, last_step, retrain_steps, summary, weights_at
 
     began = time.monotonic()
-    settings, demonstrations = learner_settings(config, run)
+    settings, _ = learner_settings(config, run)
     from_step, to_step = steps[0], last_step(settings) if steps[1] is None else steps[1]
     if not 0 <= from_step < to_step:
         raise ConfigError(
             f"from step {from_step} to {to_step} there is nothing to train: the first step is the one after "
             "--from-step, the last --to-step"
         )
-    initial = prepare(settings, demonstrations)
-    done = []
-    init_world()
-    try:
-        with ExitStack() as stack:
-            stores = [stack.enter_context(closing(_shard(run, n))) for n in range(config.replay.shards)]
-            for step in retrain_steps(
-                settings,
-                initial,
-                stores,
-                from_step=from_step,
-                to_step=to_step,
-                changed=changed.learner,
-                reward=reward,
-            ):
-                done.append(step)
-                log.info("step_retrained", step=step.step, loss=step.loss, recorded=step.recorded_loss)
-                if stop.is_set():
-                    break
-    finally:
-        close_world()
-    found = summary(done)
     changes = _differences(config.learner.model_dump(mode="json"), changed.learner.model_dump(mode="json"))
+    done, apart = [], None
+    with _as_then(run, config) as (settings, initial, stores):
+
+        def compare(backend: Backend) -> None:
+            nonlocal apart
+            then = None if changes or reward else weights_at(settings, initial, to_step)
+            apart = None if then is None else largest_difference(backend.export(), then)
+
+        for step in retrain_steps(
+            settings,
+            initial,
+            stores,
+            from_step=from_step,
+            to_step=to_step,
+            changed=changed.learner,
+            reward=reward,
+            at_end=compare,
+        ):
+            done.append(step)
+            log.info("step_retrained", step=step.step, loss=step.loss, recorded=step.recorded_loss)
+            if stop.is_set():
+                break
+    found = summary(done)
     return {
         "run": run.name,
         "from_step": from_step,
         "to_step": to_step,
         "changed": {f"learner.{key}": value for key, value in changes.items()},
+        "weights_max_abs_diff": finite(apart),
         **{key: finite(value) for key, value in found.items()},
         "seconds": time.monotonic() - began,
     }
+
+
+def ask_witness(run: RunDirectory, config: RunConfig, lease: int | None) -> dict[str, Json]:
+    """Return what the weights of a checkpoint tell of how often a group was trained on (None: a recent one).
+
+    Raises what `learner.history.witness.witness` does.
+    """
+    from learner.history.witness import newest_witness, witness
+
+    with _as_then(run, config) as (settings, initial, stores):
+        found = witness(
+            settings, initial, stores, newest_witness(settings, stores) if lease is None else lease
+        )
+    differences: dict[str, Json] = {times: finite(value) for times, value in found.differences.items()}
+    return {
+        "run": run.name,
+        "lease": found.lease,
+        "step": found.step,
+        "checkpoint": found.checkpoint,
+        "trained": found.trained,
+        "weights_max_abs_diff": differences,
+    }
+
+
+@contextmanager
+def _as_then(
+    run: RunDirectory, config: RunConfig
+) -> Iterator[tuple["LearnerSettings", "Initial", list[ReplayStore]]]:
+    """Yield what the run was trained with and from, in a world of this process alone."""
+    from learner.backends.factory import close_world, init_world
+    from learner.initial import prepare
+
+    settings, demonstrations = learner_settings(config, run)
+    initial = prepare(settings, demonstrations)
+    init_world()
+    try:
+        with ExitStack() as stack:
+            yield (
+                settings,
+                initial,
+                [stack.enter_context(closing(_shard(run, n))) for n in range(config.replay.shards)],
+            )
+    finally:
+        close_world()
 
 
 def retrain_status(report: Mapping[str, Json]) -> int:

@@ -1,10 +1,12 @@
 """Trains again from the log: the groups that the lineage names, read from the replay shards on disk."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 
 import structlog
+from torch import Tensor
 
 from bus.codec import Json
 from bus.errors import ConfigError, StorageError
@@ -26,6 +28,7 @@ from storage.store.replay import ReplayStore
 
 log = structlog.get_logger()
 Reward = Callable[[Trajectory], float]
+NO_OTHER_USES: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +63,10 @@ class RetrainedStep:
         return self.batch_equal is False or self.loss_diff > 0 or self.grad_norm_diff > 0
 
 
-def retrain_steps(
+def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
     settings: LearnerSettings, initial: Initial, stores: Sequence[ReplayStore], *, from_step: int,
     to_step: int, changed: LearnerConfig | None = None, reward: Reward | None = None,
+    uses: Mapping[int, int] = NO_OTHER_USES, at_end: Callable[[Backend], None] = lambda backend: None,
 ) -> Iterator[RetrainedStep]:  # fmt: skip
     """Train steps `from_step` + 1 to `to_step` of a run again, one at each turn of the iterator.
 
@@ -77,6 +81,8 @@ def retrain_steps(
         to_step: the last.
         changed: settings for the steps that are compared, instead of the run's: what if?
         reward: of a trajectory there, instead of the recorded one.
+        uses: how often the groups of these leases are trained on in their steps; others once.
+        at_end: is called with the backend after the last step.
 
     Raises `ConfigError` when there is no checkpoint to start from or the lineage lacks a step, `StorageError`
     for groups that are no longer there and for a checkpoint that is damaged or of another history.
@@ -85,6 +91,7 @@ def retrain_steps(
     lines = _lines(settings, progress.step, to_step)
     lineage.refuse_other_groups(settings.lineage, {int(s): g for s, g in progress.groups.items()})
     for line in lines:
+        line = _used(line, uses)
         groups = _groups(stores, line)
         if line.step <= from_step:
             _train(backend, settings, settings.learner, line, groups)
@@ -94,6 +101,23 @@ def retrain_steps(
         if reward is not None:
             groups = [[replace(t, reward=reward(t)) for t in group] for group in groups]
         yield _train(backend, settings, changed or settings.learner, line, groups)
+    at_end(backend)
+
+
+def weights_at(settings: LearnerSettings, initial: Initial, step: int) -> dict[str, Tensor] | None:
+    """Return the weights in the checkpoint of a step by Hugging Face name; None if there is none."""
+    directory = checkpoints.directory(settings.checkpoints, step)
+    if step not in checkpoints.steps(settings.checkpoints):
+        return None
+    progress = Progress.from_json(read_extra(directory))
+    return restore_alone(settings, initial, directory, progress).export()
+
+
+def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """Return the largest difference between two sets of the same weights; 0 if they are equal bit for bit."""
+    if one.keys() != other.keys():
+        raise ConfigError(f"these are weights of two models: {sorted(one.keys() ^ other.keys())[:3]}")
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
 def last_step(settings: LearnerSettings) -> int:
@@ -149,6 +173,13 @@ def _lines(settings: LearnerSettings, after: int, to_step: int) -> list[TrainedS
             there = f"steps {min(steps)} to {max(steps)}" if steps else "no step"
             raise ConfigError(f"{settings.lineage} lacks step {step}: it holds {there}")
     return [steps[step] for step in range(after + 1, to_step + 1)]
+
+
+def _used(line: TrainedStep, uses: Mapping[int, int]) -> TrainedStep:
+    """Return the step with its groups as often as `uses` says."""
+    weights = line.weights or (1.0,) * len(line.leases)
+    given = [pair for pair in zip(line.leases, weights, strict=True) for _ in range(uses.get(pair[0], 1))]
+    return replace(line, leases=tuple(lease for lease, _ in given), weights=tuple(w for _, w in given))
 
 
 def _groups(stores: Sequence[ReplayStore], line: TrainedStep) -> list[list[Trajectory]]:

@@ -76,9 +76,22 @@ def test_the_whole_run_trains_again_bit_for_bit_in_one_process(root: Path):
     report = json.loads(done.stdout)
     assert (report["batches"], report["batches_equal"]) == (STEPS, STEPS)
     assert report["loss_max_abs_diff"] == report["grad_norm_max_abs_diff"] == 0
+    assert report["weights_max_abs_diff"] == 0
     assert report["first_step_that_differs"] is None
     assert len({step["loss"] for step in report["steps"]}) > STEPS // 2  # 0 where no group has an advantage
     assert len((root / "runs/past/lineage.jsonl").read_text().splitlines()) > STEPS  # some trained twice
+
+
+def test_the_weights_say_how_often_a_group_was_trained_on(root: Path):
+    done = launch(root, "witness", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["trained"] == "once"
+    apart = report["weights_max_abs_diff"]
+    assert apart["once"] == 0 < min(apart["never"], apart["twice"])
+    done = launch(root, "witness", "nonsense")
+    assert done.returncode == 2
+    assert "nonsense names no group: write it as g00000012" in done.stderr
 
 
 def test_another_objective_is_tried_from_a_checkpoint(root: Path):

@@ -32,6 +32,7 @@ FLAGS = {
     "shards": ("--shards", "--bus", "--run", "--directory", "--bus.join-timeout-s"),
     "learner": ("--bus", "--run", "--shadow", "--warmup.steps", "--learner.loss.type"),
     "retrain": ("--run", "--from-step", "--to-step", "--json", "--learner.loss.type"),
+    "witness": ("--run", "--directory", "--json"),
     "restore": ("--run", "--directory", "--archive"),
     "bench overlap": ("--model", "--learner-device", "--rounds", "--admission.max-staleness"),
     "engines join": ("--run", "--bus", "--actor"),
