@@ -52,9 +52,12 @@ class Bus:
         patience_s: float = BusConfig().patience_s,
         stop: asyncio.Event | None = None,
         domain: str | None = None,
+        secured: bool = False,
     ) -> None:
         self.client = client
         self.patience_s = patience_s
+        self.secured = secured
+        """Says whether the bus lets in only who has credentials, and is reached over TLS."""
         self.topology = Topology(run, streams or StreamsConfig())
         self.js: JetStreamContext = (
             client.jetstream(timeout=10)
@@ -93,6 +96,7 @@ class Bus:
                 patience_s=config.patience_s,
                 stop=stop,
                 domain=config.domain,
+                secured=credentials is not None,
             )
         finally:
             await _drain(client)
