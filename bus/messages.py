@@ -320,3 +320,5 @@ class RoleHolder(Message, tag="role_holder"):
     incarnation: str
     host: str
     pid: int
+    pids_of: str = ""
+    """Where `pid` names that process: this boot of this kernel, and the PID namespace (one per container)."""

@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -31,7 +32,7 @@ async def hold_role(bus: Bus, role: str, incarnation: str) -> AsyncIterator[asyn
     `EXPIRE_S`. The task outlives a bus that is away: the role is lost only to somebody else.
     """
     key = f"role.{role}"
-    me = RoleHolder(incarnation=incarnation, host=platform.node(), pid=os.getpid())
+    me = RoleHolder(incarnation=incarnation, host=platform.node(), pid=os.getpid(), pids_of=pids_of())
     revision = await _acquire(bus, key, role, me)
     renewing = asyncio.create_task(_renew(bus, key, role, me, revision), name=f"hold {role}")
     try:
@@ -53,7 +54,7 @@ async def _acquire(bus: Bus, key: str, role: str, me: RoleHolder) -> int:
                 f"run {bus.topology.run!r} already has a {role}: process {holder.pid} on {holder.host}. "
                 "Stop it first, or start this one for another --run"
             )
-        gone = holder.host == me.host and not _alive(holder.pid)  # on this host death is known at once
+        gone = holder.pids_of == me.pids_of != "" and not _alive(holder.pid)  # then death is known at once
         if gone or time.monotonic() >= deadline:
             break
         await asyncio.sleep(RENEW_S / 4)
@@ -106,6 +107,18 @@ async def _release(bus: Bus, key: str, role: str, me: RoleHolder) -> None:
                 await bus.delete(key)
     except (TimeoutError, BusError) as error:  # the role expires by itself
         log.warning("role_not_released", role=role, reason=str(error) or "no answer")
+
+
+def pids_of() -> str:
+    """Return what tells apart the places in which process ids count: this boot, and this PID namespace.
+
+    Containers share the name of a host, and numbers of processes, without sharing processes. The result is
+    empty on a system that does not say."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
 
 
 def _alive(pid: int) -> bool:

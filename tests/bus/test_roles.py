@@ -13,7 +13,7 @@ from bus import roles
 from bus.connection import Bus
 from bus.errors import ConfigError, FencedError
 from bus.messages import RoleHolder
-from bus.roles import hold_role
+from bus.roles import hold_role, pids_of
 from bus.server import NatsServer
 from tests.conftest import Connect
 
@@ -65,7 +65,8 @@ async def test_second_holder_is_refused_and_told_who_holds_it(bus: Bus, connect:
                     pytest.fail("two learners")
         async with hold_role(other, "dispatcher", "b"):
             pass  # another role is free
-        assert await holder(bus) == RoleHolder(incarnation="a", host=platform.node(), pid=os.getpid())
+        me = RoleHolder(incarnation="a", host=platform.node(), pid=os.getpid(), pids_of=pids_of())
+        assert await holder(bus) == me
 
 
 @pytest.mark.nats
@@ -101,11 +102,27 @@ async def test_role_of_a_silent_holder_elsewhere_is_taken_over_after_a_while(bus
 async def test_role_of_a_process_that_ended_on_this_host_is_taken_over_at_once(bus: Bus):
     child = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
     await child.wait()
-    await bus.put(KEY, RoleHolder(incarnation="dead", host=platform.node(), pid=child.pid))
+    dead = RoleHolder(incarnation="dead", host=platform.node(), pid=child.pid, pids_of=pids_of())
+    await bus.put(KEY, dead)
     async with asyncio.timeout(HANGS_S), hold_role(bus, "learner", "b"):
         found = await holder(bus)
         assert found is not None
         assert found.incarnation == "b"
+
+
+@pytest.mark.nats
+async def test_process_id_of_another_container_says_nothing(bus: Bus, clock: Clock):
+    """The holder lives in a container of this host: its process id is nobody's here."""
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    await child.wait()
+    boot, namespace = pids_of().split()
+    assert namespace.startswith("pid:[")
+    other = RoleHolder(
+        incarnation="other", host=platform.node(), pid=child.pid, pids_of=f"{boot} pid:[4026530000]"
+    )
+    await bus.put(KEY, other)
+    async with hold_role(bus, "learner", "b"):
+        assert clock.now_s == 1 + roles.EXPIRE_S
 
 
 @pytest.mark.nats
