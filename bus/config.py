@@ -53,6 +53,10 @@ class BusConfig(Config):
     creds: Path | None = None
     """Credentials file of this process, which `launch bus --secure` made."""
 
+    domain: str | None = Field(None, pattern=r"^[^\s.*>$]+$")
+    """JetStream domain of the servers that keep the run's streams, for a process that connects to a leaf
+    node. `None` means the JetStream of the server that it connects to."""
+
     connect_timeout_s: float = Field(10.0, gt=0)
     """Longest time that a starting process waits for the bus before it ends with status 75."""
 

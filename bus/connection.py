@@ -51,11 +51,18 @@ class Bus:
         streams: StreamsConfig | None = None,
         patience_s: float = BusConfig().patience_s,
         stop: asyncio.Event | None = None,
+        domain: str | None = None,
     ) -> None:
         self.client = client
         self.patience_s = patience_s
         self.topology = Topology(run, streams or StreamsConfig())
-        self.js: JetStreamContext = client.jetstream(timeout=10)
+        self.js: JetStreamContext = (
+            client.jetstream(timeout=10)
+            if domain is None
+            else _OtherDomain(client, timeout=10, domain=domain)
+        )
+        self.js_api = "$JS.API" if domain is None else f"$JS.{domain}.API"
+        """Prefix of the subjects on which JetStream hears requests."""
         self.not_storing: set[str] = set()
         """Streams that do not store what this process publishes although the server answers."""
         self._stop = stop
@@ -79,7 +86,14 @@ class Bus:
             )
         client = await _connected(config, name, credentials)
         try:
-            yield cls(client, run, streams=config.streams, patience_s=config.patience_s, stop=stop)
+            yield cls(
+                client,
+                run,
+                streams=config.streams,
+                patience_s=config.patience_s,
+                stop=stop,
+                domain=config.domain,
+            )
         finally:
             await _drain(client)
 
@@ -309,6 +323,16 @@ class Bus:
         if self._keys is None:
             self._keys = await self.js.key_value(self.topology.bucket)
         return self._keys
+
+
+class _OtherDomain(JetStreamContext):  # type: ignore[misc]  # nats-py has no types
+    """JetStream behind a leaf node's link, which the bare subject of a key, all nats-py knows, cannot pass."""
+
+    async def publish(self, subject: str, *arguments: Any, **options: Any) -> Any:
+        """Publish; a key is set through the prefix of the domain."""
+        if subject.startswith("$KV."):
+            subject = f"{self._prefix}.{subject}"
+        return await super().publish(subject, *arguments, **options)
 
 
 async def _connected(config: BusConfig, name: str, credentials: Credentials | None) -> Client:

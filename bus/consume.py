@@ -96,7 +96,7 @@ class Inbox:
         self._pull = f"{self._inbox}.{next(self._pulls)}"
         self._owed, self._owed_until = limit, time.monotonic() + POLL_S + RETRY_S
         request = json.dumps({"batch": limit, "expires": int(POLL_S * 1e9)}).encode()
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._durable}"
+        subject = f"{self._bus.js_api}.CONSUMER.MSG.NEXT.{self._stream}.{self._durable}"
         await client.publish(subject, request, reply=self._pull)
 
     async def _on_message(self, raw: Msg) -> None:

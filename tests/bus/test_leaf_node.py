@@ -1,0 +1,78 @@
+"""A process that connects to a leaf node uses the streams of the JetStream domain that it names."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bus.blobs import get_blob, put_blob
+from bus.config import BusConfig
+from bus.connection import Bus
+from bus.consume import Inbox
+from bus.messages import RoleHolder
+from bus.publish import Publisher
+from bus.roles import hold_role
+from bus.server import NatsServer, free_port
+from bus.topology import ensure
+
+pytestmark = pytest.mark.nats
+HOLDER = RoleHolder(incarnation="x", host="h", pid=1)
+
+
+class DomainServer(NatsServer):
+    """A server whose JetStream has a domain, and that is one end of a leaf node's link."""
+
+    def __init__(self, directory: Path, domain: str, leafnodes: str) -> None:
+        super().__init__(directory)
+        self._domain, self._leafnodes = domain, leafnodes
+
+    def _config(self) -> str:
+        whole = super()._config().replace("jetstream {", f"jetstream {{ domain: {self._domain},")
+        return f"server_name: {self._domain}\n{whole}leafnodes {{ {self._leafnodes} }}\n"
+
+
+@pytest.fixture
+async def sites(tmp_path: Path) -> AsyncIterator[tuple[str, str]]:
+    """URLs of a hub, and of a leaf node which has a JetStream of its own."""
+    port = free_port("127.0.0.1")
+    link = f'remotes: [{{ url: "nats://127.0.0.1:{port}" }}]'
+    async with (
+        DomainServer(tmp_path / "hub", "hub", f'listen: "127.0.0.1:{port}"') as hub,
+        DomainServer(tmp_path / "leaf", "leaf", link) as leaf,
+    ):
+        yield hub.url, leaf.url
+
+
+async def test_actor_at_a_leaf_node_works_on_the_streams_of_the_hub(sites: tuple[str, str]):
+    hub, leaf = sites
+    async with (
+        Bus.connect(BusConfig(url=hub), "test", name="storage") as storage,
+        Bus.connect(BusConfig(url=leaf, domain="hub"), "test", name="actor") as actor,
+    ):
+        await ensure(storage.js, storage.topology, shards=1)
+        await storage.create_keys()
+        await storage.put("run", HOLDER)
+        async with asyncio.timeout(20):
+            assert await actor.wait_for("run", RoleHolder, timeout_s=10, hint="the link comes up") == (HOLDER)
+            await Publisher(storage).publish(storage.subject("tasks", "rollout", 7), b"task", message_id="7")
+            inbox = Inbox(actor, "TASKS", "rollout")
+            while not (taken := await inbox.take(1, 5.0)):
+                pass
+            assert taken[0].data == b"task"
+            await taken[0].ack_sync(timeout=5)
+            await Publisher(actor).publish(actor.subject("trajectories", 0), b"done", message_id="t")
+            [stored] = await Inbox(storage, "TRAJECTORIES", "shard-0").take(1, 5.0)
+            assert stored.data == b"done"
+            ref = await put_blob(storage, Publisher(storage), b"weights" * 9, "policy", stream="weights")
+            assert await get_blob(actor, ref) == b"weights" * 9
+            async with hold_role(actor, "learner", "a"):
+                assert await storage.get("role.learner", RoleHolder) is not None
+        state = (await storage.js.stream_info(storage.topology.stream("TASKS"))).state
+        assert state.messages == 0
+
+
+async def test_a_domain_that_cannot_be_part_of_a_subject_is_refused():
+    for domain in ("a.b", "", "*", "a b"):
+        with pytest.raises(ValueError, match="domain"):
+            BusConfig(domain=domain)
