@@ -326,7 +326,7 @@ class Bus:
 
 
 class _OtherDomain(JetStreamContext):  # type: ignore[misc]  # nats-py has no types
-    """JetStream behind a leaf node's link, which the bare subject of a key, all nats-py knows, cannot pass."""
+    """JetStream behind a leaf node's link, which the bare subjects of keys, all nats-py knows, do not pass."""
 
     async def publish(self, subject: str, *arguments: Any, **options: Any) -> Any:
         """Publish; a key is set through the prefix of the domain."""
