@@ -326,7 +326,7 @@ class Bus:
 
 
 class _OtherDomain(JetStreamContext):  # type: ignore[misc]  # nats-py has no types
-    """JetStream behind a leaf node's link, which the bare subjects of keys, all nats-py knows, do not pass."""
+    """JetStream behind a leaf node's link, which the bare subjects of keys of nats-py do not pass."""
 
     async def publish(self, subject: str, *arguments: Any, **options: Any) -> Any:
         """Publish; a key is set through the prefix of the domain."""
