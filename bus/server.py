@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import random
 import shutil
 import signal
 import socket
@@ -23,6 +24,9 @@ log = structlog.get_logger()
 MAX_PAYLOAD = 8 << 20
 READY_TIMEOUT_S = 3600.0
 """A server listens once it has recovered its streams, which takes minutes where they are large."""
+FIRST_PORT = 10_000
+"""Lowest port that is chosen for a server."""
+TRIED_PORTS = 100
 SAYS_SO_EVERY_S = 10.0
 """Seconds between two lines of the log about a server that is not ready yet."""
 
@@ -161,10 +165,28 @@ def nats_binary() -> str:
 
 
 def free_port(host: str) -> int:
-    """Return a port that nobody uses now."""
-    with socket.socket() as probe:
+    """Return a port that nobody uses now, and that no outgoing connection gets by itself.
+
+    A server that starts again on its port would find one of the ephemeral range taken."""
+    lowest, highest = _ephemeral_ports()
+    below, above = range(FIRST_PORT, lowest), range(highest + 1, 1 << 16)
+    choices = max(below, above, key=len)
+    for port in random.SystemRandom().sample(choices, min(len(choices), TRIED_PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((host, port))
+            return port
+    with socket.socket() as probe:  # this host leaves no others
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def _ephemeral_ports() -> tuple[int, int]:
+    """Return the first and the last port that the system gives to outgoing connections."""
+    try:
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except OSError:
+        return 49152, 65535  # IANA's, which other systems keep to
+    return int(first), int(last)
 
 
 def is_loopback(host: str) -> bool:

@@ -91,6 +91,19 @@ def test_missing_binary_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch
         bus.server.nats_binary()
 
 
-def test_free_port_can_be_listened_on():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", bus.server.free_port("127.0.0.1")))
+def test_free_port_can_be_listened_on_and_is_given_to_no_outgoing_connection():
+    first, last = bus.server._ephemeral_ports()
+    for _ in range(20):
+        port = bus.server.free_port("127.0.0.1")
+        assert not first <= port <= last
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+
+
+def test_free_port_is_none_that_is_in_use(monkeypatch: pytest.MonkeyPatch):
+    port = bus.server.free_port("127.0.0.1")
+    monkeypatch.setattr(bus.server, "FIRST_PORT", port)
+    monkeypatch.setattr(bus.server, "_ephemeral_ports", lambda: (port + 1, 65535))
+    assert bus.server.free_port("127.0.0.1") == port
+    with socket.create_server(("127.0.0.1", port)):
+        assert bus.server.free_port("127.0.0.1") != port
