@@ -13,10 +13,10 @@ import nats.errors
 import structlog
 
 from bus.blobs import get_blob, put_only_blob
-from bus.codec import Json, decode, encode
+from bus.codec import Json, decode
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
-from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, PromptSet, RunIdentity, RunRecord
+from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, RunIdentity, RunRecord
 from bus.publish import Publisher
 from bus.roles import guarded, hold_role
 from bus.status import report_status
@@ -27,7 +27,7 @@ from storage.disk.run_directory import RunDirectory
 from storage.dispatch.dispatcher import Dispatcher
 from storage.dispatch.ledger import Ledger
 from storage.prompts.data_sets import DataSets
-from storage.prompts.dataset import load_prompts
+from storage.prompts.dataset import encoded_prompts, load_prompts
 from storage.prompts.generators import generate_task
 from storage.prompts.length_check import check_lengths
 from storage.prompts.updates import DataUpdates
@@ -144,7 +144,7 @@ async def _withdraw_other(bus: Bus, config_json: str) -> None:
 async def _announce(bus: Bus, settings: StorageSettings, heldout: list[Prompt]) -> None:
     """Tell others what they need to join the run."""
     if heldout:
-        prompts = encode(PromptSet(prompts=tuple(heldout)))
+        prompts = encoded_prompts(heldout, f"held-out prompts ({settings.data.heldout})")
         await bus.put("heldout", await put_only_blob(bus, Publisher(bus), prompts, "heldout"))
     await bus.put("run", RunRecord(name=settings.run.name, config_json=settings.config_json))
 

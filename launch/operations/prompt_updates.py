@@ -4,15 +4,13 @@ import asyncio
 from pathlib import Path
 
 from bus.blobs import delete_blob, put_blob
-from bus.codec import encode
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
-from bus.messages import PromptSet
 from bus.publish import Publisher
 from bus.requests import DataAccepted, NewData
 from launch.config import RunConfig
 from launch.process.services import joined
-from storage.prompts.dataset import load_prompts
+from storage.prompts.dataset import encoded_prompts, load_prompts
 
 ANSWER_TIMEOUT_S = 300.0
 """Longest wait for the answer, before which every prompt is rendered and tokenised."""
@@ -28,7 +26,7 @@ async def add_data(where: RunConfig, path: Path, keep_old: bool, stop: asyncio.E
         if config is None:
             return None
         prompts = await asyncio.to_thread(load_prompts, path, config.data.keys)
-        blob = await put_blob(bus, Publisher(bus), encode(PromptSet(prompts=tuple(prompts))), "prompts")
+        blob = await put_blob(bus, Publisher(bus), encoded_prompts(prompts, str(path)), "prompts")
         request = NewData(prompts=blob, keep_old=keep_old, source=str(path))
         try:
             return await bus.request(

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.codec import Json, encode
+from bus.codec import MAX_ITEMS, Json, encode
 from bus.errors import ConfigError
-from bus.messages import Prompt
+from bus.messages import Prompt, PromptSet
 from storage.config import PromptKeys
 from storage.disk.atomic_files import write_file
 from storage.prompts.rows import Row, missing_key, read_rows
@@ -30,6 +30,16 @@ def save_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
     """Replace `path` durably by a .jsonl file that `load_prompts` reads back with the default keys."""
     rows = ({"prompt": p.content, "label": p.label, "metadata": p.metadata} for p in prompts)
     write_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def encoded_prompts(prompts: Sequence[Prompt], source: str) -> bytes:
+    """Return the message that carries the prompts of `source`. Raises `ConfigError` if they are too many."""
+    if len(prompts) > MAX_ITEMS:
+        raise ConfigError(
+            f"{source}: {len(prompts)} prompts, and one message carries {MAX_ITEMS} at most: "
+            f"give a slice of the file, such as prompts.jsonl@[:{MAX_ITEMS}]"
+        )
+    return encode(PromptSet(prompts=tuple(prompts)))
 
 
 def prompt_content(row: Row, key: str) -> str | list[Json]:
@@ -64,6 +74,12 @@ def _prompt(row: Row, keys: PromptKeys) -> Prompt:
     prompt = Prompt(
         content=prompt_content(row, keys.prompt), label=_label(row, keys), metadata=_metadata(row, keys)
     )
+    for column, value in ((keys.prompt, prompt.content), (keys.metadata, prompt.metadata)):
+        if found := _not_json(column, value):
+            raise ConfigError(
+                f"{row.where}: {found}, which cannot be sent: use texts, booleans, 64-bit numbers, lists, "
+                "objects (bytes as a base64 text, a time as an ISO text), or leave it out"
+            )
     try:
         encode(prompt)
     except (TypeError, ValueError, OverflowError) as error:
@@ -71,6 +87,20 @@ def _prompt(row: Row, keys: PromptKeys) -> Prompt:
             f"{row.where}: cannot be sent ({error}): use texts, booleans, 64-bit numbers, lists, objects"
         ) from error
     return prompt
+
+
+def _not_json(column: str, value: object) -> str:
+    """Return which value below `column` is none that JSON has, as Parquet's bytes and times are; or ''."""
+    left = [(column, value)]
+    while left:
+        name, found = left.pop()
+        if isinstance(found, dict):
+            left += [(f"{name}.{key}", child) for key, child in found.items()]
+        elif isinstance(found, list | tuple):
+            left += [(f"{name}[{n}]", child) for n, child in enumerate(found)]
+        elif not isinstance(found, str | bool | int | float | None):
+            return f"{name!r} is {_kind(found)}"
+    return ""
 
 
 def _label(row: Row, keys: PromptKeys) -> str | None:

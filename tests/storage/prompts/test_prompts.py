@@ -1,4 +1,5 @@
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -7,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bus.codec import MAX_ITEMS, decode
 from bus.errors import ConfigError
-from bus.messages import Prompt
+from bus.messages import Prompt, PromptSet
 from storage.config import PromptKeys
-from storage.prompts.dataset import PromptOrder, load_prompts
+from storage.prompts.dataset import PromptOrder, encoded_prompts, load_prompts
 
 KEYS = PromptKeys()
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
@@ -115,6 +117,26 @@ def test_a_bad_row_of_parquet_is_reported_with_its_number(tmp_path):
         load_prompts(path, KEYS)
     with pytest.raises(ConfigError, match="row 1: 'prompt' is empty"):
         load_prompts(Path(f"{path}@[1:]"), KEYS)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"image": b"\x89PNG"}, "'metadata.image' is a bytes"),
+        ({"views": [{"at": datetime(2026, 1, 1)}]}, r"'metadata.views\[0\].at' is a datetime"),
+    ],
+)
+def test_a_value_of_parquet_that_json_has_not_is_reported_with_row_and_column(tmp_path, metadata, named):
+    path = parquet(tmp_path, {"prompt": "fine", "metadata": None}, {"prompt": "a", "metadata": metadata})
+    with pytest.raises(ConfigError, match=rf"train.parquet, row 1: {named}, which cannot be sent: use texts"):
+        load_prompts(path, KEYS)
+
+
+def test_more_prompts_than_a_message_carries_are_refused_with_a_remedy():
+    few = [Prompt(content="a")] * 3
+    assert list(decode(encoded_prompts(few, "few.jsonl"), PromptSet).prompts) == few
+    with pytest.raises(ConfigError, match=r"many.jsonl: 1048577 prompts, .*give a slice"):
+        encoded_prompts(few[:1] * (MAX_ITEMS + 1), "many.jsonl")
 
 
 def test_bytes_that_are_not_utf8_are_reported_with_their_line(tmp_path):
