@@ -10,7 +10,7 @@ import structlog
 from actors.engines.base import Engine
 from actors.weights.follow import PolicyFollower, fetch_state
 from bus.connection import Bus
-from bus.errors import BusError, HandBackError
+from bus.errors import BusError, EngineError, HandBackError
 from bus.messages import PolicyManifest
 from storage.weights.blob_sources import BlobSource
 
@@ -35,7 +35,8 @@ class EvaluationEngines(Protocol):
         """Return an engine with these weights or with later ones of the same learner.
 
         Returns None when that learner is gone, since nobody waits for the answer. Raises `BusError` or
-        `StorageError` when the weights are gone, and `HandBackError` when another actor may be sooner."""
+        `StorageError` when the weights are gone, `HandBackError` when another actor may be sooner, and
+        `EngineError` when no actor seems to be able to load them."""
 
     async def close(self) -> None:
         """Close what was started for evaluations."""
@@ -52,20 +53,33 @@ class OwnEngine:
         self._build = build
         self._blobs = blobs
         self._engine: Engine | None = None
+        self._failed_version: int | None = None
+        """Version for which the engine failed to start or to load, and which was left to other actors."""
 
     async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
-        """Fetch the weights, also those of a learner that is gone, and load them."""
+        """Fetch the weights, also those of a learner that is gone, and load them.
+
+        An engine that cannot is closed, and the next evaluation starts another: rollouts go on meanwhile."""
         state = await fetch_state(self._blobs, policy)
-        if self._engine is None:
-            self._engine = self._build()
-            await self._engine.start()
-        await self._engine.load_weights(state, policy.policy_version)
+        try:
+            if self._engine is None:
+                self._engine = self._build()
+                await self._engine.start()
+            await self._engine.load_weights(state, policy.policy_version)
+        except (EngineError, RuntimeError) as error:  # torch raises a RuntimeError when memory is short
+            await self.close()
+            reason = f"the evaluation engine failed: {type(error).__name__}: {error}"
+            before, self._failed_version = self._failed_version, policy.policy_version
+            if before == policy.policy_version:  # it came back: nobody else had it, or they failed too
+                raise EngineError(reason) from error
+            raise HandBackError(reason) from error
         return self._engine
 
     async def close(self) -> None:
         """Close the engine."""
-        if self._engine is not None:
-            await self._engine.close()
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.close()
 
 
 class RolloutEngines:

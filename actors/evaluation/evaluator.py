@@ -15,7 +15,7 @@ from bus.blobs import get_blob
 from bus.codec import decode, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume
-from bus.errors import BusError, EngineLostError, HandBackError, SluiceError, StorageError
+from bus.errors import BusError, EngineError, EngineLostError, HandBackError, SluiceError, StorageError
 from bus.messages import BlobRef, EvaluationResult, EvaluationTask, Prompt, PromptSet
 from bus.publish import Publisher, together
 
@@ -66,7 +66,9 @@ class Evaluator:
         self.doing = f"evaluating version {version}"
         try:
             result = await self._evaluated(task)
-        except (BusError, StorageError) as error:  # a living learner keeps versions that are to be evaluated
+        except EngineLostError:
+            raise
+        except (BusError, StorageError, EngineError) as error:  # a living learner keeps what is evaluated
             log.warning("evaluation_skipped", policy_version=version, reason=str(error))
         else:
             if result is not None:

@@ -1,11 +1,14 @@
 """Held-out accuracy on an engine of its own, and which engine it is measured on."""
 
 import pytest
+import torch
+from structlog.testing import capture_logs
 
 from actors.config import ActorsConfig, EmbeddedEngineConfig, EvaluatorConfig, SglangEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.evaluation.engines import OwnEngine
 from bus.blobs import delete_blob
+from bus.errors import EngineError
 from storage.weights.blob_sources import Blobs
 from tests.actors.held_out import Recording, published
 from tests.actors.tiny import tiny_model
@@ -37,6 +40,34 @@ async def test_an_own_engine_keeps_the_version_while_others_are_published(bus, e
     assert set(environment.versions) == {1, 40, 50}
     assert len(built) == 1
     assert not built[0]._thread.is_alive()
+
+
+@pytest.mark.parametrize("error", [EngineError("no server"), torch.OutOfMemoryError("out of memory")])
+async def test_an_engine_that_fails_costs_its_evaluation_and_not_the_actor(bus, evaluations, model, error):
+    """It is left to others first; when it comes back it is skipped. The next one starts another engine."""
+    built = []
+
+    class Failing(EmbeddedEngine):
+        async def load_weights(self, state, policy_version):
+            if len(built) <= 2:
+                raise error
+            await super().load_weights(state, policy_version)
+
+    def build():
+        built.append(Failing(tiny_model("qwen3", seed=9), EmbeddedEngineConfig(seed=0)))
+        return built[-1]
+
+    with capture_logs() as logs:
+        async with evaluations.evaluator(OwnEngine(build, Blobs(bus)), Recording()):
+            await evaluations.ask(await published(bus, 1, model))
+            await evaluations.settled()
+            assert evaluations.results.empty()
+            await evaluations.ask(await published(bus, 2, model))
+            assert (await evaluations.result()).drawn_by == (2, 2)
+    said = [entry for entry in logs if entry["event"] in ("message_handed_back", "evaluation_skipped")]
+    assert [entry["event"] for entry in said] == ["message_handed_back", "evaluation_skipped"]
+    assert all(str(error) in entry["reason"] for entry in said)
+    assert not any(engine._thread.is_alive() for engine in built)
 
 
 async def test_an_own_engine_skips_a_version_whose_weights_are_gone(bus, evaluations):
