@@ -23,6 +23,7 @@ from bus.messages import RoleHolder
 from bus.permissions import ROLES
 from bus.publish import Publisher
 from bus.requests import Done, Waiting
+from bus.roles import hold_role
 from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer
 from bus.topology import ensure
@@ -235,6 +236,16 @@ async def test_learner_publishes_weights_that_an_actor_reads(as_role: As):
         await delete_blob(learner, ref)
         with pytest.raises(BusError):
             await get_blob(actor, ref)
+
+
+async def test_actor_claims_a_server_and_holds_no_other_role(as_role: As):
+    async with as_role("actor") as actor:
+        async with hold_role(actor, "engine.a1", "actor-1"):
+            assert await actor.get("role.engine.a1", RoleHolder) is not None
+        assert await actor.get("role.engine.a1", RoleHolder) is None
+        for role in ("learner", "dispatcher", "shard-0"):
+            key = f"$KV.sluice-mine.role.{role}"
+            assert await forbidden(actor, partial(actor.client.publish, key, b"{}")), role
 
 
 async def test_judge_gives_a_reward(as_role: As):
