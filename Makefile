@@ -42,7 +42,9 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing $(firstword $(TORCH)) into $(VENV): up to 3 GB to fetch, which may take minutes."
 	$(BIN)/pip install --quiet $(TORCH)
+	@echo "Installing Sluice and the other packages it needs into $(VENV): a minute or two."
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $(STAMP)
 
@@ -50,6 +52,7 @@ sglang: $(SGLANG_STAMP)
 
 $(SGLANG_STAMP): $(addprefix $(SGLANG_CPU)/,requirements.txt sitecustomize.py sgl_kernel/__init__.py ibverbs.c ibverbs.map)
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	@echo "Installing SGLang for the CPU into $(SGLANG): 3 GB, about 3 minutes."
 	$(SGLANG)/bin/pip install --quiet --no-deps --requirement $(SGLANG_CPU)/requirements.txt
 	cp -R $(SGLANG_CPU)/sgl_kernel $(SGLANG_CPU)/sitecustomize.py $$($(SGLANG)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 	-$(CC) -shared -fPIC -Wl,-soname,libibverbs.so.1 -Wl,--version-script=$(SGLANG_CPU)/ibverbs.map -o $(SGLANG)/lib/libibverbs.so.1 $(SGLANG_CPU)/ibverbs.c

@@ -19,6 +19,7 @@ from actors.counters import report_metrics
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import build_engine, evaluation_engine
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
+from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.environments.base import Environment
 from actors.environments.build import build_environment
@@ -71,6 +72,8 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
         )
         if model is None:
             return
+        claimed = EngineClaims.open(bus, actor_name(), settings.actors.engine)
+        claims = await open_parts.enter_async_context(claimed)
         engine = _fleet(settings, model)
         try:
             if settings.colocation.enabled:
@@ -79,7 +82,7 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
             if not await _started(bus, engine, stop):
                 return
             open_parts.enter_context(few_collections())
-            actor = _actor(bus, settings, engine, blobs, model, environment, keep)
+            actor = _actor(bus, settings, engine, blobs, model, environment, keep, claims)
             await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
         finally:
             await engine.close()
@@ -87,7 +90,7 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
 
 def _actor(
     bus: Bus, settings: ActorSettings, engine: Fleet, blobs: BlobSource, model: Path,
-    environment: Environment, keep: GroupFilter,
+    environment: Environment, keep: GroupFilter, claims: EngineClaims,
 ) -> "_Actor":  # fmt: skip
     """Put the parts of an actor together around engines that have started."""
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -122,10 +125,10 @@ def _actor(
     )
     evaluator = Evaluator(bus, answering, tokenizer, environment, sampled=sampled, greedy=greedy)
     admin = EngineAdmin(
-        bus, engine, settings.actors.engine, model,
+        bus, engine, settings.actors.engine, model, claims,
         actor=actor_name(), colocated=settings.colocation.enabled,
     )  # fmt: skip
-    return _Actor(bus, engine, follower, probe, worker, evaluator, admin)
+    return _Actor(bus, engine, follower, probe, worker, evaluator, admin, claims)
 
 
 class _Actor:
@@ -133,7 +136,7 @@ class _Actor:
 
     def __init__(
         self, bus: Bus, engine: Fleet, follower: PolicyFollower, probe: ProbeCheck, worker: Worker,
-        evaluator: Evaluator, admin: EngineAdmin,
+        evaluator: Evaluator, admin: EngineAdmin, claims: EngineClaims,
     ) -> None:  # fmt: skip
         self._bus = bus
         self._engine = engine
@@ -142,6 +145,7 @@ class _Actor:
         self._worker = worker
         self._evaluator = evaluator
         self._admin = admin
+        self._claims = claims
         self._seen = (time.monotonic(), 0)
 
     async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
@@ -156,6 +160,7 @@ class _Actor:
                 report_metrics(self._bus, source=actor_name(), look=self._counters, stop=finished)
             )
             tasks.create_task(self._admin.run(finished))
+            tasks.create_task(self._claims.run(finished))
             tasks.create_task(self._stop_when_done(stop))
             try:
                 async with asyncio.TaskGroup() as work:

@@ -24,13 +24,15 @@ from bus.permissions import inbox_prefix
 from bus.refusal import Refused
 from bus.requests import Done
 from bus.topology import Topology
-from bus.waiting import RETRY_S, is_away, until_answered
+from bus.waiting import REMIND_S, RETRY_S, is_away, until_answered
 
 log = structlog.get_logger()
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
 PING_S = 5
 """Seconds between two signs of life of a connection."""
+SAY_AFTER_S = 2.0
+"""Seconds after which a process says what it waits for."""
 PINGS = 3
 """Signs of life without an answer after which a connection counts as broken."""
 
@@ -305,11 +307,17 @@ class Bus:
         await self.patiently(delete, f"deleting {key!r}")
 
     async def wait_for(self, key: str, expected: type[R], *, timeout_s: float, hint: str) -> R:
-        """Wait for the message under `key`. Raises `BusAwayError` with `hint` after `timeout_s`.
+        """Wait for the message under `key`; `hint` is a question about who writes it, which is logged after a
+        while. Raises `BusAwayError` with `hint` after `timeout_s`.
 
         A stream without a leader never answers a request, so the request is repeated."""
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        deadline, say_at = began + timeout_s, began + SAY_AFTER_S
         while True:
+            if time.monotonic() > say_at:
+                say_at += REMIND_S
+                waited_s = round(time.monotonic() - began)
+                log.warning("waiting_for_key", run=self.topology.run, key=key, hint=hint, waited_s=waited_s)
             try:
                 found = await self._get(key, expected)
             except BusError as error:

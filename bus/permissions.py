@@ -102,7 +102,7 @@ def _actor(t: Topology) -> Permissions:
             *consumers,
             *_read_keys(t),
             *_read_blobs(t),
-            *_keys(t, f"{USERS}.*"),
+            *_keys(t, f"{USERS}.*", "role.engine.*"),
             dead,
             *_subjects(t, "trajectories.*", "outcomes.rejected", "events.metrics", "events.evaluation"),
             *_subjects(t, "rpc.lease", "rpc.group_status.*", "access.*", "broadcast.*", "relay.*"),

@@ -24,6 +24,13 @@ log = structlog.get_logger()
 MAX_PAYLOAD = 8 << 20
 READY_TIMEOUT_S = 3600.0
 """A server listens once it has recovered its streams, which takes minutes where they are large."""
+PING_S = 5
+"""Seconds of silence after which the server asks a client for a sign of life."""
+PINGS = 2
+"""Signs of life that a client may owe: after 15 to 20 s of silence the server ends the connection, and gives
+what that client held to others."""
+WRITE_S = 15
+"""Seconds in which a client must have taken something of what the server sends."""
 FIRST_PORT = 10_000
 """Lowest port that is chosen for a server."""
 TRIED_PORTS = 100
@@ -142,6 +149,7 @@ class NatsServer:
         return (
             f'listen: "{self.host}:{self.port}"\n'
             f"max_payload: {MAX_PAYLOAD}\n"
+            f'ping_interval: "{PING_S}s"\nping_max: {PINGS}\nwrite_deadline: "{WRITE_S}s"\n'
             f'jetstream {{ store_dir: "{self.directory / "jetstream"}" }}\n'
             + (self._secure.server_config() if self._secure is not None else "")
         )

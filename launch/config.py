@@ -360,3 +360,35 @@ def _keys(location: tuple[str, ...]) -> Iterator[str]:
 def _nearest(name: str, names: Iterable[str]) -> str:
     match = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return f"did you mean {match[0]!r}? " if match else ""
+
+
+def refuse_full_context(config: RunConfig) -> None:
+    """Raise `ConfigError` for answers that leave no room for a prompt in the model's context.
+
+    A model on another host is not seen from here: storage checks it, when the learner has published it."""
+    limit, context = config.sampling.max_new_tokens, config.model.scratch.context
+    name = "model.scratch.context is"
+    if config.model.path is not None:
+        found = _context_of(config.model.path)
+        if found is None:
+            return
+        context, name = found, f"{config.model.path} has a context of"
+    elif config.model.scratch == type(config.model.scratch)():
+        return  # nobody has chosen that model: the learner's host may name another
+    if limit >= context:
+        raise ConfigError(
+            f"sampling.max_new_tokens={limit} leaves no room for a prompt, since {name} {context}: lower it"
+        )
+
+
+def _context_of(model: Path) -> int | None:
+    """Return the context that a model directory's config.json names, if it is here and names one."""
+    try:
+        found = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):  # whoever loads the model says what is wrong with it
+        return None
+    if not isinstance(found, dict):
+        return None
+    text = found.get("text_config")
+    context = (text if isinstance(text, dict) else found).get("max_position_embeddings")
+    return context if isinstance(context, int) else None

@@ -11,7 +11,7 @@ import structlog
 
 from bus.codec import Json, encode
 from bus.connection import Bus
-from bus.errors import ConfigError, UnreadableGroupsError
+from bus.errors import BusError, ConfigError, UnreadableGroupsError
 from bus.messages import EvaluationResult, Metrics, Probe
 from bus.publish import Publisher
 from bus.requests import BatchLease
@@ -77,13 +77,14 @@ class Learner:
         self._fetching: asyncio.Task[BatchLease] | None = None
         self._saving: tuple[int, dict[str, Any]] | None = None
         """Step and progress of the checkpoint that is being written."""
-        self._background: set[asyncio.Task[None]] = set()
+        self._tasks = asyncio.TaskGroup()
+        """What runs beside the loop. An error there ends the learner."""
         self._tokens_per_s = 0.0
 
     async def run(self) -> None:
         """Train until the configured end, or until `stop`; either way the state is saved."""
         stop, finished = self._stop, asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
+        async with self._tasks as tasks:
             tasks.create_task(
                 report_status(self._bus, source="learner", role="learner", look=self._look, stop=finished)
             )
@@ -264,7 +265,6 @@ class Learner:
             latest = self._weights.latest
             self._announce(copied, latest.probe if latest is not None else None)
             await self._published()
-        await asyncio.gather(*self._background)
 
     async def _accuracy_now(self) -> float | None:
         """Return the held-out sampled accuracy of this version; None if nobody measures it, or on `stop`."""
@@ -391,10 +391,11 @@ class Learner:
             source="learner", step=step, time_s=time.time(), values={"train/stage": stage, **values}
         )
         name = f"metrics-{self._incarnation}-{stage}-{step}"
-        subject = self._bus.subject("events", "metrics")
-        self._later(self._events.publish(subject, encode(metrics), message_id=name))
+        self._tasks.create_task(self._publish_metrics(name, encode(metrics)), name=f"publish {name}")
 
-    def _later(self, work: "asyncio._CoroutineLike[None]") -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+    async def _publish_metrics(self, name: str, metrics: bytes) -> None:
+        """Publish, or say that it failed: only screens miss them."""
+        try:
+            await self._events.publish(self._bus.subject("events", "metrics"), metrics, message_id=name)
+        except BusError as error:
+            log.warning("metrics_not_published", name=name, reason=str(error))

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import AsyncExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 
 import nats.errors
 import structlog
@@ -29,7 +31,7 @@ from storage.dispatch.ledger import Ledger
 from storage.prompts.data_sets import DataSets
 from storage.prompts.dataset import encoded_prompts, load_prompts
 from storage.prompts.generators import generate_task
-from storage.prompts.length_check import check_lengths
+from storage.prompts.length_check import check_lengths, check_prompt_lengths
 from storage.prompts.updates import DataUpdates
 from storage.shard.ingest_checks import RUN_ID, VOCABULARY, Quarantine
 from storage.shard.server import Shard
@@ -58,6 +60,8 @@ class StorageSettings:
     run: RunDirectory
     config_json: str
     """The run's resolved configuration, for those who join by name."""
+    model: Path | None = None
+    """Model directory, if it is on this host: a new run's prompts are then checked before anything starts."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,10 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
     await bus.create_keys()
     async with hold_role(bus, "dispatcher", secrets.token_hex(4)) as renewing, AsyncExitStack() as opened:
         ledger = opened.enter_context(closing(Ledger.open(settings.run.ledger)))
+        if settings.model is not None and LENGTHS_CHECKED not in ledger.facts:
+            longest = settings.max_new_tokens
+            check = partial(check_prompt_lengths, prompts.training, settings.model, max_new_tokens=longest)
+            await asyncio.to_thread(check)
         await _claim_streams(bus, ledger, settings.run)
         await _withdraw_other(bus, settings.config_json)
         _refuse_other_shards(ledger, settings.replay.shards)

@@ -56,9 +56,9 @@ def retrain(
     scores
         Name of a table made by `launch rescore`, whose rewards replace those recorded.
     as_json
-        Print the report as one JSON object on one line.
+        Print the report, with each step, as one JSON object on one line.
     """
-    from launch.history.retrain import recorded_config, retrain_status
+    from launch.history.retrain import recorded_config, retrain_status, verdict
     from launch.history.retrain import retrain as retrain_run
     from storage.disk.run_directory import RunDirectory
 
@@ -68,7 +68,7 @@ def retrain(
     recorded = recorded_config(run_directory, config)
     work = partial(retrain_run, run_directory, recorded, changed, (from_step, to_step), scores=scores)
     report = run(work)
-    print(json.dumps(report, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
+    print(json.dumps(report) if as_json else verdict(report))  # noqa: T201 - the user's terminal
     raise SystemExit(retrain_status(report))
 
 

@@ -1,6 +1,7 @@
 """`launch retrain` and `launch restore`: looking back at a run from its directory alone, without a bus."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -172,6 +173,31 @@ def _as_then(
 def retrain_status(report: Mapping[str, Json]) -> int:
     """0 unless a batch was another than then, although nothing was changed."""
     return 0 if report["changed"] or report["batches"] == report["batches_equal"] else 1
+
+
+def verdict(report: Mapping[str, Json]) -> str:
+    """Return what a report says, in a few lines of which the last is the verdict."""
+    steps, first = report["steps"], report["first_step_that_differs"]
+    assert isinstance(steps, list)
+    lines = [
+        f"run {report['run']}: {len(steps)} steps after step {report['from_step']} trained again in "
+        f"{report['seconds']:.0f} s (--json shows each)"
+    ]
+    if isinstance(changed := report["changed"], dict) and changed:
+        lines += [f"with {key}: {json.dumps(value)}" for key, value in changed.items()]
+    lines.append(f"batches equal to those recorded: {report['batches_equal']} of {report['batches']}")
+    lines.append(
+        f"largest difference: {report['loss_max_abs_diff']} in the loss, "
+        f"{report['grad_norm_max_abs_diff']} in the gradient's norm"
+        + ("" if first is None else f"; the first step that differs is {first}")
+    )
+    if retrain_status(report):
+        lines.append("OTHER BATCHES: the run's directory does not hold what was trained on")
+    elif first is None:
+        lines.append("THE SAME: every step came out as it was recorded")
+    else:
+        lines.append("OTHER RESULTS from the same batches" if changed else "OTHER RESULTS without a change")
+    return "\n".join(lines)
 
 
 def restore_run(run: RunDirectory, archive: str | None) -> list[str]:

@@ -12,6 +12,8 @@ from launch.config import RunConfig
 from launch.process.services import joined
 from storage.prompts.dataset import encoded_prompts, load_prompts
 
+RUN_TIMEOUT_S = 5.0
+"""Longest wait for a run, since only one that goes on takes other prompts."""
 ANSWER_TIMEOUT_S = 300.0
 """Longest wait for the answer, before which every prompt is rendered and tokenised."""
 
@@ -19,8 +21,11 @@ ANSWER_TIMEOUT_S = 300.0
 async def add_data(where: RunConfig, path: Path, keep_old: bool, stop: asyncio.Event) -> DataAccepted | None:
     """Send the prompts in `path` to the run's storage; None if `stop` came before the run was found.
 
-    Raises `ConfigError` for bad rows, prompts that do not fit the model, and a storage that does not answer.
+    Raises `BusAwayError` when there is no such run, and `ConfigError` for bad rows, prompts that do not fit
+    the model, and a storage that does not answer.
     """
+    limit_s = min(where.bus.join_timeout_s, RUN_TIMEOUT_S)
+    where = where.model_copy(update={"bus": where.bus.model_copy(update={"join_timeout_s": limit_s})})
     async with Bus.connect(where.bus, where.run, name="data") as bus:
         config = await joined(bus, where, {}, stop)
         if config is None:

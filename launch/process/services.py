@@ -17,7 +17,7 @@ from bus.messages import RunRecord
 from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer, is_loopback
 from bus.waiting import cancelled, ended_before
-from launch.config import RunConfig, resolve
+from launch.config import RunConfig, refuse_full_context, resolve
 from launch.process.write_check import until_it_cannot_store
 from learner.config.parallel import WorldConfig
 from storage.disk.atomic_files import make_directory, one_at_a_time, try_lock, write_file
@@ -88,6 +88,7 @@ async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:
     """Run the run's dispatcher and replay shards until `stop`."""
     from storage.service import StorageSettings, run_storage
 
+    refuse_full_context(config)
     directory = RunDirectory(config.directory, config.run)
     directory.write_provenance()
     directory.write_json(directory.config, json.loads(config.model_dump_json()))
@@ -99,10 +100,17 @@ async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:
         max_new_tokens=config.sampling.max_new_tokens,
         run=directory,
         config_json=config.model_dump_json(),
+        model=_model_here(config.model.path),
     )
     async with Bus.connect(config.bus, config.run, name="storage", stop=stop) as bus:
         log.info("storage_ready", run=config.run, bus=without_credentials(config.bus.url))
         await run_storage(bus, settings, stop)
+
+
+def _model_here(path: Path | None) -> Path | None:
+    """Return the model directory if it is on this host, with all that prompts are checked against."""
+    whole = path is not None and (path / "config.json").is_file() and (path / "tokenizer.json").is_file()
+    return path if whole else None
 
 
 async def serve_shards(

@@ -2,17 +2,21 @@
 
 import asyncio
 import json
+import sys
 
 import pytest
 
 from actors.config import SglangEngineConfig
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds, subject_of
+from actors.engines.fleet.engine_claims import EngineClaims, role_of
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.scripted import ScriptedEngine
-from bus.errors import BusError, ConfigError
-from bus.messages import Status
+from bus import roles
+from bus.errors import BusError, ConfigError, FencedError
+from bus.messages import RoleHolder, Status
 from bus.requests import Done, EngineChange
+from bus.roles import pids_of
 from launch.config import validate
 from launch.operations.engines import change_engine, list_engines
 from tests.actors.engines.sglang.test_sglang_attached import STATE
@@ -56,7 +60,8 @@ async def fleet(bus, model, tmp_path):
     fleet, stop = Fleet({"engine-0": build}, FleetConfig(requests_per_engine=2)), asyncio.Event()
     await fleet.start()
     await fleet.load_weights(STATE, 3)
-    admin = EngineAdmin(bus, fleet, settings(tmp_path), model, actor=ACTOR, colocated=False)
+    claims = EngineClaims(bus, ACTOR)
+    admin = EngineAdmin(bus, fleet, settings(tmp_path), model, claims, actor=ACTOR, colocated=False)
     serving = asyncio.create_task(admin.run(stop))
     yield fleet
     stop.set()
@@ -100,6 +105,48 @@ async def test_a_server_that_joins_takes_the_newest_weights_and_its_share_and_le
     assert (await fleet.generate(request("after", [9], new=4))).token_ids.tolist() == [1, 2, 3, 4]
 
 
+async def test_a_server_that_another_actor_uses_is_refused_by_that_actors_name(
+    bus, connect, fleet, servers, tmp_path
+):
+    first, second = servers[0].url, servers[1].url
+    both = settings(tmp_path, urls=(first, second))
+    async with connect("other") as other:
+        async with EngineClaims.open(other, "actor-b", settings(tmp_path, url=first + "/")):
+            with pytest.raises(BusError, match=rf"{first}: actor-b uses this server"):
+                await asked(bus, "join", first)
+            with pytest.raises(ConfigError, match=rf"{first}: actor-b uses this server.*name another server"):
+                async with EngineClaims.open(bus, "actor-c", both):
+                    pytest.fail("two actors on one server")
+        await asked(bus, "join", first)
+        with pytest.raises(ConfigError, match=f"{first}: {ACTOR} uses this server"):
+            async with EngineClaims.open(other, "actor-b", both):
+                pytest.fail("two actors on one server")
+        await asked(bus, "leave", first)
+        async with EngineClaims.open(other, "actor-b", both):
+            pass
+
+
+async def test_a_claim_of_an_actor_that_was_killed_is_taken_over_at_once(bus, tmp_path):
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "import time; time.sleep(600)")
+    url = "http://there:1"
+    dead = RoleHolder(incarnation="actor-dead", host="h", pid=child.pid, pids_of=pids_of())
+    await bus.put(f"role.{role_of(url)}", dead)
+    child.kill()
+    await child.wait()
+    async with asyncio.timeout(roles.EXPIRE_S), EngineClaims.open(bus, "a", settings(tmp_path, url=url)):
+        pass
+
+
+async def test_an_actor_ends_when_its_server_was_claimed_by_another(bus, tmp_path):
+    url = "http://there:1"
+    async with EngineClaims.open(bus, "actor-a", settings(tmp_path, url=url)) as claims:
+        watching = asyncio.create_task(claims.run(asyncio.Event()))
+        await bus.put(f"role.{role_of(url)}", RoleHolder(incarnation="actor-b", host="h", pid=1))
+        async with asyncio.timeout(TIMEOUT_S):
+            with pytest.raises(FencedError, match="another process took over as engine"):
+                await watching
+
+
 async def test_what_cannot_join_or_leave_is_refused_with_the_reason(bus, fleet, servers):
     await servers[1].close()
     with pytest.raises(BusError, match="no answer from an SGLang server at"):
@@ -113,7 +160,8 @@ async def test_what_cannot_join_or_leave_is_refused_with_the_reason(bus, fleet, 
 
 async def test_no_server_joins_an_actor_that_shares_its_devices_with_the_learner(bus, model, tmp_path):
     fleet, stop = Fleet({}, FleetConfig()), asyncio.Event()
-    admin = EngineAdmin(bus, fleet, settings(tmp_path), model, actor=ACTOR, colocated=True)
+    claims = EngineClaims(bus, ACTOR)
+    admin = EngineAdmin(bus, fleet, settings(tmp_path), model, claims, actor=ACTOR, colocated=True)
     serving = asyncio.create_task(admin.run(stop))
     with pytest.raises(BusError, match=r"http://there:1 cannot join: .*colocation\.enabled"):
         await asked(bus, "join", "http://there:1")

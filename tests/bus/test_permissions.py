@@ -1,6 +1,7 @@
 """Each role of a secured run may do what it needs, and nothing that belongs to another."""
 
 import asyncio
+import json
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -11,6 +12,7 @@ import nats.errors
 import pytest
 from nats.aio.client import Client
 from nats.js.api import StreamConfig
+from nats.js.errors import NotFoundError
 
 from bus import answers
 from bus.blobs import delete_blob, get_blob, put_blob
@@ -23,6 +25,7 @@ from bus.messages import RoleHolder
 from bus.permissions import ROLES
 from bus.publish import Publisher
 from bus.requests import Done, Waiting
+from bus.roles import hold_role
 from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer
 from bus.topology import ensure
@@ -246,12 +249,77 @@ async def test_learner_publishes_weights_that_an_actor_reads(as_role: As):
             await get_blob(actor, ref)
 
 
+async def test_actor_claims_a_server_and_holds_no_other_role(as_role: As):
+    async with as_role("actor") as actor:
+        async with hold_role(actor, "engine.a1", "actor-1"):
+            assert await actor.get("role.engine.a1", RoleHolder) is not None
+        assert await actor.get("role.engine.a1", RoleHolder) is None
+        for role in ("learner", "dispatcher", "shard-0"):
+            key = f"$KV.sluice-mine.role.{role}"
+            assert await forbidden(actor, partial(actor.client.publish, key, b"{}")), role
+
+
 async def test_judge_gives_a_reward(as_role: As):
     async with as_role("judge") as judge, as_role("storage") as storage:
         subject = judge.subject("outcomes", "rewards", 1)
         await Publisher(judge).publish(subject, b"reward", message_id="r")
         [reward] = await Inbox(storage, "OUTCOMES", "rewards-1").take(1, 5.0)
         assert reward.data == b"reward"
+
+
+async def test_operator_does_what_the_other_roles_do(as_role: As):
+    """It gives and takes tasks, trajectories, weights and rewards, and sets and removes every key."""
+    async with as_role("operator") as bus:
+        for stream, durable, names in (
+            ("TASKS", "rollout", ("tasks", "rollout", 7)),
+            ("TRAJECTORIES", "shard-0", ("trajectories", 0)),
+            ("OUTCOMES", "rewards-1", ("outcomes", "rewards", 1)),
+        ):
+            await Publisher(bus).publish(bus.subject(*names), b"x", message_id=durable)
+            [taken] = await Inbox(bus, stream, durable).take(1, 5.0)
+            await taken.ack_sync(timeout=5)
+        ref = await put_blob(bus, Publisher(bus), b"weights", "policy", stream="weights")
+        assert await get_blob(bus, ref) == b"weights"
+        await delete_blob(bus, ref)
+        async with hold_role(bus, "learner", "restored"):
+            pass
+        for key in ("run", "policy"):
+            await bus.put(key, HOLDER)
+            await bus.delete(key)
+            assert await bus.get(key, RoleHolder) is None
+        heard = await bus.client.subscribe("sluice.mine.>")
+        async with as_role("learner") as learner:
+            await learner.notify(learner.subject("notice", "policy"), HOLDER)
+            assert (await heard.next_msg(timeout=5)).subject == "sluice.mine.notice.policy"
+
+
+async def test_operator_of_a_run_does_nothing_to_other_runs_or_to_the_server(as_role: As):
+    async with as_role("operator", "other") as other:
+        await ensure(other.js, other.topology, shards=1)
+        await other.create_keys()
+        await other.put("run", HOLDER)
+        async with as_role("operator") as mine:
+            for name in ("other-TASKS", "KV_sluice-other"):
+                with pytest.raises(NotFoundError):
+                    await mine.js.delete_stream(name)
+            assert all(info.config.name.find("other") < 0 for info in await mine.js.streams_info())
+            await mine.client.publish("$KV.sluice-other.run", b"x")
+            await mine.client.flush()
+            for request in (
+                "$SYS.REQ.SERVER.PING",
+                "$SYS.REQ.SERVER.PING.JSZ",
+                "$SYS.REQ.ACCOUNT.other.CONNZ",
+            ):
+                with pytest.raises(nats.errors.Error):  # nobody answers
+                    await mine.client.request(f"$SYS.REQ.{request}", b"", timeout=0.5)
+            seen = await mine.client.request("$SYS.REQ.ACCOUNT.PING.CONNZ", b"", timeout=5)
+            assert len(json.loads(seen.data)["data"]["connections"]) == 1, (
+                "its own, and none of the other run"
+            )
+        found = await other.get("run", RoleHolder)
+        assert found is not None
+        assert found[0] == HOLDER
+        assert len(await other.js.streams_info()) == 8
 
 
 async def test_operator_deletes_a_stream(as_role: As):

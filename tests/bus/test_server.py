@@ -1,19 +1,24 @@
 """The nats-server that we start ourselves."""
 
 import asyncio
+import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import nats.errors
 import psutil
 import pytest
+from nats.aio.client import Client
 
 import bus.server
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.server import NatsServer
 from tests.conftest import Connect
+from tests.slow_link import slow_link
 
 
 @pytest.mark.nats
@@ -107,3 +112,59 @@ def test_free_port_is_none_that_is_in_use(monkeypatch: pytest.MonkeyPatch):
     assert bus.server.free_port("127.0.0.1") == port
     with socket.create_server(("127.0.0.1", port)):
         assert bus.server.free_port("127.0.0.1") != port
+
+
+CLIENT = """
+import asyncio, sys
+from nats.aio.client import Client
+async def main():
+    client = Client()
+    await client.connect(sys.argv[1], name="suspended")
+    await client.subscribe("work", queue="one")
+    await client.flush()
+    print("ready", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.nats
+async def test_a_silent_client_is_noticed_within_20_s_and_a_slow_one_is_left_alone(
+    server: NatsServer, bus: Bus
+):
+    suspended = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CLIENT, server.url, stdout=asyncio.subprocess.PIPE
+    )
+    assert suspended.stdout is not None
+    await asyncio.wait_for(suspended.stdout.readline(), 30)
+    slow, reconnected, arrived = Client(), asyncio.Event(), 0
+    async with slow_link(server.port, bytes_per_s=200_000) as port:
+
+        async def on_reconnect() -> None:
+            reconnected.set()
+
+        await slow.connect(f"nats://127.0.0.1:{port}", reconnected_cb=on_reconnect, ping_interval=600)
+        heard = await slow.subscribe("bulk", pending_bytes_limit=0)
+        await slow.flush()
+        suspended.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        for _ in range(50):
+            await bus.client.publish("bulk", b"x" * 100_000)  # takes 25 s
+        nobody = False
+        while not nobody and time.monotonic() - began < 30:
+            try:
+                await bus.client.request("work", b"", timeout=0.5)
+            except nats.errors.NoRespondersError:
+                nobody = True
+            except nats.errors.TimeoutError:
+                continue
+        noticed_s = time.monotonic() - began
+        for _ in range(50):
+            arrived += len((await heard.next_msg(timeout=20)).data)
+        await slow.close()
+    suspended.kill()
+    await suspended.wait()
+    assert nobody
+    assert noticed_s < 20 + 1
+    assert (arrived, reconnected.is_set()) == (5_000_000, False)

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from bus.errors import ConfigError
-from launch.config import RunConfig, config_file, flags, merge, preset, resolve, validate
+from launch.config import RunConfig, config_file, flags, merge, preset, refuse_full_context, resolve, validate
 from storage.weights.transport_config import FilesTransport
 
 SORT = {"data": {"task": "sort"}}
@@ -271,3 +271,18 @@ def test_colocation_is_refused_where_turns_cannot_be_taken():
         {"colocation": {"enabled": True, "yield_timeout_s": 600}}
     )
     assert resolve(attached).actors.engine.url
+
+
+def test_answers_that_fill_the_context_are_refused_before_anything_starts(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"max_position_embeddings": 4096}')
+    of_model, scratch = {"model": {"path": str(model)}}, {"model": {"scratch": {"context": 64}}}
+    refuse_full_context(resolve({"sampling": {"max_new_tokens": 4095}}, of_model))
+    with pytest.raises(ConfigError, match=r"=4096 leaves no room for a prompt.* of 4096: lower it"):
+        refuse_full_context(resolve({"sampling": {"max_new_tokens": 4096}}, of_model))
+    with pytest.raises(ConfigError, match=r"=64 leaves no room .*model.scratch.context is 64: lower it"):
+        refuse_full_context(resolve({"sampling": {"max_new_tokens": 64}}, scratch))
+    refuse_full_context(resolve({"sampling": {"max_new_tokens": 4096}}))
+    elsewhere = {"model": {"path": "/on/the/learners/host"}}
+    refuse_full_context(resolve({"sampling": {"max_new_tokens": 4096}}, elsewhere))

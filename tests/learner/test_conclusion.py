@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from bus.config import ColocationConfig
 from bus.messages import PolicyManifest
@@ -27,6 +28,18 @@ async def test_a_learner_goes_on_from_the_checkpoint_before_a_damaged_one(bus, t
     assert list(after) == [1, 2, 3, 4, 5, 6]
     assert {step: after[step] for step in before} == before  # steps 3 and 4 once more, bit for bit
     assert (tmp_path / "checkpoints/damaged-step_00000004").is_dir()
+
+
+async def test_metrics_that_the_bus_refuses_are_missed_by_screens_alone_and_said_to_be(bus, tmp_path):
+    async with mini_run(bus, tmp_path) as run:
+        events = (await bus.js.stream_info(bus.topology.stream("EVENTS"))).config
+        await bus.js.update_stream(events.evolve(max_msg_size=1))
+        with capture_logs() as logs:
+            progress = await run.train()
+    assert (progress.stage, progress.step) == ("done", 4)
+    missed = [entry for entry in logs if entry["event"] == "metrics_not_published"]
+    assert len(missed) == 2 + 4
+    assert all("the stream refuses" in entry["reason"] for entry in missed)
 
 
 async def test_a_learner_stopped_while_it_waits_for_the_device_to_export_is_taken_up_again(

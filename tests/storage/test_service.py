@@ -23,7 +23,7 @@ from storage.dispatch.ledger import Ledger
 from storage.prompts.length_check import check_lengths
 from storage.service import StorageSettings, run_storage
 from storage.store.replay import ReplayStore
-from storage.weights.model_files import bundle
+from storage.weights.model_files import bundle, unbundle
 from tests.conftest import Connect
 from tests.factories import make_trajectory
 from tests.storage.serving import (
@@ -167,6 +167,17 @@ async def test_prompts_that_were_checked_are_not_checked_again_by_a_restart(
 
 async def is_known(bus: Bus) -> bool:
     return await bus.get("run", RunRecord) is not None
+
+
+async def test_prompt_longer_than_the_context_of_a_model_here_is_refused_before_anything_starts(
+    bus, tmp_path, model_files
+):
+    unbundle(model_files, tmp_path / "model")
+    settings = replace(make_settings(tmp_path, "ab", "x" * 22), model=tmp_path / "model")
+    async with asyncio.timeout(60):
+        with pytest.raises(ConfigError, match="prompt 2 has 24 tokens: with 10 new ones it exceeds"):
+            await run_storage(bus, settings, asyncio.Event())
+    assert await bus.get("run", RunRecord) is None
 
 
 async def test_prompt_longer_than_the_context_stops_the_run_and_is_named(bus, tmp_path, model_files):

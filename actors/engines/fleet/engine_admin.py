@@ -9,6 +9,7 @@ import structlog
 
 from actors.config import EngineConfig, SglangEngineConfig
 from actors.engines.base import Engine
+from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.member import Build
 from bus.codec import Message
@@ -38,12 +39,14 @@ class EngineAdmin:
     """Answers `launch engines`: servers join the actor's fleet while it works, and leave it."""
 
     def __init__(
-        self, bus: Bus, fleet: Fleet, config: EngineConfig, model: Path, *, actor: str, colocated: bool
-    ) -> None:
+        self, bus: Bus, fleet: Fleet, config: EngineConfig, model: Path, claims: EngineClaims, *,
+        actor: str, colocated: bool,
+    ) -> None:  # fmt: skip
         self._bus = bus
         self._fleet = fleet
         self._config = config if isinstance(config, SglangEngineConfig) else SglangEngineConfig()
         self._model = model
+        self._claims = claims
         self._actor = actor
         self._colocated = colocated
         self._one_at_a_time = asyncio.Lock()
@@ -76,7 +79,12 @@ class EngineAdmin:
         if url in self._fleet.engines:
             raise EngineError(f"{url} is one of this actor's engines already")
         await _look_at(url)
-        self._fleet.join(url, _build(self._config.attached_to(url), self._model))
+        await self._claims.claim(url)
+        try:
+            self._fleet.join(url, _build(self._config.attached_to(url), self._model))
+        except BaseException:
+            await self._claims.release(url)
+            raise
 
     async def _leave(self, name: str) -> None:
         names = set(self._fleet.engines)
@@ -85,6 +93,7 @@ class EngineAdmin:
         if names == {name}:
             raise EngineError(f"{name} is the only engine here: have another join first, or stop the actor")
         await self._fleet.leave(name)
+        await self._claims.release(name)
 
 
 def _build(config: SglangEngineConfig, model: Path) -> Build:

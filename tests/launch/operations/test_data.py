@@ -5,8 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
-from bus import roles
+from bus import connection, roles
 from bus.blobs import put_blob
 from bus.codec import encode
 from bus.config import BusConfig
@@ -14,6 +15,7 @@ from bus.errors import BusAwayError, ConfigError
 from bus.publish import Publisher
 from bus.server import NatsServer
 from launch.config import RunConfig
+from launch.operations import prompt_updates
 from launch.operations.prompt_updates import add_data
 from storage.disk.run_directory import RunDirectory
 from storage.service import StorageSettings, run_storage
@@ -87,3 +89,17 @@ async def test_a_run_that_nobody_serves_is_named(bus, where, tmp_path):
     impatient = where.model_copy(update={"bus": where.bus.model_copy(update={"join_timeout_s": 0.1})})
     with pytest.raises(BusAwayError, match="is `launch storage --run test` running on this bus"):
         await add_data(impatient, prompts(tmp_path / "new.jsonl", "c"), False, asyncio.Event())
+
+
+async def test_a_run_that_is_not_there_is_not_waited_for_in_silence(where, tmp_path, monkeypatch):
+    assert where.bus.join_timeout_s > 10
+    monkeypatch.setattr(prompt_updates, "RUN_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(connection, "SAY_AFTER_S", 0.1)
+    other = where.model_copy(update={"run": "other"})
+    with capture_logs() as logs:
+        async with asyncio.timeout(10):
+            with pytest.raises(BusAwayError, match=r"run 'other': .*is `launch storage --run other` running"):
+                await add_data(other, prompts(tmp_path / "new.jsonl", "c"), False, asyncio.Event())
+    [said] = [entry for entry in logs if entry["event"] == "waiting_for_key"]
+    assert (said["run"], said["key"]) == ("other", "run")
+    assert "is `launch storage --run other` running" in said["hint"]

@@ -1,6 +1,7 @@
 """`launch convert`: whole directories, tensor by tensor, so that the model may be larger than memory."""
 
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,9 +117,7 @@ def megatron_to_hf(
     refuse_damage(source, damaged_files(source, manifest, manifest["files"]))
     shape = shape_of(hf_config)
     seen = _Digesting(MegatronWeights(source, list(FAMILIES[hf_config.model_type].rules(shape)), shape))
-    [hf_config.dtype, *others] = {seen.spec(name).dtype for name in seen}
-    if others:
-        raise StorageError(f"checkpoint {source} mixes {hf_config.dtype} with {others}")
+    hf_config.dtype = _main_dtype(seen)
     with _publishing(target) as temporary:
         save_hf_directory(temporary, hf_config, seen, tokenizer_dir, shard_bytes=shard_bytes)
         size_bytes = _verify(HFWeights(temporary), seen.digests)
@@ -148,6 +147,15 @@ class _Digesting(LazyWeights):
 
     def spec(self, name: str) -> Spec:
         return self._weights.spec(name)
+
+
+def _main_dtype(weights: LazyWeights) -> torch.dtype:
+    """Return the dtype of most bytes, for the configuration. Every tensor is written in its own: a router may
+    be kept in float32 among bfloat16."""
+    sizes: Counter[torch.dtype] = Counter()
+    for name in weights:
+        sizes[weights.spec(name).dtype] += weights.spec(name).size_bytes
+    return sizes.most_common(1)[0][0]
 
 
 def _verify(written: LazyWeights, digests: Mapping[str, str]) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from bus.errors import ConfigError, StorageError
@@ -65,6 +65,21 @@ def test_there_and_back_again_every_bit_is_the_same(tmp_path, family, tied, dtyp
     equal_bits(hf_state(loaded), hf_state(AutoModelForCausalLM.from_pretrained(source, dtype="auto")))
     assert (tmp_path / "back/tokenizer.json").read_text() == (source / "tokenizer.json").read_text()
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_model_of_mixed_dtypes_comes_back_with_each_tensors_own(tmp_path):
+    source = written(tmp_path / "hf", "qwen3_moe", dtype=torch.bfloat16)
+    mixed = {
+        name: tensor.float() if "mlp.gate." in name or "layernorm" in name else tensor
+        for name, tensor in weights(source).items()
+    }
+    assert {tensor.dtype for tensor in mixed.values()} == {torch.float32, torch.bfloat16}
+    [file] = source.glob("*.safetensors")
+    save_file(mixed, file, metadata={"format": "pt"})
+    hf_to_megatron(source, tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    equal_bits(weights(tmp_path / "back"), mixed)
+    assert load_hf_config(tmp_path / "back").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
