@@ -51,9 +51,12 @@ class Bus:
         streams: StreamsConfig | None = None,
         patience_s: float = BusConfig().patience_s,
         stop: asyncio.Event | None = None,
+        secured: bool = False,
     ) -> None:
         self.client = client
         self.patience_s = patience_s
+        self.secured = secured
+        """Says whether the bus lets in only who has credentials, and is reached over TLS."""
         self.topology = Topology(run, streams or StreamsConfig())
         self.js: JetStreamContext = client.jetstream(timeout=10)
         self.not_storing: set[str] = set()
@@ -79,7 +82,14 @@ class Bus:
             )
         client = await _connected(config, name, credentials)
         try:
-            yield cls(client, run, streams=config.streams, patience_s=config.patience_s, stop=stop)
+            yield cls(
+                client,
+                run,
+                streams=config.streams,
+                patience_s=config.patience_s,
+                stop=stop,
+                secured=credentials is not None,
+            )
         finally:
             await _drain(client)
 

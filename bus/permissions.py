@@ -79,7 +79,9 @@ def _learner(t: Topology) -> Permissions:
             *_subjects(t, "status.learner", "status.rank", "status.shadow"),
             *_subjects(t, *(f"rpc.{what}" for what in LEARNER_ASKS)),
         ),
-        subscribe=_subjects(t, "broadcast.*", "notice.snapshot", "notice.device-user", "events.evaluation"),
+        subscribe=_subjects(
+            t, "access.*", "broadcast.*", "notice.snapshot", "notice.device-user", "events.evaluation"
+        ),
         answers=True,
     )
 
@@ -103,7 +105,8 @@ def _actor(t: Topology) -> Permissions:
             *_keys(t, f"{USERS}.*"),
             dead,
             *_subjects(t, "trajectories.*", "outcomes.rejected", "events.metrics", "events.evaluation"),
-            *_subjects(t, "rpc.lease", "rpc.group_status.*", "broadcast.*", "relay.*", "status.actor"),
+            *_subjects(t, "rpc.lease", "rpc.group_status.*", "access.*", "broadcast.*", "relay.*"),
+            *_subjects(t, "status.actor"),
             *_subjects(t, "notice.snapshot", "notice.device-user"),
         ),
         subscribe=_subjects(t, "notice.policy", "notice.device", "relay.*", "rpc.engines.*"),

@@ -1,6 +1,5 @@
 """Makes what a secured bus needs: a certificate authority, keys of each role, and nats-server's settings."""
 
-import datetime
 import json
 import os
 import secrets
@@ -9,18 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import nkeys
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
+from bus.certificates import make_certificate, pem
 from bus.credentials import BUS_NAME, Credentials, load_credentials
 from bus.permissions import ANSWER_WITHIN, ROLES, permissions
 from bus.topology import Topology
 
 PROBE = "probe"
 """Account of the process that keeps the server, apart from all runs."""
-YEARS = 10
 
 
 class SecureDirectory:
@@ -95,36 +91,11 @@ class SecureDirectory:
     def _make_certificates(self) -> None:
         """Make an authority, and by it the bus's certificate. The authority's key is not kept."""
         authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-        authority = _certificate("sluice-authority", authority_key, None, None)
-        certificate = _certificate(BUS_NAME, key, authority, authority_key)
-        pem = serialization.Encoding.PEM
-        _write_secret(self.path / "authority.pem", authority.public_bytes(pem))
-        private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        _write_secret(self.key, private)
-        _write_secret(self.certificate, certificate.public_bytes(pem))
-
-
-def _certificate(
-    name: str,
-    key: ec.EllipticCurvePrivateKey,
-    authority: x509.Certificate | None,
-    authority_key: ec.EllipticCurvePrivateKey | None,
-) -> x509.Certificate:
-    """Return a certificate of `key`, signed by the authority or, without one, as an authority by itself."""
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(authority.subject if authority else subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))  # clocks of other hosts may be behind
-        .not_valid_after(now + datetime.timedelta(days=365 * YEARS))
-        .add_extension(x509.BasicConstraints(ca=authority is None, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-        .sign(authority_key or key, hashes.SHA256())
-    )
+        authority = make_certificate("sluice-authority", authority_key)
+        certificate = make_certificate(BUS_NAME, key, authority, authority_key)
+        _write_secret(self.path / "authority.pem", pem(authority))
+        _write_secret(self.key, pem(key))
+        _write_secret(self.certificate, pem(certificate))
 
 
 def _new_seed() -> str:

@@ -1,68 +1,96 @@
-"""Serves blobs over HTTP. Readers fetch them in ranges, several at a time."""
+"""Serves blobs over HTTP, on a secured bus over HTTPS to readers with a token. They fetch several ranges at
+a time."""
 
 import asyncio
+import os
 import resource
 import socket
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import structlog
+import xxhash
 from aiohttp import web
+from nats.aio.subscription import Subscription
 
 from bus.blobs import checked
+from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef
 from bus.publish import together
+from bus.requests import BlobAccess, BlobAccessAsked
 from bus.server import is_loopback
+from bus.waiting import RETRY_S, cancelled
 from storage.disk.atomic_files import Content, Data
 from storage.weights.blob_files import SETTING, SUFFIX, FileBlobs, file_name, new_memory
+from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_context
 from storage.weights.transport_config import ServerConfig
 
+log = structlog.get_logger()
 RANGE_BYTES = 8 << 20
 WINDOW = 8
 """Ranges that are requested at a time."""
+PART_BYTES = 1 << 20
+"""Bytes that the server reads and sends at a time."""
+STALLED_S = 30.0
+"""Seconds after which a reader that takes nothing of what it asked for is cut off."""
+HANDSHAKE_S = 10.0
+"""Seconds in which a connection has to become a TLS connection."""
+BACKLOG = 128
+"""Connections that the kernel keeps until they are accepted."""
+ASK_S = 10.0
+"""Longest time that a server may take to say what it asks of its readers."""
 TIMEOUT = aiohttp.ClientTimeout(total=None, connect=10, sock_read=30)
 
 
 class BlobServer:
-    """Serves the blobs in a directory, and no other file."""
+    """Serves the blobs in a directory, and no other file; on a secured bus only to who has its token."""
 
     def __init__(self, directory: Path, config: ServerConfig, *, setting: str) -> None:
         self._directory = directory
         self._config = config
         self._setting = setting
         self._runner: web.AppRunner | None = None
-        self._listening: asyncio.Server | None = None
+        self._listening: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._askers: set[asyncio.BaseProtocol] = set()
-        """Connections that have asked for something."""
+        """Connections that have asked for something, and may."""
+        self._handshakes: dict[asyncio.Task[None], None] = {}
+        """Connections that have begun, the oldest first."""
+        self._guard: BlobGuard | None = None
+
+    @property
+    def access(self) -> BlobAccess | None:
+        """Return what readers need to be let in; None where everybody is."""
+        return self._guard.access if self._guard is not None else None
 
     async def start(self, bus: Bus) -> str:
         """Begin to serve; return the URL by which others reach this server.
 
         Raises `ConfigError` when the address is not available, or open to others than the bus is."""
         self._refuse_open_host(bus)
+        self._refuse_open_url(bus)
+        self._guard = BlobGuard() if bus.secured else None
+        host = self._config.host or own_address(bus, "")
+        listening = self._listening = self._listen(host, self._config.port)
         app = web.Application()
         app.router.add_get("/{name}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
         await self._runner.setup()
-        port = self._config.port
-        host = self._config.host or own_address(bus, "")
-        loop = asyncio.get_running_loop()
-        try:
-            self._listening = await loop.create_server(self._admit, host, port)
-        except OSError as error:
-            await self.close()
-            raise ConfigError(
-                f"weights cannot be served at {host}:{port} ({error.strerror}): set {self._setting} to "
-                f"another, or 0 for any that is free"
-            ) from error
-        chosen = self._listening.sockets[0].getsockname()[1]
-        return self._config.advertise or f"http://{own_address(bus, host)}:{chosen}"
+        self._accepting = asyncio.create_task(self._accept(listening), name="accept readers of weights")
+        chosen = listening.getsockname()[1]
+        scheme = "https" if bus.secured else "http"
+        return self._config.advertise or f"{scheme}://{own_address(bus, host)}:{chosen}"
 
     async def close(self) -> None:
         """Serve no longer."""
+        tasks = [*self._handshakes, *([self._accepting] if self._accepting is not None else [])]
+        self._accepting = None
+        await cancelled(*tasks)
         if self._listening is not None:
             self._listening.close()
             self._listening = None
@@ -80,25 +108,125 @@ class BlobServer:
                 "this host alone: leave it out"
             )
 
-    def _admit(self) -> asyncio.Protocol:
-        """Take a connection. Above the bound the oldest of those that never asked for anything ends, or else
-        the oldest: neither many nor mute connections cost this process its descriptors."""
+    def _refuse_open_url(self, bus: Bus) -> None:
+        """Refuse to announce a URL by which a token would travel in the clear."""
+        url = self._config.advertise or ""
+        if bus.secured and url.startswith("http:"):
+            setting = self._setting.rpartition(".")[0]
+            raise ConfigError(
+                f"{setting}.advertise={url}: on a secured bus weights are served over TLS: write https://, "
+                "and let what is in between pass the connection on as it is"
+            )
+
+    def _listen(self, host: str, port: int) -> socket.socket:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"weights cannot be served at {host}:{port} ({error.strerror}): set {self._setting} to "
+                f"another, or 0 for any that is free"
+            ) from error
+        listening.setblocking(False)
+        return listening
+
+    async def _accept(self, listening: socket.socket) -> None:
+        """Take connections. asyncio's own server would not let those be counted and ended whose TLS handshake
+        goes on."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listening)
+            except OSError as error:  # no descriptor is free, or the reader has gone again
+                log.warning("reader_not_accepted", reason=error.strerror)
+                await asyncio.sleep(RETRY_S)
+                continue
+            self._make_room()
+            task = asyncio.create_task(self._begin(connection), name="begin a connection")
+            self._handshakes[task] = None
+            task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+            await asyncio.sleep(
+                0
+            )  # it begins: a task that is cancelled before would not close the connection
+
+    async def _begin(self, connection: socket.socket) -> None:
+        """Hand a connection to the server, over TLS where it has a guard."""
         assert self._runner is not None
-        server = self._runner.server
-        assert server is not None
-        here = [one for one in server.connections if one.transport is not None]  # the others are ending
-        self._askers.intersection_update(here)
-        if len(here) >= most_connections():
-            next((one for one in here if one not in self._askers), here[0]).force_close()
-        return server()
+        assert self._runner.server is not None
+        tls: dict[str, Any] = {}
+        if self._guard is not None:
+            tls = {"ssl": self._guard.context, "ssl_handshake_timeout": HANDSHAKE_S}
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(self._runner.server, connection, **tls)
+        except OSError as error:  # ssl.SSLError among them: it is no reader of ours
+            log.debug("handshake_failed", reason=str(error))
+
+    def _make_room(self) -> None:
+        """End a connection if there are too many: the oldest of those that never asked for anything, or else
+        the oldest. Neither many nor mute connections cost this process its descriptors."""
+        assert self._runner is not None
+        assert self._runner.server is not None
+        here = [one for one in self._runner.server.connections if one.transport is not None]
+        self._askers.intersection_update(here)  # the others are ending
+        if len(here) + len(self._handshakes) < most_connections():
+            return
+        mute = next((one for one in here if one not in self._askers), None)
+        if mute is None and self._handshakes:
+            oldest = next(iter(self._handshakes))
+            del self._handshakes[oldest]
+            oldest.cancel()
+        else:
+            (mute or here[0]).force_close()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if self._guard is not None:
+            self._guard.refuse_stranger(request)
         self._askers.add(request.protocol)
         name = request.match_info["name"]
-        path = self._directory / name
-        if "/" in name or name.startswith(".") or not name.endswith(SUFFIX) or not _is_own_file(path):
+        if "/" in name or name.startswith(".") or not name.endswith(SUFFIX):
             raise web.HTTPNotFound
-        return web.FileResponse(path)  # it knows ranges, and sends them without copying
+        try:
+            file = os.open(self._directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:  # it is not there, is a link, which may lead elsewhere, or its name is too long
+            raise web.HTTPNotFound from None
+        try:
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
+                raise web.HTTPNotFound
+            return await _send(request, file, found.st_size)
+        finally:
+            os.close(file)
+
+
+async def _send(request: web.Request, file: int, size: int) -> web.StreamResponse:
+    """Send the range of the file that is asked for, or all of it, as long as the reader takes it."""
+    try:
+        begin, end, _ = request.http_range.indices(size)
+    except ValueError:
+        raise web.HTTPRequestRangeNotSatisfiable from None
+    ranged = "Range" in request.headers
+    if ranged and begin >= end:
+        raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{size}"})
+    response = web.StreamResponse(status=206 if ranged else 200, headers={"Accept-Ranges": "bytes"})
+    response.content_length = end - begin
+    if ranged:
+        response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
+    await response.prepare(request)
+    while begin < end:
+        part = await asyncio.to_thread(os.pread, file, min(PART_BYTES, end - begin), begin)
+        if not part:
+            raise ConnectionResetError("the file was cut while it was read")
+        try:
+            async with asyncio.timeout(STALLED_S):
+                await response.write(part)
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()  # to close it would wait for the reader
+            raise ConnectionResetError(f"the reader took nothing for {STALLED_S:g} s") from None
+        begin += len(part)
+    await response.write_eof()
+    return response
 
 
 class HttpBlobs:
@@ -108,11 +236,21 @@ class HttpBlobs:
         self._bus = bus
         self._files = FileBlobs(directory, setting=SETTING + "serve_from")
         self._server = BlobServer(directory, config, setting=SETTING + "port")
+        self._asked: Subscription | None = None
 
     async def start(self) -> None:
         """Begin to serve. Raises `ConfigError` for a directory or an address that cannot be used."""
         await self._files.start()
-        self._files.origin = await self._server.start(self._bus)
+        self._files.origin = origin = await self._server.start(self._bus)
+        if self._server.access is not None:
+            self._asked = await self._bus.serve(
+                _access_subject(self._bus, origin), BlobAccessAsked, self._admit
+            )
+
+    async def _admit(self, _: BlobAccessAsked) -> list[Message]:
+        """Tell a reader what it needs. The bus lets only those ask who may have the weights."""
+        assert self._server.access is not None
+        return [self._server.access]
 
     async def put(self, content: Content, *tokens: object) -> BlobRef:
         """Write the file; it is served at once."""
@@ -128,22 +266,41 @@ class HttpBlobs:
 
     async def close(self) -> None:
         """Serve no longer."""
+        if self._asked is not None and self._bus.client.is_connected:
+            await self._asked.unsubscribe()
+        self._asked = None
         await self._server.close()
 
 
-async def download(url: str, ref: BlobRef) -> Data:
+async def ask_access(bus: Bus, origin: str) -> BlobAccess | None:
+    """Return what the server at `origin` asks of its readers; None where the bus is not a secured one.
+
+    Raises `BusError` when the server does not answer, or is none of a secured run."""
+    if not bus.secured:
+        return None
+    return await bus.request(_access_subject(bus, origin), BlobAccessAsked(), BlobAccess, timeout_s=ASK_S)
+
+
+async def download(url: str, ref: BlobRef, access: BlobAccess | None = None) -> Data:
     """Fetch the bytes behind `ref` from the server at `url`, in ranges.
 
-    Raises `BusError` when it does not answer, does not have them, or has others.
+    Raises `BusError` when it does not answer, is not the server that `access` is for, does not have them, or
+    has others.
     """
+    if access is not None and not url.startswith("https://"):
+        raise BusError(f"{url} is no server of a secured run: its token would travel in the clear")
     data = new_memory(ref.size_bytes)
     target = f"{url}/{file_name(ref)}"
     slots = asyncio.Semaphore(WINDOW)
+    shown: dict[str, str] = {"Authorization": bearer(access)} if access is not None else {}
+    tls: dict[str, Any] = {}
+    if access is not None:
+        tls = {"ssl": reader_context(access), "server_hostname": SERVER_NAME}
 
     async def fetch(session: aiohttp.ClientSession, begin: int) -> None:
         end = min(begin + RANGE_BYTES, len(data))
-        headers = {"Range": f"bytes={begin}-{end - 1}"}
-        async with slots, session.get(target, headers=headers) as response:
+        headers = {"Range": f"bytes={begin}-{end - 1}", **shown}
+        async with slots, session.get(target, headers=headers, allow_redirects=False, **tls) as response:
             if response.status != 206 or response.content_length != end - begin:
                 got = f"status {response.status} and {response.content_length} bytes"
                 raise BusError(f"{target}: {got} for those from {begin} to {end}")
@@ -162,12 +319,9 @@ def most_connections() -> int:
     return max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
 
-def _is_own_file(path: Path) -> bool:
-    """Return whether it is a file itself: a link may lead elsewhere, a name may be too long."""
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
+def _access_subject(bus: Bus, origin: str) -> str:
+    """Return the subject on which the server at `origin` says what it asks of its readers."""
+    return bus.subject("access", xxhash.xxh3_64_hexdigest(origin.encode()))
 
 
 def own_address(bus: Bus, host: str) -> str:

@@ -2,12 +2,14 @@
 
 import asyncio
 import math
+import os
+import shutil
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
@@ -16,17 +18,21 @@ import structlog
 from bus.blobs import get_blob
 from bus.codec import Message
 from bus.connection import Bus
-from bus.errors import BusError, DamagedError
+from bus.errors import BusError, ConfigError, DamagedError
 from bus.messages import BlobRef
 from bus.requests import BlobAsked, BlobOffer
-from storage.disk.atomic_files import Data
+from storage.disk.atomic_files import Data, lock_directory, lock_file
 from storage.weights.blob_files import FileBlobs, read_file
-from storage.weights.blob_http import BlobServer, download
+from storage.weights.blob_http import BlobServer, ask_access, download
 from storage.weights.transport_config import RelayConfig
 
 log = structlog.get_logger()
 UNREACHABLE_S = 60.0
 """Seconds for which a relay is not asked after it did not serve what it offered."""
+PREFIX = "sluice-relay-"
+"""Beginning of the name of a relay's own directory."""
+ABANDONED_S = 60.0
+"""Age in seconds from which a directory that no process has locked counts as abandoned."""
 CANCEL_S = 5.0
 """Seconds after which a cancelled fetch is left behind."""
 
@@ -56,7 +62,9 @@ class Blobs:
                 return await asyncio.to_thread(read_file, Path(unquote(urlsplit(ref.origin).path)), ref)
             case "http" | "https":
                 relayed = await self._relayed(ref) if self._config.via else None
-                return await download(ref.origin, ref) if relayed is None else relayed
+                if relayed is not None:
+                    return relayed
+                return await download(ref.origin, ref, await ask_access(self._bus, ref.origin))
             case other:
                 raise BusError(f"{ref.subject} lies at {ref.origin}: this build knows no transport {other!r}")
 
@@ -72,8 +80,11 @@ class Blobs:
             return None
         if time.monotonic() < self._dropped.get(offer.url, 0.0):
             return None
+        if self._bus.secured and offer.access is None:
+            log.warning("relay_dropped", url=offer.url, reason="it asks for no token on a secured bus")
+            return None
         try:
-            return await download(offer.url, ref)
+            return await download(offer.url, ref, offer.access)
         except BusError as error:
             for_s = math.inf if isinstance(error, DamagedError) else UNREACHABLE_S
             log.warning("relay_dropped", url=offer.url, for_s=for_s, reason=str(error))
@@ -92,6 +103,8 @@ class Relay:
         self._files = FileBlobs(directory)
         self._server = BlobServer(directory, config, setting="actors.weights.port")
         self._kept: OrderedDict[BlobRef, None] = OrderedDict()
+        self._room = asyncio.Lock()
+        """Held while room is made for a blob and it is written."""
         self._fetching: dict[BlobRef, asyncio.Task[Data]] = {}
 
     async def start(self) -> None:
@@ -132,17 +145,36 @@ class Relay:
 
     async def _fetch(self, ref: BlobRef) -> Data:
         data = await self._source.get(ref)
-        await asyncio.to_thread(self._files.keep, ref, data)
-        self._kept[ref] = None
-        while len(self._kept) > self._config.keep:
-            oldest, _ = self._kept.popitem(last=False)
-            await self._files.delete(oldest)
+        if ref.size_bytes > self._config.keep_bytes:
+            log.warning(
+                "blob_not_relayed",
+                blob=ref.subject,
+                size_bytes=ref.size_bytes,
+                remedy=f"raise actors.weights.keep_bytes={self._config.keep_bytes}",
+            )
+            return data
+        async with self._room:
+            await self._make_room(ref)
+            await asyncio.to_thread(self._files.keep, ref, data)
+            self._kept[ref] = None
         return data
 
+    async def _make_room(self, ref: BlobRef) -> None:
+        """Remove the oldest blobs until this one fits."""
+        kept = sum(one.size_bytes for one in self._kept)
+        while self._kept and (
+            len(self._kept) >= self._config.keep or kept + ref.size_bytes > self._config.keep_bytes
+        ):
+            oldest, _ = self._kept.popitem(last=False)
+            kept -= oldest.size_bytes
+            await self._files.delete(oldest)
+
     async def _offer(self, asked: BlobAsked) -> list[Message]:
+        if asked.blob.size_bytes > self._config.keep_bytes:
+            raise BusError(f"{asked.blob.subject} exceeds keep_bytes={self._config.keep_bytes}")
         if asked.blob not in self._kept:
             await self.get(asked.blob)
-        return [BlobOffer(url=self.url)]
+        return [BlobOffer(url=self.url, access=self._server.access)]
 
 
 @asynccontextmanager
@@ -152,11 +184,43 @@ async def blob_source(bus: Bus, config: RelayConfig) -> AsyncIterator[BlobSource
     if not config.site:
         yield blobs
         return
-    with TemporaryDirectory(prefix="sluice-relay-") as directory:
-        relay = Relay(bus, blobs, config, Path(directory))
+    with _cache_directory(config) as directory:
+        relay = Relay(bus, blobs, config, directory)
         await relay.start()
         log.info("relay_ready", site=config.site, url=relay.url)
         try:
             yield relay
         finally:
             await relay.close()
+
+
+@contextmanager
+def _cache_directory(config: RelayConfig) -> Iterator[Path]:
+    """Make a directory for a relay's blobs, and remove it afterwards. Those of killed relays go too.
+
+    Raises `ConfigError` where it cannot be made."""
+    above = config.directory or Path(gettempdir())
+    try:
+        above.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(above)
+        made = TemporaryDirectory(prefix=PREFIX, dir=above)
+    except OSError as error:
+        raise ConfigError(
+            f"a relay cannot keep weights in {above} ({error.strerror}): set actors.weights.directory "
+            "to another"
+        ) from error
+    with made as name, lock_directory(Path(name)):
+        yield Path(name)
+
+
+def _remove_abandoned(above: Path) -> None:
+    """Remove the directories of this user's relays that no process holds any more."""
+    for found in above.glob(f"{PREFIX}*"):
+        with suppress(FileNotFoundError):  # another process removes it too
+            seen = found.lstat()
+            if seen.st_uid != os.getuid() or time.time() - seen.st_mtime < ABANDONED_S:
+                continue
+            held = lock_file(found / ".lock")
+            if held is not None:
+                with held:
+                    shutil.rmtree(found)

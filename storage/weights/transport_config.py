@@ -64,6 +64,14 @@ class RelayConfig(ServerConfig):
     keep: int = Field(24, ge=2)
     """Number of blobs, deltas and snapshots, that a relay keeps on its disk."""
 
+    keep_bytes: int = Field(32 << 30, ge=1)
+    """Bytes of blobs that a relay keeps on its disk; the oldest go first. A larger blob is not relayed: the
+    learner serves it. Allow for two snapshots of the model."""
+
+    directory: Path | None = None
+    """Directory in which a relay keeps them, in a subdirectory that is removed when it ends. Without one it
+    is the system's directory for temporary files."""
+
     timeout_s: float = Field(120.0, gt=0)
     """Longest time that a relay may take to get a blob before the learner is asked instead."""
 

@@ -42,6 +42,8 @@ from bus.refusal import Refused
 from bus.requests import (
     BatchLease,
     BatchRequest,
+    BlobAccess,
+    BlobAccessAsked,
     BlobAsked,
     BlobOffer,
     Closed,
@@ -103,7 +105,11 @@ EXAMPLES = (
     CHAT,
     DELTAS[0],
     BlobAsked(blob=BLOB),
-    BlobOffer(url="http://10.0.0.1:8000"),
+    BlobOffer(
+        url="https://10.0.0.1:8000", access=BlobAccess(token="t", certificate="-----BEGIN CERTIFICATE-----")
+    ),
+    BlobAccess(token="t", certificate="-----BEGIN CERTIFICATE-----"),
+    BlobAccessAsked(),
     EngineChange(action="join", engine="http://10.0.0.1:30000"),
     BroadcastWanted(incarnation="a1", policy_version=7, group="", ranks=2, device="cuda"),
     OfferedBucket(

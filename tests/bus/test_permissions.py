@@ -78,13 +78,14 @@ async def forbidden(bus: Bus, doing: Callable[[], Awaitable[object]]) -> bool:
 
 
 FORBIDDEN_SUBJECTS = {
-    "storage": ("weights.policy.1.snapshot.0", "notice.policy"),
+    "storage": ("access.a", "relay.a", "weights.policy.1.snapshot.0", "notice.policy"),
     "learner": ("trajectories.0", "tasks.rollout.1", "outcomes.rewards.0", "files.heldout.x.0", "rpc.data"),
     "actor": ("weights.policy.1.snapshot.0", "notice.policy", "files.model.x.0", "tasks.rollout.1",
               "outcomes.rewards.0", "rpc.batch", "rpc.committed", "rpc.data", "rpc.engines.other"),
     "judge": ("weights.policy.1.snapshot.0", "trajectories.0", "outcomes.rejected", "tasks.rollout.1",
-              "events.metrics", "rpc.lease", "notice.policy", "dead.x"),
-    "watcher": ("trajectories.0", "outcomes.rewards.0", "events.metrics", "rpc.lease", "weights.x", "dead.x"),
+              "events.metrics", "rpc.lease", "notice.policy", "dead.x", "access.a", "relay.a"),
+    "watcher": ("access.a", "relay.a", "trajectories.0", "outcomes.rewards.0", "events.metrics", "rpc.lease",
+                "weights.x", "dead.x"),
 }  # fmt: skip
 
 
@@ -113,6 +114,13 @@ async def test_role_hears_neither_the_answers_to_others_nor_everything(role: str
             if (role, subject) == ("storage", "sluice.mine.>"):
                 continue
             assert await forbidden(bus, lambda subject=subject: bus.client.subscribe(subject)), subject
+
+
+@pytest.mark.parametrize("role", ["storage", "actor", "judge", "watcher"])
+async def test_no_role_hears_what_readers_of_weights_ask_but_the_learner(role: str, as_role: As):
+    async with as_role(role) as bus:
+        for name in ("access.*", "access.a"):
+            assert await forbidden(bus, lambda name=name: bus.client.subscribe(bus.subject(name))), name
 
 
 async def test_run_is_written_by_storage_and_read_by_all(as_role: As):
@@ -200,6 +208,7 @@ async def test_requests_are_answered_across_roles(as_role: As):
         ("storage", "actor", "rpc.lease"),
         ("storage", "learner", "rpc.batch"),
         ("learner", "actor", "broadcast.wanted"),
+        ("learner", "actor", "access.a"),
         ("actor", "actor", "relay.near"),
         ("actor", "operator", "rpc.engines.a"),
     ):

@@ -321,6 +321,46 @@ async def test_a_relay_keeps_the_newest_blobs(bus, origin, relay, tmp_path):
     assert len(list((tmp_path / "relay").glob("*.blob"))) == 3
 
 
+async def test_a_relay_keeps_no_more_bytes_than_it_may(bus, origin, tmp_path):
+    settings = RelayConfig(site="near", host="127.0.0.1", keep_bytes=1000)
+    relay = Relay(bus, Blobs(bus), settings, tmp_path / "relay")
+    await relay.start()
+    refs = [await origin.put([bytes([n]) * size], "one", n) for n, size in enumerate((400, 400, 500, 1001))]
+    await asyncio.gather(*(relay.get(ref) for ref in refs))
+    kept = [path.stat().st_size for path in (tmp_path / "relay").glob("*.blob")]
+    assert sum(kept) <= 1000
+    assert len(kept) == 2
+    leaf = Blobs(bus, RelayConfig(via="near"))
+    assert len(await leaf.get(refs[3])) == 1001  # from the learner: the relay refuses
+    assert not leaf._dropped
+    assert sum(path.stat().st_size for path in (tmp_path / "relay").glob("*.blob")) <= 1000
+    await relay.close()
+
+
+async def test_a_relays_directory_goes_with_it_and_those_of_killed_ones_at_the_next_start(bus, tmp_path):
+    abandoned, young = tmp_path / "sluice-relay-old", tmp_path / "sluice-relay-young"
+    for directory in (abandoned, young):
+        directory.mkdir()
+        (directory / "x.blob").write_bytes(b"x")
+    os.utime(abandoned, (0, 0))
+    settings = RelayConfig(site="near", host="127.0.0.1", directory=tmp_path)
+    async with blob_source(bus, settings) as first:
+        assert not abandoned.exists()
+        own = first._files.directory
+        os.utime(own, (0, 0))
+        async with blob_source(bus, settings.model_copy(update={"site": "far"})):
+            assert own.exists()
+    assert list(tmp_path.glob("sluice-relay-*")) == [young]
+
+
+async def test_a_relays_directory_that_cannot_be_made_is_named(bus, tmp_path):
+    (tmp_path / "file").write_text("no directory")
+    settings = RelayConfig(site="near", host="127.0.0.1", directory=tmp_path / "file/cache")
+    with pytest.raises(ConfigError, match=r"set actors\.weights\.directory"):
+        async with blob_source(bus, settings):
+            pass
+
+
 async def test_a_relays_port_that_is_taken_is_named(bus, origin):
     port = int(origin._files.origin.rsplit(":", 1)[1])
     settings = RelayConfig(site="near", host="127.0.0.1", port=port)

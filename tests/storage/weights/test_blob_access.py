@@ -1,0 +1,239 @@
+"""Weights of a secured run are served over TLS, to readers with the token that its bus gives to actors."""
+
+import asyncio
+import logging
+import os
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import structlog
+import uvloop
+
+from bus.config import BusConfig
+from bus.connection import Bus
+from bus.credentials import load_credentials
+from bus.errors import BusError, ConfigError
+from bus.requests import BlobAccess
+from bus.secure_directory import SecureDirectory
+from bus.server import NatsServer
+from storage.weights import blob_http
+from storage.weights.blob_files import file_name
+from storage.weights.blob_guard import SERVER_NAME, BlobGuard, bearer, reader_context
+from storage.weights.blob_http import BlobServer, HttpBlobs, ask_access, download
+from storage.weights.blob_sources import Blobs, Relay
+from storage.weights.transport_config import HttpTransport, RelayConfig
+
+pytestmark = pytest.mark.nats
+As = Callable[..., AbstractAsyncContextManager[Bus]]
+
+
+@pytest.fixture
+async def as_role(tmp_path: Path) -> AsyncIterator[As]:
+    """Connect to a secured run as one of its roles."""
+    secure = SecureDirectory(tmp_path / "keys")
+    server = NatsServer(tmp_path / "nats", secure=secure)
+    secure.make(["mine"], server.url)
+
+    def connect(role: str) -> AbstractAsyncContextManager[Bus]:
+        path = secure.path / f"mine/{role}.creds"
+        return Bus.connect(BusConfig(url=load_credentials(path).url, creds=path), "mine", name=role)
+
+    async with server:
+        yield connect
+
+
+@pytest.fixture
+async def learner(as_role: As) -> AsyncIterator[Bus]:
+    async with as_role("learner") as bus:
+        yield bus
+
+
+@pytest.fixture
+async def actor(as_role: As) -> AsyncIterator[Bus]:
+    async with as_role("actor") as bus:
+        yield bus
+
+
+@pytest.fixture
+async def origin(learner: Bus, tmp_path: Path) -> AsyncIterator[HttpBlobs]:
+    """The learner's server of weights."""
+    store = HttpBlobs(learner, tmp_path / "origin", HttpTransport())
+    await store.start()
+    yield store
+    await store.close()
+
+
+async def test_actor_reads_weights_from_the_learner_and_from_a_relay(
+    learner: Bus, actor: Bus, origin: HttpBlobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(blob_http, "RANGE_BYTES", 100_000)
+    monkeypatch.setattr(blob_http, "PART_BYTES", 30_000)
+    data = os.urandom(1_234_567)
+    ref = await origin.put([data], "one", 1)
+    assert ref.origin.startswith("https://127.0.0.1:")
+    assert await Blobs(actor).get(ref) == data
+    relay = Relay(actor, Blobs(actor), RelayConfig(site="near"), tmp_path / "relay")
+    await relay.start()
+    leaf = Blobs(actor, RelayConfig(via="near"))
+    assert await leaf.get(ref) == data
+    await origin.close()
+    assert await leaf.get(ref) == data  # the relay has it
+    await relay.close()
+
+
+def test_weights_are_read_on_the_event_loop_of_processes(tmp_path: Path):
+    secure = SecureDirectory(tmp_path / "keys")
+    server = NatsServer(tmp_path / "nats", secure=secure)
+    secure.make(["mine"], server.url)
+
+    def connect(role: str) -> AbstractAsyncContextManager[Bus]:
+        config = BusConfig(url=server.url, creds=secure.path / f"mine/{role}.creds")
+        return Bus.connect(config, "mine", name=role)
+
+    async def put_and_get() -> bool:
+        data = os.urandom(10 << 20)
+        async with server, connect("learner") as learner, connect("actor") as actor:
+            store = HttpBlobs(learner, tmp_path / "origin", HttpTransport())
+            await store.start()
+            ref = await store.put([data], "one", 1)
+            same = await Blobs(actor).get(ref) == data
+            await store.close()
+            return same
+
+    assert uvloop.run(put_and_get())
+
+
+@pytest.mark.parametrize("role", ["judge", "watcher", "storage"])
+async def test_token_is_told_to_no_role_that_reads_no_weights(
+    role: str, as_role: As, origin: HttpBlobs, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(blob_http, "ASK_S", 0.5)
+    ref = await origin.put([b"weights"], "one", 1)
+    async with as_role(role) as bus:
+        with pytest.raises(BusError, match="no answer"):
+            await ask_access(bus, ref.origin)
+    async with as_role("actor") as bus:
+        assert await ask_access(bus, ref.origin) is not None
+
+
+async def test_requests_without_the_right_token_get_401_and_those_without_tls_nothing(
+    actor: Bus, origin: HttpBlobs
+):
+    ref = await origin.put([b"weights"], "one", 1)
+    access = await ask_access(actor, ref.origin)
+    assert access is not None
+    tls = {"ssl": reader_context(access), "server_hostname": SERVER_NAME}
+    tokens = ("", "Bearer ", f"Bearer {access.token}x", f"Bearer {access.token[:-1]}", access.token, "\udcff")
+    async with aiohttp.ClientSession() as session:
+        for url in (f"{ref.origin}/{file_name(ref)}", f"{ref.origin}/missing.blob"):
+            for given in tokens:
+                headers = {"Authorization": given} if given else {}
+                async with session.get(url, headers=headers, **tls) as answer:
+                    assert answer.status == 401, given
+                    assert b"weights" not in await answer.read()
+        async with session.get(url, headers={"Authorization": bearer(access)}, **tls) as answer:
+            assert answer.status == 404
+        with pytest.raises(aiohttp.ClientError):
+            await session.get(f"{ref.origin}/{file_name(ref)}".replace("https:", "http:"))
+
+
+async def test_reader_trusts_no_other_server_and_sends_no_token_in_the_clear(
+    actor: Bus, origin: HttpBlobs, as_role: As, tmp_path: Path
+):
+    ref = await origin.put([b"weights"], "one", 1)
+    other = BlobGuard().access
+    with pytest.raises(BusError, match="CERTIFICATE_VERIFY_FAILED"):
+        await download(ref.origin, ref, BlobAccess(token="x", certificate=other.certificate))
+    with pytest.raises(BusError, match="in the clear"):
+        await download(ref.origin.replace("https:", "http:"), ref, other)
+
+
+async def test_relay_without_a_token_is_not_used_on_a_secured_bus(
+    actor: Bus, origin: HttpBlobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    ref = await origin.put([b"weights"], "one", 1)
+    relay = Relay(actor, Blobs(actor), RelayConfig(site="near"), tmp_path / "relay")
+    await relay.start()
+    monkeypatch.setattr(relay._server, "_guard", None)
+    with structlog.testing.capture_logs() as logs:
+        assert await Blobs(actor, RelayConfig(via="near")).get(ref) == b"weights"
+    assert [entry["event"] for entry in logs] == ["relay_dropped"]
+    await relay.close()
+
+
+async def test_advertised_url_without_tls_is_refused(learner: Bus, tmp_path: Path):
+    config = HttpTransport(advertise="http://elsewhere:1")
+    with pytest.raises(ConfigError, match="write https://"):
+        await HttpBlobs(learner, tmp_path, config).start()
+
+
+async def test_token_is_in_no_log_repr_or_url(
+    actor: Bus, origin: HttpBlobs, capfd: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.DEBUG)
+    ref = await origin.put([b"weights"], "one", 1)
+    access = await ask_access(actor, ref.origin)
+    assert access is not None
+    await origin.delete(ref)
+    with pytest.raises(BusError, match="404") as failed:
+        await Blobs(actor).get(ref)
+    said = f"{caplog.text}{''.join(capfd.readouterr())}{failed.value!r}{access!r}{ref!r}"
+    assert access.token not in said
+
+
+async def test_connections_that_never_become_tls_give_way(
+    learner: Bus, actor: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(blob_http, "most_connections", lambda: 8)
+    store = HttpBlobs(learner, tmp_path, HttpTransport())
+    await store.start()
+    ref = await store.put([b"own"], "one", 1)
+    port = int(ref.origin.rpartition(":")[2])
+    mute = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(reader.read() for reader, _ in mute[:20]), return_exceptions=True)
+        assert await Blobs(actor).get(ref) == b"own"
+    for _, writer in mute:
+        writer.close()
+    await store.close()
+
+
+@pytest.mark.parametrize("secured", [True, False])
+async def test_reader_that_takes_nothing_is_cut_off(
+    actor: Bus, bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secured: bool
+):
+    monkeypatch.setattr(blob_http, "STALLED_S", 0.3)
+    (tmp_path / "big.blob").write_bytes(bytes(64 << 20))
+    server = BlobServer(tmp_path, HttpTransport(), setting="x.port")
+    port = int((await server.start(actor if secured else bus)).rpartition(":")[2])
+    cut, send = asyncio.Event(), blob_http._send
+
+    async def watched(*arguments: Any) -> Any:
+        try:
+            return await send(*arguments)
+        except ConnectionResetError:
+            cut.set()
+            raise
+
+    monkeypatch.setattr(blob_http, "_send", watched)
+    tls: dict[str, Any] = {}
+    header = ""
+    if server.access is not None:
+        tls = {"ssl": reader_context(server.access), "server_hostname": SERVER_NAME}
+        header = f"Authorization: {bearer(server.access)}\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1000, **tls)
+    writer.write(f"GET /big.blob HTTP/1.1\r\nHost: x\r\n{header}\r\n".encode())
+    async with asyncio.timeout(10):
+        await cut.wait()
+        taken = 0
+        with suppress(ConnectionResetError, ssl.SSLError):
+            while part := await reader.read(1 << 20):
+                taken += len(part)
+    assert taken < 64 << 20
+    writer.close()
+    await server.close()
