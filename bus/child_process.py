@@ -5,17 +5,19 @@ import ctypes.util
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+RUN_MODULE = str(Path(__file__).with_name("run_module.py"))
+"""The file by which one of Sluice's modules is started."""
 
 
 def module_command(module: str, *arguments: str) -> tuple[str, ...]:
     """Return the command that runs one of Sluice's modules in a process of its own.
 
-    `python -m` alone searches the working directory first, where a user's own `storage.py` would be taken for
-    ours; `-P` leaves that directory out.
+    A user's own files of the same names, such as `launch.py`, are not taken for them, wherever they lie.
     """
-    return sys.executable, "-P", "-m", module, *arguments
+    return sys.executable, "-P", RUN_MODULE, module, *arguments
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> Callable[[], None] | None:

@@ -75,6 +75,22 @@ class BusConfig(Config):
         return without_credentials(url)
 
 
+class AllowConfig(Config):
+    """What this host lets a run do here. It comes from this host alone, never from the run's record."""
+
+    plugins_from: tuple[Path, ...] = ()
+    """Directories of the modules that a run may import here, besides what is built in; links that lead out
+    of them do not count. Without any, a module may lie anywhere."""
+
+    engine_python: Path | None = None
+    """Interpreter that SGLang's servers run with here, whatever the run's record names; their environment
+    variables are then this host's own as well."""
+
+    insecure: bool = False
+    """Whether to import and run what the record names on a bus beyond loopback that asks for no credentials:
+    for a network that is yours alone."""
+
+
 class ColocationConfig(Config):
     """Sets whether the learner and the actors of its host take turns on its devices."""
 

@@ -1,6 +1,7 @@
 """One connection to the bus, and everything on it that is not a durable stream: requests, notices, keys."""
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -24,7 +25,7 @@ from bus.permissions import inbox_prefix
 from bus.refusal import Refused
 from bus.requests import Done
 from bus.topology import Topology
-from bus.waiting import REMIND_S, RETRY_S, is_away, until_answered
+from bus.waiting import REMIND_S, RETRY_S, cancelled, is_away, until_answered
 
 log = structlog.get_logger()
 R = TypeVar("R", bound=Message)
@@ -33,6 +34,10 @@ PING_S = 5
 """Seconds between two signs of life of a connection."""
 SAY_AFTER_S = 2.0
 """Seconds after which a process says what it waits for."""
+TLS_PROBE_S = 2.0
+"""Longest time in which a server may answer the question whether it begins with TLS."""
+CLOSE_S = 2.0
+"""Longest time that closing a connection may take."""
 PINGS = 3
 """Signs of life without an answer after which a connection counts as broken."""
 
@@ -360,39 +365,81 @@ async def _connected(config: BusConfig, name: str, credentials: Credentials | No
             log.warning("bus_error", error=reason)
         if starting and "authorization" in reason.lower():
             raise ConfigError(reason)  # waiting does not mend wrong credentials
+        if starting and (mistake := await _tls_mistake(client, reason, credentials)):
+            complaint = mistake
+            raise ConfigError(mistake)
 
     async def on_reconnect() -> None:
         nonlocal complaint
         complaint = ""
         log.info("bus_reconnected")
 
+    connecting = asyncio.create_task(
+        client.connect(
+            config.url.split(","),
+            name=name,
+            error_cb=on_error,
+            reconnected_cb=on_reconnect,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=RETRY_S,
+            pending_size=64 << 20,
+            ping_interval=PING_S,
+            max_outstanding_pings=PINGS,
+            **authentication(credentials),
+        ),
+        name="connect",
+    )
     try:
-        async with asyncio.timeout(config.connect_timeout_s):
-            await client.connect(
-                config.url.split(","),
-                name=name,
-                error_cb=on_error,
-                reconnected_cb=on_reconnect,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=RETRY_S,
-                pending_size=64 << 20,
-                ping_interval=PING_S,
-                max_outstanding_pings=PINGS,
-                **authentication(credentials),
-            )
+        await asyncio.wait({connecting}, timeout=config.connect_timeout_s)
+        if not connecting.done():
+            raise TimeoutError
+        await connecting
     except (OSError, ValueError, nats.errors.Error) as error:  # TimeoutError is an OSError
         silence = "no answer" if credentials else "no answer: a bus with keys needs --creds"
         reason = complaint or str(error) or silence
-        refused = not client.options or "authorization" in reason.lower()  # no options: the URL did not parse
+        refused = (
+            not client.options  # the URL did not parse
+            or isinstance(error, ConfigError)
+            or "authorization" in reason.lower()
+        )
         raise (ConfigError if refused else BusAwayError)(
             f"cannot use the bus at {without_credentials(config.url)} ({reason}, tried for "
             f"{time.monotonic() - began:.1f} s): start one with `launch bus`, or name another with --bus.url"
         ) from error
     finally:
         starting = False
+        await cancelled(connecting)  # to cancel it once is not enough: it would go on for ever
         if client.options and not client.is_connected:  # no options: the URL did not parse
-            await client.close()
+            await _close(client)
     return client
+
+
+async def _tls_mistake(client: Client, reason: str, credentials: Credentials | None) -> str:
+    """Return what is wrong where server and client do not agree on TLS, which waiting does not mend."""
+    if credentials is not None:
+        if "WRONG_VERSION_NUMBER" in reason:
+            return "it speaks no TLS, and credentials are for a bus that does"
+        if "CERTIFICATE_VERIFY_FAILED" in reason:
+            return "its certificate is not of the authority in the credentials: it is another bus"
+    elif "INFO" in reason and await _begins_with_tls(client):  # a bus without keys speaks first
+        return "a bus with keys needs --creds"
+    return ""
+
+
+async def _begins_with_tls(client: Client) -> bool:
+    """Return whether the server answers a TLS handshake. Nothing is sent after that."""
+    url = client._current_server.uri if client._current_server is not None else None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if url is None:
+        return False
+    try:
+        async with asyncio.timeout(TLS_PROBE_S):
+            _, writer = await asyncio.open_connection(url.hostname, url.port, ssl=context)
+    except OSError:  # ssl.SSLError and TimeoutError are among them
+        return False
+    writer.close()
+    return True
 
 
 def authentication(credentials: Credentials | None) -> dict[str, Any]:
@@ -415,5 +462,11 @@ async def _drain(client: Client) -> None:
             await client.drain()
     except (OSError, nats.errors.Error) as error:  # TimeoutError is an OSError
         log.warning("bus_not_drained", error=str(error) or type(error).__name__)
-        with suppress(OSError, RuntimeError):  # uvloop raises it for a closed transport
+        await _close(client)
+
+
+async def _close(client: Client) -> None:
+    """Close the client, for `CLOSE_S` at most: after a TLS handshake that failed it would wait for ever."""
+    with suppress(OSError, RuntimeError):  # TimeoutError is an OSError; uvloop raises the other one
+        async with asyncio.timeout(CLOSE_S):
             await client.close()

@@ -1,9 +1,14 @@
-"""Loads functions that settings name: built in, or the user's own as `my_pkg.my_module:function`."""
+"""Loads functions that settings name: built in, or the user's own as `my_pkg.my_module:function`.
+
+A process may restrict which of them it imports, since their names come from a run that others define."""
 
 import difflib
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
 
@@ -15,6 +20,30 @@ R = TypeVar("R")
 OWN_PACKAGES = ("actors", "bus", "launch", "learner", "storage")
 
 
+@dataclass(frozen=True)
+class ImportPolicy:
+    """Which modules a process imports for a run; built-in functions are always there."""
+
+    directories: tuple[Path, ...] = ()
+    """Directories that modules have to lie in; without any they may lie anywhere."""
+    refusal: str = ""
+    """Says why names are refused that this host did not give itself; empty where they are not."""
+    own: frozenset[str] = frozenset()
+    """Names that this host gave."""
+
+
+_policy = ImportPolicy()
+
+
+def restrict_imports(policy: ImportPolicy) -> None:
+    """Have this process load functions by `policy` from now on.
+
+    It holds for the whole process, as imports do, so that no caller can forget it.
+    """
+    global _policy
+    _policy = policy
+
+
 def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) -> Callable[P, R]:
     """Return the built-in `name`, or import `my_pkg.my_module:function` (the working directory counts).
 
@@ -24,6 +53,11 @@ def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) 
     module_name, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigError(_unknown(kind, name, builtins))
+    what = f"{kind} {name!r}"
+    if _policy.directories:
+        _refuse_outside(what, module_name)
+    elif _policy.refusal and name not in _policy.own:
+        raise ConfigError(f"{what} {_policy.refusal}")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:
@@ -40,7 +74,64 @@ def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) 
         hint = f": did you mean {close[0]!r}?" if close and close[0] != attribute else ""
         hint = _same_name_hint(module_name) or hint
         raise ConfigError(f"{kind} {name!r}: {attribute!r} in {module_name!r} {state}{hint}")
+    if _policy.directories:
+        _refuse_foreign(what, function)
     return cast(Callable[P, R], function)
+
+
+def _refuse_outside(what: str, module_name: str) -> None:
+    """Import a module from the allowed directories, its packages first.
+
+    Raises `ConfigError` for one that lies elsewhere, before anything of it runs."""
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise ConfigError(f"{what}: {module_name!r} is no name of a module")
+    for directory in _policy.directories:
+        if str(directory) not in sys.path:
+            sys.path.append(str(directory))  # last: a module of the same name elsewhere is seen, and refused
+    parts = module_name.split(".")
+    for n in range(1, len(parts) + 1):
+        name = ".".join(parts[:n])
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):  # ValueError: a module without a spec, such as __main__
+            spec = None
+        if spec is None or not _allowed(spec):
+            places = ", ".join(_places(spec)) if spec is not None else ""
+            raise ConfigError(
+                f"{what}: the module {name!r} {f'lies in {places}' if places else 'is not there'}, and this "
+                f"host allows a run only what lies in {', '.join(map(str, _policy.directories))}: put it "
+                "there, or give its directory with --plugins-from"
+            )
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a user's module may raise anything
+            raise ConfigError(f"{what}: importing {name!r} failed: {error!r}") from error
+
+
+def _refuse_foreign(what: str, function: object) -> None:
+    """Raise `ConfigError` for a function that a module of an allowed directory only imported."""
+    home = sys.modules.get(getattr(function, "__module__", None) or "")
+    spec = getattr(home, "__spec__", None)
+    if spec is None or not _allowed(spec):
+        where = getattr(function, "__module__", None)
+        raise ConfigError(
+            f"{what} is imported there from {where!r}, which this host allows no run: write a function of "
+            "your own in a directory given with --plugins-from"
+        )
+
+
+def _allowed(spec: ModuleSpec) -> bool:
+    """Return whether the module lies in an allowed directory; links count as what they lead to."""
+    roots = [directory.resolve() for directory in _policy.directories]
+    places = [Path(place).resolve() for place in _places(spec)]
+    return bool(places) and all(any(place.is_relative_to(root) for root in roots) for place in places)
+
+
+def _places(spec: ModuleSpec) -> list[str]:
+    """Return the file of a module, or the directories of a package without one."""
+    if spec.has_location and spec.origin is not None:
+        return [spec.origin]
+    return list(spec.submodule_search_locations or ())
 
 
 def _same_name_hint(module_name: str) -> str:

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from actors.config import ActorsConfig, SamplingConfig, SglangEngineConfig
 from actors.environments.length_config import LengthProfileConfig
-from bus.config import BusConfig, ColocationConfig, Config
+from bus.config import AllowConfig, BusConfig, ColocationConfig, Config
 from bus.errors import ConfigError
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
@@ -36,6 +36,9 @@ class ProcessConfig(Config):
 
     bus: BusConfig = BusConfig()
     """Address of the message bus."""
+
+    allow: AllowConfig = AllowConfig()
+    """What this host lets a run do here."""
 
 
 class LearnerProcess(ProcessConfig):

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from bus.child_process import die_with_parent, module_command
+from bus.child_process import RUN_MODULE, die_with_parent, module_command
 from bus.errors import SluiceError
 from bus.topology import ACK_WAIT_S
 from storage.disk.run_directory import RunDirectory
@@ -217,8 +217,10 @@ class LocalRun:
 
 def launch_command(arguments: Sequence[str]) -> str:
     """Return which command of `launch` a process with these arguments runs; empty for another program."""
-    words = iter(arguments)
-    return next(words, "") if "-m" in words and next(words, "") == "launch" else ""
+    for start, module, command in zip(arguments, arguments[1:], arguments[2:], strict=False):
+        if start in ("-m", RUN_MODULE) and module == "launch":
+            return command
+    return ""
 
 
 def _kill(process: psutil.Process) -> list[psutil.Process]:

@@ -69,6 +69,9 @@ Processes = Annotated[int | None, Parameter(name="--nproc", group=SHORT)]
 Nodes = Annotated[int | None, Parameter(name="--nodes", group=SHORT)]
 NodeRank = Annotated[int | None, Parameter(name="--node-rank", group=SHORT)]
 Master = Annotated[str | None, Parameter(name="--master", group=SHORT)]
+PluginsFrom = Annotated[list[Path] | None, Parameter(name="--plugins-from", group=SHORT, negative=())]
+Insecure = Annotated[bool, Parameter(name="--insecure", group=SHORT, negative=())]
+EnginePython = Annotated[Path | None, Parameter(name="--engine-python", group=SHORT)]
 RewardName = Annotated[str | None, Parameter(name="--reward", group=SHORT)]
 
 
@@ -100,6 +103,20 @@ def short_forms(
     if reward is not None:
         layer["actors"] = {"environment": {"reward": reward}}
     return layer
+
+
+def allowed_here(
+    plugins_from: list[Path] | None, insecure: bool, engine_python: Path | None = None
+) -> dict[str, Any]:
+    """Return the settings of what this host allows that the short forms stand for."""
+    given: dict[str, Any] = {}
+    if plugins_from:
+        given["plugins_from"] = tuple(plugins_from)
+    if insecure:
+        given["insecure"] = True
+    if engine_python is not None:
+        given["engine_python"] = engine_python
+    return {"allow": given} if given else {}
 
 
 def run_and_own_settings(short: dict[str, Any], settings: object) -> tuple[RunConfig, dict[str, Any]]:

@@ -16,16 +16,20 @@ from launch.cli.app import (
     BusUrl,
     ConfigFile,
     CredsFile,
+    EnginePython,
+    Insecure,
     LearnerSettings,
     Master,
     NodeRank,
     Nodes,
+    PluginsFrom,
     PresetName,
     Processes,
     Prompts,
     RewardName,
     Settings,
     ShardsSettings,
+    allowed_here,
     app,
     layers_of,
     run_and_own_settings,
@@ -186,6 +190,8 @@ def learner(  # noqa: PLR0913 - each is a flag
     master: Master = None,
     shadow: str | None = None,
     from_checkpoint: Path | None = None,
+    plugins_from: PluginsFrom = None,
+    insecure: Insecure = False,
     settings: LearnerSettings = LearnerProcess(),
 ) -> None:
     """Train the policy of the run named by --run, whose storage must run. Its settings come from the bus.
@@ -208,6 +214,11 @@ def learner(  # noqa: PLR0913 - each is a flag
     from_checkpoint
         Directory of the checkpoint that the shadow starts from; without it the shadow starts from the initial
         model.
+    plugins_from
+        Directory of modules that the run may import on this host, and no others; may be given several times.
+    insecure
+        Import what the run names although everybody who reaches the bus can define a run: for a network that
+        is yours alone.
     """
     from launch.process.services import serve_learner, serve_shadow
 
@@ -215,7 +226,12 @@ def learner(  # noqa: PLR0913 - each is a flag
     given = {"processes": nproc, "nodes": nodes, "node_rank": node_rank, "master": master}
     world = {key: value for key, value in given.items() if value is not None}
     where, own = run_and_own_settings(
-        merge(short_forms(bus, creds), {"learner": {"world": world}} if world else {}), settings
+        merge(
+            short_forms(bus, creds),
+            allowed_here(plugins_from, insecure),
+            {"learner": {"world": world}} if world else {},
+        ),
+        settings,
     )
     if shadow is not None:
         if world or is_rank():
@@ -239,6 +255,9 @@ def actors(
     bus: BusUrl = None,
     creds: CredsFile = None,
     reward: RewardName = None,
+    plugins_from: PluginsFrom = None,
+    engine_python: EnginePython = None,
+    insecure: Insecure = False,
     settings: ActorsSettings = ActorsProcess(),
 ) -> None:
     """Roll out prompts for the run named by --run. You may start several actors, on any hosts.
@@ -249,8 +268,16 @@ def actors(
         NATS server, as nats://[user:password@]host:port.
     reward
         Name of a built-in reward, or a function of your own as my_pkg.my_module:function.
+    plugins_from
+        Directory of modules that the run may import on this host, and no others; may be given several times.
+    engine_python
+        Interpreter that SGLang's servers run with on this host, whatever the run names.
+    insecure
+        Import and run what the run names although everybody who reaches the bus can define a run: for a
+        network that is yours alone.
     """
     from launch.process.services import serve_actors
 
     configure_logging()
-    run(partial(serve_actors, *run_and_own_settings(short_forms(bus, creds, reward=reward), settings)))
+    short = merge(short_forms(bus, creds, reward=reward), allowed_here(plugins_from, insecure, engine_python))
+    run(partial(serve_actors, *run_and_own_settings(short, settings)))

@@ -153,9 +153,15 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
     join = ["--run", config.run, "--directory", str(config.directory)]
     if config.bus.creds is not None:
         join += ["--creds", str(config.bus.creds)]
+    allow = config.allow
+    for directory in allow.plugins_from:
+        join += ["--allow.plugins-from", str(directory)]
+    if allow.insecure:
+        join.append("--allow.insecure")
+    python = [] if allow.engine_python is None else ["--allow.engine-python", str(allow.engine_python)]
     parts = (
         Part("storage", _command("storage", "--config", str(run.config))),
-        Part("actors", _command("actors", *join)),
+        Part("actors", _command("actors", *join, *python)),
         Part("learner", _command("learner", *join), ends_run=True, drain_s=LEARNER_DRAIN_S),
     )
     return tuple(_with_variables(config, part) for part in parts)

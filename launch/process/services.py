@@ -18,6 +18,7 @@ from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer, is_loopback
 from bus.waiting import cancelled, ended_before
 from launch.config import RunConfig, refuse_full_context, resolve
+from launch.process.record_trust import restrict_to_own, with_own_engine
 from launch.process.write_check import until_it_cannot_store
 from learner.config.parallel import WorldConfig
 from storage.disk.atomic_files import make_directory, one_at_a_time, try_lock, write_file
@@ -224,6 +225,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
         config = await joined(bus, where, overrides, stop)
         if config is None:
             return
+        config = with_own_engine(bus, config, overrides)
         build_environment(config.actors.environment)  # before torch loads: a wrong name shows at once
         load_filter(config.actors.group_filter)
         log.info("actors_starting", run=config.run)
@@ -254,5 +256,12 @@ async def joined(
     if not await ended_before(stop, waiting):
         waiting.cancel()
         return None
-    own = {"run": where.run, "directory": where.directory, "bus": where.bus.model_dump()}
-    return resolve(json.loads(waiting.result().config_json), overrides, own)
+    own = {
+        "run": where.run,
+        "directory": where.directory,
+        "bus": where.bus.model_dump(),
+        "allow": where.allow.model_dump(),
+    }
+    config = resolve(json.loads(waiting.result().config_json), overrides, own)
+    restrict_to_own(bus, config, overrides)
+    return config

@@ -27,7 +27,7 @@ from bus.publish import Publisher
 from bus.requests import Done, Waiting
 from bus.roles import hold_role
 from bus.secure_directory import SecureDirectory
-from bus.server import NatsServer
+from bus.server import NatsServer, free_port
 from bus.topology import ensure
 
 pytestmark = pytest.mark.nats
@@ -166,10 +166,51 @@ async def test_nobody_gets_in_without_a_key(keys: SecureDirectory):
 
 
 async def test_client_without_credentials_is_told_that_it_needs_them(keys: SecureDirectory):
-    config = BusConfig(url=load_credentials(keys.probe).url.replace("tls:", "nats:"), connect_timeout_s=1)
-    with pytest.raises(BusAwayError, match="a bus with keys needs --creds"):
-        async with Bus.connect(config, "mine", name="stranger"):
-            pass
+    for scheme, connect_timeout_s, kind in (
+        ("nats:", 1, BusAwayError),  # it has not had time to find out
+        ("nats:", 30, ConfigError),
+        ("tls:", 30, ConfigError),
+    ):
+        url = load_credentials(keys.probe).url.replace("nats:", scheme)
+        config = BusConfig(url=url, connect_timeout_s=connect_timeout_s)
+        async with asyncio.timeout(15):
+            with pytest.raises(kind, match="a bus with keys needs --creds"):
+                async with Bus.connect(config, "mine", name="stranger"):
+                    pass
+
+
+async def test_credentials_are_for_a_bus_with_tls_and_for_no_other_such_bus(
+    keys: SecureDirectory, tmp_path: Path
+):
+    creds = keys.path / "mine/actor.creds"
+    others = SecureDirectory(tmp_path / "others")
+    async with NatsServer(tmp_path / "plain") as plain:
+        others.make(["mine"], "nats://127.0.0.1:1")
+        async with NatsServer(tmp_path / "other", secure=others) as other:
+            for url, message in ((plain.url, "speaks no TLS"), (other.url, "it is another bus")):
+                async with asyncio.timeout(15):
+                    with pytest.raises(ConfigError, match=message):
+                        async with Bus.connect(BusConfig(url=url, creds=creds), "mine", name="x"):
+                            pass
+
+
+async def test_connecting_ends_in_time_though_the_client_forgets_that_it_was_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    select = Client._select_next_server
+
+    async def forgetful(client: Client) -> None:
+        try:
+            await select(client)
+        except asyncio.CancelledError:  # as `asyncio.wait_for` of Python 3.11 does
+            await asyncio.sleep(3600)
+
+    monkeypatch.setattr(Client, "_select_next_server", forgetful)
+    config = BusConfig(url=f"nats://127.0.0.1:{free_port('127.0.0.1')}", connect_timeout_s=0.3)
+    async with asyncio.timeout(15):
+        with pytest.raises(BusAwayError):
+            async with Bus.connect(config, "mine", name="x"):
+                pass
 
 
 async def test_server_says_nothing_before_tls(keys: SecureDirectory):

@@ -41,6 +41,18 @@ def test_a_command_runs_beside_files_named_like_our_packages(directory: Path, co
     assert "Usage: launch engines" in done.stdout
 
 
+@pytest.mark.parametrize("search", [".", ""])
+def test_a_process_that_we_start_is_no_file_of_the_user_named_launch(directory: Path, search: str):
+    for name in ("launch.py", "learner.py"):
+        (directory / name).write_text("raise RuntimeError('a file of the user was run for ours')\n")
+    environment = os.environ | {"PYTHONPATH": search}
+    done = subprocess.run(
+        module_command(*HELP), cwd=directory, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage: launch engines" in done.stdout
+
+
 def test_a_plug_in_named_like_a_package_of_ours_is_to_be_renamed(directory: Path, monkeypatch):
     monkeypatch.chdir(directory)
     (directory / "storage.py").write_text("def reward(answer): return 1.0\n")

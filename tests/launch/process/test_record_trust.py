@@ -1,0 +1,181 @@
+"""What a run's record names is imported and run only if this host, or a bus with credentials, allows it."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.config import SglangEngineConfig
+from actors.environments.build import build_environment
+from bus import plugins
+from bus.config import AllowConfig, BusConfig
+from bus.connection import Bus
+from bus.credentials import load_credentials
+from bus.errors import ConfigError
+from bus.messages import RunRecord
+from bus.plugins import ImportPolicy
+from bus.secure_directory import SecureDirectory
+from bus.server import NatsServer
+from launch.cli.app import allowed_here, run_and_own_settings
+from launch.config import RunConfig, resolve, validate
+from launch.process.record_trust import with_own_engine
+from launch.process.services import joined, serve_actors
+
+pytestmark = pytest.mark.nats
+NAME = "stranger_plugin"
+PYTHON = str(Path("/bin/sh"))
+
+
+@pytest.fixture(autouse=True)
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module in the working directory and in one of plug-ins."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(plugins, "_policy", ImportPolicy())
+    (tmp_path / "plugins").mkdir()
+    for directory in (tmp_path, tmp_path / "plugins"):
+        (directory / f"{NAME}.py").write_text("def reward(answer, label): return 1.0\n")
+    yield
+    sys.modules.pop(NAME, None)
+
+
+def reached_at(url: str, name: str = "127.1") -> str:
+    """Return another URL of a server of this host; 127.1 is the same address, and not known for it."""
+    return url.replace("127.0.0.1", name)
+
+
+async def define(bus: Bus, record: dict[str, Any]) -> None:
+    await bus.create_keys()
+    text = resolve(record).model_dump_json()
+    await bus.put("run", RunRecord(name="test", config_json=text))
+
+
+@pytest.fixture
+async def url(server: NatsServer, bus: Bus) -> AsyncIterator[str]:
+    """A bus without credentials that other hosts could reach, on which a stranger has defined the run."""
+    await define(bus, {"run": "test", "actors": {"environment": {"reward": f"{NAME}:reward"}}})
+    return reached_at(server.url)
+
+
+def actor(url: str, **allow: object) -> RunConfig:
+    return validate({"run": "test", "bus": {"url": url}, "allow": allow})
+
+
+async def take_part(where: RunConfig, overrides: dict[str, Any] | None = None) -> RunConfig:
+    """Join as an actor does, up to where it loads what the run names."""
+    async with Bus.connect(where.bus, where.run, name="actors") as bus:
+        config = await joined(bus, where, overrides or {}, asyncio.Event())
+        assert config is not None
+        config = with_own_engine(bus, config, overrides or {})
+        build_environment(config.actors.environment)
+        return config
+
+
+async def test_module_that_a_stranger_names_is_refused_with_the_remedies(url: str):
+    with pytest.raises(ConfigError, match=r"--plugins-from DIR .*--secure.* --insecure"):
+        await serve_actors(actor(url), {}, asyncio.Event())
+    assert NAME not in sys.modules
+
+
+async def test_module_is_imported_that_this_host_names_itself(url: str):
+    await take_part(actor(url), {"actors": {"environment": {"reward": f"{NAME}:reward"}}})
+    assert NAME in sys.modules
+
+
+@pytest.mark.parametrize("allow", [{"insecure": True}, {"plugins_from": ("plugins",)}])
+async def test_module_is_imported_that_this_host_allows(url: str, allow: dict[str, Any]):
+    await take_part(actor(url, **allow))
+    assert NAME in sys.modules
+
+
+async def test_module_is_imported_on_loopback(server: NatsServer, url: str):
+    await take_part(actor(server.url))
+    assert NAME in sys.modules
+
+
+async def test_module_is_imported_on_a_bus_with_credentials(tmp_path: Path):
+    secure = SecureDirectory(tmp_path / "keys")
+    server = NatsServer(tmp_path / "nats", secure=secure)
+    secure.make(["test"], reached_at(server.url))
+
+    def config(role: str) -> BusConfig:
+        path = secure.path / f"test/{role}.creds"
+        return BusConfig(url=load_credentials(path).url, creds=path)
+
+    async with server:
+        async with Bus.connect(config("storage"), "test", name="storage") as bus:
+            await define(bus, {"run": "test", "actors": {"environment": {"reward": f"{NAME}:reward"}}})
+        await take_part(RunConfig(run="test", bus=config("actor")))
+    assert NAME in sys.modules
+
+
+async def test_record_cannot_widen_what_this_host_allows(server: NatsServer, bus: Bus):
+    await define(
+        bus,
+        {
+            "run": "test",
+            "allow": {"insecure": True, "plugins_from": [str(Path.cwd())], "engine_python": PYTHON},
+            "actors": {"environment": {"reward": f"{NAME}:reward"}, "engine": {"type": "sglang"}},
+        },
+    )
+    with pytest.raises(ConfigError, match="--plugins-from"):
+        await take_part(actor(reached_at(server.url)))
+    (Path.cwd() / "other").mkdir()
+    with pytest.raises(ConfigError, match="this host allows a run only what lies in"):
+        await take_part(actor(server.url, plugins_from=("other",)))
+    assert NAME not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "named",
+    [{"python": PYTHON}, {"environment": {"LD_PRELOAD": "/x.so"}}, {"server": {"trust_remote_code": True}}],
+)  # fmt: skip
+async def test_what_engines_run_is_not_a_strangers_to_say(
+    server: NatsServer, bus: Bus, named: dict[str, Any]
+):
+    engine = {"actors": {"engine": {"type": "sglang", **named}}}
+    await define(bus, {"run": "test", **engine})
+    with pytest.raises(
+        ConfigError, match=rf"actors\.engine\.{next(iter(named))}=.*comes from the run's record"
+    ):
+        await take_part(actor(reached_at(server.url)))
+    for where, own in ((actor(server.url), {}), (actor(reached_at(server.url)), engine)):
+        assert isinstance((await take_part(where, own)).actors.engine, SglangEngineConfig)
+
+
+async def test_interpreter_of_this_host_replaces_that_of_the_record(server: NatsServer, bus: Bus):
+    await define(bus, {"run": "test", "actors": {"engine": {"type": "sglang", "python": "/bin/other"}}})
+    for url in (server.url, reached_at(server.url)):
+        found = (await take_part(actor(url, engine_python=PYTHON))).actors.engine
+        assert isinstance(found, SglangEngineConfig)
+        assert str(found.python) == PYTHON
+
+
+async def test_variables_of_the_record_do_not_reach_this_hosts_interpreter(server: NatsServer, bus: Bus):
+    engine = {"type": "sglang", "environment": {"PYTHONPATH": "/x"}}
+    await define(bus, {"run": "test", "actors": {"engine": engine}})
+    with pytest.raises(ConfigError, match="with --engine-python they are this host's"):
+        await take_part(actor(server.url, engine_python=PYTHON))
+
+
+async def test_directory_that_is_none_is_named(url: str):
+    with pytest.raises(ConfigError, match=r"--plugins-from .*nowhere is no directory"):
+        await take_part(actor(url, plugins_from=("nowhere",)))
+
+
+def test_flags_say_what_this_host_allows():
+    layer = allowed_here([Path("a"), Path("b")], insecure=True, engine_python=Path(PYTHON))
+    where, own = run_and_own_settings(layer, {})
+    assert own == {}
+    allowed = AllowConfig(plugins_from=("a", "b"), insecure=True, engine_python=PYTHON)
+    assert where.allow == allowed
+    assert allowed_here(None, insecure=False) == {}
+
+
+def test_saved_settings_keep_what_is_allowed():
+    config = validate({"allow": {"plugins_from": ["a", "b"], "insecure": True}})
+    assert validate(json.loads(config.model_dump_json())) == config
