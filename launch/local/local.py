@@ -128,7 +128,7 @@ async def _parts(
             gone = asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
                 screens = [
-                    tasks.create_task(watch(bus, monitor, run.metrics, gone)),
+                    tasks.create_task(watch(bus, monitor, gone, run=run)),
                     tasks.create_task(TerminalView(monitor, console).run(gone)),
                     tasks.create_task(_watch_memory(supervisor, monitor, gone)),
                 ]

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import nats.errors
 import structlog
@@ -12,27 +11,23 @@ from nats.aio.subscription import Subscription
 
 from bus.codec import Json
 from bus.connection import Bus
+from bus.errors import BusError
 from bus.messages import EvaluationResult, Metrics, Status
+from bus.stream_reader import Place, StreamReader
 from bus.waiting import set_within
-from launch.watch.metrics import (
-    History,
-    Record,
-    append_latest,
-    append_records,
-    evaluation_record,
-    integer,
-    is_counters,
-    metrics_record,
-    number,
-    read_records,
-)
+from launch.watch.history import History
+from storage.disk.run_directory import RunDirectory
+from storage.metrics.recorder import decoded_event, recorded_place
+from storage.metrics.records import evaluation_record, integer, metrics_record, number, read_records
 
 log = structlog.get_logger()
 SILENT_S = 5.0
 """Time without a status after which a process is shown as silent; status comes twice a second."""
 FORGET_S = 60.0
 """Time without a status after which an actor is no longer shown; its successor has another name."""
-FLUSH_S = 1.0
+PERIOD_S = 0.5
+"""Time between two looks for new events."""
+BATCH = 512
 DRAIN_TIMEOUT_S = 2.0
 
 
@@ -89,17 +84,13 @@ class RunMonitor:
             self._published[status.source, status.pid] = integer(status.values, "trajectories")
         self._remember_memory(status.source, status.peak_rss_bytes)
 
-    def on_metrics(self, metrics: Metrics) -> Record:
-        """Add a step to the history; returns its line for metrics.jsonl."""
-        record = metrics_record(metrics)
-        self.history.add(record)
-        return record
-
-    def on_evaluation(self, result: EvaluationResult) -> Record:
-        """Add an evaluation to the history; returns its line for metrics.jsonl."""
-        record = evaluation_record(result, step=max(0, result.policy_version - self.trains_from))
-        self.history.add(record)
-        return record
+    def on_event(self, event: Metrics | EvaluationResult, time_s: float) -> None:
+        """Add to the history a step, or an evaluation that came at `time_s`."""
+        if isinstance(event, Metrics):
+            self.history.add(metrics_record(event))
+        else:
+            step = max(0, event.policy_version - self.trains_from)
+            self.history.add(evaluation_record(event, step=step, time_s=time_s))
 
     def note_memory(self, process: str, peak_rss_bytes: int) -> None:
         """Count a process that sends no status, such as nats-server."""
@@ -177,50 +168,48 @@ class RunMonitor:
         )
 
 
-async def watch(bus: Bus, monitor: RunMonitor, metrics_path: Path | None, stop: asyncio.Event) -> None:
-    """Feed `monitor` from the bus until `stop`, and write what must outlive it to `metrics_path`.
+async def watch(
+    bus: Bus, monitor: RunMonitor, stop: asyncio.Event, *, run: RunDirectory | None = None
+) -> None:
+    """Feed `monitor` from the bus until `stop`: with the metrics and evaluations that EVENTS still holds, and
+    before them with those that storage has recorded in `run`, if that is on this host.
 
-    Counters of actors go to counters.jsonl beside it, of which only the latest are kept. What an earlier
-    launch of the run left in `metrics_path` becomes part of the history. Set `stop` after the processes have
-    ended and before the bus does, so that their last words are heard.
+    Set `stop` after the processes have ended and before the bus does, so that their last words are heard.
     """
-    pending: list[Record] = []
-    metrics, evaluation = bus.subject("events", "metrics"), bus.subject("events", "evaluation")
-    subscriptions = [
-        await bus.listen(bus.subject("status", "*"), Status, monitor.on_status),
-        await bus.listen(metrics, Metrics, lambda m: pending.append(monitor.on_metrics(m))),
-        await bus.listen(evaluation, EvaluationResult, lambda e: pending.append(monitor.on_evaluation(e))),
-    ]
-    if metrics_path is not None:
-        earlier = await asyncio.to_thread(History, read_records(metrics_path))
-        for record in pending:  # came meanwhile
-            earlier.add(record)
-        monitor.history = earlier
-    while not stop.is_set():
-        await set_within(stop, FLUSH_S)
-        await _flush(pending, metrics_path)
-    await _drain(subscriptions)
-    await _flush(pending, metrics_path)
+    statuses = await bus.listen(bus.subject("status", "*"), Status, monitor.on_status)
+    place = Place()
+    if run is not None:
+        place = await asyncio.to_thread(recorded_place, run)  # first: rows that come meanwhile are read twice
+        monitor.history = await asyncio.to_thread(History, read_records(run.metrics))
+    events = StreamReader(bus, "EVENTS", bus.subject("events", "*"), after=place)
+    while True:
+        stopping = stop.is_set()
+        await _take_events(events, monitor)
+        if stopping:
+            break
+        await set_within(stop, PERIOD_S)
+    await _drain(statuses)
 
 
-async def _flush(pending: list[Record], metrics_path: Path | None) -> None:
-    records = pending.copy()
-    pending.clear()
-    if metrics_path is None:
-        return
-    counters = [record for record in records if is_counters(record)]
-    if counters:
-        await asyncio.to_thread(append_latest, metrics_path.with_name("counters.jsonl"), counters)
-    if len(records) > len(counters):
-        lasting = [record for record in records if not is_counters(record)]
-        await asyncio.to_thread(append_records, metrics_path, lasting)
+async def _take_events(events: StreamReader, monitor: RunMonitor) -> None:
+    """Give the monitor all events that are there; one that misses them for now is told at the next call."""
+    while True:
+        try:
+            found = await events.take(BATCH)
+        except BusError as error:  # the bus is away, or storage has not made the stream yet
+            log.debug("events_not_read", reason=str(error))
+            return
+        for message in found:
+            if (event := decoded_event(message)) is not None:
+                monitor.on_event(event, message.time_s)
+        if not found:
+            return
 
 
-async def _drain(subscriptions: list[Subscription]) -> None:
+async def _drain(subscription: Subscription) -> None:
     """Receive what was sent before now; a bus that is gone must not delay the end."""
     try:
         async with asyncio.timeout(DRAIN_TIMEOUT_S):
-            for subscription in subscriptions:
-                await subscription.drain()
+            await subscription.drain()
     except (TimeoutError, nats.errors.Error) as error:
-        log.warning("last_events_not_heard", reason=str(error) or type(error).__name__)
+        log.warning("last_statuses_not_heard", reason=str(error) or type(error).__name__)

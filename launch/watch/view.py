@@ -12,9 +12,10 @@ from rich.text import Text
 
 from bus.codec import Json
 from bus.waiting import set_within
-from launch.watch.metrics import Evaluation, Step, integer, number
+from launch.watch.history import Evaluation, Step
 from launch.watch.monitor import Process, RunMonitor
 from launch.watch.units import UNKNOWN, count, duration, fraction, size
+from storage.metrics.records import integer, number
 
 REFRESH_S = 0.5
 LINE_S = 5.0
