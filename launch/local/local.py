@@ -102,7 +102,7 @@ async def _supervise(
     run.config.write_text(config.model_dump_json(indent=2))
     run.write_provenance()
     started = time.monotonic()
-    monitor = RunMonitor(_run_settings(config))
+    monitor = RunMonitor(RunSettings.of_run(config))
     supervisor = Supervisor(run.logs, policy=config.supervision, inherited=[lock])
     async with _parts(config, run, supervisor, monitor, console, own_bus=own_bus):
         await supervisor.watch(stop)
@@ -180,17 +180,6 @@ async def _listens(port: int) -> bool:
         return False
     writer.close()
     return True
-
-
-def _run_settings(config: RunConfig) -> RunSettings:
-    return RunSettings(
-        name=config.run,
-        steps=config.learner.steps,
-        warmup_steps=config.warmup.steps,
-        max_staleness=config.admission.max_staleness,
-        samples_per_prompt=config.admission.samples_per_prompt,
-        target_accuracy=config.learner.target_accuracy,
-    )
 
 
 async def _watch_memory(supervisor: Supervisor, monitor: RunMonitor, stop: asyncio.Event) -> None:

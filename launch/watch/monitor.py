@@ -2,8 +2,10 @@
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import nats.errors
 import structlog
@@ -15,6 +17,7 @@ from bus.errors import BusError
 from bus.messages import EvaluationResult, Metrics, Status
 from bus.stream_reader import Place, StreamReader
 from bus.waiting import set_within
+from launch.config import RunConfig
 from launch.watch.history import History
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.recorder import decoded_event, recorded_place
@@ -24,7 +27,11 @@ log = structlog.get_logger()
 SILENT_S = 5.0
 """Time without a status after which a process is shown as silent; status comes twice a second."""
 FORGET_S = 60.0
-"""Time without a status after which an actor is no longer shown; its successor has another name."""
+"""Time without a status after which an actor is forgotten; its successor has another name."""
+KEPT_PEAKS = 1000
+"""Processes beyond which the memory of forgotten actors is forgotten too."""
+KEPT_COUNTS = 10_000
+"""Actors that left of which the trajectories are kept by name, so that one that comes back counts once."""
 PERIOD_S = 0.5
 """Time between two looks for new events."""
 BATCH = 512
@@ -43,6 +50,18 @@ class RunSettings:
     """Upper bound on the versions that a trained token may lag."""
     samples_per_prompt: int
     target_accuracy: float | None = None
+
+    @classmethod
+    def of_run(cls, config: RunConfig) -> Self:
+        """Return what the configuration of a run says."""
+        return cls(
+            name=config.run,
+            steps=config.learner.steps,
+            warmup_steps=config.warmup.steps,
+            max_staleness=config.admission.max_staleness,
+            samples_per_prompt=config.admission.samples_per_prompt,
+            target_accuracy=config.learner.target_accuracy,
+        )
 
 
 @dataclass
@@ -63,26 +82,66 @@ class RunMonitor:
         self.settings = settings
         self.history = History()
         self.processes: dict[str, Process] = {}
-        """Every process that ever sent a status, by source."""
+        """Every process that sent a status, by source, without actors that are forgotten."""
         self.peak_rss_bytes: dict[str, int] = {}
-        """Largest memory of any process of this name."""
+        """Largest memory of any process of this name; of forgotten actors as many as `KEPT_PEAKS` allows."""
         self.peak_rss_bytes_total = 0
         """Largest sum of the peaks of processes that ran together; they never used more at one moment."""
         self._clock = clock
         self._started_s = clock()
         self._noted: dict[str, int] = {}
-        self._published: dict[tuple[str, int], int] = {}
+        self._latest: dict[str, Process] = {}
+        """The process of each role that was heard last."""
+        self._actors: OrderedDict[str, None] = OrderedDict()
+        """Sources of actors, the longest silent first."""
+        self._speaking: OrderedDict[str, int] = OrderedDict()
+        """Peak memory of processes that are not silent, by source, the longest silent first."""
+        self._speaking_bytes = 0
+        self._published: OrderedDict[tuple[str, int], int] = OrderedDict()
+        """Trajectories of each actor's process, the longest silent first."""
+        self._published_total = 0
 
     # --- what comes in ---
 
     def on_status(self, status: Status) -> None:
-        """Store a process's status."""
+        """Store a process's status. The cost does not depend on how many processes there are."""
         known = self.processes.get(status.source)
         starts = 1 if known is None else known.starts + (known.status.pid != status.pid)
-        self.processes[status.source] = Process(status, self._clock(), starts)
+        process = Process(status, self._clock(), starts)
+        self.processes[status.source] = self._latest[status.role] = process
         if status.role == "actor":
-            self._published[status.source, status.pid] = integer(status.values, "trajectories")
+            self._actors[status.source] = None
+            self._actors.move_to_end(status.source)
+            self._count(status)
+        self._speaking_bytes += status.peak_rss_bytes - self._speaking.get(status.source, 0)
+        self._speaking[status.source] = status.peak_rss_bytes
+        self._speaking.move_to_end(status.source)
+        self._forget_silent()
         self._remember_memory(status.source, status.peak_rss_bytes)
+
+    def _count(self, status: Status) -> None:
+        """Count an actor's trajectories. Of actors that left long ago only the sum is kept."""
+        process, published = (status.source, status.pid), integer(status.values, "trajectories")
+        self._published_total += published - self._published.get(process, 0)
+        self._published[process] = published
+        self._published.move_to_end(process)
+        if len(self._published) > len(self._actors) + KEPT_COUNTS:
+            self._published.popitem(last=False)
+
+    def _forget_silent(self) -> None:
+        """Forget actors that were silent for `FORGET_S`. Each process is looked at once for each silence."""
+        now_s = self._clock()
+        while self._speaking and now_s - self._heard_s(next(iter(self._speaking))) > SILENT_S:
+            self._speaking_bytes -= self._speaking.popitem(last=False)[1]
+        while self._actors and now_s - self._heard_s(next(iter(self._actors))) > FORGET_S:
+            source, _ = self._actors.popitem(last=False)
+            if self._latest.get("actor") is self.processes.pop(source):
+                del self._latest["actor"]
+            if len(self.peak_rss_bytes) > KEPT_PEAKS:
+                del self.peak_rss_bytes[source]
+
+    def _heard_s(self, source: str) -> float:
+        return self.processes[source].heard_s
 
     def on_event(self, event: Metrics | EvaluationResult, time_s: float) -> None:
         """Add to the history a step, or an evaluation that came at `time_s`."""
@@ -94,13 +153,13 @@ class RunMonitor:
 
     def note_memory(self, process: str, peak_rss_bytes: int) -> None:
         """Count a process that sends no status, such as nats-server."""
+        self._forget_silent()
         self._noted[process] = max(peak_rss_bytes, self._noted.get(process, 0))
         self._remember_memory(process, peak_rss_bytes)
 
     def _remember_memory(self, process: str, peak_rss_bytes: int) -> None:
         self.peak_rss_bytes[process] = max(peak_rss_bytes, self.peak_rss_bytes.get(process, 0))
-        alive = (p.status.peak_rss_bytes for p in self.processes.values() if not self.silent_s(p))
-        together = sum(alive) + sum(self._noted.values())
+        together = self._speaking_bytes + sum(self._noted.values())
         self.peak_rss_bytes_total = max(self.peak_rss_bytes_total, together)
 
     # --- what screens ask ---
@@ -127,12 +186,12 @@ class RunMonitor:
 
     def actors(self) -> list[Process]:
         """Return the actors that are not silent."""
-        return [p for p in self.processes.values() if p.status.role == "actor" and not self.silent_s(p)]
+        return [p for p in map(self.processes.__getitem__, self._actors) if not self.silent_s(p)]
 
     def values(self, role: str) -> dict[str, Json]:
         """Return the latest values of the process that has `role`; none before its first status."""
-        found = [process for process in self.processes.values() if process.status.role == role]
-        return max(found, key=lambda process: process.heard_s).status.values if found else {}
+        latest = self._latest.get(role)
+        return {} if latest is None else latest.status.values
 
     @property
     def stage(self) -> str:
@@ -157,7 +216,7 @@ class RunMonitor:
     def trajectories_published(self) -> int:
         """Return the number of trajectories counted by all actors that were ever heard; or those stored, if
         they are more."""
-        return max(sum(self._published.values()), integer(self.values("storage"), "trajectories_stored"))
+        return max(self._published_total, integer(self.values("storage"), "trajectories_stored"))
 
     @property
     def max_staleness_allowed(self) -> int:

@@ -14,6 +14,7 @@ from bus.messages import EvaluationResult, Metrics
 from bus.publish import Publisher
 from launch.watch.history import History
 from launch.watch.monitor import RunMonitor, watch
+from launch.watch.view import News
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import (
     append_records,
@@ -81,6 +82,47 @@ def test_published_trajectories_of_actors_that_left_still_count():
     assert monitor.trajectories_published == 130
     monitor.on_status(storage(trajectories_stored=500))  # most by an earlier launch
     assert monitor.trajectories_published == 500
+
+
+def test_actors_that_come_and_go_leave_nothing_but_their_sum(monkeypatch):
+    monkeypatch.setattr("launch.watch.monitor.KEPT_COUNTS", 50)
+    monkeypatch.setattr("launch.watch.monitor.KEPT_PEAKS", 70)
+    monitor, clock = make_monitor()
+    news = News(monitor)
+    for number in range(500):
+        monitor.on_status(actor(number, trajectories=2, rss=10 * MIB))
+        clock.now_s += 10
+        news.take()
+    assert len(monitor.processes) <= 8
+    assert len(monitor.peak_rss_bytes) <= 80
+    assert len(monitor._published) <= 60
+    assert len(news._starts) + len(news._silent) <= 16
+    assert monitor.trajectories_published == 1000
+    assert monitor.peak_rss_bytes_total == 10 * MIB
+    assert monitor.values("actor")["trajectories"] == 2
+
+
+def test_actor_that_was_silent_for_an_hour_is_counted_once():
+    monitor, clock = make_monitor()
+    monitor.on_status(actor(0, trajectories=5))
+    clock.now_s += 3600
+    monitor.on_status(learner())
+    assert list(monitor.processes) == ["learner"]
+    assert monitor.values("actor") == {}
+    monitor.on_status(actor(0, trajectories=7))
+    assert monitor.trajectories_published == 7
+
+
+@pytest.mark.parametrize("actors", [10, 1000])
+def test_cost_of_a_status_does_not_grow_with_the_actors(actors: int):
+    """The clock is asked whenever a process is looked at."""
+    monitor, clock = make_monitor()
+    for number in range(actors):
+        monitor.on_status(actor(number))
+    asked = clock.asked
+    for number in range(10):
+        monitor.on_status(actor(number))
+    assert clock.asked - asked <= 40
 
 
 def test_stage_and_first_version_follow_the_learner():
