@@ -63,7 +63,7 @@ def _storage(t: Topology) -> Permissions:
             *_subjects(t, "notice.stored", "status.storage", "status.shards"),
             f"_INBOX.{t.run}.>",
         ),
-        subscribe=_subjects(t, "rpc.>", "notice.>"),
+        subscribe=_subjects(t, "rpc.>", "notice.>", "status.learner", "status.storage"),
     )
 
 

@@ -199,6 +199,12 @@ class RunMonitor:
         return str(self.values("learner").get("stage", "starting"))
 
     @property
+    def learner_has_ended(self) -> bool:
+        """Return whether the learner was done before it fell silent."""
+        learner = self._latest.get("learner")
+        return self.stage == "done" and learner is not None and self.silent_s(learner) > 0
+
+    @property
     def trains_from(self) -> int:
         """Return the version with which reinforcement learning began; 0 as long as nobody knows."""
         learner = self.values("learner")

@@ -35,15 +35,10 @@ async def watch_run(where: RunConfig, stop: asyncio.Event, *, console: Console |
             tasks.create_task(watch(bus, monitor, gone, run=recorded))
             tasks.create_task(TerminalView(monitor, console or Console()).run(gone))
             try:
-                while not (stop.is_set() or _is_over(monitor)):
+                while not (stop.is_set() or monitor.learner_has_ended):
                     await set_within(stop, LOOK_S)
             finally:
                 gone.set()
-
-
-def _is_over(monitor: RunMonitor) -> bool:
-    learners = [process for process in monitor.processes.values() if process.status.role == "learner"]
-    return monitor.stage == "done" and all(monitor.silent_s(learner) for learner in learners)
 
 
 def bus_of_directory(directory: RunDirectory) -> dict[str, Any]:
