@@ -26,8 +26,10 @@ from bus.topology import ensure
 from bus.waiting import RETRY_S, set_within
 from storage.config import AdmissionConfig, DataConfig, ReplayConfig
 from storage.disk.run_directory import RunDirectory
+from storage.dispatch.absent_actors import REMEDY, AbsentActors
 from storage.dispatch.dispatcher import Dispatcher
 from storage.dispatch.ledger import Ledger
+from storage.metrics.recorder import Sink, record_metrics
 from storage.prompts.data_sets import DataSets
 from storage.prompts.dataset import encoded_prompts, load_prompts
 from storage.prompts.generators import generate_task
@@ -62,6 +64,8 @@ class StorageSettings:
     """The run's resolved configuration, for those who join by name."""
     model: Path | None = None
     """Model directory, if it is on this host: a new run's prompts are then checked before anything starts."""
+    sinks: tuple[Sink, ...] = ()
+    """Take each row of the run's metrics besides the files."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,7 @@ class _Service:
         self._ledger = ledger
         self._held = held
         self._queues: dict[str, Json] = {}
+        self._absent_actors = AbsentActors()
         self._dispatcher = Dispatcher(
             bus, ledger, data, settings.admission, shards=settings.replay.shards, seed=settings.seed
         )
@@ -184,6 +189,9 @@ class _Service:
                 report_status(self._bus, source="storage", role="storage", look=self._look, stop=finished)
             )
             tasks.create_task(self._watch_queues(finished))
+            tasks.create_task(
+                record_metrics(self._bus, self._settings.run, finished, sinks=self._settings.sinks)
+            )
             try:
                 async with asyncio.TaskGroup() as parts:
                     for held in self._held:
@@ -246,9 +254,18 @@ class _Service:
                     if name == "DEAD":
                         kinds = state.subjects or {}
                         self._queues["dead_reasons"] = {s.rpartition(".")[2]: n for s, n in kinds.items()}
+                await self._look_for_actors()
             except nats.errors.Error as error:  # the bus is away: only a screen misses this
                 log.debug("queues_not_seen", reason=str(error))
             await set_within(finished, QUEUES_PERIOD_S)
+
+    async def _look_for_actors(self) -> None:
+        leases = await self._bus.js.consumer_info(self._bus.topology.stream("TASKS"), "rollout")
+        self._absent_actors.look(
+            waiting_leases=leases.num_pending or 0,
+            waiting_pulls=leases.num_waiting or 0,
+            held_leases=leases.num_ack_pending or 0,
+        )
 
     def _look(self) -> tuple[str, dict[str, Json]]:
         account = self._ledger.account()
@@ -259,6 +276,8 @@ class _Service:
             doing = f"no rollouts wanted: the learner is in stage {policy.stage}"
         elif policy is not None:
             doing = f"issuing {room} leases" if room else "all that the staleness bound allows is rolling out"
+        if absent_s := self._absent_actors.absent_s:
+            doing = f"no actors for {absent_s / 60:.0f} min: {REMEDY}"
         if awaited := self._dispatcher.awaited_shards:
             here = not set(awaited) - set(self._settings.replay.numbers_here)
             doing = f"waiting for shards {_listed(awaited)}" + ("" if here else ": start `launch shards`")

@@ -128,6 +128,7 @@ def storage(
     creds: CredsFile = None,
     prompts: Prompts = None,
     reward: RewardName = None,
+    summary: Annotated[bool, Parameter(name="--summary", group=SHORT)] = True,
     settings: Settings = RunConfig(),
 ) -> None:
     """Dispatch prompts and keep trajectories for one run. It defines the run, which others join by name.
@@ -144,12 +145,14 @@ def storage(
         Training prompts, .jsonl or .parquet.
     reward
         Name of a built-in reward, or a function of your own as my_pkg.my_module:function.
+    summary
+        Draw curves.png and write summary.json when the learner is done, and when storage ends.
     """
     from launch.process.services import serve_storage
 
     configure_logging()
     layers = layers_of(preset_name, config, short_forms(bus, creds, prompts, reward), settings)
-    run(partial(serve_storage, resolve(layers)))
+    run(partial(serve_storage, resolve(layers), summary=summary))
 
 
 @app.command(usage=USAGE.format("shards"))

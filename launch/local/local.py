@@ -24,12 +24,12 @@ from bus.status import peak_rss_bytes
 from bus.waiting import RETRY_S, set_within
 from launch.config import RunConfig
 from launch.local.supervisor import Part, Supervisor
-from launch.watch.curves import draw_curves
+from launch.watch.conclusion import conclude, saved_progress
 from launch.watch.monitor import RunMonitor, RunSettings, watch
-from launch.watch.summary import Summary, print_summary, summarise, write_summary
+from launch.watch.summary import Summary, print_summary
 from launch.watch.view import TerminalView
 from storage.disk.atomic_files import read_json, try_lock
-from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
+from storage.disk.run_directory import RunDirectory
 from storage.prompts.generators import load_demonstrations
 from storage.service import read_prompts
 
@@ -102,11 +102,11 @@ async def _supervise(
     run.config.write_text(config.model_dump_json(indent=2))
     run.write_provenance()
     started = time.monotonic()
-    monitor = RunMonitor(_run_settings(config))
+    monitor = RunMonitor(RunSettings.of_run(config))
     supervisor = Supervisor(run.logs, policy=config.supervision, inherited=[lock])
     async with _parts(config, run, supervisor, monitor, console, own_bus=own_bus):
         await supervisor.watch(stop)
-    return _conclude(config, run, monitor, time.monotonic() - started)
+    return conclude(config, run, monitor, time.monotonic() - started)
 
 
 @asynccontextmanager
@@ -128,7 +128,7 @@ async def _parts(
             gone = asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
                 screens = [
-                    tasks.create_task(watch(bus, monitor, run.metrics, gone)),
+                    tasks.create_task(watch(bus, monitor, gone, run=run)),
                     tasks.create_task(TerminalView(monitor, console).run(gone)),
                     tasks.create_task(_watch_memory(supervisor, monitor, gone)),
                 ]
@@ -160,7 +160,7 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
         join.append("--allow.insecure")
     python = [] if allow.engine_python is None else ["--allow.engine-python", str(allow.engine_python)]
     parts = (
-        Part("storage", _command("storage", "--config", str(run.config))),
+        Part("storage", _command("storage", "--config", str(run.config), "--no-summary")),
         Part("actors", _command("actors", *join, *python)),
         Part("learner", _command("learner", *join), ends_run=True, drain_s=LEARNER_DRAIN_S),
     )
@@ -188,17 +188,6 @@ async def _listens(port: int) -> bool:
     return True
 
 
-def _run_settings(config: RunConfig) -> RunSettings:
-    return RunSettings(
-        name=config.run,
-        steps=config.learner.steps,
-        warmup_steps=config.warmup.steps,
-        max_staleness=config.admission.max_staleness,
-        samples_per_prompt=config.admission.samples_per_prompt,
-        target_accuracy=config.learner.target_accuracy,
-    )
-
-
 async def _watch_memory(supervisor: Supervisor, monitor: RunMonitor, stop: asyncio.Event) -> None:
     """Count the memory of processes that send no status: the server, the one that runs it, and this one."""
     while not stop.is_set():
@@ -213,36 +202,5 @@ async def _watch_memory(supervisor: Supervisor, monitor: RunMonitor, stop: async
         await set_within(stop, LOOK_S)
 
 
-def _conclude(config: RunConfig, run: RunDirectory, monitor: RunMonitor, wall_s: float) -> Summary:
-    """Draw the curves and write the summary."""
-    if run.metrics.exists():
-        draw_curves(
-            run.metrics,
-            run.curves,
-            title=f"Run {config.run}",
-            max_staleness=config.admission.max_staleness,
-            target_accuracy=config.learner.target_accuracy,
-        )
-    checkpoints = sorted(run.checkpoints.glob("step*"))
-    summary = summarise(
-        monitor,
-        run=run,
-        progress=_progress(run),
-        checkpoint=checkpoints[-1] if checkpoints else None,
-        wall_s=wall_s,
-    )
-    write_summary(run, summary)
-    return summary
-
-
-def _progress(run: RunDirectory) -> dict[str, Json] | None:
-    """Return what the learner wrote when it last ended."""
-    path = run.path / "progress.json"
-    if not path.exists():
-        return None
-    progress: dict[str, Json] = read_json(path, PROGRESS_REMEDY)
-    return progress
-
-
 def _stage(run: RunDirectory) -> Json:
-    return (_progress(run) or {}).get("stage")
+    return (saved_progress(run) or {}).get("stage")

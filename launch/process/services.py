@@ -3,6 +3,7 @@
 import asyncio
 import json
 import platform
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,8 +86,9 @@ async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Cred
     return False
 
 
-async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:
-    """Run the run's dispatcher and replay shards until `stop`."""
+async def serve_storage(config: RunConfig, stop: asyncio.Event, *, summary: bool = True) -> None:
+    """Run the run's dispatcher and replay shards until `stop`. `summary` makes curves and a summary too."""
+    from launch.watch.conclusion import concluding
     from storage.service import StorageSettings, run_storage
 
     refuse_full_context(config)
@@ -105,7 +107,8 @@ async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:
     )
     async with Bus.connect(config.bus, config.run, name="storage", stop=stop) as bus:
         log.info("storage_ready", run=config.run, bus=without_credentials(config.bus.url))
-        await run_storage(bus, settings, stop)
+        async with concluding(bus, config, directory) if summary else nullcontext():
+            await run_storage(bus, settings, stop)
 
 
 def _model_here(path: Path | None) -> Path | None:

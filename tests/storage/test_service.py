@@ -12,6 +12,7 @@ from transformers import Qwen3Config
 from bus.blobs import get_blob, put_blob
 from bus.codec import decode, encode
 from bus.connection import Bus
+from bus.consume import Inbox
 from bus.errors import ConfigError
 from bus.messages import BlobRef, GroupRejected, ModelFiles, PolicyManifest, PromptSet, RunRecord, Status
 from bus.publish import Publisher
@@ -226,6 +227,20 @@ async def test_replay_of_another_run_is_refused(bus, tmp_path):
     store.close()
     with pytest.raises(ConfigError, match="holds the group of lease 5, but the ledger has issued only 0"):
         await run_storage(bus, settings, asyncio.Event())
+
+
+async def test_leases_that_nobody_takes_are_said_until_an_actor_comes(
+    bus, tmp_path, model_files, monkeypatch
+):
+    monkeypatch.setattr("storage.dispatch.absent_actors.ABSENT_S", 0.1)
+    monkeypatch.setattr("storage.service.QUEUES_PERIOD_S", 0.05)
+    heard: list[Status] = []
+    await bus.listen(bus.subject("status", "storage"), Status, heard.append)
+    await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
+    async with storage(bus, make_settings(tmp_path, "2 + 2 =")):
+        await until(lambda: bool(heard) and heard[-1].doing.startswith("no actors for 0 min: start `launch"))
+        assert await Inbox(bus, "TASKS", "rollout").take(1, 5.0)
+        await until(lambda: not heard[-1].doing.startswith("no actors"))
 
 
 async def test_status_accounts_for_every_group(bus, tmp_path, model_files):
