@@ -21,6 +21,7 @@ from bus.config import BusConfig, StreamsConfig, without_credentials
 from bus.credentials import BUS_NAME, Credentials, load_credentials
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, SluiceError
 from bus.permissions import inbox_prefix
+from bus.process_state import ProcessState
 from bus.refusal import Refused
 from bus.requests import Done
 from bus.topology import Topology
@@ -51,8 +52,12 @@ class Bus:
         streams: StreamsConfig | None = None,
         patience_s: float = BusConfig().patience_s,
         stop: asyncio.Event | None = None,
+        state: ProcessState | None = None,
     ) -> None:
         self.client = client
+        self.state = state or ProcessState()
+        """What probes of this process are told."""
+        self.state.client = client
         self.patience_s = patience_s
         self.topology = Topology(run, streams or StreamsConfig())
         self.js: JetStreamContext = client.jetstream(timeout=10)
@@ -64,8 +69,9 @@ class Bus:
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, config: BusConfig, run: str, *, name: str, stop: asyncio.Event | None = None
-    ) -> AsyncIterator[Self]:
+        cls, config: BusConfig, run: str, *, name: str, stop: asyncio.Event | None = None,
+        state: ProcessState | None = None,
+    ) -> AsyncIterator[Self]:  # fmt: skip
         """Connect as `name`. Leaving the context sends what is still buffered.
 
         Once `stop` is set, what waits for a bus that is away soon ends. Raises `BusAwayError` when nobody
@@ -79,7 +85,9 @@ class Bus:
             )
         client = await _connected(config, name, credentials)
         try:
-            yield cls(client, run, streams=config.streams, patience_s=config.patience_s, stop=stop)
+            yield cls(
+                client, run, streams=config.streams, patience_s=config.patience_s, stop=stop, state=state
+            )
         finally:
             await _drain(client)
 

@@ -25,6 +25,22 @@ PARTS = ("bus", "storage", "actors", "learner")
 """The processes of `launch local`."""
 
 
+class MonitoringConfig(Config):
+    """Address at which a process answers `/healthz`, `/readyz` and `/metrics` over HTTP.
+
+    Each process has its own: none is taken over from the run."""
+
+    port: int | None = Field(None, ge=0, le=65535)
+    """Port to listen on; 0 takes any that is free, which is logged. None serves nothing. `launch local` gives
+    the port to its bus and the next ones to storage, actors and learner."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 lets other hosts ask."""
+
+    stuck_after_s: float = Field(60.0, gt=0)
+    """Silence of the event loop after which `/healthz` says that the process is stuck."""
+
+
 class ProcessConfig(Config):
     """Settings that every process of a run needs: which run, where its files lie, and its bus."""
 
@@ -36,6 +52,9 @@ class ProcessConfig(Config):
 
     bus: BusConfig = BusConfig()
     """Address of the message bus."""
+
+    monitoring: MonitoringConfig = MonitoringConfig()
+    """Probes and metrics of this process over HTTP."""
 
 
 class LearnerProcess(ProcessConfig):

@@ -79,13 +79,21 @@ class Learner:
         """Step and progress of the checkpoint that is being written."""
         self._background: set[asyncio.Task[None]] = set()
         self._tokens_per_s = 0.0
+        self._joined = False
 
     async def run(self) -> None:
         """Train until the configured end, or until `stop`; either way the state is saved."""
         stop, finished = self._stop, asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
-                report_status(self._bus, source="learner", role="learner", look=self._look, stop=finished)
+                report_status(
+                    self._bus,
+                    source="learner",
+                    role="learner",
+                    look=self._look,
+                    stop=finished,
+                    waits_for=lambda: "" if self._joined else "the first publication of its weights",
+                )
             )
             tasks.create_task(self._weights.serve(finished), name="publish snapshots")
             try:
@@ -116,6 +124,7 @@ class Learner:
         await self._reader.resumed(self.progress.step)
         await self._publish()
         await self._published()
+        self._joined = True
         if self.progress.policy_version == 0:
             await self._evaluate()
 
@@ -380,6 +389,7 @@ class Learner:
         }
 
     def _report(self, stage: str, step: int, values: dict[str, Json]) -> None:
+        self._bus.state.metrics = values
         metrics = Metrics(
             source="learner", step=step, time_s=time.time(), values={"train/stage": stage, **values}
         )

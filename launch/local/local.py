@@ -36,6 +36,8 @@ from storage.service import read_prompts
 log = structlog.get_logger()
 HOST = "127.0.0.1"
 LOOK_S = 1.0
+MONITORED = ("bus", "storage", "actors", "learner")
+"""Parts in the order of their ports for probes."""
 LEARNER_DRAIN_S = 120.0
 """Longest time that a learner may take to finish its step and save a checkpoint."""
 
@@ -119,7 +121,7 @@ async def _parts(
         if own_bus:
             port = int(config.bus.url.rpartition(":")[2])
             await supervisor.start(
-                _with_variables(config, _bus_part(run, port)), ready=partial(_listens, port)
+                _with_variables(config, _bus_part(config, run, port)), ready=partial(_listens, port)
             )
         async with Bus.connect(config.bus, config.run, name="supervisor") as bus:
             if own_bus:  # on another, the record may be that of a run of this name that goes on
@@ -144,8 +146,21 @@ async def _parts(
         await supervisor.end()
 
 
-def _bus_part(run: RunDirectory, port: int) -> Part:
-    return Part("bus", _command("bus", "--host", HOST, "--port", str(port), "--directory", str(run.bus)))
+def _bus_part(config: RunConfig, run: RunDirectory, port: int) -> Part:
+    where = ("--host", HOST, "--port", str(port), "--directory", str(run.bus))
+    return Part("bus", _command("bus", *where, *_monitoring(config, "bus")))
+
+
+def _monitoring(config: RunConfig, part: str) -> list[str]:
+    """Return the flags that give a part its own port for probes: those of one host must not collide."""
+    first, host = config.monitoring.port, config.monitoring.host
+    if first is None:
+        return []
+    port = first + MONITORED.index(part) if first else 0
+    stuck = f"{config.monitoring.stuck_after_s:g}"
+    return [
+        "--monitoring.port", str(port), "--monitoring.host", host, "--monitoring.stuck-after-s", stuck,
+    ]  # fmt: skip
 
 
 def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
@@ -154,9 +169,17 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
     if config.bus.creds is not None:
         join += ["--creds", str(config.bus.creds)]
     parts = (
-        Part("storage", _command("storage", "--config", str(run.config))),
-        Part("actors", _command("actors", *join)),
-        Part("learner", _command("learner", *join), ends_run=True, drain_s=LEARNER_DRAIN_S),
+        Part(
+            "storage",
+            _command("storage", "--config", str(run.config), *_monitoring(config, "storage")),
+        ),
+        Part("actors", _command("actors", *join, *_monitoring(config, "actors"))),
+        Part(
+            "learner",
+            _command("learner", *join, *_monitoring(config, "learner")),
+            ends_run=True,
+            drain_s=LEARNER_DRAIN_S,
+        ),
     )
     return tuple(_with_variables(config, part) for part in parts)
 
