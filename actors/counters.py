@@ -12,6 +12,7 @@ from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import Metrics
+from bus.permissions import COUNTERS
 from bus.publish import Publisher
 from bus.waiting import set_within
 
@@ -33,7 +34,7 @@ async def report_metrics(
         metrics = Metrics(source=source, step=step, time_s=time.time(), values=dict(values))
         try:
             await publisher.publish(
-                bus.subject("events", "metrics"),
+                bus.subject(COUNTERS),
                 encode(metrics),
                 message_id=f"metrics-{token}-{number}",
                 timeout_s=PUBLISH_TIMEOUT_S,

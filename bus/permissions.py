@@ -57,6 +57,7 @@ def _storage(t: Topology) -> Permissions:
             f"$JS.API.STREAM.PURGE.{t.stream('FILES')}",
             *_read_keys(t),
             *_read_blobs(t),
+            _read_events(t),
             *_keys(t, "run", "identity", "heldout", "role.*"),
             *_subjects(t, "tasks.>", "files.>", "dead.>", "outcomes.rejected", "events.>", "rpc.>"),
             *_subjects(t, "notice.stored", "status.storage", "status.shards"),
@@ -102,7 +103,8 @@ def _actor(t: Topology) -> Permissions:
             *_read_blobs(t),
             *_keys(t, f"{USERS}.*"),
             dead,
-            *_subjects(t, "trajectories.*", "outcomes.rejected", "events.metrics", "events.evaluation"),
+            *_subjects(t, "trajectories.*", "outcomes.rejected"),
+            *_subjects(t, "events.metrics", "events.evaluation", COUNTERS),
             *_subjects(t, "rpc.lease", "rpc.group_status.*", "broadcast.*", "relay.*", "status.actor"),
             *_subjects(t, "notice.snapshot", "notice.device-user"),
         ),
@@ -120,11 +122,13 @@ def _judge(t: Topology) -> Permissions:
 
 def _watcher(t: Topology) -> Permissions:
     return Permissions(
-        publish=_read_keys(t),
+        publish=(*_read_keys(t), _read_events(t)),
         subscribe=_subjects(t, "status.*", "events.>", "notice.policy"),
     )
 
 
+COUNTERS = "events.counters.actor"
+"""Actors' counters, apart from metrics and evaluations: these come every second, and screens need none."""
 LEARNER_ASKS = (
     "batch",
     "step_groups",
@@ -162,3 +166,8 @@ def _read_keys(t: Topology) -> tuple[str, ...]:
 
 def _read_blobs(t: Topology) -> tuple[str, ...]:
     return tuple(f"$JS.API.DIRECT.GET.{t.stream(name)}.>" for name in ("WEIGHTS", "FILES"))
+
+
+def _read_events(t: Topology) -> str:
+    """Return the subject by which the events that the bus still holds are read (`bus/stream_reader.py`)."""
+    return f"$JS.API.DIRECT.GET.{t.stream('EVENTS')}"

@@ -73,7 +73,7 @@ class Topology:
             self._stream(
                 "FILES", "files", max_bytes=sizes.files_mib * MIB, discard=DiscardPolicy.NEW, **blobs
             ),
-            self._stream("EVENTS", "events", max_bytes=sizes.events_mib * MIB),
+            self._stream("EVENTS", "events", max_bytes=sizes.events_mib * MIB, allow_direct=True),
             self._stream("DEAD", "dead", max_bytes=sizes.dead_mib * MIB),
         )
 

@@ -26,6 +26,7 @@ from storage.config import AdmissionConfig, DataConfig, ReplayConfig
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.dispatcher import Dispatcher
 from storage.dispatch.ledger import Ledger
+from storage.metrics.recorder import Sink, record_metrics
 from storage.prompts.data_sets import DataSets
 from storage.prompts.dataset import load_prompts
 from storage.prompts.generators import generate_task
@@ -58,6 +59,8 @@ class StorageSettings:
     run: RunDirectory
     config_json: str
     """The run's resolved configuration, for those who join by name."""
+    sinks: tuple[Sink, ...] = ()
+    """Take each row of the run's metrics besides the files."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,9 @@ class _Service:
                 )
             )
             tasks.create_task(self._watch_queues(finished))
+            tasks.create_task(
+                record_metrics(self._bus, self._settings.run, finished, sinks=self._settings.sinks)
+            )
             try:
                 async with asyncio.TaskGroup() as parts:
                     for held in self._held:

@@ -8,8 +8,8 @@ from typing import Self
 import numpy as np
 
 from bus.errors import SluiceError
-from launch.watch.metrics import Record, integer, is_counters, number, older, read_records
 from storage.disk.run_directory import RunDirectory
+from storage.metrics.records import Record, integer, is_counters, number, older, read_records
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from bus.errors import SluiceError
 from launch.benchmarks.overlap_record import Heard, Turn
 from launch.config import RunConfig
 from launch.history.trajectory_account import account
-from launch.watch.metrics import number
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger_reader import states_of
+from storage.metrics.records import number
 
 MODES = ("async", "sync")
 LIMITS: dict[str, Json] = {"async_over_sync": 2.0, "learner_idle": 0.05, "engine_idle": 0.05}

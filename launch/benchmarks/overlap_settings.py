@@ -8,8 +8,8 @@ from pathlib import Path
 from bus.errors import ConfigError
 from launch.benchmarks.random_models import shape, write_model
 from launch.config import Layer, RunConfig, resolve
-from launch.watch.metrics import integer
 from storage.disk.atomic_files import make_directory, write_file
+from storage.metrics.records import integer
 
 FOREVER = 1_000_000
 PROMPTS = 4096

@@ -104,7 +104,7 @@ async def _supervise(
     run.config.write_text(config.model_dump_json(indent=2))
     run.write_provenance()
     started = time.monotonic()
-    monitor = RunMonitor(_run_settings(config))
+    monitor = RunMonitor(RunSettings.of_run(config))
     supervisor = Supervisor(run.logs, policy=config.supervision, inherited=[lock])
     async with _parts(config, run, supervisor, monitor, console, own_bus=own_bus):
         await supervisor.watch(stop)
@@ -130,7 +130,7 @@ async def _parts(
             gone = asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
                 screens = [
-                    tasks.create_task(watch(bus, monitor, run.metrics, gone)),
+                    tasks.create_task(watch(bus, monitor, gone, run=run)),
                     tasks.create_task(TerminalView(monitor, console).run(gone)),
                     tasks.create_task(_watch_memory(supervisor, monitor, gone)),
                 ]
@@ -203,17 +203,6 @@ async def _listens(port: int) -> bool:
         return False
     writer.close()
     return True
-
-
-def _run_settings(config: RunConfig) -> RunSettings:
-    return RunSettings(
-        name=config.run,
-        steps=config.learner.steps,
-        warmup_steps=config.warmup.steps,
-        max_staleness=config.admission.max_staleness,
-        samples_per_prompt=config.admission.samples_per_prompt,
-        target_accuracy=config.learner.target_accuracy,
-    )
 
 
 async def _watch_memory(supervisor: Supervisor, monitor: RunMonitor, stop: asyncio.Event) -> None:

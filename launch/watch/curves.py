@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.watch.metrics import History, Step, read_records
+from launch.watch.history import History, Step
 from storage.disk.atomic_files import write_file
+from storage.metrics.records import read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Self
 
 import nats.errors
 import structlog
@@ -12,27 +13,28 @@ from nats.aio.subscription import Subscription
 
 from bus.codec import Json
 from bus.connection import Bus
+from bus.errors import BusError
 from bus.messages import EvaluationResult, Metrics, Status
+from bus.stream_reader import Place, StreamReader
 from bus.waiting import set_within
-from launch.watch.metrics import (
-    History,
-    Record,
-    append_latest,
-    append_records,
-    evaluation_record,
-    integer,
-    is_counters,
-    metrics_record,
-    number,
-    read_records,
-)
+from launch.config import RunConfig
+from launch.watch.history import History
+from storage.disk.run_directory import RunDirectory
+from storage.metrics.recorder import decoded_event, recorded_place
+from storage.metrics.records import evaluation_record, integer, metrics_record, number, read_records
 
 log = structlog.get_logger()
 SILENT_S = 5.0
 """Time without a status after which a process is shown as silent; status comes twice a second."""
 FORGET_S = 60.0
-"""Time without a status after which an actor is no longer shown; its successor has another name."""
-FLUSH_S = 1.0
+"""Time without a status after which an actor is forgotten; its successor has another name."""
+KEPT_PEAKS = 1000
+"""Processes beyond which the memory of forgotten actors is forgotten too."""
+KEPT_COUNTS = 10_000
+"""Actors that left of which the trajectories are kept by name, so that one that comes back counts once."""
+PERIOD_S = 0.5
+"""Time between two looks for new events."""
+BATCH = 512
 DRAIN_TIMEOUT_S = 2.0
 
 
@@ -48,6 +50,18 @@ class RunSettings:
     """Upper bound on the versions that a trained token may lag."""
     samples_per_prompt: int
     target_accuracy: float | None = None
+
+    @classmethod
+    def of_run(cls, config: RunConfig) -> Self:
+        """Return what the configuration of a run says."""
+        return cls(
+            name=config.run,
+            steps=config.learner.steps,
+            warmup_steps=config.warmup.steps,
+            max_staleness=config.admission.max_staleness,
+            samples_per_prompt=config.admission.samples_per_prompt,
+            target_accuracy=config.learner.target_accuracy,
+        )
 
 
 @dataclass
@@ -68,48 +82,84 @@ class RunMonitor:
         self.settings = settings
         self.history = History()
         self.processes: dict[str, Process] = {}
-        """Every process that ever sent a status, by source."""
+        """Every process that sent a status, by source, without actors that are forgotten."""
         self.peak_rss_bytes: dict[str, int] = {}
-        """Largest memory of any process of this name."""
+        """Largest memory of any process of this name; of forgotten actors as many as `KEPT_PEAKS` allows."""
         self.peak_rss_bytes_total = 0
         """Largest sum of the peaks of processes that ran together; they never used more at one moment."""
         self._clock = clock
         self._started_s = clock()
         self._noted: dict[str, int] = {}
-        self._published: dict[tuple[str, int], int] = {}
+        self._latest: dict[str, Process] = {}
+        """The process of each role that was heard last."""
+        self._actors: OrderedDict[str, None] = OrderedDict()
+        """Sources of actors, the longest silent first."""
+        self._speaking: OrderedDict[str, int] = OrderedDict()
+        """Peak memory of processes that are not silent, by source, the longest silent first."""
+        self._speaking_bytes = 0
+        self._published: OrderedDict[tuple[str, int], int] = OrderedDict()
+        """Trajectories of each actor's process, the longest silent first."""
+        self._published_total = 0
 
     # --- what comes in ---
 
     def on_status(self, status: Status) -> None:
-        """Store a process's status."""
+        """Store a process's status. The cost does not depend on how many processes there are."""
         known = self.processes.get(status.source)
         starts = 1 if known is None else known.starts + (known.status.pid != status.pid)
-        self.processes[status.source] = Process(status, self._clock(), starts)
+        process = Process(status, self._clock(), starts)
+        self.processes[status.source] = self._latest[status.role] = process
         if status.role == "actor":
-            self._published[status.source, status.pid] = integer(status.values, "trajectories")
+            self._actors[status.source] = None
+            self._actors.move_to_end(status.source)
+            self._count(status)
+        self._speaking_bytes += status.peak_rss_bytes - self._speaking.get(status.source, 0)
+        self._speaking[status.source] = status.peak_rss_bytes
+        self._speaking.move_to_end(status.source)
+        self._forget_silent()
         self._remember_memory(status.source, status.peak_rss_bytes)
 
-    def on_metrics(self, metrics: Metrics) -> Record:
-        """Add a step to the history; returns its line for metrics.jsonl."""
-        record = metrics_record(metrics)
-        self.history.add(record)
-        return record
+    def _count(self, status: Status) -> None:
+        """Count an actor's trajectories. Of actors that left long ago only the sum is kept."""
+        process, published = (status.source, status.pid), integer(status.values, "trajectories")
+        self._published_total += published - self._published.get(process, 0)
+        self._published[process] = published
+        self._published.move_to_end(process)
+        if len(self._published) > len(self._actors) + KEPT_COUNTS:
+            self._published.popitem(last=False)
 
-    def on_evaluation(self, result: EvaluationResult) -> Record:
-        """Add an evaluation to the history; returns its line for metrics.jsonl."""
-        record = evaluation_record(result, step=max(0, result.policy_version - self.trains_from))
-        self.history.add(record)
-        return record
+    def _forget_silent(self) -> None:
+        """Forget actors that were silent for `FORGET_S`. Each process is looked at once for each silence."""
+        now_s = self._clock()
+        while self._speaking and now_s - self._heard_s(next(iter(self._speaking))) > SILENT_S:
+            self._speaking_bytes -= self._speaking.popitem(last=False)[1]
+        while self._actors and now_s - self._heard_s(next(iter(self._actors))) > FORGET_S:
+            source, _ = self._actors.popitem(last=False)
+            if self._latest.get("actor") is self.processes.pop(source):
+                del self._latest["actor"]
+            if len(self.peak_rss_bytes) > KEPT_PEAKS:
+                del self.peak_rss_bytes[source]
+
+    def _heard_s(self, source: str) -> float:
+        return self.processes[source].heard_s
+
+    def on_event(self, event: Metrics | EvaluationResult, time_s: float) -> None:
+        """Add to the history a step, or an evaluation that came at `time_s`."""
+        if isinstance(event, Metrics):
+            self.history.add(metrics_record(event))
+        else:
+            step = max(0, event.policy_version - self.trains_from)
+            self.history.add(evaluation_record(event, step=step, time_s=time_s))
 
     def note_memory(self, process: str, peak_rss_bytes: int) -> None:
         """Count a process that sends no status, such as nats-server."""
+        self._forget_silent()
         self._noted[process] = max(peak_rss_bytes, self._noted.get(process, 0))
         self._remember_memory(process, peak_rss_bytes)
 
     def _remember_memory(self, process: str, peak_rss_bytes: int) -> None:
         self.peak_rss_bytes[process] = max(peak_rss_bytes, self.peak_rss_bytes.get(process, 0))
-        alive = (p.status.peak_rss_bytes for p in self.processes.values() if not self.silent_s(p))
-        together = sum(alive) + sum(self._noted.values())
+        together = self._speaking_bytes + sum(self._noted.values())
         self.peak_rss_bytes_total = max(self.peak_rss_bytes_total, together)
 
     # --- what screens ask ---
@@ -136,12 +186,12 @@ class RunMonitor:
 
     def actors(self) -> list[Process]:
         """Return the actors that are not silent."""
-        return [p for p in self.processes.values() if p.status.role == "actor" and not self.silent_s(p)]
+        return [p for p in map(self.processes.__getitem__, self._actors) if not self.silent_s(p)]
 
     def values(self, role: str) -> dict[str, Json]:
         """Return the latest values of the process that has `role`; none before its first status."""
-        found = [process for process in self.processes.values() if process.status.role == role]
-        return max(found, key=lambda process: process.heard_s).status.values if found else {}
+        latest = self._latest.get(role)
+        return {} if latest is None else latest.status.values
 
     @property
     def stage(self) -> str:
@@ -166,7 +216,7 @@ class RunMonitor:
     def trajectories_published(self) -> int:
         """Return the number of trajectories counted by all actors that were ever heard; or those stored, if
         they are more."""
-        return max(sum(self._published.values()), integer(self.values("storage"), "trajectories_stored"))
+        return max(self._published_total, integer(self.values("storage"), "trajectories_stored"))
 
     @property
     def max_staleness_allowed(self) -> int:
@@ -177,50 +227,48 @@ class RunMonitor:
         )
 
 
-async def watch(bus: Bus, monitor: RunMonitor, metrics_path: Path | None, stop: asyncio.Event) -> None:
-    """Feed `monitor` from the bus until `stop`, and write what must outlive it to `metrics_path`.
+async def watch(
+    bus: Bus, monitor: RunMonitor, stop: asyncio.Event, *, run: RunDirectory | None = None
+) -> None:
+    """Feed `monitor` from the bus until `stop`: with the metrics and evaluations that EVENTS still holds, and
+    before them with those that storage has recorded in `run`, if that is on this host.
 
-    Counters of actors go to counters.jsonl beside it, of which only the latest are kept. What an earlier
-    launch of the run left in `metrics_path` becomes part of the history. Set `stop` after the processes have
-    ended and before the bus does, so that their last words are heard.
+    Set `stop` after the processes have ended and before the bus does, so that their last words are heard.
     """
-    pending: list[Record] = []
-    metrics, evaluation = bus.subject("events", "metrics"), bus.subject("events", "evaluation")
-    subscriptions = [
-        await bus.listen(bus.subject("status", "*"), Status, monitor.on_status),
-        await bus.listen(metrics, Metrics, lambda m: pending.append(monitor.on_metrics(m))),
-        await bus.listen(evaluation, EvaluationResult, lambda e: pending.append(monitor.on_evaluation(e))),
-    ]
-    if metrics_path is not None:
-        earlier = await asyncio.to_thread(History, read_records(metrics_path))
-        for record in pending:  # came meanwhile
-            earlier.add(record)
-        monitor.history = earlier
-    while not stop.is_set():
-        await set_within(stop, FLUSH_S)
-        await _flush(pending, metrics_path)
-    await _drain(subscriptions)
-    await _flush(pending, metrics_path)
+    statuses = await bus.listen(bus.subject("status", "*"), Status, monitor.on_status)
+    place = Place()
+    if run is not None:
+        place = await asyncio.to_thread(recorded_place, run)  # first: rows that come meanwhile are read twice
+        monitor.history = await asyncio.to_thread(History, read_records(run.metrics))
+    events = StreamReader(bus, "EVENTS", bus.subject("events", "*"), after=place)
+    while True:
+        stopping = stop.is_set()
+        await _take_events(events, monitor)
+        if stopping:
+            break
+        await set_within(stop, PERIOD_S)
+    await _drain(statuses)
 
 
-async def _flush(pending: list[Record], metrics_path: Path | None) -> None:
-    records = pending.copy()
-    pending.clear()
-    if metrics_path is None:
-        return
-    counters = [record for record in records if is_counters(record)]
-    if counters:
-        await asyncio.to_thread(append_latest, metrics_path.with_name("counters.jsonl"), counters)
-    if len(records) > len(counters):
-        lasting = [record for record in records if not is_counters(record)]
-        await asyncio.to_thread(append_records, metrics_path, lasting)
+async def _take_events(events: StreamReader, monitor: RunMonitor) -> None:
+    """Give the monitor all events that are there; one that misses them for now is told at the next call."""
+    while True:
+        try:
+            found = await events.take(BATCH)
+        except BusError as error:  # the bus is away, or storage has not made the stream yet
+            log.debug("events_not_read", reason=str(error))
+            return
+        for message in found:
+            if (event := decoded_event(message)) is not None:
+                monitor.on_event(event, message.time_s)
+        if not found:
+            return
 
 
-async def _drain(subscriptions: list[Subscription]) -> None:
+async def _drain(subscription: Subscription) -> None:
     """Receive what was sent before now; a bus that is gone must not delay the end."""
     try:
         async with asyncio.timeout(DRAIN_TIMEOUT_S):
-            for subscription in subscriptions:
-                await subscription.drain()
+            await subscription.drain()
     except (TimeoutError, nats.errors.Error) as error:
-        log.warning("last_events_not_heard", reason=str(error) or type(error).__name__)
+        log.warning("last_statuses_not_heard", reason=str(error) or type(error).__name__)

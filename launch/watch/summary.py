@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.codec import Json
-from launch.watch.metrics import Evaluation, integer, number, remarks
+from launch.watch.history import Evaluation, remarks
 from launch.watch.monitor import RunMonitor
 from launch.watch.units import UNKNOWN, count, duration, fraction, size
 from storage.disk.run_directory import RunDirectory
+from storage.metrics.records import integer, number
 
 Summary = dict[str, Json]
 

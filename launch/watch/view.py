@@ -12,9 +12,10 @@ from rich.text import Text
 
 from bus.codec import Json
 from bus.waiting import set_within
-from launch.watch.metrics import Evaluation, Step, integer, number
+from launch.watch.history import Evaluation, Step
 from launch.watch.monitor import Process, RunMonitor
 from launch.watch.units import UNKNOWN, count, duration, fraction, size
+from storage.metrics.records import integer, number
 
 REFRESH_S = 0.5
 LINE_S = 5.0
@@ -178,12 +179,14 @@ def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text
     shown = monitor.shown()
     if not shown:
         return [Text("no process has reported yet", style="yellow")]
-    blocks = [_process(monitor, process, width, rows=2) for process in shown]
-    if sum(map(len, blocks)) > max_lines:
-        blocks = [_process(monitor, process, width, rows=1) for process in shown]
-    left = len(blocks) - max_lines + 1
-    if len(blocks) > max_lines:
-        blocks = [*blocks[: max_lines - 1], [Text(f"... and {left} more", style="dim")]]
+    left = len(shown) - max_lines + 1
+    if len(shown) > max_lines:  # of many, only those that fit are put into words
+        blocks = [_process(monitor, process, width, rows=1) for process in shown[: max_lines - 1]]
+        blocks.append([Text(f"... and {left} more", style="dim")])
+    else:
+        blocks = [_process(monitor, process, width, rows=2) for process in shown]
+        if sum(map(len, blocks)) > max_lines:
+            blocks = [_process(monitor, process, width, rows=1) for process in shown]
     return [line for block in blocks for line in block]
 
 
@@ -291,7 +294,11 @@ class News:
                 yield f"held-out accuracy: {_accuracy(evaluation)}"
 
     def _process_changes(self) -> Iterator[str]:
-        for source, process in self._monitor.processes.items():
+        processes = self._monitor.processes
+        for source in self._starts.keys() - processes.keys():  # an actor that is forgotten
+            del self._starts[source]
+        self._silent &= processes.keys()
+        for source, process in processes.items():
             known, self._starts[source] = self._starts.get(source, 0), process.starts
             if process.starts > known:
                 yield f"{source}: {'started again' if known else 'started'}, pid {process.status.pid}"

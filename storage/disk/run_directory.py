@@ -87,6 +87,11 @@ class RunDirectory:
         return self.path / "counters.jsonl"
 
     @property
+    def recorded(self) -> Path:
+        """Return the path of the place on the bus up to which metrics and counters are recorded, JSON."""
+        return self.path / "recorded.json"
+
+    @property
     def summary(self) -> Path:
         """Return the path of the summary of what came out in the end, JSON."""
         return self.path / "summary.json"

@@ -20,11 +20,12 @@ from bus.consume import Inbox
 from bus.credentials import load_credentials
 from bus.errors import BusAwayError, BusError, ConfigError
 from bus.messages import RoleHolder
-from bus.permissions import ROLES
+from bus.permissions import COUNTERS, ROLES
 from bus.publish import Publisher
 from bus.requests import Done, Waiting
 from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer
+from bus.stream_reader import StreamReader
 from bus.topology import ensure
 
 pytestmark = pytest.mark.nats
@@ -179,6 +180,26 @@ async def test_actor_takes_a_task_and_settles_it(as_role: As):
         await Publisher(actor).publish(subject, b"trajectory", message_id="t")
         [stored] = await Inbox(storage, "TRAJECTORIES", "shard-0").take(1, 5.0)
         assert (task.data, stored.data) == (b"task", b"trajectory")
+
+
+@pytest.mark.parametrize("role", ["storage", "watcher"])
+async def test_storage_and_watchers_read_events_that_are_past(role: str, as_role: As):
+    async with as_role("actor") as actor, as_role(role) as reading:
+        for number, subject in enumerate(("events.metrics", "events.evaluation", COUNTERS)):
+            name = f"event-{number}"
+            await Publisher(actor).publish(actor.subject(subject), name.encode(), message_id=name)
+        found = await StreamReader(reading, "EVENTS", reading.subject("events", ">")).take(10)
+        assert [message.data for message in found] == [b"event-0", b"event-1", b"event-2"]
+
+
+@pytest.mark.parametrize("role", ["learner", "actor", "judge", "watcher"])
+async def test_only_storage_makes_consumers_of_events_or_removes_some(role: str, as_role: As):
+    async with as_role(role) as bus:
+        events = bus.topology.stream("EVENTS")
+        reads = [] if role == "watcher" else [f"$JS.API.DIRECT.GET.{events}"]
+        api = [f"$JS.API.CONSUMER.CREATE.{events}.x", f"$JS.API.STREAM.PURGE.{events}", *reads]
+        for subject in api:
+            assert await forbidden(bus, partial(bus.client.publish, subject, b"{}")), subject
 
 
 async def answered(ask: Callable[[], Awaitable[object]]) -> object:

@@ -15,8 +15,10 @@ class Clock:
 
     def __init__(self):
         self.now_s = 100.0
+        self.asked = 0
 
     def __call__(self) -> float:
+        self.asked += 1
         return self.now_s
 
 

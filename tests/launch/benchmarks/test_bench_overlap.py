@@ -14,8 +14,8 @@ from launch.benchmarks.overlap_report import trained
 from launch.benchmarks.overlap_settings import defaults, make, settings
 from launch.chaos.faults import LocalRun
 from launch.cli.bench_commands import age_of_process
-from launch.watch.metrics import append_records
 from storage.disk.run_directory import RunDirectory
+from storage.metrics.records import append_records
 
 STALENESS, BURST, SETTLED = 2, 3, 6
 

@@ -10,18 +10,18 @@ import pytest
 
 from bus.codec import encode
 from bus.connection import Bus
-from bus.messages import Metrics
+from bus.messages import EvaluationResult, Metrics
 from bus.publish import Publisher
-from launch.watch.metrics import (
-    History,
+from launch.watch.history import History
+from launch.watch.monitor import RunMonitor, watch
+from launch.watch.view import News
+from storage.disk.run_directory import RunDirectory
+from storage.metrics.records import (
     append_records,
     evaluation_record,
-    is_counters,
     metrics_record,
-    older,
     read_records,
 )
-from launch.watch.monitor import RunMonitor, watch
 from tests.launch.messages import FACTS, MIB, Clock, actor, evaluation, learner, metrics, storage
 
 
@@ -84,6 +84,47 @@ def test_published_trajectories_of_actors_that_left_still_count():
     assert monitor.trajectories_published == 500
 
 
+def test_actors_that_come_and_go_leave_nothing_but_their_sum(monkeypatch):
+    monkeypatch.setattr("launch.watch.monitor.KEPT_COUNTS", 50)
+    monkeypatch.setattr("launch.watch.monitor.KEPT_PEAKS", 70)
+    monitor, clock = make_monitor()
+    news = News(monitor)
+    for number in range(500):
+        monitor.on_status(actor(number, trajectories=2, rss=10 * MIB))
+        clock.now_s += 10
+        news.take()
+    assert len(monitor.processes) <= 8
+    assert len(monitor.peak_rss_bytes) <= 80
+    assert len(monitor._published) <= 60
+    assert len(news._starts) + len(news._silent) <= 16
+    assert monitor.trajectories_published == 1000
+    assert monitor.peak_rss_bytes_total == 10 * MIB
+    assert monitor.values("actor")["trajectories"] == 2
+
+
+def test_actor_that_was_silent_for_an_hour_is_counted_once():
+    monitor, clock = make_monitor()
+    monitor.on_status(actor(0, trajectories=5))
+    clock.now_s += 3600
+    monitor.on_status(learner())
+    assert list(monitor.processes) == ["learner"]
+    assert monitor.values("actor") == {}
+    monitor.on_status(actor(0, trajectories=7))
+    assert monitor.trajectories_published == 7
+
+
+@pytest.mark.parametrize("actors", [10, 1000])
+def test_cost_of_a_status_does_not_grow_with_the_actors(actors: int):
+    """The clock is asked whenever a process is looked at."""
+    monitor, clock = make_monitor()
+    for number in range(actors):
+        monitor.on_status(actor(number))
+    asked = clock.asked
+    for number in range(10):
+        monitor.on_status(actor(number))
+    assert clock.asked - asked <= 40
+
+
 def test_stage_and_first_version_follow_the_learner():
     monitor, _ = make_monitor()
     assert (monitor.stage, monitor.trains_from) == ("starting", 0)
@@ -91,14 +132,13 @@ def test_stage_and_first_version_follow_the_learner():
     assert (monitor.stage, monitor.trains_from) == ("warmup", 0)
     monitor.on_status(learner(stage="rl", step=7))
     assert (monitor.stage, monitor.trains_from) == ("rl", 1)
-    assert monitor.on_evaluation(evaluation(6, 0.3))["step"] == 5
 
 
 def test_numbers_of_another_type_than_expected_do_no_harm():
     monitor, _ = make_monitor()
     monitor.on_status(actor(trajectories="many", generated_tokens_per_s=None))
     monitor.on_status(learner(trajectories_trained="7", policy_version=None))
-    monitor.on_metrics(metrics(1, reward=None))
+    monitor.on_event(metrics(1, reward=None), time.time())
     assert monitor.trajectories_published == 0
     assert monitor.generated_tokens_per_s == 0
     assert isnan(monitor.history.recent_reward())
@@ -111,7 +151,7 @@ def test_recent_reward_is_the_mean_of_the_last_ten_steps():
 
 def test_warm_up_steps_are_recorded_but_are_no_step_of_the_curves():
     monitor, _ = make_monitor()
-    assert monitor.on_metrics(metrics(3, stage="warmup"))["train/stage"] == "warmup"
+    monitor.on_event(metrics(3, stage="warmup"), 0.0)
     assert monitor.history.last is None
 
 
@@ -130,20 +170,20 @@ def test_a_late_or_repeated_record_takes_nothing_back():
 def test_evaluations_of_lost_versions_go_with_their_steps():
     monitor, _ = make_monitor()
     for step in range(1, 11):
-        monitor.on_metrics(metrics(step))
+        monitor.on_event(metrics(step), time.time())
     for version in (1, 6, 11):
-        monitor.on_evaluation(evaluation(version, 0.5))
-    monitor.on_metrics(metrics(6, time_s=time.time() + 10))
+        monitor.on_event(evaluation(version, 0.5), time.time())
+    monitor.on_event(metrics(6, time_s=time.time() + 10), time.time())
     assert list(monitor.history.evaluations) == [1, 6]
 
 
 def test_an_evaluation_that_lost_versions_answered_goes_with_them():
     monitor, _ = make_monitor()
     for step in range(1, 11):
-        monitor.on_metrics(metrics(step))
+        monitor.on_event(metrics(step), time.time())
     for version, newest in ((4, 6), (5, 9)):
-        monitor.on_evaluation(evaluation(version, 0.5, drawn_by=(version, newest)))
-    monitor.on_metrics(metrics(6, time_s=time.time() + 10))
+        monitor.on_event(evaluation(version, 0.5, drawn_by=(version, newest)), time.time())
+    monitor.on_event(metrics(6, time_s=time.time() + 10), time.time())
     assert list(monitor.history.evaluations) == [4]
 
 
@@ -167,41 +207,34 @@ def test_a_missing_file_has_no_records(tmp_path: Path):
 
 
 @pytest.mark.nats
-async def test_watch_feeds_the_monitor_and_writes_every_event_once(bus: Bus, tmp_path: Path):
-    path, stop, monitor = tmp_path / "metrics.jsonl", asyncio.Event(), RunMonitor(FACTS)
-    append_records(path, [metrics_record(metrics(1))])
+async def test_watch_shows_what_was_recorded_before_and_what_the_bus_holds(bus: Bus, tmp_path: Path):
+    run, stop, monitor = RunDirectory(tmp_path, "demo"), asyncio.Event(), RunMonitor(FACTS)
+    append_records(run.metrics, [metrics_record(metrics(1))])
+    await publish(bus, metrics(2), evaluation(3, 0.7, drawn_by=(3, 4), failed=5))
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(watch(bus, monitor, path, stop))
-        while 1 not in monitor.history.steps:  # noqa: ASYNC110  # the monitor tells nobody
+        tasks.create_task(watch(bus, monitor, stop, run=run))
+        while 3 not in monitor.history.evaluations:  # noqa: ASYNC110  # the monitor tells nobody
             await asyncio.sleep(0.01)
-        events = Publisher(bus)
-        for step in (2, 3):
-            await events.publish(
-                bus.subject("events", "metrics"), encode(metrics(step)), message_id=f"m{step}"
-            )
-        await events.publish(
-            bus.subject("events", "evaluation"),
-            encode(evaluation(3, 0.7, drawn_by=(3, 4), failed=5)),
-            message_id="e3",
-        )
         for status in (learner(), actor(), storage()):
             await bus.notify(bus.subject("status", status.role), status)
+        await publish(bus, metrics(3))
         await bus.client.flush()
         stop.set()
     assert sorted(monitor.processes) == ["actor-host-1000", "learner", "storage"]
     assert list(monitor.history.steps) == [1, 2, 3]
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["metrics", "metrics", "metrics", "evaluation"]
-    assert lines[2]["reward/mean"] == 0.5
-    assert (lines[2]["source"], lines[2]["step"], lines[2]["time_s"]) == ("learner", 3, 1003.0)
-    assert (lines[3]["policy_version"], lines[3]["sampled"]) == (3, 0.7)
-    assert (lines[3]["oldest_version"], lines[3]["newest_version"]) == (3, 4)
-    [read] = History(read_records(path)).evaluations.values()
-    assert (read.policy_version, read.drawn_by, read.failed) == (3, (3, 4), 5)
+    found = monitor.history.evaluations[3]
+    assert (found.drawn_by, found.failed) == ((3, 4), 5)
+
+
+async def publish(bus: Bus, *events: Metrics | EvaluationResult) -> None:
+    for event in events:
+        token = "metrics" if isinstance(event, Metrics) else "evaluation"
+        name = f"{token}-{event.step if isinstance(event, Metrics) else event.policy_version}"
+        await Publisher(bus).publish(bus.subject("events", token), encode(event), message_id=name)
 
 
 def test_an_evaluation_that_an_older_build_wrote_was_drawn_by_its_version_alone():
-    line = evaluation_record(evaluation(3, 0.7), step=2)
+    line = evaluation_record(evaluation(3, 0.7), step=2, time_s=0.0)
     del line["oldest_version"], line["newest_version"], line["failed"]
     found = History([line]).evaluations[3]
     assert found.exact
@@ -209,52 +242,15 @@ def test_an_evaluation_that_an_older_build_wrote_was_drawn_by_its_version_alone(
 
 
 @pytest.mark.nats
-async def test_watch_without_a_file_only_feeds_the_monitor(bus: Bus):
-    stop, monitor = asyncio.Event(), RunMonitor(FACTS)
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(watch(bus, monitor, None, stop))
-        while not monitor.processes:
-            await bus.notify(bus.subject("status", "learner"), learner())
-            await asyncio.sleep(0.01)
-        stop.set()
-    assert monitor.stage == "rl"
-
-
-@pytest.mark.nats
-async def test_counters_of_actors_lie_apart_and_only_the_latest_are_kept(
-    bus: Bus, tmp_path: Path, monkeypatch
-):
-    monkeypatch.setattr("launch.watch.metrics.KEPT_BYTES", 2000)
-    path, stop, monitor = tmp_path / "metrics.jsonl", asyncio.Event(), RunMonitor(FACTS)
-    append_records(path, [metrics_record(metrics(1))])
-    counters, sent = tmp_path / "counters.jsonl", 0
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(watch(bus, monitor, path, stop))
-        while not (older(counters).exists() and counters.exists() and 2 in monitor.history.steps):
-            sent += 1
-            values = {"engine/busy_s": float(sent)}
-            told = Metrics(source="actor", step=0, time_s=0.0, values=values)
-            await bus.notify(bus.subject("events", "metrics"), told)
-            await bus.notify(bus.subject("events", "metrics"), metrics(2))
-            await asyncio.sleep(0.01)
-        stop.set()
-    assert {record["step"] for record in read_records(path)} == {1, 2}
-    assert not any(is_counters(record) for record in read_records(path))
-    latest = [record["engine/busy_s"] for record in (*read_records(older(counters)), *read_records(counters))]
-    assert latest == [float(n) for n in range(sent - len(latest) + 1, sent + 1)]
-    assert sorted(monitor.history.steps) == [1, 2]
-
-
-@pytest.mark.nats
-async def test_watch_ends_although_the_bus_is_gone(bus: Bus, server, tmp_path: Path, monkeypatch):
+async def test_watch_ends_although_the_bus_is_gone(bus: Bus, server, monkeypatch):
     monkeypatch.setattr("launch.watch.monitor.DRAIN_TIMEOUT_S", 0.2)
-    path, stop, monitor = tmp_path / "metrics.jsonl", asyncio.Event(), RunMonitor(FACTS)
+    stop, monitor = asyncio.Event(), RunMonitor(FACTS)
+    await publish(bus, metrics(1))
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(watch(bus, monitor, path, stop))
-        while not monitor.history.steps:
-            await bus.notify(bus.subject("events", "metrics"), metrics(1))
+        tasks.create_task(watch(bus, monitor, stop))
+        while not monitor.history.steps:  # noqa: ASYNC110  # the monitor tells nobody
             await asyncio.sleep(0.01)
         await server.kill()
         stop.set()
-    assert next(read_records(path))["step"] == 1
+    assert list(monitor.history.steps) == [1]
     await server.start()

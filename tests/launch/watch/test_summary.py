@@ -1,6 +1,7 @@
 """The summary's numbers and table, and the picture of the curves."""
 
 import json
+import time
 from io import StringIO
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from rich.console import Console
 
 from bus.codec import Json
 from launch.watch.curves import HEIGHT_PX, WIDTH_PX, _draw_evaluations, draw_curves
-from launch.watch.metrics import History, Record, append_records, evaluation_record, metrics_record
+from launch.watch.history import History
 from launch.watch.monitor import RunMonitor
 from launch.watch.summary import print_summary, summarise, write_summary
 from storage.disk.run_directory import RunDirectory
+from storage.metrics.records import Record, append_records, evaluation_record, metrics_record
 from tests.launch.messages import FACTS, MIB, actor, evaluation, learner, metrics, storage
 
 PROGRESS: dict[str, Json] = {
@@ -99,7 +101,7 @@ def test_without_warm_up_there_is_no_accuracy_after_it(run: RunDirectory):
 
 def test_an_evaluation_that_came_after_the_checkpoint_counts(run: RunDirectory):
     monitor = watched()
-    monitor.on_evaluation(evaluation(21, 0.88))
+    monitor.on_event(evaluation(21, 0.88), time.time())
     progress = PROGRESS | {"evaluations": {"0": [0.02, 0.03]}}
     summary = summarise(monitor, run=run, progress=progress, checkpoint=None, wall_s=1.0)
     assert summary["heldout_accuracy_end"] == 0.88
@@ -138,7 +140,7 @@ def test_the_table_has_units_and_reasons(run: RunDirectory):
 def test_the_table_says_which_versions_answered_for_another(run: RunDirectory):
     monitor = watched()
     for version, sampled, drawn_by in ((0, 0.02, (0, 1)), (1, 0.3, (2, 2)), (21, 0.91, (21, 21))):
-        monitor.on_evaluation(evaluation(version, sampled, drawn_by=drawn_by))
+        monitor.on_event(evaluation(version, sampled, drawn_by=drawn_by), time.time())
     summary = summarise(monitor, run=run, progress=PROGRESS, checkpoint=None, wall_s=130.0)
     found = {version: row.get("drawn_by") for version, row in summary["heldout_evaluations"].items()}
     assert found == {"0": [0, 1], "1": [2, 2], "21": None}
@@ -150,8 +152,8 @@ def test_the_table_says_which_versions_answered_for_another(run: RunDirectory):
 
 def test_the_table_says_how_many_rollouts_of_an_evaluation_failed(run: RunDirectory):
     monitor = watched()
-    monitor.on_evaluation(evaluation(1, 0.3, drawn_by=(2, 2), failed=3))
-    monitor.on_evaluation(evaluation(21, 0.91, failed=1))
+    monitor.on_event(evaluation(1, 0.3, drawn_by=(2, 2), failed=3), time.time())
+    monitor.on_event(evaluation(21, 0.91, failed=1), time.time())
     summary = summarise(monitor, run=run, progress=PROGRESS, checkpoint=None, wall_s=130.0)
     found = {version: row.get("failed") for version, row in summary["heldout_evaluations"].items()}
     assert found == {"0": None, "1": 3, "21": 1}
@@ -162,7 +164,7 @@ def test_the_table_says_how_many_rollouts_of_an_evaluation_failed(run: RunDirect
 
 def test_the_table_names_no_versions_where_nothing_was_measured(run: RunDirectory):
     monitor = watched()
-    monitor.on_evaluation(evaluation(0, 0.02, drawn_by=(0, 3)))
+    monitor.on_event(evaluation(0, 0.02, drawn_by=(0, 3)), time.time())
     progress = PROGRESS | {"trains_from": 0, "policy_version": 20, "evaluations": {}}
     lines = printed(summarise(monitor, run=run, progress=progress, checkpoint=None, wall_s=1.0)).splitlines()
     [untrained, after_warmup] = [line for line in lines if "untrained" in line or "(SFT)" in line]
@@ -188,7 +190,7 @@ def png_size(path: Path) -> tuple[int, int]:
 def a_run(steps: int) -> list[Record]:
     records = [metrics_record(metrics(step, reward=step / steps)) for step in range(1, steps + 1)]
     results = (evaluation(version, version / steps) for version in range(0, steps, 10))
-    return records + [evaluation_record(result, step=result.policy_version) for result in results]
+    return records + [evaluation_record(result, step=result.policy_version, time_s=0.0) for result in results]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 30, 500])
@@ -200,7 +202,7 @@ def test_curves_are_one_picture_of_known_size(tmp_path: Path, steps: int):
 
 
 def test_the_level_before_warm_up_names_the_versions_that_answered():
-    first = evaluation_record(evaluation(0, 0.02, drawn_by=(0, 1), failed=2), step=0)
+    first = evaluation_record(evaluation(0, 0.02, drawn_by=(0, 1), failed=2), step=0, time_s=0.0)
     history = History([*map(metrics_record, map(metrics, (1, 2))), first])
     axes = Figure().subplots()
     _draw_evaluations(axes, history)

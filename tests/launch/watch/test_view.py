@@ -1,6 +1,7 @@
 """The live screen and the plain lines."""
 
 import asyncio
+import time
 from io import StringIO
 
 import pytest
@@ -21,10 +22,10 @@ def make_monitor(*, actors=2) -> tuple[RunMonitor, Clock]:
     monitor.on_status(storage())
     for n in range(actors):
         monitor.on_status(actor(n))
-    monitor.on_evaluation(evaluation(0, 0.02))
+    monitor.on_event(evaluation(0, 0.02), time.time())
     for step in range(1, 21):
-        monitor.on_metrics(metrics(step))
-    monitor.on_evaluation(evaluation(21, 0.6, 0.7))
+        monitor.on_event(metrics(step), time.time())
+    monitor.on_event(evaluation(21, 0.6, 0.7), time.time())
     return monitor, clock
 
 
@@ -132,8 +133,8 @@ def test_status_line_holds_the_essentials():
 def test_versions_that_answered_for_another_are_named():
     monitor, _ = make_monitor()
     news = News(monitor)
-    monitor.on_evaluation(evaluation(0, 0.02, drawn_by=(1, 1)))
-    monitor.on_evaluation(evaluation(30, 0.91, 0.95, drawn_by=(31, 33)))
+    monitor.on_event(evaluation(0, 0.02, drawn_by=(1, 1)), time.time())
+    monitor.on_event(evaluation(30, 0.91, 0.95, drawn_by=(31, 33)), time.time())
     assert "held-out accuracy: 0.910 sampled, 0.950 greedy at v30 (drawn by v31 to v33)" in news.take()
     assert "held-out 0.910 at v30 (drawn by v31 to v33) " in status_line(monitor)
     assert "was 0.020 at v0 (drawn by v1)" in "".join(shown(monitor, width=120))
@@ -142,8 +143,8 @@ def test_versions_that_answered_for_another_are_named():
 def test_rollouts_that_failed_are_said_with_the_accuracy():
     monitor, _ = make_monitor()
     news = News(monitor)
-    monitor.on_evaluation(evaluation(29, 0.9, failed=1))
-    monitor.on_evaluation(evaluation(30, 0.91, 0.95, drawn_by=(31, 33), failed=12))
+    monitor.on_event(evaluation(29, 0.9, failed=1), time.time())
+    monitor.on_event(evaluation(30, 0.91, 0.95, drawn_by=(31, 33), failed=12), time.time())
     told = news.take()
     assert "held-out accuracy: 0.900 sampled, 0.900 greedy at v29 (1 rollout failed)" in told
     told_of_30 = "0.910 sampled, 0.950 greedy at v30 (drawn by v31 to v33, 12 rollouts failed)"
@@ -160,7 +161,7 @@ def test_news_comes_once():
     ]
     assert news.take() == []
     monitor.on_status(learner(stage="done", pid=5))
-    monitor.on_evaluation(evaluation(30, 0.91, 0.95))
+    monitor.on_event(evaluation(30, 0.91, 0.95), time.time())
     assert news.take() == [
         "stage: reinforcement learning -> done",
         "held-out accuracy: 0.910 sampled, 0.950 greedy at v30",
@@ -186,7 +187,7 @@ async def run_view(console: Console, monitor: RunMonitor) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(TerminalView(monitor, console).run(stop))
         await asyncio.sleep(0.05)
-        monitor.on_evaluation(evaluation(22, 0.65))
+        monitor.on_event(evaluation(22, 0.65), time.time())
         stop.set()
 
 

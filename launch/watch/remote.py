@@ -1,0 +1,55 @@
+"""`launch watch`: shows on any host how a run goes on, from what the bus has."""
+
+import asyncio
+from typing import Any
+
+import structlog
+from rich.console import Console
+
+from bus.connection import Bus
+from bus.waiting import set_within
+from launch.config import RunConfig
+from launch.process.services import joined
+from launch.watch.monitor import RunMonitor, RunSettings, watch
+from launch.watch.view import TerminalView
+from storage.disk.atomic_files import read_json
+from storage.disk.run_directory import RunDirectory
+
+log = structlog.get_logger()
+LOOK_S = 0.5
+
+
+async def watch_run(where: RunConfig, stop: asyncio.Event, *, console: Console | None = None) -> None:
+    """Show the run until `stop`, or until its learner is done and has ended. It changes nothing in the run.
+
+    Raises `BusAwayError` when no run of this name is on the bus.
+    """
+    directory = RunDirectory(where.directory, where.run)
+    async with Bus.connect(where.bus, where.run, name="watch", stop=stop) as bus:
+        config = await joined(bus, where, {}, stop)
+        if config is None:
+            return
+        monitor, gone = RunMonitor(RunSettings.of_run(config)), asyncio.Event()
+        recorded = directory if directory.exists and directory.recorded.exists() else None
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(watch(bus, monitor, gone, run=recorded))
+            tasks.create_task(TerminalView(monitor, console or Console()).run(gone))
+            try:
+                while not (stop.is_set() or _is_over(monitor)):
+                    await set_within(stop, LOOK_S)
+            finally:
+                gone.set()
+
+
+def _is_over(monitor: RunMonitor) -> bool:
+    learners = [process for process in monitor.processes.values() if process.status.role == "learner"]
+    return monitor.stage == "done" and all(monitor.silent_s(learner) for learner in learners)
+
+
+def bus_of_directory(directory: RunDirectory) -> dict[str, Any]:
+    """Return the settings of the bus that a run's directory names; none where there is no such directory."""
+    if not (directory.exists and directory.config.exists()):
+        return {}
+    found = read_json(directory.config, "give --bus URL")
+    bus = found.get("bus", {}) if isinstance(found, dict) else {}
+    return {"bus": {key: bus[key] for key in ("url", "creds") if bus.get(key) is not None}}

@@ -1,0 +1,128 @@
+"""Rows of metrics.jsonl, one JSON object for every step and every evaluation, and of counters.jsonl.
+
+The actors' counters, which come every second, lie in counters.jsonl, of which only the latest are kept."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from math import isfinite, nan
+from pathlib import Path
+
+from bus.codec import Json
+from bus.messages import EvaluationResult, Metrics
+
+Record = dict[str, Json]
+"""One line: time_s (since the epoch), source, step, kind ("metrics" or "evaluation") and the values."""
+KEPT_BYTES = 32 << 20
+"""Size from which a file of which only the latest lines are kept is continued in a new one."""
+TAIL_BYTES = 4 << 20
+"""Bytes at the end of a file in which its last line is looked for."""
+
+
+def metrics_record(metrics: Metrics) -> Record:
+    """Return the line for one process's numbers."""
+    head: Record = {
+        "time_s": metrics.time_s,
+        "source": metrics.source,
+        "step": metrics.step,
+        "kind": "metrics",
+    }
+    return head | metrics.values
+
+
+def evaluation_record(result: EvaluationResult, *, step: int, time_s: float) -> Record:
+    """Return the line for a held-out evaluation that came at `time_s`; `step` made the evaluated version."""
+    oldest, newest = result.drawn_by
+    return {
+        "time_s": time_s,
+        "source": "evaluation",
+        "step": step,
+        "kind": "evaluation",
+        "policy_version": result.policy_version,
+        "incarnation": result.incarnation,
+        "sampled": result.sampled,
+        "greedy": result.greedy,
+        "prompts": result.prompts,
+        "seconds": result.seconds,
+        "oldest_version": oldest,
+        "newest_version": newest,
+        "failed": result.failed,
+    }
+
+
+def append_records(path: Path, records: Iterable[Record]) -> None:
+    """Append lines to the file, after a line that a killed writer may have left unfinished."""
+    lines = "".join(_line(record) for record in records)
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":
+                lines = "\n" + lines
+        file.write(lines.encode())
+
+
+def append_latest(path: Path, records: Iterable[Record]) -> None:
+    """Append lines as `append_records` does, and keep only the latest: at most `KEPT_BYTES` twice.
+
+    Older lines lie in the file that `older` names."""
+    if path.exists() and path.stat().st_size > KEPT_BYTES:
+        path.replace(older(path))
+    append_records(path, records)
+
+
+def older(path: Path) -> Path:
+    """Return where lines go that are older than those in `path`."""
+    return path.with_name(f"{path.stem}.1{path.suffix}")
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Return every complete line of the file, which may be missing."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:  # a killed writer's last line
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def last_record(path: Path) -> Record | None:
+    """Return the last complete line of the file, if it has one."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+        except ValueError:  # a killed writer's last line, or the first one, which is cut off here
+            continue
+        if isinstance(record, dict):
+            return record
+    return None
+
+
+def is_counters(record: Record) -> bool:
+    """Tell whether a record has an actor's counters, which the next one replaces."""
+    return "engine/busy_s" in record
+
+
+def number(values: Mapping[str, Json], key: str) -> float:
+    """Return the value as a float; NaN when it is missing or no number."""
+    value = values.get(key)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else nan
+
+
+def integer(values: Mapping[str, Json], key: str) -> int:
+    """Return the value as an int; 0 when it is missing or no finite number."""
+    value = number(values, key)
+    return int(value) if isfinite(value) else 0
+
+
+def _line(record: Record) -> str:
+    """Replace NaN and infinity by null, since JSON has neither."""
+    finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in record.items()}
+    return json.dumps(finite, separators=(",", ":")) + "\n"
