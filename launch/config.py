@@ -18,7 +18,7 @@ from bus.errors import ConfigError
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.warmup import WarmupConfig
-from storage.config import AdmissionConfig, DataConfig, EvaluationConfig, ReplayConfig
+from storage.config import AdmissionConfig, DataConfig, EvaluationConfig, MetricsConfig, ReplayConfig
 
 Layer = Mapping[str, Any]
 PARTS = ("bus", "storage", "actors", "learner")
@@ -153,6 +153,9 @@ class RunConfig(ProcessConfig):
 
     evaluation: EvaluationConfig = EvaluationConfig()
     """Measurement of the held-out accuracy."""
+
+    metrics: MetricsConfig = MetricsConfig()
+    """Where metrics go besides metrics.jsonl."""
 
     actors: ActorsConfig = ActorsConfig()
     """Actor processes, which roll out prompts."""

@@ -30,6 +30,7 @@ from launch.watch.summary import Summary, print_summary, summarise, write_summar
 from launch.watch.view import TerminalView
 from storage.disk.atomic_files import read_json, try_lock
 from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
+from storage.metrics.sinks import refuse_missing
 from storage.prompts.generators import load_demonstrations
 from storage.service import read_prompts
 
@@ -66,6 +67,7 @@ def _check_early(config: RunConfig, run: RunDirectory) -> None:
     load_filter(config.actors.group_filter)
     if config.model.path is not None and not (config.model.path / "config.json").is_file():
         raise ConfigError(f"model.path: {config.model.path} is not a model directory: it has no config.json")
+    refuse_missing(config.metrics)
     read_prompts(config.data, run, config.seed)
     if config.warmup.steps and config.warmup.demonstrations is not None:
         load_demonstrations(config.warmup.demonstrations)

@@ -107,6 +107,7 @@ async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Cred
 
 async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:
     """Run the run's dispatcher and replay shards until `stop`."""
+    from storage.metrics.sinks import metric_sinks
     from storage.service import StorageSettings, run_storage
 
     directory = RunDirectory(config.directory, config.run)
@@ -121,9 +122,12 @@ async def serve_storage(config: RunConfig, stop: asyncio.Event) -> None:
         run=directory,
         config_json=config.model_dump_json(),
     )
-    async with connected(config, "storage", stop) as bus:
+    async with (
+        metric_sinks(config.metrics, directory, settings.config_json) as sinks,
+        connected(config, "storage", stop) as bus,
+    ):
         log.info("storage_ready", run=config.run, bus=without_credentials(config.bus.url))
-        await run_storage(bus, settings, stop)
+        await run_storage(bus, replace(settings, sinks=tuple(sinks)), stop)
 
 
 async def serve_shards(
