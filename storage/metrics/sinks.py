@@ -27,6 +27,8 @@ MOST_ROWS = 10_000
 """Rows that wait for a sink; further ones are left out there."""
 SAY_SO_S = 60.0
 """Seconds between two lines of the log about a sink that fails, and before a failed one is opened again."""
+LOGIN_S = 10.0
+"""Longest time that Weights & Biases may wait for a key."""
 CLOSE_S = 20.0
 """Longest time that a sink may take to write its last rows."""
 
@@ -146,28 +148,27 @@ class WandbRun:
             resume="allow",
             dir=str(run.path),
             config=settings,
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, x_disable_stats=True),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                login_timeout=LOGIN_S,  # else it asks a terminal for a key, and waits
+                x_disable_stats=True,
+            ),
         )
-        for prefix, axis in AXES.items():
-            self._run.define_metric(axis)
-            self._run.define_metric(f"{prefix}*", step_metric=axis)
+        self._drawn: set[str] = set()
+        """Names of curves whose axis is defined."""
 
     def draw(self, point: Point) -> None:
         """Add the values."""
+        for name in point.values.keys() - self._drawn:
+            self._run.define_metric(name, step_metric=point.axis)
+        self._drawn.update(point.values)
         self._run.log({**point.values, point.axis: point.step, "_timestamp": point.time_s})
 
     def close(self) -> None:
         """Write what is left."""
         self._run.finish()
-
-
-AXES = {
-    "warmup/": "warmup/step",
-    "evaluation/": "evaluation/step",
-    "actors/": "actors/policy_version",
-    "": "step",
-}
-"""The axis that curves are drawn over, by the beginning of their names."""
 
 
 def wandb_id(run: RunDirectory) -> str:

@@ -89,19 +89,21 @@ def log_records(data: bytes) -> Iterator[bytes]:
             record = b""
 
 
-def offline_rows(directory: Path) -> list[dict]:
-    """Every row that W&B wrote to the file of an offline run: records of its own in LevelDB's log format."""
+def offline(directory: Path) -> tuple[list[dict], dict[str, str]]:
+    """Every row that W&B wrote to the file of an offline run, and over which axis each curve is drawn."""
     from wandb.proto import wandb_internal_pb2
 
     [path] = directory.glob("*.wandb")
-    rows = []
+    rows, axes = [], {}
     for data in log_records(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.HasField("history"):
             items = record.history.item
             rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items})
-    return rows
+        if record.HasField("metric"):
+            axes[record.metric.name] = record.metric.step_metric
+    return rows, axes
 
 
 @pytest.mark.slow
@@ -114,7 +116,11 @@ async def test_wandb_offline_has_the_rows_and_a_restart_keeps_the_id(run: RunDir
     directories = sorted((run.path / "wandb").glob("offline-run-*"))
     assert len(directories) == 2
     assert len({directory.name.split("-", 3)[3] for directory in directories}) == 1
-    first, second = map(offline_rows, directories)
+    (first, axes), (second, _) = map(offline, directories)
+    assert axes["warmup/train/loss"] == "warmup/step"
+    assert axes["train/loss"] == "step"
+    assert axes["evaluation/sampled"] == "evaluation/step"
+    assert axes["actors/engine/tokens"] == "actors/policy_version"
     [warm] = [row for row in first if "warmup/train/loss" in row]
     assert (warm["warmup/train/loss"], warm["warmup/step"], warm["_timestamp"]) == (3.0, 1, 10.5)
     [step] = [row for row in first if "train/loss" in row]
