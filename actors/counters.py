@@ -30,6 +30,7 @@ async def report_metrics(
         if await set_within(stop, PERIOD_S):
             return
         step, values = look()
+        bus.state.metrics = values
         metrics = Metrics(source=source, step=step, time_s=time.time(), values=dict(values))
         try:
             await publisher.publish(

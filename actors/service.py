@@ -154,7 +154,14 @@ class _Actor:
             tasks.create_task(self._follower.run(finished))
             tasks.create_task(self._probe.run(finished))
             tasks.create_task(
-                report_status(self._bus, source=actor_name(), role="actor", look=self._look, stop=finished)
+                report_status(
+                    self._bus,
+                    source=actor_name(),
+                    role="actor",
+                    look=self._look,
+                    stop=finished,
+                    waits_for=self._waits_for,
+                )
             )
             tasks.create_task(
                 report_metrics(self._bus, source=actor_name(), look=self._counters, stop=finished)
@@ -180,6 +187,11 @@ class _Actor:
                 log.info("run_is_done")
                 stop.set()
             await set_within(stop, RETRY_S)
+
+    def _waits_for(self) -> str:
+        if self._follower.stage == "done":
+            return ""
+        return "" if self._engine.policy_version >= 0 else "weights of its engines"
 
     def _counters(self) -> tuple[int, dict[str, Json]]:
         engine = self._engine
@@ -252,7 +264,12 @@ async def _started(bus: Bus, engine: Engine, stop: asyncio.Event) -> bool:
     finished = asyncio.Event()
     showing = asyncio.create_task(
         report_status(
-            bus, source=actor_name(), role="actor", look=lambda: ("starting its engine", {}), stop=finished
+            bus,
+            source=actor_name(),
+            role="actor",
+            look=lambda: ("starting its engine", {}),
+            stop=finished,
+            waits_for=lambda: "its engine to start",
         )
     )
     starting, stopping = asyncio.create_task(engine.start()), asyncio.create_task(stop.wait())
@@ -277,7 +294,14 @@ async def _first_policy(bus: Bus, patience_s: float, stop: asyncio.Event) -> Pol
     waiting = "waiting for the learner's first policy version"
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(
-            report_status(bus, source=actor_name(), role="actor", look=lambda: (waiting, {}), stop=finished)
+            report_status(
+                bus,
+                source=actor_name(),
+                role="actor",
+                look=lambda: (waiting, {}),
+                stop=finished,
+                waits_for=lambda: "the learner's first policy version",
+            )
         )
         try:
             deadline = time.monotonic() + patience_s

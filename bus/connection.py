@@ -22,6 +22,7 @@ from bus.config import BusConfig, StreamsConfig, without_credentials
 from bus.credentials import BUS_NAME, Credentials, load_credentials
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, SluiceError
 from bus.permissions import inbox_prefix
+from bus.process_state import ProcessState
 from bus.refusal import Refused
 from bus.requests import Done
 from bus.topology import Topology
@@ -60,8 +61,12 @@ class Bus:
         stop: asyncio.Event | None = None,
         domain: str | None = None,
         secured: bool = False,
+        state: ProcessState | None = None,
     ) -> None:
         self.client = client
+        self.state = state or ProcessState()
+        """What probes of this process are told."""
+        self.state.client = client
         self.patience_s = patience_s
         self.secured = secured
         """Says whether the bus lets in only who has credentials, and is reached over TLS."""
@@ -81,8 +86,9 @@ class Bus:
     @classmethod
     @asynccontextmanager
     async def connect(
-        cls, config: BusConfig, run: str, *, name: str, stop: asyncio.Event | None = None
-    ) -> AsyncIterator[Self]:
+        cls, config: BusConfig, run: str, *, name: str, stop: asyncio.Event | None = None,
+        state: ProcessState | None = None,
+    ) -> AsyncIterator[Self]:  # fmt: skip
         """Connect as `name`. Leaving the context sends what is still buffered.
 
         Once `stop` is set, what waits for a bus that is away soon ends. Raises `BusAwayError` when nobody
@@ -104,6 +110,7 @@ class Bus:
                 stop=stop,
                 domain=config.domain,
                 secured=credentials is not None,
+                state=state,
             )
         finally:
             await _drain(client)

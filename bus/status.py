@@ -19,14 +19,20 @@ REMEDY = "restart nats-server"
 
 
 async def report_status(
-    bus: Bus, *, source: str, role: str, look: Callable[[], tuple[str, dict[str, Json]]], stop: asyncio.Event
-) -> None:
-    """Send what `look` returns, a phrase and some numbers, each second until `stop`, and once more then."""
+    bus: Bus, *, source: str, role: str, look: Callable[[], tuple[str, dict[str, Json]]], stop: asyncio.Event,
+    waits_for: Callable[[], str] = str,
+) -> None:  # fmt: skip
+    """Send what `look` returns, a phrase and some numbers, each second until `stop`, and once more then.
+
+    `waits_for` returns what must happen before the process does its work, and nothing when it does: whoever
+    probes it is told."""
     while True:
         stopping = stop.is_set()
         doing, values = look()
+        bus.state.waits_for = waits_for() or ("the end of its work" if stopping else "")
         if bus.not_storing:
             doing = f"the bus stores nothing on {', '.join(sorted(bus.not_storing))}: {REMEDY}; {doing}"
+        bus.state.doing, bus.state.values = doing, values
         status = Status(
             source=source,
             role=role,

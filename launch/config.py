@@ -18,11 +18,27 @@ from bus.errors import ConfigError
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.warmup import WarmupConfig
-from storage.config import AdmissionConfig, DataConfig, EvaluationConfig, ReplayConfig
+from storage.config import AdmissionConfig, DataConfig, EvaluationConfig, MetricsConfig, ReplayConfig
 
 Layer = Mapping[str, Any]
 PARTS = ("bus", "storage", "actors", "learner")
 """The processes of `launch local`."""
+
+
+class MonitoringConfig(Config):
+    """Address at which a process answers `/healthz`, `/readyz` and `/metrics` over HTTP.
+
+    Each process has its own: none is taken over from the run."""
+
+    port: int | None = Field(None, ge=0, le=65535)
+    """Port to listen on; 0 takes any that is free, which is logged. None serves nothing. `launch local` gives
+    the port to its bus and the next ones to storage, actors and learner."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 lets other hosts ask."""
+
+    stuck_after_s: float = Field(60.0, gt=0)
+    """Silence of the event loop after which `/healthz` says that the process is stuck."""
 
 
 class ProcessConfig(Config):
@@ -39,6 +55,9 @@ class ProcessConfig(Config):
 
     allow: AllowConfig = AllowConfig()
     """What this host lets a run do here."""
+
+    monitoring: MonitoringConfig = MonitoringConfig()
+    """Probes and metrics of this process over HTTP."""
 
 
 class LearnerProcess(ProcessConfig):
@@ -137,6 +156,9 @@ class RunConfig(ProcessConfig):
 
     evaluation: EvaluationConfig = EvaluationConfig()
     """Measurement of the held-out accuracy."""
+
+    metrics: MetricsConfig = MetricsConfig()
+    """Where metrics go besides metrics.jsonl."""
 
     actors: ActorsConfig = ActorsConfig()
     """Actor processes, which roll out prompts."""

@@ -80,13 +80,21 @@ class Learner:
         self._tasks = asyncio.TaskGroup()
         """What runs beside the loop. An error there ends the learner."""
         self._tokens_per_s = 0.0
+        self._joined = False
 
     async def run(self) -> None:
         """Train until the configured end, or until `stop`; either way the state is saved."""
         stop, finished = self._stop, asyncio.Event()
         async with self._tasks as tasks:
             tasks.create_task(
-                report_status(self._bus, source="learner", role="learner", look=self._look, stop=finished)
+                report_status(
+                    self._bus,
+                    source="learner",
+                    role="learner",
+                    look=self._look,
+                    stop=finished,
+                    waits_for=lambda: "" if self._joined else "the first publication of its weights",
+                )
             )
             tasks.create_task(self._weights.serve(finished), name="publish snapshots")
             try:
@@ -117,6 +125,7 @@ class Learner:
         await self._reader.resumed(self.progress.step)
         await self._publish()
         await self._published()
+        self._joined = True
         if self.progress.policy_version == 0:
             await self._evaluate()
 
@@ -387,6 +396,7 @@ class Learner:
         }
 
     def _report(self, stage: str, step: int, values: dict[str, Json]) -> None:
+        self._bus.state.metrics = values
         metrics = Metrics(
             source="learner", step=step, time_s=time.time(), values={"train/stage": stage, **values}
         )

@@ -186,7 +186,14 @@ class _Service:
         finished = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(
-                report_status(self._bus, source="storage", role="storage", look=self._look, stop=finished)
+                report_status(
+                    self._bus,
+                    source="storage",
+                    role="storage",
+                    look=self._look,
+                    stop=finished,
+                    waits_for=lambda: "" if self._dispatcher.serving else "its dispatcher to serve",
+                )
             )
             tasks.create_task(self._watch_queues(finished))
             tasks.create_task(

@@ -38,6 +38,7 @@ from launch.cli.app import (
 from launch.config import (
     ActorsProcess,
     LearnerProcess,
+    MonitoringConfig,
     ProcessConfig,
     RunConfig,
     merge,
@@ -92,6 +93,7 @@ def bus_command(
     insecure: Annotated[bool, Parameter(name="--insecure", negative=())] = False,
     secure: Path | None = None,
     runs: Annotated[list[str] | None, Parameter(name="--run", negative=())] = None,
+    monitoring: MonitoringConfig = MonitoringConfig(),
 ) -> None:
     """Run a nats-server with JetStream on this machine.
 
@@ -109,6 +111,8 @@ def bus_command(
         Directory of credentials, made if it is missing: only who has one of its files is let in, over TLS.
     runs
         Run that gets credentials there, besides those that have them; may be given several times.
+    monitoring
+        Probes and metrics of this process over HTTP.
     """
     from launch.process.services import serve_bus
 
@@ -116,7 +120,8 @@ def bus_command(
     named = tuple(runs or (["default"] if secure is not None else []))
     if named and secure is None:
         raise ConfigError(f"--run {named[0]}: credentials are made for a run with --secure DIR: give both")
-    run(partial(serve_bus, host, port, directory, insecure=insecure, secure=secure, runs=named))
+    serving = partial(serve_bus, host, port, directory, insecure=insecure, secure=secure, runs=named)
+    run(partial(serving, monitoring=monitoring))
 
 
 @app.command(usage=USAGE.format("storage"))

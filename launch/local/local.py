@@ -30,12 +30,15 @@ from launch.watch.summary import Summary, print_summary
 from launch.watch.view import TerminalView
 from storage.disk.atomic_files import read_json, try_lock
 from storage.disk.run_directory import RunDirectory
+from storage.metrics.sinks import refuse_missing
 from storage.prompts.generators import load_demonstrations
 from storage.service import read_prompts
 
 log = structlog.get_logger()
 HOST = "127.0.0.1"
 LOOK_S = 1.0
+MONITORED = ("bus", "storage", "actors", "learner")
+"""Parts in the order of their ports for probes."""
 LEARNER_DRAIN_S = 120.0
 """Longest time that a learner may take to finish its step and save a checkpoint."""
 
@@ -64,6 +67,7 @@ def _check_early(config: RunConfig, run: RunDirectory) -> None:
     load_filter(config.actors.group_filter)
     if config.model.path is not None and not (config.model.path / "config.json").is_file():
         raise ConfigError(f"model.path: {config.model.path} is not a model directory: it has no config.json")
+    refuse_missing(config.metrics)
     read_prompts(config.data, run, config.seed)
     if config.warmup.steps and config.warmup.demonstrations is not None:
         load_demonstrations(config.warmup.demonstrations)
@@ -119,7 +123,7 @@ async def _parts(
         if own_bus:
             port = int(config.bus.url.rpartition(":")[2])
             await supervisor.start(
-                _with_variables(config, _bus_part(run, port)), ready=partial(_listens, port)
+                _with_variables(config, _bus_part(config, run, port)), ready=partial(_listens, port)
             )
         async with Bus.connect(config.bus, config.run, name="supervisor") as bus:
             if own_bus:  # on another, the record may be that of a run of this name that goes on
@@ -144,8 +148,21 @@ async def _parts(
         await supervisor.end()
 
 
-def _bus_part(run: RunDirectory, port: int) -> Part:
-    return Part("bus", _command("bus", "--host", HOST, "--port", str(port), "--directory", str(run.bus)))
+def _bus_part(config: RunConfig, run: RunDirectory, port: int) -> Part:
+    where = ("--host", HOST, "--port", str(port), "--directory", str(run.bus))
+    return Part("bus", _command("bus", *where, *_monitoring(config, "bus")))
+
+
+def _monitoring(config: RunConfig, part: str) -> list[str]:
+    """Return the flags that give a part its own port for probes: those of one host must not collide."""
+    first, host = config.monitoring.port, config.monitoring.host
+    if first is None:
+        return []
+    port = first + MONITORED.index(part) if first else 0
+    stuck = f"{config.monitoring.stuck_after_s:g}"
+    return [
+        "--monitoring.port", str(port), "--monitoring.host", host, "--monitoring.stuck-after-s", stuck,
+    ]  # fmt: skip
 
 
 def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
@@ -160,9 +177,17 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
         join.append("--allow.insecure")
     python = [] if allow.engine_python is None else ["--allow.engine-python", str(allow.engine_python)]
     parts = (
-        Part("storage", _command("storage", "--config", str(run.config), "--no-summary")),
-        Part("actors", _command("actors", *join, *python)),
-        Part("learner", _command("learner", *join), ends_run=True, drain_s=LEARNER_DRAIN_S),
+        Part(
+            "storage",
+            _command("storage", "--config", str(run.config), "--no-summary", *_monitoring(config, "storage")),
+        ),
+        Part("actors", _command("actors", *join, *python, *_monitoring(config, "actors"))),
+        Part(
+            "learner",
+            _command("learner", *join, *_monitoring(config, "learner")),
+            ends_run=True,
+            drain_s=LEARNER_DRAIN_S,
+        ),
     )
     return tuple(_with_variables(config, part) for part in parts)
 

@@ -16,6 +16,11 @@ def is_rank() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
+def serves_probes() -> bool:
+    """Return whether this process answers probes: of the ranks on a host only the first does."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def become_rank() -> None:
     """Make this process a rank of the world: it dies with the agent, and its number is by host.
 

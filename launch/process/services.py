@@ -3,7 +3,8 @@
 import asyncio
 import json
 import platform
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,13 @@ from bus.connection import Bus
 from bus.credentials import Credentials, load_credentials
 from bus.errors import BusError, ConfigError
 from bus.messages import RunRecord
+from bus.process_state import ProcessState
 from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer, is_loopback
 from bus.waiting import cancelled, ended_before
-from launch.config import RunConfig, refuse_full_context, resolve
+from launch.config import MonitoringConfig, ProcessConfig, RunConfig, refuse_full_context, resolve
+from launch.process.health_server import monitored
+from launch.process.ranks import serves_probes
 from launch.process.record_trust import restrict_to_own, with_own_engine
 from launch.process.write_check import until_it_cannot_store
 from learner.config.parallel import WorldConfig
@@ -35,7 +39,7 @@ PORTS = range(1 << 16)
 
 async def serve_bus(
     host: str, port: int, directory: Path, stop: asyncio.Event, *, insecure: bool = False,
-    secure: Path | None = None, runs: tuple[str, ...] = (),
+    secure: Path | None = None, runs: tuple[str, ...] = (), monitoring: MonitoringConfig | None = None,
 ) -> None:  # fmt: skip
     """Run a nats-server until `stop`; it lets in only who has credentials from the directory `secure`.
 
@@ -51,6 +55,8 @@ async def serve_bus(
         raise ConfigError(
             f"--port {port} is no port: choose one from 1 to {PORTS[-1]}, or 0 for any that is free"
         )
+    state = ProcessState("bus")
+    state.wait_for("nats-server to listen")
     make_directory(directory)
     with (directory / "lock").open("a") as lock:
         if not try_lock(lock):
@@ -60,12 +66,26 @@ async def serve_bus(
         if keys is not None:
             reached_at = platform.node() if host in ("0.0.0.0", "::") else host
             keys.make(runs, f"nats://{reached_at}:{server.port}")
-        async with server:
+        async with monitored(monitoring or MonitoringConfig(), state), server:
             log.info("bus_ready", url=server.url, runs=keys.runs if keys is not None else "all")
             probe = load_credentials(keys.probe) if keys is not None else None
-            while not await _ended_or_stopped(server, stop, probe):
-                await server.stop()
-                await server.start()
+            await _keep_alive(server, state, stop, probe)
+
+
+async def _keep_alive(
+    server: NatsServer, state: ProcessState, stop: asyncio.Event, probe: Credentials | None
+) -> None:
+    """Restart a server that stores nothing any more, until `stop`."""
+    restarts = 0
+    while True:
+        state.waits_for, state.doing = "", f"nats-server listens at {server.url}"
+        state.values = {"restarts": restarts}
+        if await _ended_or_stopped(server, stop, probe):
+            return
+        state.wait_for("nats-server to start again, since it could not store: is the disk full?")
+        restarts += 1
+        await server.stop()
+        await server.start()
 
 
 async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Credentials | None) -> bool:
@@ -89,6 +109,7 @@ async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Cred
 async def serve_storage(config: RunConfig, stop: asyncio.Event, *, summary: bool = True) -> None:
     """Run the run's dispatcher and replay shards until `stop`. `summary` makes curves and a summary too."""
     from launch.watch.conclusion import concluding
+    from storage.metrics.sinks import metric_sinks
     from storage.service import StorageSettings, run_storage
 
     refuse_full_context(config)
@@ -105,10 +126,13 @@ async def serve_storage(config: RunConfig, stop: asyncio.Event, *, summary: bool
         config_json=config.model_dump_json(),
         model=_model_here(config.model.path),
     )
-    async with Bus.connect(config.bus, config.run, name="storage", stop=stop) as bus:
+    async with (
+        metric_sinks(config.metrics, directory, settings.config_json) as sinks,
+        connected(config, "storage", stop) as bus,
+    ):
         log.info("storage_ready", run=config.run, bus=without_credentials(config.bus.url))
         async with concluding(bus, config, directory) if summary else nullcontext():
-            await run_storage(bus, settings, stop)
+            await run_storage(bus, replace(settings, sinks=tuple(sinks)), stop)
 
 
 def _model_here(path: Path | None) -> Path | None:
@@ -123,7 +147,7 @@ async def serve_shards(
     """Run some of the run's replay shards until `stop`."""
     from storage.shard.service import ShardsSettings, run_shards
 
-    async with Bus.connect(where.bus, where.run, name="shards", stop=stop) as bus:
+    async with connected(where, "shards", stop) as bus:
         config = await joined(bus, where, overrides, stop)
         if config is not None:
             directory = RunDirectory(config.directory, config.run)
@@ -137,10 +161,11 @@ async def serve_learner(
 
     Where the run wants several ranks and this is none of them, it returns at once what they are to be.
     """
-    async with Bus.connect(where.bus, where.run, name="learner", stop=stop) as bus:
+    async with connected(where, "learner", stop) as bus:
         config = await joined(bus, where, overrides, stop)
         if config is None:
             return None
+        bus.state.wait_for("its model and optimizer to be built")
         world = config.learner.world
         if world.processes * world.nodes > 1 and not is_rank:
             return world
@@ -194,7 +219,7 @@ async def serve_shadow(
     """Run a shadow of the run's learner until that is done or `stop`."""
     _refuse_no_checkpoint(from_checkpoint)
     kept = RunDirectory(where.directory, where.run).shadow(name)
-    async with Bus.connect(where.bus, where.run, name=f"shadow-{name}", stop=stop) as bus:
+    async with connected(where, "shadow", stop, name=f"shadow-{name}") as bus:
         config = await joined(bus, where, overrides, stop)
         if config is None:
             return
@@ -224,13 +249,14 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
     from actors.environments.build import build_environment
     from actors.rewards.group_filters import load_filter
 
-    async with Bus.connect(where.bus, where.run, name="actors", stop=stop) as bus:
+    async with connected(where, "actors", stop) as bus:
         config = await joined(bus, where, overrides, stop)
         if config is None:
             return
         config = with_own_engine(bus, config, overrides)
         build_environment(config.actors.environment)  # before torch loads: a wrong name shows at once
         load_filter(config.actors.group_filter)
+        bus.state.wait_for("its libraries to be loaded")
         log.info("actors_starting", run=config.run)
         from actors.service import ActorSettings, run_actors
 
@@ -242,6 +268,28 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
             colocation=config.colocation,
         )
         await run_actors(bus, settings, stop)
+
+
+@asynccontextmanager
+async def connected(
+    where: ProcessConfig, role: str, stop: asyncio.Event, *, name: str = ""
+) -> AsyncIterator[Bus]:
+    """Connect to the bus; whoever probes this process is answered while inside, and before it is connected.
+
+    Of a learner's ranks the first one of each host is probed."""
+    state = ProcessState(role, where.run)
+    state.wait_for(f"the bus at {without_credentials(where.bus.url)}")
+    monitoring = where.monitoring if serves_probes() else MonitoringConfig()
+    async with (
+        monitored(monitoring, state),
+        Bus.connect(where.bus, where.run, name=name or role, stop=stop, state=state) as bus,
+    ):
+        state.wait_for(_FIRST_WAIT.get(role, "the run's storage: is `launch storage` running?"))
+        yield bus
+
+
+_FIRST_WAIT = {"storage": "its prompts, ledger and shards to be opened"}
+"""What a process that is connected waits for first, by its role."""
 
 
 async def joined(
@@ -264,6 +312,7 @@ async def joined(
         "directory": where.directory,
         "bus": where.bus.model_dump(),
         "allow": where.allow.model_dump(),
+        "monitoring": where.monitoring.model_dump(),
     }
     config = resolve(json.loads(waiting.result().config_json), overrides, own)
     restrict_to_own(bus, config, overrides)

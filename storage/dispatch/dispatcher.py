@@ -77,6 +77,8 @@ class Dispatcher:
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
         """Set, and replaced, whenever a batch that could not be formed may have become possible."""
+        self.serving = False
+        """Whether it answers requests."""
         self._ended = False
         """Whoever still waits for a batch is to ask the next dispatcher."""
 
@@ -118,6 +120,7 @@ class Dispatcher:
             await self._bus.listen(self._bus.subject("notice", "policy"), PolicyManifest, self._on_policy),
             await self._bus.listen(self._bus.subject("notice", "stored"), StoredGroups, self._on_notice),
         ]
+        self.serving = True
         rejected = Inbox(self._bus, "OUTCOMES", "dispatcher")
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._admit(stop), name="admit leases")
@@ -126,6 +129,7 @@ class Dispatcher:
                 consume_batches(rejected, self._bus, GroupRejected, self._on_rejected, stop=stop, limit=64),
                 name="refund rejected groups",
             )
+        self.serving = False
         for subscription in serving:
             await subscription.unsubscribe()
         self._ended = True

@@ -88,16 +88,24 @@ async def run_shards(bus: Bus, settings: ShardsSettings, stop: asyncio.Event) ->
     retention = Retention.of_shard(settings.replay, settings.run.name)
     await retention.check()
     async with hold_shards(bus, settings.run, settings.numbers) as held, asyncio.TaskGroup() as reporting:
-        finished = asyncio.Event()
+        finished, serving = asyncio.Event(), asyncio.Event()
         source = f"shards-{'-'.join(map(str, settings.numbers))}"
         reporting.create_task(
-            report_status(bus, source=source, role="shards", look=lambda: _look(held), stop=finished)
+            report_status(
+                bus,
+                source=source,
+                role="shards",
+                look=lambda: _look(held),
+                stop=finished,
+                waits_for=lambda: "" if serving.is_set() else "the dispatcher: is `launch storage` running?",
+            )
         )
         try:
             async with asyncio.TaskGroup() as parts:
                 for one in held:
                     shard = await _remote(bus, one, settings.replay, stop)
                     parts.create_task(run_shard(bus, one, shard, retention, stop))
+                serving.set()
                 log.info("shards_ready", shards=list(settings.numbers), run=settings.run.name)
         finally:
             finished.set()

@@ -1,0 +1,212 @@
+"""Writes a run's metrics to TensorBoard and Weights & Biases, beside metrics.jsonl and never in its way."""
+
+import asyncio
+import importlib.util
+import json
+import queue
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from math import inf
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from bus.errors import ConfigError
+from storage.config import MetricsConfig, WandbConfig
+from storage.disk.atomic_files import read_json, write_json
+from storage.disk.run_directory import RunDirectory
+from storage.metrics.points import Point, Points
+from storage.metrics.records import Record
+
+log = structlog.get_logger()
+MOST_ROWS = 10_000
+"""Rows that wait for a sink; further ones are left out there."""
+SAY_SO_S = 60.0
+"""Seconds between two lines of the log about a sink that fails, and before a failed one is opened again."""
+LOGIN_S = 10.0
+"""Longest time that Weights & Biases may wait for a key."""
+CLOSE_S = 20.0
+"""Longest time that a sink may take to write its last rows."""
+
+
+class Library(Protocol):
+    """Draws points somewhere. It may wait and raise as it likes: it has a thread of its own."""
+
+    def draw(self, point: Point) -> None:
+        """Take the values of one moment."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class ThreadedSink:
+    """Hands rows to a library in a thread. What fails there is logged, and costs only its curves."""
+
+    def __init__(self, name: str, open_library: Callable[[], Library]) -> None:
+        self._name = name
+        self._open_library = open_library
+        self._library: Library | None = None
+        self._rows: queue.Queue[Record | None] = queue.Queue(MOST_ROWS)
+        self._points = Points()
+        self._closed_until_s = -inf
+        self._said_s = -inf
+        self._left_out = 0
+        self._thread = threading.Thread(target=self._work, name=f"metrics to {name}", daemon=True)
+        self._thread.start()
+
+    def write(self, row: Record) -> None:
+        """Take a row, without waiting."""
+        try:
+            self._rows.put_nowait(row)
+        except queue.Full:
+            self._fails("it is too slow")
+
+    def close(self) -> None:
+        """Return when the rows so far are written, or after `CLOSE_S`."""
+        deadline = time.monotonic() + CLOSE_S
+        try:
+            self._rows.put(None, timeout=CLOSE_S)
+        except queue.Full:
+            log.warning("metrics_sink_not_closed", sink=self._name, waited_s=CLOSE_S)
+            return
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            log.warning("metrics_sink_not_closed", sink=self._name, waited_s=CLOSE_S)
+
+    def _work(self) -> None:
+        while (row := self._rows.get()) is not None:
+            try:
+                self._draw(row)
+            except Exception as error:  # noqa: BLE001 - libraries raise anything, and no sink may end a run
+                self._fails(f"{type(error).__name__}: {error}")
+                self._closed_until_s = time.monotonic() + SAY_SO_S
+                self._close_library()
+        self._close_library()
+
+    def _draw(self, row: Record) -> None:
+        if self._library is None:
+            if time.monotonic() < self._closed_until_s:
+                self._fails("it failed a short time ago")
+                return
+            self._library = self._open_library()
+        for point in self._points.of(row):
+            self._library.draw(point)
+
+    def _close_library(self) -> None:
+        library, self._library = self._library, None
+        if library is not None:
+            try:
+                library.close()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._fails(f"{type(error).__name__}: {error}")
+
+    def _fails(self, reason: str) -> None:
+        self._left_out += 1
+        if time.monotonic() - self._said_s >= SAY_SO_S:
+            self._said_s = time.monotonic()
+            log.warning("metrics_sink_fails", sink=self._name, reason=reason, rows_left_out=self._left_out)
+
+
+class TensorBoard:
+    """A directory for `tensorboard --logdir`. A run that goes on adds a file to it."""
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(directory), flush_secs=10)
+
+    def draw(self, point: Point) -> None:
+        """Add the values."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
+        event = Event(wall_time=point.time_s, step=point.step, summary=Summary(value=values))
+        self._writer.add_event(event)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class WandbRun:
+    """A run of Weights & Biases, which keeps its id over restarts."""
+
+    def __init__(self, config: WandbConfig, run: RunDirectory, settings: dict[str, Any]) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            mode=config.mode,
+            id=wandb_id(run),
+            name=run.name,
+            resume="allow",
+            dir=str(run.path),
+            config=settings,
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                login_timeout=LOGIN_S,  # else it asks a terminal for a key, and waits
+                x_disable_stats=True,
+            ),
+        )
+        self._drawn: set[str] = set()
+        """Names of curves whose axis is defined."""
+
+    def draw(self, point: Point) -> None:
+        """Add the values."""
+        for name in point.values.keys() - self._drawn:
+            self._run.define_metric(name, step_metric=point.axis)
+        self._drawn.update(point.values)
+        self._run.log({**point.values, point.axis: point.step, "_timestamp": point.time_s})
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._run.finish()
+
+
+def wandb_id(run: RunDirectory) -> str:
+    """Return the id of this run at Weights & Biases, which is drawn once."""
+    path = run.path / "wandb.json"
+    if not path.exists():
+        write_json(path, {"id": f"{run.name}-{secrets.token_hex(4)}"})
+    return str(read_json(path, "remove it: the run then gets another id at Weights & Biases")["id"])
+
+
+def refuse_missing(config: MetricsConfig) -> None:
+    """Raise `ConfigError` when a sink is wanted whose package is not installed."""
+    wanted = {"tensorboard": config.tensorboard, "wandb": config.wandb.project is not None}
+    setting = {"tensorboard": "metrics.tensorboard", "wandb": "metrics.wandb.project"}
+    for package, is_wanted in wanted.items():
+        if is_wanted and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{setting[package]} needs the package {package}: pip install 'sluice-rl[{package}]' on the "
+                "host of storage, or leave the setting out"
+            )
+
+
+@asynccontextmanager
+async def metric_sinks(
+    config: MetricsConfig, run: RunDirectory, config_json: str
+) -> AsyncIterator[Sequence[ThreadedSink]]:
+    """Return the sinks that the run wants; leaving writes what is left.
+
+    Raises `ConfigError` for a package that is missing."""
+    refuse_missing(config)
+    sinks = []
+    if config.tensorboard:
+        directory = config.tensorboard_directory or run.path / "tensorboard"
+        sinks.append(ThreadedSink("TensorBoard", lambda: TensorBoard(directory)))
+    if config.wandb.project is not None:
+        settings = json.loads(config_json)
+        sinks.append(ThreadedSink("Weights & Biases", lambda: WandbRun(config.wandb, run, settings)))
+    try:
+        yield sinks
+    finally:
+        await asyncio.gather(*(asyncio.to_thread(sink.close) for sink in sinks))
