@@ -24,18 +24,21 @@ from launch.cli.app import (
     Processes,
     Prompts,
     RewardName,
+    RunBusUrl,
     Settings,
     ShardsSettings,
     app,
     layers_of,
     run_and_own_settings,
     short_forms,
+    with_bus_of_run,
 )
 from launch.config import (
     ActorsProcess,
     LearnerProcess,
     ProcessConfig,
     RunConfig,
+    flags,
     merge,
     resolve,
 )
@@ -236,7 +239,7 @@ def learner(  # noqa: PLR0913 - each is a flag
 @app.command(usage=USAGE.format("actors"))
 def actors(
     *,
-    bus: BusUrl = None,
+    bus: RunBusUrl = None,
     creds: CredsFile = None,
     reward: RewardName = None,
     settings: ActorsSettings = ActorsProcess(),
@@ -245,12 +248,11 @@ def actors(
 
     Parameters
     ----------
-    bus
-        NATS server, as nats://[user:password@]host:port.
     reward
         Name of a built-in reward, or a function of your own as my_pkg.my_module:function.
     """
     from launch.process.services import serve_actors
 
     configure_logging()
-    run(partial(serve_actors, *run_and_own_settings(short_forms(bus, creds, reward=reward), settings)))
+    given = with_bus_of_run(merge(short_forms(bus, creds, reward=reward), flags(settings)))
+    run(partial(serve_actors, *run_and_own_settings(given, {})))
