@@ -119,8 +119,15 @@ def _judge(t: Topology) -> Permissions:
 
 
 def _watcher(t: Topology) -> Permissions:
+    streams = [str(config.name) for config in t.streams()]
     return Permissions(
-        publish=_read_keys(t),
+        publish=(
+            *_read_keys(t),
+            *(f"$JS.API.STREAM.INFO.{stream}" for stream in streams),
+            *(f"$JS.API.CONSUMER.INFO.{stream}.*" for stream in streams),
+            f"$JS.API.STREAM.MSG.GET.{t.stream('EVENTS')}",
+            *_subjects(t, "rpc.step_groups", "rpc.stored.*"),
+        ),
         subscribe=_subjects(t, "status.*", "events.>", "notice.policy"),
     )
 

@@ -7,12 +7,26 @@ from cyclopts import CycloptsError
 from cyclopts.exceptions import UnknownCommandError, UnknownOptionError, UnusedCliTokensError
 
 from bus.errors import ConfigError, SluiceError
-from launch.cli import bench_commands, engine_commands, process_commands, run_commands, tool_commands
+from launch.cli import (
+    bench_commands,
+    engine_commands,
+    process_commands,
+    run_commands,
+    status_commands,
+    tool_commands,
+)
 from launch.cli.app import app
 from launch.config import ActorsProcess, LearnerProcess, ProcessConfig, RunConfig
 from launch.process.runtime import fail
 
-COMMANDS = bench_commands, engine_commands, process_commands, run_commands, tool_commands
+COMMANDS = (
+    bench_commands,
+    engine_commands,
+    process_commands,
+    run_commands,
+    status_commands,
+    tool_commands,
+)
 """Importing them is what makes their commands known to `app`."""
 
 

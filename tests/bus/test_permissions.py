@@ -245,6 +245,25 @@ async def test_judge_gives_a_reward(as_role: As):
         assert reward.data == b"reward"
 
 
+async def test_watcher_sees_how_a_run_is_and_takes_nothing_from_it(as_role: As):
+    async def done(_: Done) -> list[Done]:
+        return [Done()]
+
+    async with as_role("storage") as storage, as_role("watcher") as watcher:
+        await Publisher(storage).publish(storage.subject("tasks", "rollout", 7), b"task", message_id="7")
+        for subject in ("rpc.step_groups", "rpc.stored.0"):
+            await storage.serve(storage.subject(subject), Done, done)
+            ask = partial(watcher.request, watcher.subject(subject), Done(), Done, timeout_s=5)
+            assert await answered(ask) == Done()
+        assert (await watcher.js.stream_info("mine-TASKS")).state.messages == 1
+        assert (await watcher.js.consumer_info("mine-TASKS", "rollout")).num_pending == 1
+        for api in (
+            "STREAM.MSG.GET.mine-TASKS", "CONSUMER.MSG.NEXT.mine-TASKS.rollout", "STREAM.PURGE.mine-EVENTS",
+            "CONSUMER.CREATE.mine-EVENTS.x",
+        ):  # fmt: skip
+            assert await forbidden(watcher, partial(watcher.client.publish, f"$JS.API.{api}", b"{}")), api
+
+
 async def test_operator_deletes_a_stream(as_role: As):
     async with as_role("operator") as bus:
         await bus.js.delete_stream(bus.topology.stream("DEAD"))

@@ -34,6 +34,7 @@ FLAGS = {
     "retrain": ("--run", "--from-step", "--to-step", "--json", "--learner.loss.type"),
     "restore": ("--run", "--directory", "--archive"),
     "bench overlap": ("--model", "--learner-device", "--rounds", "--admission.max-staleness"),
+    "status": ("--run", "--bus", "--creds", "--directory", "--json"),
     "engines join": ("--run", "--bus", "--actor"),
     "actors": ("--bus", "--run", "--reward", "--actors.engine.slots", "--bus.join-timeout-s"),
 }
