@@ -126,9 +126,11 @@ def _watcher(t: Topology) -> Permissions:
             *(f"$JS.API.STREAM.INFO.{stream}" for stream in streams),
             *(f"$JS.API.CONSUMER.INFO.{stream}.*" for stream in streams),
             f"$JS.API.STREAM.MSG.GET.{t.stream('EVENTS')}",
-            *_subjects(t, "rpc.step_groups", "rpc.stored.*"),
+            f"$JS.API.DIRECT.GET.{t.stream('FILES')}.>",
+            *_subjects(t, "rpc.step_groups", "rpc.stored.*", "rpc.read.*"),
         ),
         subscribe=_subjects(t, "status.*", "events.>", "notice.policy"),
+        answers=True,  # it takes the pieces of long answers; what it hears besides asks for no answer
     )
 
 

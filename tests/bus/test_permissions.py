@@ -219,6 +219,7 @@ async def test_long_answers_go_across_roles(as_role: As, monkeypatch: pytest.Mon
 
     for server, asker, subject in (
         ("storage", "learner", "rpc.read.0"),
+        ("storage", "watcher", "rpc.read.0"),
         ("learner", "actor", "broadcast.wanted"),
     ):
         async with as_role(server) as serving, as_role(asker) as asking:
@@ -255,6 +256,8 @@ async def test_watcher_sees_how_a_run_is_and_takes_nothing_from_it(as_role: As):
             await storage.serve(storage.subject(subject), Done, done)
             ask = partial(watcher.request, watcher.subject(subject), Done(), Done, timeout_s=5)
             assert await answered(ask) == Done()
+        ref = await put_blob(storage, Publisher(storage), b"tokenizer", "heldout")
+        assert await get_blob(watcher, ref) == b"tokenizer"
         assert (await watcher.js.stream_info("mine-TASKS")).state.messages == 1
         assert (await watcher.js.consumer_info("mine-TASKS", "rollout")).num_pending == 1
         for api in (
