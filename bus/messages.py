@@ -296,6 +296,9 @@ class Status(Message, tag="status"):
     pid: int
     peak_rss_bytes: int
     values: dict[str, Json] = field(default_factory=dict)
+    host: str = ""
+    started_s: float = 0.0
+    """Time at which the process began, in seconds since the epoch by its host's clock."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

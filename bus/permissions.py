@@ -124,9 +124,19 @@ def _judge(t: Topology) -> Permissions:
 
 
 def _watcher(t: Topology) -> Permissions:
+    streams = [str(config.name) for config in t.streams()]
     return Permissions(
-        publish=(*_read_keys(t), _read_events(t)),
+        publish=(
+            *_read_keys(t),
+            _read_events(t),
+            *(f"$JS.API.STREAM.INFO.{stream}" for stream in streams),
+            *(f"$JS.API.CONSUMER.INFO.{stream}.*" for stream in streams),
+            f"$JS.API.STREAM.MSG.GET.{t.stream('EVENTS')}",
+            f"$JS.API.DIRECT.GET.{t.stream('FILES')}.>",
+            *_subjects(t, "rpc.step_groups", "rpc.stored.*", "rpc.read.*"),
+        ),
         subscribe=_subjects(t, "status.*", "events.>", "notice.policy"),
+        answers=True,  # it takes the pieces of long answers; what it hears besides asks for no answer
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import platform
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,8 @@ async def report_status(
             pid=os.getpid(),
             peak_rss_bytes=peak_rss_bytes(),
             values=values,
+            host=platform.node(),
+            started_s=psutil.Process().create_time(),
         )
         await bus.notify(bus.subject("status", role), status)
         if stopping:

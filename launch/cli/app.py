@@ -12,6 +12,7 @@ from pydantic import PlainValidator
 
 from bus.config import URL_VARIABLE
 from bus.credentials import VARIABLE, load_credentials
+from bus.errors import ConfigError
 from launch.config import (
     ActorsProcess,
     LearnerProcess,
@@ -58,6 +59,16 @@ RetrainSettings = Annotated[RetrainProcess, *AS_WRITTEN]
 PresetName = Annotated[str | None, Parameter(name="--preset", group=SHORT)]
 ConfigFile = Annotated[Path | None, Parameter(name="--config", group=SHORT)]
 BusUrl = Annotated[str | None, Parameter(name="--bus", group=SHORT)]
+RunBusUrl = Annotated[
+    str | None,
+    Parameter(
+        name="--bus",
+        group=SHORT,
+        help="NATS server, as nats://[user:password@]host:port; without it, $SLUICE_BUS and --creds, the one "
+        "in the run's config.json.",
+    ),
+]
+"""Address of the bus of a command for a run that goes on, whose directory may name it."""
 CredsFile = Annotated[
     Path | None,
     Parameter(
@@ -117,6 +128,27 @@ def allowed_here(
     if engine_python is not None:
         given["engine_python"] = engine_python
     return {"allow": given} if given else {}
+
+
+def with_bus_of_run(layer: dict[str, Any]) -> dict[str, Any]:
+    """Return `layer` with the bus that the config.json of its run names, if it names none itself.
+
+    `launch local` writes that file, and its bus has another port at each start. Raises `ConfigError` for a
+    bus whose password the file does not have.
+    """
+    where = RunConfig.model_fields
+    directory = Path(layer.get("directory", where["directory"].default))
+    path = directory / str(layer.get("run", where["run"].default)) / "config.json"
+    named = layer.get("bus", {})
+    if {"url", "creds"} & set(named) or not path.is_file():
+        return layer
+    recorded = config_file(path).get("bus")
+    found = {key: recorded[key] for key in ("url", "creds") if recorded.get(key)} if recorded else {}
+    if "***@" in found.get("url", ""):
+        raise ConfigError(
+            f"the bus that {path} names wants a password, which no file holds: give its URL in {URL_VARIABLE}"
+        )
+    return merge(layer, {"bus": {**found, **named}})
 
 
 def run_and_own_settings(short: dict[str, Any], settings: object) -> tuple[RunConfig, dict[str, Any]]:

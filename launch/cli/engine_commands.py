@@ -2,36 +2,44 @@
 
 import json
 from functools import partial
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from bus.errors import ConfigError
-from launch.cli.app import BusUrl, CredsFile, app, short_forms
-from launch.config import validate
+from launch.cli.app import CredsFile, RunBusUrl, app, short_forms, with_bus_of_run
+from launch.config import RunConfig, validate
 from launch.process.runtime import configure_logging, run
 
 engines = App(name="engines", help="List, add and remove the inference servers of a running run.")
 app.command(engines)
 RunName = Annotated[str, Parameter(name="--run")]
+Directory = Annotated[Path, Parameter(name="--directory")]
 Actor = Annotated[str | None, Parameter(name="--actor")]
 
 
 @engines.command(name="list", usage="Usage: launch engines list --run RUN")
-def list_command(*, run_name: RunName = "default", bus: BusUrl = None, creds: CredsFile = None) -> None:
+def list_command(
+    *,
+    run_name: RunName = "default",
+    bus: RunBusUrl = None,
+    creds: CredsFile = None,
+    directory: Directory = Path("runs"),
+) -> None:
     """Print every actor's engines with their state and policy version, as JSON.
 
     Parameters
     ----------
     run_name
         Name of the run.
-    bus
-        NATS server, as nats://[user:password@]host:port.
+    directory
+        Directory of all runs, where the run's config.json may name its bus.
     """
     from launch.operations.engines import list_engines
 
     configure_logging("warning")
-    found = run(partial(list_engines, validate({"run": run_name}, short_forms(bus, creds))))
+    found = run(partial(list_engines, _where(run_name, directory, bus, creds)))
     print(json.dumps(found, indent=2, sort_keys=True))  # noqa: T201 - the user's terminal
 
 
@@ -41,8 +49,9 @@ def join_command(
     /,
     *,
     run_name: RunName = "default",
-    bus: BusUrl = None,
+    bus: RunBusUrl = None,
     creds: CredsFile = None,
+    directory: Directory = Path("runs"),
     actor: Actor = None,
 ) -> None:
     """Add a running SGLang server to an actor; it serves once it has the weights.
@@ -55,14 +64,14 @@ def join_command(
         URL of the server, as http://host:port, by which the actor's host reaches it.
     run_name
         Name of the run.
-    bus
-        NATS server, as nats://[user:password@]host:port.
+    directory
+        Directory of all runs, where the run's config.json may name its bus.
     actor
         Name of the actor in `launch engines list`; without it the one with the fewest engines.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url} is no URL of a server: write it as http://host:port")
-    _change("join", url, run_name, short_forms(bus, creds), actor)
+    _change("join", url, _where(run_name, directory, bus, creds), actor)
 
 
 @engines.command(name="leave", usage="Usage: launch engines leave ENGINE --run RUN [--actor NAME]")
@@ -71,8 +80,9 @@ def leave_command(
     /,
     *,
     run_name: RunName = "default",
-    bus: BusUrl = None,
+    bus: RunBusUrl = None,
     creds: CredsFile = None,
+    directory: Directory = Path("runs"),
     actor: Actor = None,
 ) -> None:
     """Remove an engine from its actor. Its generations go on elsewhere, from their tokens so far.
@@ -83,21 +93,23 @@ def leave_command(
         Name of the engine in `launch engines list`; for a server that joined this is its URL.
     run_name
         Name of the run.
-    bus
-        NATS server, as nats://[user:password@]host:port.
+    directory
+        Directory of all runs, where the run's config.json may name its bus.
     actor
         Name of the actor, where several have an engine of that name.
     """
-    _change("leave", engine, run_name, short_forms(bus, creds), actor)
+    _change("leave", engine, _where(run_name, directory, bus, creds), actor)
 
 
-def _change(
-    action: Literal["join", "leave"], engine: str, run_name: str, bus: dict[str, Any], actor: str | None
-) -> None:
+def _where(run_name: str, directory: Path, bus: str | None, creds: Path | None) -> RunConfig:
+    """Return the run and its bus."""
+    return validate(with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)}))
+
+
+def _change(action: Literal["join", "leave"], engine: str, where: RunConfig, actor: str | None) -> None:
     from bus.requests import EngineChange
     from launch.operations.engines import change_engine
 
     configure_logging("warning")
-    where = validate({"run": run_name}, bus)
     chosen = run(partial(change_engine, where, EngineChange(action=action, engine=engine), actor))
     print(f"{engine} {'joined' if action == 'join' else 'left'} {chosen}")  # noqa: T201 - the user's terminal

@@ -12,6 +12,7 @@ from launch.cli import (
     engine_commands,
     process_commands,
     run_commands,
+    status_commands,
     tool_commands,
     watch_commands,
 )
@@ -19,7 +20,15 @@ from launch.cli.app import app
 from launch.config import ActorsProcess, LearnerProcess, ProcessConfig, RunConfig
 from launch.process.runtime import fail
 
-COMMANDS = bench_commands, engine_commands, process_commands, run_commands, tool_commands, watch_commands
+COMMANDS = (
+    bench_commands,
+    engine_commands,
+    process_commands,
+    run_commands,
+    status_commands,
+    tool_commands,
+    watch_commands,
+)
 """Importing them is what makes their commands known to `app`."""
 
 

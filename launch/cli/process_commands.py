@@ -27,6 +27,7 @@ from launch.cli.app import (
     Processes,
     Prompts,
     RewardName,
+    RunBusUrl,
     Settings,
     ShardsSettings,
     allowed_here,
@@ -34,6 +35,7 @@ from launch.cli.app import (
     layers_of,
     run_and_own_settings,
     short_forms,
+    with_bus_of_run,
 )
 from launch.config import (
     ActorsProcess,
@@ -41,6 +43,7 @@ from launch.config import (
     MonitoringConfig,
     ProcessConfig,
     RunConfig,
+    flags,
     merge,
     resolve,
 )
@@ -260,7 +263,7 @@ def learner(  # noqa: PLR0913 - each is a flag
 @app.command(usage=USAGE.format("actors"))
 def actors(
     *,
-    bus: BusUrl = None,
+    bus: RunBusUrl = None,
     creds: CredsFile = None,
     reward: RewardName = None,
     plugins_from: PluginsFrom = None,
@@ -272,8 +275,6 @@ def actors(
 
     Parameters
     ----------
-    bus
-        NATS server, as nats://[user:password@]host:port.
     reward
         Name of a built-in reward, or a function of your own as my_pkg.my_module:function.
     plugins_from
@@ -288,4 +289,5 @@ def actors(
 
     configure_logging()
     short = merge(short_forms(bus, creds, reward=reward), allowed_here(plugins_from, insecure, engine_python))
-    run(partial(serve_actors, *run_and_own_settings(short, settings)))
+    given = with_bus_of_run(merge(short, flags(settings)))
+    run(partial(serve_actors, *run_and_own_settings(given, {})))

@@ -12,13 +12,14 @@ from cyclopts import Parameter
 from bus.errors import ConfigError, SluiceError
 from launch.cli.app import (
     USAGE,
-    BusUrl,
     ConfigFile,
     CredsFile,
     RetrainSettings,
+    RunBusUrl,
     app,
     run_and_own_settings,
     short_forms,
+    with_bus_of_run,
 )
 from launch.cli.convert_commands import convert
 from launch.config import (
@@ -147,8 +148,9 @@ def restore(
 
 @app.command(usage="Usage: launch data --run NAME --prompts FILE [--keep-old]")
 def data(
-    *, prompts: Path, run_name: Annotated[str, Parameter(name="--run")] = "default", bus: BusUrl = None,
+    *, prompts: Path, run_name: Annotated[str, Parameter(name="--run")] = "default", bus: RunBusUrl = None,
     creds: CredsFile = None,
+    directory: Path = Path("runs"),
     keep_old: Annotated[bool, Parameter(name="--keep-old", negative=())] = False,
 ) -> None:  # fmt: skip
     """Give a running run other prompts, from its next lease on. The change outlives restarts.
@@ -159,15 +161,16 @@ def data(
         File of training prompts, .jsonl or .parquet, with the field names of the run.
     run_name
         Name of the run.
-    bus
-        NATS server, as nats://[user:password@]host:port.
+    directory
+        Directory of all runs, where the run's config.json may name its bus.
     keep_old
         Append these prompts to the present ones instead of replacing them.
     """
     from launch.operations.prompt_updates import add_data
 
     configure_logging("warning")
-    accepted = run(partial(add_data, validate({"run": run_name}, short_forms(bus, creds)), prompts, keep_old))
+    where = validate(with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)}))
+    accepted = run(partial(add_data, where, prompts, keep_old))
     if accepted is not None:
         print(f"{accepted.prompts} prompts, from lease {accepted.first_lease} on")  # noqa: T201 - the user's
 
@@ -178,8 +181,9 @@ def reward_command(
     /,
     *,
     run_name: Annotated[str, Parameter(name="--run")] = "default",
-    bus: BusUrl = None,
+    bus: RunBusUrl = None,
     creds: CredsFile = None,
+    directory: Path = Path("runs"),
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
     """Give rewards to trajectories that were published without one.
@@ -192,15 +196,16 @@ def reward_command(
         File of JSON Lines; - reads standard input, each line as it comes.
     run_name
         Name of the run.
-    bus
-        NATS server, as nats://[user:password@]host:port.
+    directory
+        Directory of all runs, where the run's config.json may name its bus.
     as_json
         Print the account as one JSON object on one line.
     """
     from launch.operations.give_rewards import give_rewards
 
     configure_logging("warning")
-    given = run(partial(give_rewards, resolve(short_forms(bus, creds), {"run": run_name}), file))
+    where = with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)})
+    given = run(partial(give_rewards, resolve(where), file))
     account = {"taken": given.taken, "refused": len(given.refused)}
     summary = f"{given.taken} rewards given, {len(given.refused)} lines refused"
     print(json.dumps(account) if as_json else summary, flush=True)  # noqa: T201 - the user's terminal

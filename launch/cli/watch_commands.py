@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from launch.cli.app import BusUrl, CredsFile, app, short_forms
+from launch.cli.app import CredsFile, RunBusUrl, app, short_forms, with_bus_of_run
 from launch.config import validate
 from launch.process.runtime import configure_logging, run
 
@@ -15,7 +15,7 @@ from launch.process.runtime import configure_logging, run
 def watch_command(
     *,
     run_name: Annotated[str, Parameter(name="--run")],
-    bus: BusUrl = None,
+    bus: RunBusUrl = None,
     creds: CredsFile = None,
     directory: Path = Path("runs"),
 ) -> None:
@@ -28,16 +28,11 @@ def watch_command(
     ----------
     run_name
         Name of the run.
-    bus
-        NATS server, as nats://[user:password@]host:port; without it the one that the run's directory names.
     directory
         Directory of all runs. On the host of the run's storage it holds steps that the bus has no more.
     """
-    from launch.watch.remote import bus_of_directory, watch_run
-    from storage.disk.run_directory import RunDirectory
+    from launch.watch.remote import watch_run
 
     configure_logging("warning")
-    given = short_forms(bus, creds)
-    if not given:
-        given = bus_of_directory(RunDirectory(directory, run_name))
-    run(partial(watch_run, validate({"run": run_name, "directory": directory}, given)))
+    where = with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)})
+    run(partial(watch_run, validate(where)))

@@ -1,7 +1,6 @@
 """`launch watch`: shows on any host how a run goes on, from what the bus has."""
 
 import asyncio
-from typing import Any
 
 import structlog
 from rich.console import Console
@@ -12,7 +11,6 @@ from launch.config import RunConfig
 from launch.process.services import joined
 from launch.watch.monitor import RunMonitor, RunSettings, watch
 from launch.watch.view import TerminalView
-from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import RunDirectory
 
 log = structlog.get_logger()
@@ -39,12 +37,3 @@ async def watch_run(where: RunConfig, stop: asyncio.Event, *, console: Console |
                     await set_within(stop, LOOK_S)
             finally:
                 gone.set()
-
-
-def bus_of_directory(directory: RunDirectory) -> dict[str, Any]:
-    """Return the settings of the bus that a run's directory names; none where there is no such directory."""
-    if not (directory.exists and directory.config.exists()):
-        return {}
-    found = read_json(directory.config, "give --bus URL")
-    bus = found.get("bus", {}) if isinstance(found, dict) else {}
-    return {"bus": {key: bus[key] for key in ("url", "creds") if bus.get(key) is not None}}

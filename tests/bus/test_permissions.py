@@ -293,6 +293,7 @@ async def test_long_answers_go_across_roles(as_role: As, monkeypatch: pytest.Mon
 
     for server, asker, subject in (
         ("storage", "learner", "rpc.read.0"),
+        ("storage", "watcher", "rpc.read.0"),
         ("learner", "actor", "broadcast.wanted"),
     ):
         async with as_role(server) as serving, as_role(asker) as asking:
@@ -382,6 +383,27 @@ async def test_operator_of_a_run_does_nothing_to_other_runs_or_to_the_server(as_
         assert found is not None
         assert found[0] == HOLDER
         assert len(await other.js.streams_info()) == 8
+
+
+async def test_watcher_sees_how_a_run_is_and_takes_nothing_from_it(as_role: As):
+    async def done(_: Done) -> list[Done]:
+        return [Done()]
+
+    async with as_role("storage") as storage, as_role("watcher") as watcher:
+        await Publisher(storage).publish(storage.subject("tasks", "rollout", 7), b"task", message_id="7")
+        for subject in ("rpc.step_groups", "rpc.stored.0"):
+            await storage.serve(storage.subject(subject), Done, done)
+            ask = partial(watcher.request, watcher.subject(subject), Done(), Done, timeout_s=5)
+            assert await answered(ask) == Done()
+        ref = await put_blob(storage, Publisher(storage), b"tokenizer", "heldout")
+        assert await get_blob(watcher, ref) == b"tokenizer"
+        assert (await watcher.js.stream_info("mine-TASKS")).state.messages == 1
+        assert (await watcher.js.consumer_info("mine-TASKS", "rollout")).num_pending == 1
+        for api in (
+            "STREAM.MSG.GET.mine-TASKS", "CONSUMER.MSG.NEXT.mine-TASKS.rollout", "STREAM.PURGE.mine-EVENTS",
+            "CONSUMER.CREATE.mine-EVENTS.x",
+        ):  # fmt: skip
+            assert await forbidden(watcher, partial(watcher.client.publish, f"$JS.API.{api}", b"{}")), api
 
 
 async def test_operator_deletes_a_stream(as_role: As):

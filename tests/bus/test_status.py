@@ -1,7 +1,9 @@
 import asyncio
+import platform
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from bus.messages import Status
@@ -32,6 +34,8 @@ async def test_status_comes_at_once_repeatedly_and_a_last_time_at_the_end(bus):
             await asyncio.sleep(0.01)
     assert [status.doing for status in heard[:2]] == ["starting", "working"]
     assert all(status.peak_rss_bytes > 1 << 20 and status.values == {"n": 1} for status in heard)
+    began = {(status.host, status.started_s) for status in heard}
+    assert began == {(platform.node(), psutil.Process().create_time())}
 
 
 def test_peak_memory_is_the_programs_own_not_its_parents():

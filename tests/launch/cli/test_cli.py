@@ -35,6 +35,8 @@ FLAGS = {
     "witness": ("--run", "--directory", "--json"),
     "restore": ("--run", "--directory", "--archive"),
     "bench overlap": ("--model", "--learner-device", "--rounds", "--admission.max-staleness"),
+    "status": ("--run", "--bus", "--creds", "--directory", "--json"),
+    "tail": ("--run", "--n", "--once", "--lease", "--task", "--json", "--token-ids"),
     "engines join": ("--run", "--bus", "--actor"),
     "actors": ("--bus", "--run", "--reward", "--actors.engine.slots", "--bus.join-timeout-s"),
 }

@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ from bus.messages import RunRecord
 from bus.publish import Publisher
 from bus.server import NatsServer
 from launch.config import RunConfig
-from launch.watch.remote import bus_of_directory, watch_run
-from storage.disk.run_directory import RunDirectory
+from launch.watch.remote import watch_run
 from tests.launch.messages import actor, evaluation, learner, metrics, storage
 
 
@@ -66,13 +64,3 @@ async def test_ctrl_c_ends_the_watching(bus: Bus, server: NatsServer, tmp_path: 
 async def test_run_that_is_not_there_is_an_error(bus: Bus, server: NatsServer, tmp_path: Path):
     with pytest.raises(BusAwayError, match="is `launch storage --run test` running on this bus"):
         await watch_run(where(server, tmp_path, join_timeout_s=0.2), asyncio.Event())
-
-
-def test_directory_of_a_run_names_its_bus(tmp_path: Path):
-    directory = RunDirectory(tmp_path, "mine")
-    assert bus_of_directory(directory) == {}
-    assert not directory.exists
-    directory.write_json(directory.config, json.loads(
-        RunConfig(run="mine", bus=BusConfig(url="nats://127.0.0.1:4333")).model_dump_json()
-    ))  # fmt: skip
-    assert bus_of_directory(directory) == {"bus": {"url": "nats://127.0.0.1:4333"}}

@@ -1,0 +1,95 @@
+"""`launch status` and `launch tail`: show how a live run is, and its trajectories."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from bus.errors import ConfigError
+from launch.cli.app import CredsFile, RunBusUrl, app, short_forms, with_bus_of_run
+from launch.config import validate
+from launch.process.runtime import configure_logging, run
+
+
+@app.command(usage="Usage: launch status --run NAME [OPTIONS]")
+def status(
+    *,
+    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    bus: RunBusUrl = None,
+    creds: CredsFile = None,
+    directory: Path = Path("runs"),
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Show on one screen how a live run is, and what everyone waits for; from any host, in three seconds.
+
+    The exit status is 0 for a healthy run or one that is done, 1 when something is missing or stuck, 2 for a
+    mistake such as an unknown run, and 75 when the bus is away.
+
+    Parameters
+    ----------
+    run_name
+        Name of the run.
+    directory
+        Directory of all runs, where the run's config.json may name its bus.
+    as_json
+        Print one JSON object on one line, whose keys docs/operations.md describes.
+    """
+    from launch.operations.run_status import look_at_run
+    from launch.operations.status_report import report, screen
+
+    configure_logging("error")
+    where = validate(with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)}))
+    found = report(run(partial(look_at_run, where)))
+    print(json.dumps(found) if as_json else screen(found))  # noqa: T201 - the user's terminal
+    raise SystemExit(0 if found["healthy"] else 1)
+
+
+@app.command(usage="Usage: launch tail --run NAME [OPTIONS]")
+def tail(  # noqa: PLR0913 - each is a flag
+    *,
+    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    bus: RunBusUrl = None,
+    creds: CredsFile = None,
+    directory: Path = Path("runs"),
+    recent: Annotated[int, Parameter(name="--n", validator=Number(gte=0, lte=1000))] = 3,
+    once: Annotated[bool, Parameter(name="--once", negative=())] = False,
+    lease: Annotated[int | None, Parameter(name="--lease", validator=Number(gte=0))] = None,
+    task: Annotated[str | None, Parameter(name="--task")] = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    token_ids: Annotated[bool, Parameter(name="--token-ids", negative=())] = False,
+) -> None:
+    """Follow the trajectories of a live run as their groups become complete, with text, masks and versions.
+
+    It takes nothing from the run. What is damaged or retired is named on stderr and left out. Ctrl-C ends it.
+
+    Parameters
+    ----------
+    run_name
+        Name of the run.
+    directory
+        Directory of all runs, where the run's config.json may name its bus.
+    recent
+        Number of trajectories that are stored already to show first.
+    once
+        End after those.
+    lease
+        Show the group of this lease only.
+    task
+        Show only trajectories whose prompt has this "id" or "task_id" in its metadata.
+    as_json
+        Print one JSON object a line, whose keys docs/operations.md describes.
+    token_ids
+        Add token ids and loss mask to the JSON objects.
+    """
+    from launch.operations.tail import Wanted, lines, tail_run
+
+    if token_ids and not as_json:
+        raise ConfigError("--token-ids is for --json: give both")
+    configure_logging("error")
+    where = validate(with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)}))
+    wanted = Wanted(recent, once=once, lease=lease, task=task, token_ids=token_ids)
+    write = json.dumps if as_json else lines
+    run(partial(tail_run, where, wanted, lambda found: print(write(found), flush=True)))  # noqa: T201

@@ -1,0 +1,55 @@
+"""Commands for a run that goes on find its bus in its directory, unless they are told of another."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bus.errors import ConfigError
+from launch.cli.app import short_forms, with_bus_of_run
+from launch.config import validate
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch):
+    for name in ("SLUICE_BUS", "SLUICE_CREDS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def written(directory: Path, url: str) -> dict[str, object]:
+    """Write the settings of a run as `launch local` does; return the flags that name it."""
+    (directory / "mine").mkdir()
+    config = validate({"run": "mine", "bus": {"url": url}})
+    (directory / "mine/config.json").write_text(config.model_dump_json())
+    return {"run": "mine", "directory": directory}
+
+
+def test_bus_is_the_one_in_the_runs_config(tmp_path: Path):
+    named = written(tmp_path, "nats://127.0.0.1:4567")
+    assert validate(with_bus_of_run(named)).bus.url == "nats://127.0.0.1:4567"
+
+
+def test_a_bus_that_is_named_counts_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    named = written(tmp_path, "nats://127.0.0.1:4567")
+    flag = {**named, **short_forms("nats://a:1")}
+    assert validate(with_bus_of_run(flag)).bus.url == "nats://a:1"
+    monkeypatch.setenv("SLUICE_BUS", "nats://b:1")
+    assert validate(with_bus_of_run({**named, **short_forms()})).bus.url == "nats://b:1"
+
+
+def test_other_settings_of_the_bus_stay(tmp_path: Path):
+    named = {**written(tmp_path, "nats://127.0.0.1:4567"), "bus": {"join_timeout_s": 5.0}}
+    bus = validate(with_bus_of_run(named)).bus
+    assert (bus.url, bus.join_timeout_s) == ("nats://127.0.0.1:4567", 5.0)
+
+
+def test_without_the_file_the_default_stays(tmp_path: Path):
+    bus = validate(with_bus_of_run({"run": "other", "directory": tmp_path})).bus
+    assert bus.url == "nats://127.0.0.1:4222"
+
+
+def test_password_that_no_file_holds_is_asked_for(tmp_path: Path):
+    named = written(tmp_path, "nats://user:secret@host:4222")
+    assert "secret" not in json.dumps((tmp_path / "mine/config.json").read_text())
+    with pytest.raises(ConfigError, match="no file holds: give its URL in SLUICE_BUS"):
+        with_bus_of_run(named)

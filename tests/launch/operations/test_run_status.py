@@ -1,0 +1,186 @@
+"""What `launch status` finds on a bus, whoever of the run answers there, and what it says about that."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from bus.codec import Json, Message, encode
+from bus.connection import Bus
+from bus.errors import BusAwayError, ConfigError
+from bus.messages import Metrics, RunRecord, Status
+from bus.publish import Publisher
+from bus.requests import StepGroups, StepGroupsRequest, StoredGroups, StoredRequest
+from bus.roles import hold_role
+from bus.server import NatsServer
+from bus.status import report_status
+from launch.config import RunConfig, validate
+from launch.operations.run_status import RunState, look_at_run
+from launch.operations.status_report import WIDTH, report, screen
+from launch.operations.waiting_reasons import waits
+from tests.launch.messages import actor, learner, storage
+
+pytestmark = pytest.mark.nats
+BOUND = "all that the staleness bound allows is rolling out"
+CONFIG = validate({"run": "test", "replay": {"shards": 2}, "admission": {"groups_per_step": 20}})
+
+
+@pytest.fixture
+def where(server: NatsServer) -> RunConfig:
+    return validate({"run": "test", "bus": {"url": server.url}})
+
+
+@asynccontextmanager
+async def speaking(bus: Bus, *statuses: Status) -> AsyncIterator[None]:
+    """Send these as their processes would."""
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        for one in statuses:
+            look = lambda one=one: (one.doing, one.values)  # noqa: E731
+            tasks.create_task(report_status(bus, source=one.source, role=one.role, look=look, stop=stop))
+        try:
+            yield
+        finally:
+            stop.set()
+
+
+async def answer(bus: Bus, *, shards: tuple[int, ...] = (0, 1)) -> None:
+    """Announce the run and answer as its dispatcher and these shards."""
+
+    async def groups(request: StepGroupsRequest) -> list[Message]:
+        return [StepGroups(step=0, groups=(), incarnation="", trained_through=20, trains_from=1, stage="rl")]
+
+    await bus.put("run", RunRecord(name="test", config_json=CONFIG.model_dump_json()))
+    await bus.serve(bus.subject("rpc", "step_groups"), StepGroupsRequest, groups)
+    for shard in shards:
+
+        async def stored(request: StoredRequest, shard: int = shard) -> list[Message]:
+            return [StoredGroups(shard=shard, after=request.after, lease_ids=(), total=3)]
+
+        await bus.serve(bus.subject("rpc", "stored", shard), StoredRequest, stored)
+
+
+async def looked(where: RunConfig) -> dict[str, Json]:
+    return report(await look_at_run(where, asyncio.Event()))
+
+
+async def test_whole_run_is_healthy_and_its_figures_are_those_of_the_bus(bus: Bus, where: RunConfig):
+    await answer(bus)
+    publisher = Publisher(bus)
+    for step in range(3):
+        values = {"train/stage": "rl", "train/trajectories": 32, "staleness/max_versions": step}
+        metrics = Metrics(source="learner", step=step, time_s=100.0 + 10 * step, values=values)
+        await publisher.publish(bus.subject("events", "metrics"), encode(metrics), message_id=f"m{step}")
+    await publisher.publish(bus.subject("events", "evaluation"), b"another kind", message_id="e")
+    await publisher.publish(bus.subject("tasks", "rollout", 5), b"x" * 500, message_id="lease-5")
+    async with speaking(bus, storage(), learner(), actor(0), actor(1, policy_version=19)):
+        began = time.monotonic()
+        found = await looked(where)
+        took_s = time.monotonic() - began
+    assert (found["healthy"], found["problems"], found["waits"]) == (True, [], [])
+    assert [member["role"] for member in found["members"]] == ["storage", "learner", "actor", "actor"]
+    assert found["versions"]["oldest_in_use"] == 19
+    assert found["leases"]["waiting"] == 1
+    assert found["streams"]["TASKS"]["bytes"] > 500
+    assert found["streams"]["TASKS"]["bytes_max"] == 256 << 20
+    assert found["rates"]["steps_per_minute"] == 6
+    assert found["rates"]["trained_trajectories_per_minute"] == 192
+    assert found["rates"]["generated_tokens_per_minute"] == 60 * 2 * 4321
+    assert found["staleness"] == {"last_step": 2, "worst": 3, "bound": 4}
+    assert took_s < 3
+    assert json.loads(json.dumps(found)) == found
+    lines = screen(found).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert len(lines) <= 24
+    assert lines[0] == "test  rl  healthy"
+
+
+async def test_what_answers_nothing_is_named_and_the_rest_is_told(bus: Bus, where: RunConfig):
+    await answer(bus, shards=(1,))
+    async with speaking(bus, storage()), hold_role(bus, "learner", "a") as renewing:
+        renewing.cancel()  # the process was stopped: its role is not renewed
+        began = time.monotonic()
+        found = await looked(where)
+        took_s = time.monotonic() - began
+    shard, silent, nobody = found["problems"]
+    assert shard == "shard 0 does not answer"
+    assert silent.startswith("learner does not answer: process ")
+    assert nobody.startswith("no actor answers, and 64 groups are to be rolled out: start one")
+    assert [(member["source"], member["state"]) for member in found["members"]] == [
+        ("storage", "alive"),
+    ]
+    assert took_s < 3
+
+
+async def test_storage_that_never_was_there_is_named_with_the_command_that_starts_it(
+    bus: Bus, where: RunConfig
+):
+    found = await looked(where)
+    assert not found["healthy"]
+    assert found["problems"][:2] == [
+        "no storage runs: start it with `launch storage --run test`",
+        "no learner runs: start it with `launch learner --run test`",
+    ]
+
+
+async def test_unknown_run_is_the_users_mistake(bus: Bus, where: RunConfig):
+    with pytest.raises(ConfigError, match="this bus has no run 'another'"):
+        await look_at_run(where.model_copy(update={"run": "another"}), asyncio.Event())
+
+
+async def test_bus_that_is_away_is_an_error_of_its_own_within_the_limit(server: NatsServer, where: RunConfig):
+    await server.kill()
+    began = time.monotonic()
+    with pytest.raises(BusAwayError):
+        await look_at_run(where, asyncio.Event())
+    assert time.monotonic() - began < 3
+
+
+def state(*statuses: Status) -> RunState:
+    """A run of which these are heard, and whose dispatcher answers."""
+    heard = {one.source: replace(one, host="h") for one in statuses}
+    groups = StepGroups(step=0, groups=(), incarnation="", trained_through=0, trains_from=0, stage="rl")
+    return RunState("test", 0.0, config=CONFIG, statuses=heard, dispatcher=groups, shards={0, 1})
+
+
+def test_learner_that_lacks_groups_is_told_with_who_rolls_them_out():
+    waiting = learner(doing="waiting for the batch: 12 of 20 groups are stored, 64 rolling out")
+    found = waits(state(waiting, storage(), actor(0), actor(1), actor(2, running=0)))
+    assert found == [
+        "the learner waits for 8 more groups of step 21: 2 actors are rolling out, 64 groups are out"
+    ]
+
+
+def test_learner_that_waits_for_one_late_group_is_told_with_storages_reason():
+    reason = "group 7, rolling out since version 3, must be trained by version 7"
+    waiting = learner(doing=f"waiting for the batch: {reason}")
+    assert waits(state(waiting, storage(stored=30), actor())) == [
+        f"the learner waits for the groups of step 21: {reason}"
+    ]
+
+
+def test_actors_that_wait_at_the_staleness_bound_are_counted_with_the_bound():
+    idle = {"doing": "waiting for leases", "running": 0}
+    bound = replace(storage(), doing=BOUND)
+    found = waits(state(learner(), bound, actor(0, **idle), actor(1, **idle)))
+    assert found == [
+        "2 actors wait: the dispatcher holds leases back, staleness bound 4 is reached by the newest version"
+    ]
+
+
+def test_everybody_waits_for_a_storage_that_is_silent():
+    idle = {"doing": "waiting for leases", "running": 0}
+    silent = replace(state(learner(doing="waiting for the batch"), actor(0, **idle)), dispatcher=None)
+    assert waits(silent) == [
+        "the learner waits for the groups of step 21: storage does not answer",
+        "1 actor waits: storage does not answer, and issues no leases",
+    ]
+
+
+def test_run_that_is_done_lacks_nothing_when_its_processes_have_ended():
+    done = report(state(learner(stage="done", doing="ended")))
+    assert (done["healthy"], done["waits"]) == (True, ["nobody waits: the run is done"])
