@@ -58,6 +58,8 @@ class Bus:
         self.js: JetStreamContext = client.jetstream(timeout=10)
         self.not_storing: set[str] = set()
         """Streams that do not store what this process publishes although the server answers."""
+        self.slower = 1.0
+        """Factor by which this process speaks less often without need than in a small run (`bus.pace`)."""
         self._stop = stop
         self._keys: KeyValue | None = None
 

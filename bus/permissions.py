@@ -57,12 +57,12 @@ def _storage(t: Topology) -> Permissions:
             f"$JS.API.STREAM.PURGE.{t.stream('FILES')}",
             *_read_keys(t),
             *_read_blobs(t),
-            *_keys(t, "run", "identity", "heldout", "role.*"),
+            *_keys(t, "run", "identity", "heldout", "pace", "role.*"),
             *_subjects(t, "tasks.>", "files.>", "dead.>", "outcomes.rejected", "events.>", "rpc.>"),
-            *_subjects(t, "notice.stored", "status.storage", "status.shards"),
+            *_subjects(t, "notice.stored", "notice.pace", "status.storage", "status.shards"),
             f"_INBOX.{t.run}.>",
         ),
-        subscribe=_subjects(t, "rpc.>", "notice.>"),
+        subscribe=_subjects(t, "rpc.>", "notice.>", "status.actor"),
     )
 
 
@@ -106,7 +106,7 @@ def _actor(t: Topology) -> Permissions:
             *_subjects(t, "rpc.lease", "rpc.group_status.*", "broadcast.*", "relay.*", "status.actor"),
             *_subjects(t, "notice.snapshot", "notice.device-user"),
         ),
-        subscribe=_subjects(t, "notice.policy", "notice.device", "relay.*", "rpc.engines.*"),
+        subscribe=_subjects(t, "notice.policy", "notice.pace", "notice.device", "relay.*", "rpc.engines.*"),
         answers=True,
     )
 

@@ -17,6 +17,7 @@ from bus.codec import Json, decode, encode
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, PromptSet, RunIdentity, RunRecord
+from bus.pace import tell_pace
 from bus.publish import Publisher
 from bus.roles import guarded, hold_role
 from bus.status import report_status
@@ -176,6 +177,7 @@ class _Service:
                 report_status(self._bus, source="storage", role="storage", look=self._look, stop=finished)
             )
             tasks.create_task(self._watch_queues(finished))
+            tasks.create_task(tell_pace(self._bus, finished))
             try:
                 async with asyncio.TaskGroup() as parts:
                     for held in self._held:

@@ -30,9 +30,13 @@ from launch.watch.metrics import (
 log = structlog.get_logger()
 SILENT_S = 5.0
 """Time without a status after which a process is shown as silent; status comes twice a second."""
+SILENT_PERIODS = 2.5
+"""The same in periods of the process's status, which are longer in a run of many actors."""
 FORGET_S = 60.0
 """Time without a status after which an actor is no longer shown; its successor has another name."""
 FLUSH_S = 1.0
+MANY = 100
+"""Processes from which their memory is summed once a second, and not with each status."""
 DRAIN_TIMEOUT_S = 2.0
 
 
@@ -76,6 +80,7 @@ class RunMonitor:
         self._clock = clock
         self._started_s = clock()
         self._noted: dict[str, int] = {}
+        self._summed_s = -FLUSH_S
         self._published: dict[tuple[str, int], int] = {}
 
     # --- what comes in ---
@@ -108,6 +113,9 @@ class RunMonitor:
 
     def _remember_memory(self, process: str, peak_rss_bytes: int) -> None:
         self.peak_rss_bytes[process] = max(peak_rss_bytes, self.peak_rss_bytes.get(process, 0))
+        if len(self.processes) > MANY and self._clock() < self._summed_s + FLUSH_S:
+            return
+        self._summed_s = self._clock()
         alive = (p.status.peak_rss_bytes for p in self.processes.values() if not self.silent_s(p))
         together = sum(alive) + sum(self._noted.values())
         self.peak_rss_bytes_total = max(self.peak_rss_bytes_total, together)
@@ -122,7 +130,8 @@ class RunMonitor:
     def silent_s(self, process: Process) -> float:
         """Return the seconds that a process has been silent; 0 while it speaks as often as it should."""
         silence = self._clock() - process.heard_s
-        return silence if silence > SILENT_S else 0.0
+        allowed_s = max(SILENT_S, SILENT_PERIODS * process.status.next_s)
+        return silence if silence > allowed_s else 0.0
 
     def shown(self) -> list[Process]:
         """Return processes to show: learner, storage, others, then actors except those long gone."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from dataclasses import replace
 from math import isnan, nan
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from launch.watch.metrics import (
     older,
     read_records,
 )
-from launch.watch.monitor import RunMonitor, watch
+from launch.watch.monitor import MANY, RunMonitor, watch
 from tests.launch.messages import FACTS, MIB, Clock, actor, evaluation, learner, metrics, storage
 
 
@@ -41,6 +42,25 @@ def test_a_process_is_silent_after_five_seconds_and_an_actor_is_forgotten_after_
     assert [round(monitor.silent_s(p), 1) for p in monitor.shown()] == [5.1, 5.1]
     clock.now_s += 60
     assert [p.status.source for p in monitor.shown()] == ["learner"]
+
+
+def test_process_that_speaks_seldom_is_silent_after_two_and_a_half_of_its_periods():
+    monitor, clock = make_monitor()
+    monitor.on_status(replace(actor(), next_s=10.0))
+    clock.now_s += 24
+    assert len(monitor.actors()) == 1
+    clock.now_s += 2
+    assert monitor.actors() == []
+
+
+def test_memory_of_many_processes_is_summed_once_a_second():
+    monitor, clock = make_monitor()
+    for n in range(2 * MANY):
+        monitor.on_status(actor(n, rss=MIB))
+    assert monitor.peak_rss_bytes_total < 2 * MANY * MIB
+    clock.now_s += 1
+    monitor.on_status(actor(0, rss=MIB))
+    assert monitor.peak_rss_bytes_total == 2 * MANY * MIB
 
 
 def test_lines_come_in_the_order_learner_storage_actors():
