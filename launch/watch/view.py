@@ -178,12 +178,12 @@ def _process_lines(monitor: RunMonitor, width: int, max_lines: int) -> list[Text
     shown = monitor.shown()
     if not shown:
         return [Text("no process has reported yet", style="yellow")]
-    blocks = [_process(monitor, process, width, rows=2) for process in shown]
-    if sum(map(len, blocks)) > max_lines:
-        blocks = [_process(monitor, process, width, rows=1) for process in shown]
-    left = len(blocks) - max_lines + 1
-    if len(blocks) > max_lines:
-        blocks = [*blocks[: max_lines - 1], [Text(f"... and {left} more", style="dim")]]
+    fitting = shown if len(shown) <= max_lines else shown[: max_lines - 1]  # others cost time, not a line
+    blocks = [_process(monitor, process, width, rows=2) for process in fitting]
+    if sum(map(len, blocks)) > max_lines or len(fitting) < len(shown):
+        blocks = [_process(monitor, process, width, rows=1) for process in fitting]
+    if left := len(shown) - len(fitting):
+        blocks.append([Text(f"... and {left} more", style="dim")])
     return [line for block in blocks for line in block]
 
 
