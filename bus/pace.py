@@ -11,7 +11,7 @@ from bus.connection import Bus
 from bus.messages import Pace, Status
 from bus.waiting import set_within
 
-ACTORS = 500
+ACTORS = 400
 """Actors up to which each speaks as often as a single one."""
 COUNT_S = 5.0
 REPEAT_S = 30.0

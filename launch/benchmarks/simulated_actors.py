@@ -163,7 +163,7 @@ async def act(url: str, directory: Path, first: int, count: int, rollout_s: floa
     """Be `count` actors until our input ends."""
     material = Material(MATERIAL, TOKENS)
     async with AsyncExitStack() as stack:
-        times = stack.enter_context((directory / f"times-{first}").open("w"))
+        times = stack.enter_context((directory / f"times-{first}").open("w", buffering=1))
         slots = asyncio.Semaphore(CONNECTING)
 
         async def connect(number: int) -> tuple[str, Bus]:
