@@ -18,19 +18,29 @@ from bus.waiting import set_within
 
 log = structlog.get_logger()
 PERIOD_S = 1.0
+REPEAT_S = 120.0
+"""Seconds until counters that stay as they are come again, in a run of many actors."""
 PUBLISH_TIMEOUT_S = 10.0
 
 
 async def report_metrics(
     bus: Bus, *, source: str, look: Callable[[], tuple[int, Mapping[str, Json]]], stop: asyncio.Event
 ) -> None:
-    """Publish the step and numbers of `look` until `stop`. What the bus does not take is left out."""
+    """Publish the step and numbers of `look` until `stop`. What the bus does not take is left out.
+
+    In a run of many actors they come less often, and those that stay as they are once in `REPEAT_S`."""
     publisher, token = Publisher(bus), secrets.token_hex(4)
+    sent: tuple[int, Mapping[str, Json]] | None = None
+    sent_s = 0.0
     for number in count():
-        if await set_within(stop, PERIOD_S):
+        # twice as rare as status, since each is stored and answered
+        if await set_within(stop, PERIOD_S * max(1.0, 2 * (bus.slower - 1))):
             return
         step, values = look()
         bus.state.metrics = values
+        if bus.slower > 1 and (step, values) == sent and time.monotonic() - sent_s < REPEAT_S:
+            continue
+        sent, sent_s = (step, values), time.monotonic()
         metrics = Metrics(source=source, step=step, time_s=time.time(), values=dict(values))
         try:
             await publisher.publish(

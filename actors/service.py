@@ -35,6 +35,7 @@ from bus.config import ColocationConfig
 from bus.connection import Bus
 from bus.errors import BusAwayError, ConfigError, EngineLostError
 from bus.messages import PolicyManifest, SnapshotWanted
+from bus.pace import follow_pace
 from bus.process_tuning import few_collections
 from bus.status import report_status
 from bus.waiting import RETRY_S, set_within
@@ -59,6 +60,7 @@ class ActorSettings:
 
 async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> None:
     """Roll out until `stop`, or until the learner says that it is done."""
+    await follow_pace(bus)
     environment = build_environment(settings.actors.environment)
     keep = load_filter(settings.actors.group_filter)
     manifest = await _first_policy(bus, settings.actors.patience_s, stop)
@@ -310,7 +312,7 @@ async def _first_policy(bus: Bus, patience_s: float, stop: asyncio.Event) -> Pol
                 if found is not None or stop.is_set():
                     return found[0] if found else None
                 await bus.notify(bus.subject("notice", "snapshot"), NOTHING_ANNOUNCED)
-                await asyncio.sleep(RETRY_S)
+                await set_within(stop, RETRY_S * bus.slower)
         finally:
             finished.set()
     raise BusAwayError(f"waited {patience_s:g} s for a policy: is `launch learner` running for this run?")

@@ -80,6 +80,8 @@ class Bus:
         """Prefix of the subjects on which JetStream hears requests."""
         self.not_storing: set[str] = set()
         """Streams that do not store what this process publishes although the server answers."""
+        self.slower = 1.0
+        """Factor by which this process speaks less often without need than in a small run (`bus.pace`)."""
         self._stop = stop
         self._keys: KeyValue | None = None
 

@@ -26,7 +26,9 @@ log = structlog.get_logger()
 AHEAD_BYTES = 64 << 20
 """Bytes of decoded messages that may wait for the batch before them; then no more are taken."""
 POLL_S = 1.0
-"""Seconds for which one pull waits on the server, and after which an idle loop notices `stop`."""
+"""Seconds after which an idle loop notices `stop`, or that the connection was made again."""
+PULL_S = 3.0
+"""Seconds for which one pull waits on the server; longer in a run of many actors (`Bus.slower`)."""
 
 
 class Inbox:
@@ -47,6 +49,8 @@ class Inbox:
         self._pull = ""
         self._owed = 0
         self._owed_until = 0.0
+        self._connection = 0
+        """Number of the connection over which the pull was sent."""
         self._rejected = False
         self._subscription: Subscription | None = None
 
@@ -59,8 +63,8 @@ class Inbox:
         while not self._messages and (left := deadline - time.monotonic()) > 0:
             self._woken.clear()
             await self._ask(limit)
-            # short, since nothing reports a reconnection
-            if await set_within(self._woken, min(left, RETRY_S)) and self._rejected:
+            wait_s = left if self._is_owed() else min(left, RETRY_S)
+            if await set_within(self._woken, min(wait_s, POLL_S)) and self._rejected:
                 await self._refuse_missing_consumer()
         return [self._messages.popleft() for _ in range(min(limit, len(self._messages)))]
 
@@ -85,8 +89,9 @@ class Inbox:
         client = self._bus.client
         if client.is_closed:
             raise BusError(f"{self._stream}/{self._durable}: the connection to the bus was closed")
-        if not client.is_connected or (self._owed > 0 and time.monotonic() < self._owed_until):
+        if not client.is_connected or self._is_owed():
             return
+        await self._forget_broken_pull()
         if self._subscription is None:
             self._subscription = await client.subscribe(
                 f"{self._inbox}.*",
@@ -94,10 +99,27 @@ class Inbox:
                 pending_bytes_limit=0,  # no limit here: `limit` bounds the messages, and none may be dropped
             )
         self._pull = f"{self._inbox}.{next(self._pulls)}"
-        self._owed, self._owed_until = limit, time.monotonic() + POLL_S + RETRY_S
-        request = json.dumps({"batch": limit, "expires": int(POLL_S * 1e9)}).encode()
+        pull_s = PULL_S * self._bus.slower
+        self._owed, self._owed_until = limit, time.monotonic() + pull_s + RETRY_S
+        self._connection = client.stats["reconnects"]
+        request = json.dumps({"batch": limit, "expires": int(pull_s * 1e9)}).encode()
         subject = f"{self._bus.js_api}.CONSUMER.MSG.NEXT.{self._stream}.{self._durable}"
         await client.publish(subject, request, reply=self._pull)
+
+    def _is_owed(self) -> bool:
+        """Return whether a pull waits on the server. One of an earlier connection may be lost."""
+        client = self._bus.client
+        same = client.is_connected and client.stats["reconnects"] == self._connection
+        return same and self._owed > 0 and time.monotonic() < self._owed_until
+
+    async def _forget_broken_pull(self) -> None:
+        """Listen elsewhere, if the connection was made again: what the old pull still brings would be more
+        than was asked for."""
+        if self._subscription is None or self._bus.client.stats["reconnects"] == self._connection:
+            return
+        subscription, self._subscription = self._subscription, None
+        self._inbox = self._bus.client.new_inbox()
+        await subscription.unsubscribe()
 
     async def _on_message(self, raw: Msg) -> None:
         """Keep a message. A status message ends the pull that it answers."""

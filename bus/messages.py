@@ -11,6 +11,9 @@ from bus.codec import Json, Message
 from bus.errors import SchemaError
 from bus.trajectory import LARGEST_REWARD
 
+LARGEST_PACE = 1000.0
+"""Largest factor by which actors speak less often than in a small run."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt(Message, tag="prompt"):
@@ -287,7 +290,7 @@ class Metrics(Message, tag="metrics"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status(Message, tag="status"):
-    """Says what a process is doing now; sent about once a second and never stored."""
+    """Says what a process is doing now; sent twice a second or less often, and never stored."""
 
     source: str
     role: str
@@ -299,6 +302,21 @@ class Status(Message, tag="status"):
     host: str = ""
     started_s: float = 0.0
     """Time at which the process began, in seconds since the epoch by its host's clock."""
+    next_s: float = 0.5
+    """Seconds until the next one: they are rarer in a run of many actors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace(Message, tag="pace"):
+    """Says how often actors speak; storage tells it when there are many."""
+
+    slower: float
+    """Factor by which their status, counters, pulls and polls are rarer than in a small run; 1 or more."""
+
+    def check(self) -> None:
+        """Refuse a factor that would have actors speak all the time or never."""
+        if not 1 <= self.slower <= LARGEST_PACE:
+            raise SchemaError(f"slower={self.slower}: it is between 1 and {LARGEST_PACE:g}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,12 +58,12 @@ def _storage(t: Topology) -> Permissions:
             *_read_keys(t),
             *_read_blobs(t),
             _read_events(t),
-            *_keys(t, "run", "identity", "heldout", "role.*"),
+            *_keys(t, "run", "identity", "heldout", "pace", "role.*"),
             *_subjects(t, "tasks.>", "files.>", "dead.>", "outcomes.rejected", "events.>", "rpc.>"),
-            *_subjects(t, "notice.stored", "status.storage", "status.shards"),
+            *_subjects(t, "notice.stored", "notice.pace", "status.storage", "status.shards"),
             f"_INBOX.{t.run}.>",
         ),
-        subscribe=_subjects(t, "rpc.>", "notice.>", "status.learner", "status.storage"),
+        subscribe=_subjects(t, "rpc.>", "notice.>", "status.actor", "status.learner", "status.storage"),
     )
 
 
@@ -111,7 +111,7 @@ def _actor(t: Topology) -> Permissions:
             *_subjects(t, "status.actor"),
             *_subjects(t, "notice.snapshot", "notice.device-user"),
         ),
-        subscribe=_subjects(t, "notice.policy", "notice.device", "relay.*", "rpc.engines.*"),
+        subscribe=_subjects(t, "notice.policy", "notice.pace", "notice.device", "relay.*", "rpc.engines.*"),
         answers=True,
     )
 

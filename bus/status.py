@@ -1,4 +1,4 @@
-"""Status of a process, sent about once a second: screens show it, and nothing depends on it."""
+"""Status of a process, sent twice a second in a small run: screens show it, and nothing depends on it."""
 
 import asyncio
 import os
@@ -23,10 +23,10 @@ async def report_status(
     bus: Bus, *, source: str, role: str, look: Callable[[], tuple[str, dict[str, Json]]], stop: asyncio.Event,
     waits_for: Callable[[], str] = str,
 ) -> None:  # fmt: skip
-    """Send what `look` returns, a phrase and some numbers, each second until `stop`, and once more then.
+    """Send what `look` returns, a phrase and some numbers, until `stop`, and once more then.
 
-    `waits_for` returns what must happen before the process does its work, and nothing when it does: whoever
-    probes it is told."""
+    It is sent twice a second, or as often as the pace of a run of many actors allows. `waits_for` returns
+    what must happen before the process does its work, and nothing when it does: whoever probes it is told."""
     while True:
         stopping = stop.is_set()
         doing, values = look()
@@ -43,11 +43,12 @@ async def report_status(
             values=values,
             host=platform.node(),
             started_s=psutil.Process().create_time(),
+            next_s=PERIOD_S * bus.slower,
         )
         await bus.notify(bus.subject("status", role), status)
         if stopping:
             return
-        await set_within(stop, PERIOD_S)
+        await set_within(stop, status.next_s)
 
 
 def peak_rss_bytes(pid: int | None = None) -> int:

@@ -19,6 +19,7 @@ from bus.codec import Json, decode
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.messages import BlobRef, ModelFiles, PolicyManifest, Prompt, RunIdentity, RunRecord
+from bus.pace import tell_pace
 from bus.publish import Publisher
 from bus.roles import guarded, hold_role
 from bus.status import report_status
@@ -199,6 +200,7 @@ class _Service:
             tasks.create_task(
                 record_metrics(self._bus, self._settings.run, finished, sinks=self._settings.sinks)
             )
+            tasks.create_task(tell_pace(self._bus, finished))
             try:
                 async with asyncio.TaskGroup() as parts:
                     for held in self._held:

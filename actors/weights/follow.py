@@ -1,6 +1,7 @@
 """Follows the policy: fetches new versions outside the pause and swaps them into the engine."""
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,10 @@ from storage.weights.tensors import Weights
 
 log = structlog.get_logger()
 POLL_S = 1.0
-"""Seconds between polls of the key, since a notice may be lost."""
+POLL_MANY_S = 3.0
+"""The same for each factor by which a run of many actors is slower."""
+JITTER = 0.25
+"""Share by which polls are sooner or later, so that actors which heard one notice do not poll together."""
 AGAIN_S = 5.0
 """Seconds until a version that failed is fetched again, unless another one is announced."""
 
@@ -116,6 +120,8 @@ class PolicyFollower:
         )
         self._failed: tuple[PolicyManifest | None, float] = None, 0.0
         """Version that failed, and until when it is not tried again."""
+        self._behind = False
+        """Whether a version is needed that was not announced here."""
 
     @property
     def latest(self) -> PolicyManifest | None:
@@ -132,14 +138,33 @@ class PolicyFollower:
         newest = self._newest
         listening = await self._bus.listen(self._bus.subject("notice", "policy"), PolicyManifest, newest.hear)
         async with asyncio.TaskGroup() as tasks:
+            poll_s = 0.0
             while not stop.is_set():
-                found = await self._bus.get("policy", PolicyManifest)
-                if found is not None:
-                    newest.hear(found[0])
+                if time.monotonic() >= poll_s or self._behind:
+                    self._behind = False
+                    found = await self._bus.get("policy", PolicyManifest)
+                    if found is not None:
+                        newest.hear(found[0])
+                    poll_s = time.monotonic() + self._until_poll_s()
                 await newest.pursue(tasks)
-                await set_within(newest.news, POLL_S)
+                # `stop` is looked at, and a version that failed tried again, each second
+                await set_within(newest.news, min(POLL_S, max(0.0, poll_s - time.monotonic())))
             await newest.stop_fetching()
         await listening.unsubscribe()
+
+    def _until_poll_s(self) -> float:
+        """Return the seconds until the key is looked at again, should a notice be lost."""
+        slower = self._bus.slower
+        if slower <= 1:
+            return POLL_S
+        return POLL_MANY_S * slower * random.uniform(1 - JITTER, 1 + JITTER)
+
+    def _look_again(self, policy_version: int) -> None:
+        """Look at the key at once if a version is needed that nobody has announced here: its notice was
+        lost, or is about to come."""
+        if self.latest is None or self.latest.policy_version < policy_version:
+            self._behind = True
+            self._newest.news.set()
 
     async def at_least(self, policy_version: int, *, of: str | None = None) -> None:
         """Wait until the engine's weights are `policy_version` or newer, so that no token exceeds the bound.
@@ -148,6 +173,7 @@ class PolicyFollower:
         if the steps taken back leave enough groups; otherwise storage lowers the lease's version. With `of`
         only weights of that learner incarnation count.
         """
+        self._look_again(policy_version)
         async with self._swapped:
             await self._swapped.wait_for(
                 lambda: self._engine.policy_version >= policy_version and (of is None or self._is_of(of))

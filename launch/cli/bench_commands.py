@@ -146,6 +146,39 @@ def bench_actors(
     _measure(lambda: measured(engine, made, load, embedded=not server_only), as_json=as_json)
 
 
+@bench.command(name="actors-scale", usage="Usage: launch bench actors-scale [OPTIONS]")
+def bench_actors_scale(
+    *,
+    actors: int = 10_000,
+    window_s: float = 30.0,
+    settle_s: float = 90.0,
+    rollout_s: float = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what many simulated actors cost the bus, storage and a screen, idle and at work.
+
+    Parameters
+    ----------
+    actors
+        Number of actors, each with a connection of its own.
+    window_s
+        Seconds that are measured, once idle and once at work.
+    settle_s
+        Seconds before each of them in which the actors find their pace.
+    rollout_s
+        Mean duration of a rollout, which is a pause.
+    as_json
+        Print one JSON object on one line.
+    """
+    from launch.benchmarks.many_actors import Load, bench_many_actors
+
+    configure_logging("warning")
+    if actors < 1 or not min(window_s, settle_s, rollout_s) > 0:
+        raise ConfigError("--actors, --window-s, --settle-s and --rollout-s must be above 0")
+    load = Load(actors, window_s, settle_s, rollout_s)
+    _measure(lambda: bench_many_actors(load), as_json=as_json)
+
+
 @bench.command(name="overlap", usage="Usage: launch bench overlap [OPTIONS]")
 def bench_overlap(  # noqa: PLR0913 - each is a flag
     *,

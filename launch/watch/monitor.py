@@ -26,6 +26,8 @@ from storage.metrics.records import evaluation_record, integer, metrics_record, 
 log = structlog.get_logger()
 SILENT_S = 5.0
 """Time without a status after which a process is shown as silent; status comes twice a second."""
+SILENT_PERIODS = 2.5
+"""The same in periods of the process's status, which are longer in a run of many actors."""
 FORGET_S = 60.0
 """Time without a status after which an actor is forgotten; its successor has another name."""
 KEPT_PEAKS = 1000
@@ -172,7 +174,8 @@ class RunMonitor:
     def silent_s(self, process: Process) -> float:
         """Return the seconds that a process has been silent; 0 while it speaks as often as it should."""
         silence = self._clock() - process.heard_s
-        return silence if silence > SILENT_S else 0.0
+        allowed_s = max(SILENT_S, SILENT_PERIODS * process.status.next_s)
+        return silence if silence > allowed_s else 0.0
 
     def shown(self) -> list[Process]:
         """Return processes to show: learner, storage, others, then actors except those long gone."""

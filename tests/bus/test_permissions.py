@@ -21,7 +21,8 @@ from bus.connection import Bus, authentication
 from bus.consume import Inbox
 from bus.credentials import load_credentials
 from bus.errors import BusAwayError, BusError, ConfigError
-from bus.messages import RoleHolder
+from bus.messages import Pace, RoleHolder, Status
+from bus.pace import follow_pace
 from bus.permissions import COUNTERS, ROLES
 from bus.publish import Publisher
 from bus.requests import Done, Waiting
@@ -83,13 +84,15 @@ async def forbidden(bus: Bus, doing: Callable[[], Awaitable[object]]) -> bool:
 
 FORBIDDEN_SUBJECTS = {
     "storage": ("access.a", "relay.a", "weights.policy.1.snapshot.0", "notice.policy"),
-    "learner": ("trajectories.0", "tasks.rollout.1", "outcomes.rewards.0", "files.heldout.x.0", "rpc.data"),
+    "learner": ("trajectories.0", "tasks.rollout.1", "outcomes.rewards.0", "files.heldout.x.0", "rpc.data",
+                "notice.pace"),
     "actor": ("weights.policy.1.snapshot.0", "notice.policy", "files.model.x.0", "tasks.rollout.1",
-              "outcomes.rewards.0", "rpc.batch", "rpc.committed", "rpc.data", "rpc.engines.other"),
+              "outcomes.rewards.0", "rpc.batch", "rpc.committed", "rpc.data", "rpc.engines.other",
+              "notice.pace"),
     "judge": ("weights.policy.1.snapshot.0", "trajectories.0", "outcomes.rejected", "tasks.rollout.1",
-              "events.metrics", "rpc.lease", "notice.policy", "dead.x", "access.a", "relay.a"),
+              "events.metrics", "rpc.lease", "notice.policy", "notice.pace", "dead.x", "access.a", "relay.a"),
     "watcher": ("access.a", "relay.a", "trajectories.0", "outcomes.rewards.0", "events.metrics", "rpc.lease",
-                "weights.x", "dead.x"),
+                "weights.x", "dead.x", "notice.pace"),
 }  # fmt: skip
 
 
@@ -125,6 +128,23 @@ async def test_no_role_hears_what_readers_of_weights_ask_but_the_learner(role: s
     async with as_role(role) as bus:
         for name in ("access.*", "access.a"):
             assert await forbidden(bus, lambda name=name: bus.client.subscribe(bus.subject(name))), name
+
+
+async def test_storage_hears_actors_and_tells_them_the_pace(as_role: As):
+    async with as_role("storage") as storage, as_role("actor") as actor, asyncio.timeout(10):
+        heard = asyncio.Event()
+        await storage.listen(storage.subject("status", "actor"), Status, lambda _: heard.set())
+        await storage.put("pace", Pace(slower=2.0))
+        await follow_pace(actor)
+        assert actor.slower == 2
+        await storage.client.flush()
+        status = Status(source="a", role="actor", doing="waiting", pid=1, peak_rss_bytes=1)
+        await actor.notify(actor.subject("status", "actor"), status)
+        await heard.wait()
+        await actor.client.flush()
+        await storage.notify(storage.subject("notice", "pace"), Pace(slower=3.0))
+        while actor.slower == 2:  # noqa: ASYNC110 - a notice has no event
+            await asyncio.sleep(0.01)
 
 
 async def test_run_is_written_by_storage_and_read_by_all(as_role: As):

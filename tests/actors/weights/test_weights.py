@@ -59,6 +59,50 @@ async def test_a_version_published_before_the_start_is_found_without_a_notice(bu
     assert engine.policy_version == 3
 
 
+async def reads_of_keys(bus):
+    """The requests for a key that are sent from now on."""
+    found: list[str] = []
+
+    async def hear(raw):
+        found.append(raw.subject)
+
+    await bus.client.subscribe(f"$JS.API.STREAM.MSG.GET.KV_{bus.topology.bucket}", cb=hear)
+    await bus.client.flush()
+    return found
+
+
+async def test_followers_of_a_large_run_do_not_read_the_key_after_a_notice(bus):
+    bus.slower = 1000.0
+    reads = await reads_of_keys(bus)
+    engine, stop = ScriptedEngine(lambda tokens: [1], policy_version=-1), asyncio.Event()
+    follower = PolicyFollower(bus, engine)
+    async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(follower.run(stop))
+        while not reads:  # noqa: ASYNC110 - the callback has no event
+            await asyncio.sleep(0.01)
+        for version in (0, 1, 2):
+            await publish(bus, version)
+            while engine.policy_version < version:  # noqa: ASYNC110 - the engine has no event
+                await asyncio.sleep(0.01)
+        assert len(reads) == 1
+        stop.set()
+
+
+async def test_a_version_that_a_lease_needs_is_looked_for_though_its_notice_was_lost(bus):
+    bus.slower = 1000.0
+    reads = await reads_of_keys(bus)
+    engine, stop = ScriptedEngine(lambda tokens: [1], policy_version=-1), asyncio.Event()
+    follower = PolicyFollower(bus, engine)
+    async with asyncio.timeout(TIMEOUT_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(follower.run(stop))
+        while not reads:  # noqa: ASYNC110 - the callback has no event
+            await asyncio.sleep(0.01)
+        await bus.put("policy", await publish(bus, 3, announce=False))
+        await follower.at_least(3)
+        assert engine.policy_version == 3
+        stop.set()
+
+
 async def test_a_version_that_left_the_bus_is_skipped_for_the_next(bus, following):
     follower, engine = following
     gone = await publish(bus, 0, announce=False)

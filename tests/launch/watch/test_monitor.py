@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from dataclasses import replace
 from math import isnan, nan
 from pathlib import Path
 
@@ -41,6 +42,15 @@ def test_a_process_is_silent_after_five_seconds_and_an_actor_is_forgotten_after_
     assert [round(monitor.silent_s(p), 1) for p in monitor.shown()] == [5.1, 5.1]
     clock.now_s += 60
     assert [p.status.source for p in monitor.shown()] == ["learner"]
+
+
+def test_process_that_speaks_seldom_is_silent_after_two_and_a_half_of_its_periods():
+    monitor, clock = make_monitor()
+    monitor.on_status(replace(actor(), next_s=10.0))
+    clock.now_s += 24
+    assert len(monitor.actors()) == 1
+    clock.now_s += 2
+    assert monitor.actors() == []
 
 
 def test_lines_come_in_the_order_learner_storage_actors():

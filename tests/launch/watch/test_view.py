@@ -6,8 +6,10 @@ from io import StringIO
 
 import pytest
 from rich.console import Console, Group
+from rich.text import Text
 
-from launch.watch.monitor import RunMonitor
+from launch.watch import view
+from launch.watch.monitor import Process, RunMonitor
 from launch.watch.units import count, duration, fraction, size
 from launch.watch.view import MAX_LINES, News, TerminalView, screen, status_line
 from tests.launch.messages import FACTS, MIB, Clock, actor, evaluation, learner, metrics, storage
@@ -54,6 +56,20 @@ def test_screen_says_where_the_run_stands_and_who_waits():
         "actor-host-1000    generating; 30 running, 3 queued, 4321 tok/s, v21, 300 MiB",
         "actor-host-1001    generating; 30 running, 3 queued, 4321 tok/s, v21, 300 MiB",
     ]
+
+
+def test_screen_writes_no_line_for_an_actor_that_does_not_fit(monkeypatch: pytest.MonkeyPatch):
+    written: list[str] = []
+    line = view._process
+
+    def counted(monitor: RunMonitor, process: Process, width: int, rows: int) -> list[Text]:
+        written.append(process.status.source)
+        return line(monitor, process, width, rows)
+
+    monkeypatch.setattr(view, "_process", counted)
+    monitor, _ = make_monitor(actors=1000)
+    assert shown(monitor)[-1] == "... and 992 more"
+    assert len(written) < 3 * MAX_LINES
 
 
 def test_screen_before_anybody_spoke():
