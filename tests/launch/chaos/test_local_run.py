@@ -1,7 +1,6 @@
 """Killing a run ends every process of it, whatever ends meanwhile."""
 
 import asyncio
-import random
 import signal
 import time
 from contextlib import suppress
@@ -10,7 +9,7 @@ import psutil
 import pytest
 
 from bus.child_process import module_command
-from launch.chaos.faults import LocalRun, launch_command
+from launch.chaos.local_run import LocalRun, launch_command
 from storage.disk.run_directory import RunDirectory
 
 TIMEOUT_S = 30.0
@@ -22,7 +21,7 @@ async def start_run(tmp_path):
     started = []
 
     async def start(command):
-        local = LocalRun(RunDirectory(tmp_path, "faulty"), (), random.Random(0))
+        local = LocalRun(RunDirectory(tmp_path, "faulty"), ())
         local.process = await asyncio.create_subprocess_exec("sh", "-c", command, start_new_session=True)
         started.append(local.process)
         return local
