@@ -27,6 +27,8 @@ PARTS = ("actors", "storage", "learner")
 CONNECT_TIMEOUT_S = 5.0
 REFUSED_WITHIN_S = 60.0
 """Longest time that a second process of a name may take to be refused."""
+HOLDS = {"learner": "learner", "storage": "dispatcher"}
+"""Role by which a process of this command has its name."""
 DOWN_TIMEOUT_S = 30.0
 CLOCK_JUMP_S = 3600
 LINK_FAULT_S = (5.0, 30.0)
@@ -152,8 +154,8 @@ async def start_second(target: Target) -> None:
              ("learner", where))
         )  # fmt: skip
         present = {process.pid for process in target.local.find(name)}
-        if name != "local" and not present:
-            return
+        if name in HOLDS and await target.servers.holder(run.name, HOLDS[name]) not in present:
+            return  # it is starting or recovering: the name is free, and the second would rightly get it
         status, output = await _second(name, arguments, target.servers.url)
         if {process.pid for process in target.local.find(name)} != present:
             return  # the first one ended meanwhile by itself: its name was free

@@ -28,6 +28,8 @@ class LocalRun:
     """Flags of its command."""
     log_name: str = "soak.log"
     process: asyncio.subprocess.Process | None = None
+    killed: bool = False
+    """Says whether it was killed since it was started last."""
 
     @property
     def log(self) -> Path:
@@ -36,6 +38,7 @@ class LocalRun:
 
     async def start(self) -> None:
         """Start the run, or start it again."""
+        self.killed = False
         with self.log.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
                 *module_command("launch", "local", "--directory", str(self.run.path.parent)), *self.settings,
@@ -68,6 +71,7 @@ class LocalRun:
         """
         if self.process is None or self.process.returncode is not None:
             return
+        self.killed = True
         children: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):  # it may end just now
             children = _kill(psutil.Process(self.process.pid))
@@ -79,7 +83,7 @@ class LocalRun:
 
     def raise_if_ended(self) -> None:
         """Raise `SluiceError` if the run has given up."""
-        if self.process is not None and self.process.returncode is not None:
+        if self.process is not None and self.process.returncode is not None and not self.killed:
             raise SluiceError(f"the run gave up with status {self.process.returncode}: see {self.log}")
 
     def terminate(self, name: str) -> None:

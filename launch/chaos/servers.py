@@ -13,6 +13,7 @@ from nats.errors import Error as NatsError
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
+from bus.messages import RoleHolder
 from bus.server import ClusterMember, NatsServer, free_port
 from bus.waiting import cancelled
 from launch.chaos.link import HOST, FaultyLink
@@ -119,6 +120,18 @@ class BusServers:
             return None
         number = (found.leader or "").removeprefix("n") if found is not None else ""
         return self.servers[int(number)] if number.isdigit() else None
+
+    async def holder(self, run: str, role: str) -> int | None:
+        """Return the process that holds a role of the run now; None when nobody does, or says so in time."""
+        try:
+            async with (
+                asyncio.timeout(LEADER_TIMEOUT_S),
+                Bus.connect(BusConfig(url=self.url), run, name="soak") as bus,
+            ):
+                found = await bus.get(f"role.{role}", RoleHolder)
+        except (OSError, NatsError, BusError):  # TimeoutError is an OSError
+            return None
+        return found[0].pid if found is not None else None
 
 
 def copy_tree(source: Path, target: Path) -> None:

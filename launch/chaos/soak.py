@@ -19,6 +19,7 @@ from launch.chaos.faults import RUN_FAULTS, Fault, Target, bus_faults, inject_on
 from launch.chaos.local_run import LocalRun
 from launch.chaos.paced_lengths import LONGEST, expected_lengths
 from launch.chaos.resume_check import retrain
+from launch.chaos.segment_check import check_segments, segments_broken
 from launch.chaos.servers import BusServers
 from launch.history.trajectory_account import account, ks_p
 from storage.disk.run_directory import RunDirectory
@@ -81,13 +82,15 @@ async def run_soak(plan: SoakPlan, directory: Path, stop: asyncio.Event) -> dict
     run = RunDirectory(directory if mounted else directory / "disk", RUN)
     took_s = time.monotonic() - began  # training again waits for nobody
     found = account(run, shards=SHARDS, samples=SAMPLES, max_staleness=MAX_STALENESS)
+    damaged = await check_segments(run, SETTINGS, shards=SHARDS, seed=plan.seed)
     return {
         "minutes": plan.minutes,
         "seed": plan.seed,
         "servers": plan.servers,
         "faults": sum(target.faults.values()),
         "faults_by_kind": dict(sorted(target.faults.items())),
-        "broken_promises": list(target.broken),
+        "damaged_segments": damaged,
+        "broken_promises": [*target.broken, *segments_broken(damaged)],
         **found,
         "known_length_ks_p": known_length_p(run),
         **await retrain(run, timeout_s=took_s),

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from bus.child_process import module_command
+from bus.errors import SluiceError
 from launch.chaos.local_run import LocalRun, launch_command
 from storage.disk.run_directory import RunDirectory
 
@@ -93,3 +94,16 @@ def test_a_part_is_found_by_the_command_that_starts_it():
     assert launch_command(module_command("launch.benchmarks.bus", "storage")) == ""
     assert launch_command(("nats-server", "--config", "bus.conf")) == ""
     assert launch_command(()) == ""
+
+
+async def test_a_run_that_was_killed_on_purpose_has_not_given_up(start_run):
+    local = await start_run("exec sleep 86399")
+    await local.kill(patience_s=0)
+    local.raise_if_ended()
+
+
+async def test_a_run_that_ended_by_itself_has_given_up(start_run):
+    local = await start_run("exit 2")
+    await local.process.wait()
+    with pytest.raises(SluiceError, match="gave up with status 2"):
+        local.raise_if_ended()
