@@ -49,6 +49,8 @@ class Target:
     """Shortest and longest time for which the bus is away."""
     random: random.Random
     faults: Counter[str] = field(default_factory=Counter)
+    restarts: int = 0
+    """Times that the run had to be started again because the bus was away when it started."""
     broken: list[str] = field(default_factory=list)
     """Promises that were seen broken at once."""
     slow_consumers: ExitStack = field(default_factory=ExitStack)
@@ -87,7 +89,7 @@ async def kill_part(target: Target) -> None:
 
 async def kill_supervisor(target: Target) -> None:
     """Kill the supervisor and what it started, and start the run again."""
-    target.local.raise_if_ended()
+    await target.local.go_on()
     await target.local.kill()
     target.faults["killed supervisor"] += 1
     await target.local.start()
@@ -95,7 +97,7 @@ async def kill_supervisor(target: Target) -> None:
 
 async def power_cut(target: Target) -> None:
     """Kill every process at once, servers of the bus included."""
-    target.local.raise_if_ended()
+    await target.local.go_on()
     await target.local.kill(patience_s=0)
     for server in target.servers.servers:
         _signal(server, signal.SIGKILL)

@@ -11,6 +11,7 @@ import psutil
 
 from bus.child_process import die_with_parent, module_command
 from bus.errors import SluiceError
+from launch.process.runtime import TEMPORARY
 from storage.disk.run_directory import RunDirectory
 
 END_TIMEOUT_S = 180.0
@@ -85,6 +86,15 @@ class LocalRun:
         """Raise `SluiceError` if the run has given up."""
         if self.process is not None and self.process.returncode is not None and not self.killed:
             raise SluiceError(f"the run gave up with status {self.process.returncode}: see {self.log}")
+
+    async def go_on(self) -> bool:
+        """Start the run again if it ended because the bus was away, and return whether it did, as systemd
+        would. Raises `SluiceError` if it has given up."""
+        if self.process is None or self.process.returncode != TEMPORARY:
+            self.raise_if_ended()
+            return False
+        await self.start()
+        return True
 
     def terminate(self, name: str) -> None:
         """Send SIGTERM to a part; its supervisor starts it again."""

@@ -90,6 +90,7 @@ async def run_soak(plan: SoakPlan, directory: Path, stop: asyncio.Event) -> dict
         "faults": sum(target.faults.values()),
         "faults_by_kind": dict(sorted(target.faults.items())),
         "damaged_segments": damaged,
+        "restarts_with_status_75": target.restarts,
         "broken_promises": [*target.broken, *segments_broken(damaged)],
         **found,
         "known_length_ks_p": known_length_p(run),
@@ -135,7 +136,8 @@ async def _inject(target: Target, minutes: float, stop: asyncio.Event) -> None:
         while goes_on():
             await asyncio.sleep(target.random.expovariate(1 / FAULT_EVERY_S))
             await inject_one(target, table, deadline - time.monotonic())
-            target.local.raise_if_ended()
+            if table is RUN_FAULTS:  # the others may see it between its death and its restart
+                target.restarts += await target.local.go_on()
 
     async def keep_killing_leaders() -> None:
         while goes_on():
@@ -177,7 +179,7 @@ async def _wait_for_a_step(local: LocalRun) -> None:
     path = local.run.path / "lineage.jsonl"
     before = path.stat().st_size if path.exists() else 0
     while not path.exists() or path.stat().st_size <= before:
-        local.raise_if_ended()
+        await local.go_on()
         if time.monotonic() > deadline:
             raise SluiceError(f"no training step within {START_TIMEOUT_S:g} s: see {local.log}")
         await asyncio.sleep(0.2)

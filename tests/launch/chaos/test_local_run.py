@@ -107,3 +107,18 @@ async def test_a_run_that_ended_by_itself_has_given_up(start_run):
     await local.process.wait()
     with pytest.raises(SluiceError, match="gave up with status 2"):
         local.raise_if_ended()
+
+
+async def test_a_run_that_found_no_bus_is_started_again_and_any_other_end_is_an_error(start_run):
+    local = await start_run("exit 75")
+    await local.process.wait()
+    first = local.process
+    try:
+        assert await local.go_on()
+        assert local.process is not first
+    finally:
+        await local.kill(patience_s=0)
+    local = await start_run("exit 1")
+    await local.process.wait()
+    with pytest.raises(SluiceError, match="gave up with status 1"):
+        await local.go_on()
