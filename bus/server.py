@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -38,6 +39,26 @@ SAYS_SO_EVERY_S = 10.0
 """Seconds between two lines of the log about a server that is not ready yet."""
 
 
+@dataclass(frozen=True)
+class ClusterMember:
+    """The place of a server in a cluster on one host. Clients are not told of the other servers."""
+
+    name: str
+    port: int
+    """Port that the other servers reach it at."""
+    peers: tuple[int, ...]
+    """Those ports of all servers."""
+
+    def server_config(self, host: str) -> str:
+        """Return the lines of the server's configuration."""
+        routes = ", ".join(f'"nats://{host}:{port}"' for port in self.peers)
+        return (
+            f'server_name: "{self.name}"\n'
+            f'cluster {{ name: sluice, listen: "{host}:{self.port}", routes: [{routes}], '
+            "no_advertise: true }\n"
+        )
+
+
 class NatsServer:
     """A server: `async with NatsServer(directory, port) as server:` runs it; clients use `server.url`."""
 
@@ -48,11 +69,13 @@ class NatsServer:
         host: str = "127.0.0.1",
         port: int = 0,
         secure: "SecureDirectory | None" = None,
+        cluster: ClusterMember | None = None,
     ) -> None:
         self.directory = directory
         self.host = host
         self.port = port or free_port(host)
         self._secure = secure
+        self._cluster = cluster
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -152,6 +175,7 @@ class NatsServer:
             f'ping_interval: "{PING_S}s"\nping_max: {PINGS}\nwrite_deadline: "{WRITE_S}s"\n'
             f'jetstream {{ store_dir: "{self.directory / "jetstream"}" }}\n'
             + (self._secure.server_config() if self._secure is not None else "")
+            + (self._cluster.server_config(self.host) if self._cluster is not None else "")
         )
 
     async def _answers(self) -> bool:

@@ -8,7 +8,6 @@ was measured by then is reported."""
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from bus.errors import SluiceError
 from bus.waiting import cancelled, ended_before, set_within
 from launch.benchmarks.overlap_record import Heard, Turn
 from launch.benchmarks.overlap_report import MODES, account_of, figures, staleness, trained
-from launch.chaos.faults import END_TIMEOUT_S, LocalRun
+from launch.chaos.local_run import END_TIMEOUT_S, LocalRun
 from launch.config import RunConfig
 from storage.disk.atomic_files import write_json
 from storage.disk.run_directory import RunDirectory
@@ -86,7 +85,7 @@ async def bench_overlap(config: RunConfig, plan: Plan, stop: asyncio.Event) -> d
     run = RunDirectory(config.directory, config.run)
     given = config.directory / f"{config.run}.json"
     await asyncio.to_thread(write_json, given, json.loads(config.model_dump_json(exclude={"bus"})))
-    local = LocalRun(run, ("--config", str(given)), random.Random(0), log_name="overlap.log")
+    local = LocalRun(run, ("--config", str(given)), log_name="overlap.log")
     measurement = Measurement(local, config, plan, stop)
     try:
         await local.start()

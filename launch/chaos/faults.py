@@ -1,4 +1,4 @@
-"""Faults that a soak injects into a `launch local`: killed processes, full disks, damaged streams."""
+"""Faults that a soak injects into a run and into its bus, as two tables of functions with weights."""
 
 import asyncio
 import os
@@ -7,242 +7,362 @@ import shutil
 import signal
 import socket
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from bus.child_process import RUN_MODULE, die_with_parent, module_command
-from bus.errors import SluiceError
+from bus.child_process import die_with_parent, module_command
+from bus.config import URL_VARIABLE
 from bus.topology import ACK_WAIT_S
-from storage.disk.run_directory import RunDirectory
+from launch.chaos.clock import ShiftedClock
+from launch.chaos.disk import fill
+from launch.chaos.local_run import LocalRun
+from launch.chaos.servers import BusServers, Server, copy_tree
+from launch.process.runtime import TEMPORARY, USAGE
 
-PARTS = ("actors", "storage", "learner", "bus")
-END_TIMEOUT_S = 180.0
-ORPHAN_TIMEOUT_S = 60.0
-GONE_TIMEOUT_S = 3.0
-"""Longest wait until killed processes are gone; the kernel may hold one for longer."""
+PARTS = ("actors", "storage", "learner")
 CONNECT_TIMEOUT_S = 5.0
+REFUSED_WITHIN_S = 60.0
+"""Longest time that a second process of a name may take to be refused."""
+HOLDS = {"learner": "learner", "storage": "dispatcher"}
+"""Role by which a process of this command has its name."""
+DOWN_TIMEOUT_S = 30.0
+CLOCK_JUMP_S = 3600
+LINK_FAULT_S = (5.0, 30.0)
 
 
 @dataclass
-class LocalRun:
-    """A `launch local` in a child process, into which faults are injected."""
+class Target:
+    """What a soak injects faults into, and what it has injected."""
 
-    run: RunDirectory
-    settings: Sequence[str]
-    """Flags of its command."""
+    local: LocalRun
+    servers: BusServers
+    disk: Path
+    """Directory of the run and of the bus."""
+    disk_fills: bool
+    """Says whether it is a disk of its own, which may be filled."""
+    clock: ShiftedClock
+    outages_s: tuple[float, float]
+    """Shortest and longest time for which the bus is away."""
     random: random.Random
-    log_name: str = "soak.log"
     faults: Counter[str] = field(default_factory=Counter)
-    process: asyncio.subprocess.Process | None = None
+    restarts: int = 0
+    """Times that the run had to be started again because the bus was away when it started."""
+    broken: list[str] = field(default_factory=list)
+    """Promises that were seen broken at once."""
     slow_consumers: ExitStack = field(default_factory=ExitStack)
     """Connections to the bus that read nothing of what they subscribed to."""
 
-    @property
-    def kills(self) -> int:
-        """Processes killed so far."""
-        return sum(n for kind, n in self.faults.items() if kind.startswith("killed"))
+    def outage_s(self) -> float:
+        """Draw how long the bus is away."""
+        return self.random.uniform(*self.outages_s)
 
-    @property
-    def log(self) -> Path:
-        """File with the output of its processes."""
-        return self.run.path.parent / self.log_name
-
-    async def start(self) -> None:
-        """Start the run, or start it again."""
-        with self.log.open("ab") as output:
-            self.process = await asyncio.create_subprocess_exec(
-                *module_command("launch", "local", "--directory", str(self.run.path.parent)), *self.settings,
-                stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                preexec_fn=die_with_parent(),
-            )  # fmt: skip
-
-    async def end(self, timeout_s: float = END_TIMEOUT_S) -> None:
-        """Interrupt the run and wait for its end.
-
-        Raises `SluiceError` when it does not end in time (then call `kill`), or ends with an error.
-        """
-        self.slow_consumers.close()
-        if self.process is None:
-            return
-        with suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGINT)
-        try:
-            async with asyncio.timeout(timeout_s):
-                status = await self.process.wait()
-        except TimeoutError:
-            raise SluiceError(f"the run did not end within {timeout_s:.3g} s: see {self.log}") from None
-        if status != 0:
-            raise SluiceError(f"the run ended with status {status}: see {self.log}")
-
-    async def kill(self, patience_s: float = ORPHAN_TIMEOUT_S) -> None:
-        """Kill the supervisor, then those of its children that did not end by themselves.
-
-        Args:
-            patience_s: time that the children have to end; 0 kills every process at once.
-        """
-        self.slow_consumers.close()
-        if self.process is None or self.process.returncode is not None:
-            return
-        children: list[psutil.Process] = []
-        with suppress(psutil.NoSuchProcess):  # it may end just now
-            children = _kill(psutil.Process(self.process.pid))
-        await self.process.wait()
-        _, orphans = await asyncio.to_thread(psutil.wait_procs, children, timeout=patience_s)
-        for orphan in orphans:
-            _kill_all(orphan)
-        await asyncio.to_thread(psutil.wait_procs, orphans, timeout=GONE_TIMEOUT_S)
-
-    def raise_if_ended(self) -> None:
-        """Raise `SluiceError` if the run has given up."""
-        if self.process is not None and self.process.returncode is not None:
-            raise SluiceError(
-                f"the run gave up with status {self.process.returncode} after {dict(self.faults)}: "
-                f"see {self.log}"
-            )
-
-    def terminate(self, name: str) -> None:
-        """Send SIGTERM to a part; its supervisor starts it again."""
-        for process in self._find(name):
-            with suppress(psutil.NoSuchProcess):
-                process.terminate()
-
-    # --- faults ---
-
-    async def inject_fault(self, left_s: float) -> None:
-        """Inject one fault, drawn at random among those that are over within `left_s`; most take no time."""
-        faults: list[tuple[float, float, Callable[[], Coroutine[Any, Any, None]]]] = [
-            (60, 0, self._kill_part),
-            (12, 0, self._kill_server),
-            (8, 0, self._kill_supervisor),
-            (12, 0, self._suspend_briefly),
-            (2, 3 * ACK_WAIT_S, self._suspend_beyond_ack_wait),
-            (8, 0, self._fill_disk),
-            (4, 0, self._connect_slow_consumer),
-            (6, 0, self._damage_bus),
-        ]
-        possible = [(weight, do) for weight, needs_s, do in faults if needs_s <= max(left_s, 0)]
-        [chosen] = self.random.choices([do for _, do in possible], weights=[weight for weight, _ in possible])
-        await chosen()
-
-    async def _kill_part(self) -> None:
-        self._kill(self.random.choice(PARTS))
-
-    async def _kill_server(self) -> None:
-        self._kill("nats-server")
-
-    async def _kill_supervisor(self) -> None:
-        await self._kill_everything()
-        await self.start()
-
-    async def _suspend_briefly(self) -> None:
-        """Suspend a part, sometimes for longer than a silent holder keeps its role."""
-        await self._suspend(self.random.choice(PARTS[:3]), self.random.uniform(2, 9))
-
-    async def _suspend_beyond_ack_wait(self) -> None:
-        """Suspend a part until the messages that it fetched are delivered to others."""
-        await self._suspend(self.random.choice(PARTS[:3]), ACK_WAIT_S + 5)
-
-    async def _fill_disk(self) -> None:
-        """Let no file of a process grow for a while: its writes fail, with EFBIG for ENOSPC."""
-        name = self.random.choice(("storage", "learner", "nats-server"))
-        for process in self._find(name):
-            with suppress(psutil.NoSuchProcess):
-                _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
-                process.rlimit(psutil.RLIMIT_FSIZE, (0, hard))
-                self.faults[f"disk full for {name}"] += 1
-                await asyncio.sleep(self.random.uniform(1, 5))
-                process.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
-
-    async def _connect_slow_consumer(self) -> None:
-        """Connect a client that subscribes to every message of the run and reads none."""
-        for process in self._find("nats-server"):
-            with suppress(psutil.Error, OSError):
-                ports = [c.laddr.port for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
-                subject = f"sluice.{self.run.path.name}.>"
-                self.slow_consumers.enter_context(
-                    closing(await asyncio.to_thread(_slow_consumer, ports[0], subject))
-                )
-                self.faults["slow consumer"] += 1
-
-    async def _damage_bus(self) -> None:
-        """Truncate a block, flip a bit or wipe the directory, as Jepsen did when it broke NATS 2.12.1."""
-        how = self.random.choice(["truncated", "flipped", "wiped"])
-        await self._kill_everything()
-        store = self.run.bus / "jetstream"
-        blocks = sorted(path for path in store.rglob("*.blk") if path.stat().st_size > 0)
-        if how == "wiped":
-            shutil.rmtree(store, ignore_errors=True)
-        elif blocks:
-            _damage(self.random.choice(blocks), how, self.random)
-        self.faults[f"bus directory {how}"] += 1
-        await self.start()
-
-    def _kill(self, name: str) -> None:
-        for process in self._find(name):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-                self.faults[f"killed {name}"] += 1
-
-    async def _suspend(self, name: str, seconds: float) -> None:
-        for process in self._find(name):
-            with suppress(psutil.NoSuchProcess):
-                process.suspend()
-                kind = "suspended beyond the ack wait" if seconds > ACK_WAIT_S else "suspended"
-                self.faults[f"{kind}: {name}"] += 1
-                await asyncio.sleep(seconds)
-                process.resume()
-
-    async def _kill_everything(self) -> None:
-        self.raise_if_ended()
-        await self.kill()
-        self.faults["killed supervisor"] += 1
-
-    def _find(self, name: str) -> Iterator[psutil.Process]:
-        """Find the running processes of one part."""
-        if self.process is None or self.process.returncode is not None:
-            return
-        with suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    command = child.cmdline()
-                    program = Path(command[0]).name if command else ""  # a zombie has no command
-                    if name in (launch_command(command), program):
-                        yield child
+    def server(self) -> Server:
+        """Draw a server of the bus."""
+        return self.random.choice(self.servers.servers)
 
 
-def launch_command(arguments: Sequence[str]) -> str:
-    """Return which command of `launch` a process with these arguments runs; empty for another program."""
-    for start, module, command in zip(arguments, arguments[1:], arguments[2:], strict=False):
-        if start in ("-m", RUN_MODULE) and module == "launch":
-            return command
-    return ""
+@dataclass(frozen=True)
+class Fault:
+    """A fault with its weight in the random choice."""
+
+    weight: float
+    inject: Callable[[Target], Awaitable[None]]
+    longest_s: float = 10.0
+    """Time that it may take; nothing that takes longer than what is left is begun."""
 
 
-def _kill(process: psutil.Process) -> list[psutil.Process]:
-    """Kill a process, whatever is raised; return its descendants.
+# --- processes of the run ---
 
-    It is suspended before they are looked up, so that it starts no more of them meanwhile.
-    """
-    started: list[psutil.Process] = []
-    try:
-        with suppress(psutil.NoSuchProcess):
-            process.suspend()
-            started = process.children(recursive=True)
-    finally:
+
+async def kill_part(target: Target) -> None:
+    """Kill the actors, storage or the learner."""
+    name = target.random.choice(PARTS)
+    for process in target.local.find(name):
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    return started
+            target.faults[f"killed {name}"] += 1
 
 
-def _kill_all(process: psutil.Process) -> None:
-    """Kill a process before its descendants, so that it starts none in their place."""
-    for child in _kill(process):
-        _kill_all(child)
+async def kill_supervisor(target: Target) -> None:
+    """Kill the supervisor and what it started, and start the run again."""
+    await target.local.go_on()
+    await target.local.kill()
+    target.faults["killed supervisor"] += 1
+    await target.local.start()
+
+
+async def power_cut(target: Target) -> None:
+    """Kill every process at once, servers of the bus included."""
+    await target.local.go_on()
+    await target.local.kill(patience_s=0)
+    for server in target.servers.servers:
+        _signal(server, signal.SIGKILL)
+    target.faults["killed everything at once"] += 1
+    await target.local.start()
+
+
+async def suspend_briefly(target: Target) -> None:
+    """Suspend a part, sometimes for longer than a silent holder keeps its role."""
+    await _suspend(target, target.random.uniform(2, 9), "suspended")
+
+
+async def suspend_beyond_ack_wait(target: Target) -> None:
+    """Suspend a part until the messages that it fetched are delivered to others."""
+    await _suspend(target, ACK_WAIT_S + 5, "suspended beyond the ack wait")
+
+
+async def forbid_writes(target: Target) -> None:
+    """Let no file of a process grow for a while: its writes fail, with EFBIG for ENOSPC."""
+    name = target.random.choice(("storage", "learner"))
+    for process in target.local.find(name):
+        with suppress(psutil.NoSuchProcess):
+            _, hard = process.rlimit(psutil.RLIMIT_FSIZE)
+            process.rlimit(psutil.RLIMIT_FSIZE, (0, hard))
+            target.faults[f"no file of {name} may grow"] += 1
+            await asyncio.sleep(target.random.uniform(1, 5))
+            process.rlimit(psutil.RLIMIT_FSIZE, (hard, hard))
+
+
+async def fill_disk(target: Target) -> None:
+    """Fill the disk of run and bus for a while."""
+    if not target.disk_fills:
+        await forbid_writes(target)
+        return
+    ballast = await asyncio.to_thread(fill, target.disk)
+    target.faults["disk full"] += 1
+    await asyncio.sleep(target.random.uniform(1, 5))
+    await asyncio.to_thread(ballast.unlink)
+
+
+async def move_clock(target: Target) -> None:
+    """Move the wall clock of the run's processes by up to an hour, forwards or backwards."""
+    if not target.clock.variables:
+        return
+    target.clock.move(target.random.randint(-CLOCK_JUMP_S, CLOCK_JUMP_S))
+    target.faults["clock moved"] += 1
+
+
+async def start_second(target: Target) -> None:
+    """Start a second process under a name in use: it must be refused and harm nothing."""
+    async with target.servers.lock:  # the first one is known by the bus
+        run = target.local.run
+        where = ("--run", run.name, "--directory", str(run.path.parent))
+        name, arguments = target.random.choice(
+            (("local", (*target.local.settings, *where[2:])), ("storage", ("--config", str(run.config))),
+             ("learner", where))
+        )  # fmt: skip
+        present = {process.pid for process in target.local.find(name)}
+        if name in HOLDS and await target.servers.holder(run.name, HOLDS[name]) not in present:
+            return  # it is starting or recovering: the name is free, and the second would rightly get it
+        status, output = await _second(name, arguments, target.servers.url)
+        if {process.pid for process in target.local.find(name)} != present:
+            return  # the first one ended meanwhile by itself: its name was free
+        target.faults[f"second {name}"] += 1
+        if status not in (USAGE, TEMPORARY):  # the bus may be away at this moment
+            target.broken.append(f"a second {name} ended with {status} instead of {USAGE}: {output[-400:]}")
+
+
+async def _second(name: str, arguments: tuple[str, ...], url: str) -> tuple[int | None, str]:
+    process = await asyncio.create_subprocess_exec(
+        *module_command("launch", name, *arguments), stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, preexec_fn=die_with_parent(),
+        env=os.environ | {URL_VARIABLE: url},
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(REFUSED_WITHIN_S):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        output, _ = await process.communicate()
+        return None, output.decode(errors="replace")
+    return process.returncode, output.decode(errors="replace")
+
+
+async def _suspend(target: Target, seconds: float, kind: str) -> None:
+    name = target.random.choice(PARTS)
+    for process in target.local.find(name):
+        with suppress(psutil.NoSuchProcess):
+            process.suspend()
+            target.faults[f"{kind}: {name}"] += 1
+            await asyncio.sleep(seconds)
+            process.resume()
+
+
+# --- the bus and the way to it ---
+
+
+async def kill_server(target: Target) -> None:
+    """Kill one server; it starts again at once."""
+    _signal(target.server(), signal.SIGKILL)
+    target.faults["killed nats-server"] += 1
+
+
+async def stop_bus(target: Target) -> None:
+    """Take every server down for a while."""
+    async with target.servers.lock:
+        await _down(*target.servers.servers)
+        target.faults["bus away"] += 1
+        await asyncio.sleep(target.outage_s())
+        _up(*target.servers.servers)
+
+
+async def silence_bus(target: Target) -> None:
+    """Suspend every server for a while: connections stay, and nobody answers."""
+    await _silence(target, target.servers.servers, "bus silent")
+
+
+async def silence_one(target: Target) -> None:
+    """Suspend one server for a while."""
+    await _silence(target, [target.server()], "one server silent")
+
+
+async def stop_one(target: Target) -> None:
+    """Take one server down for a while."""
+    async with target.servers.lock:
+        server = target.server()
+        await _down(server)
+        target.faults["one server away"] += 1
+        await asyncio.sleep(target.outage_s())
+        _up(server)
+
+
+async def slow_link(target: Target) -> None:
+    """Carry little for a while."""
+    rate = target.random.choice((20e3, 100e3, 1e6))
+    await _on_link(target, "slow link", lambda server: setattr(server.link, "bytes_per_s", rate))
+
+
+async def late_link(target: Target) -> None:
+    """Carry everything late for a while."""
+    delay_s = target.random.uniform(0.05, 0.5)
+    await _on_link(target, "late link", lambda server: setattr(server.link, "delay_s", delay_s))
+
+
+async def stall_link(target: Target) -> None:
+    """Carry nothing for a while, and close nothing."""
+    await _on_link(target, "link stalled", lambda server: server.link.flows.clear())
+
+
+async def drop_connections(target: Target) -> None:
+    """Close every connection."""
+    for server in target.servers.servers:
+        server.link.drop()
+    target.faults["connections dropped"] += 1
+
+
+async def garble_link(target: Target) -> None:
+    """Replace a few pieces of the traffic by random bytes, then close every connection."""
+    for server in target.servers.servers:
+        server.link.garble_pieces = target.random.randint(1, 4)
+    await asyncio.sleep(1)
+    for server in target.servers.servers:
+        server.link.heal()
+        server.link.drop()
+    target.faults["link garbled"] += 1
+
+
+async def roll_back_bus(target: Target) -> None:
+    """Put a server's directory back to what it was some seconds ago."""
+    async with target.servers.lock:
+        server = target.server()
+        store = server.directory / "jetstream"
+        before = target.disk / "before"
+        _signal(server, signal.SIGSTOP)  # as a snapshot of the disk would have it
+        try:
+            await asyncio.to_thread(copy_tree, store, before)
+        finally:
+            _signal(server, signal.SIGCONT)
+        await asyncio.sleep(target.random.uniform(5, 20))
+        await _down(server)
+        await asyncio.to_thread(copy_tree, before, store)
+        await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
+        target.faults["bus directory rolled back"] += 1
+        _up(server)
+
+
+async def damage_bus(target: Target) -> None:
+    """Truncate a block, flip a bit or wipe the directory, as Jepsen did when it broke NATS 2.12.1."""
+    how = target.random.choice(["truncated", "flipped", "wiped"])
+    async with target.servers.lock:
+        server = target.server()
+        await _down(server)
+        store = server.directory / "jetstream"
+        blocks = sorted(path for path in store.rglob("*.blk") if path.stat().st_size > 0)
+        if how == "wiped":
+            await asyncio.to_thread(shutil.rmtree, store, ignore_errors=True)
+        elif blocks:
+            damage(target.random.choice(blocks), how, target.random)
+        target.faults[f"bus directory {how}"] += 1
+        _up(server)
+
+
+async def connect_slow_consumer(target: Target) -> None:
+    """Connect a client that subscribes to every message of the run and reads none."""
+    subject = f"sluice.{target.local.run.name}.>"
+    with suppress(OSError):
+        client = await asyncio.to_thread(_slow_consumer, target.server().link.port, subject)
+        target.slow_consumers.enter_context(closing(client))
+        target.faults["slow consumer"] += 1
+
+
+async def kill_leader(target: Target) -> None:
+    """Kill the server that leads the run's stream of trajectories; it starts again after a while."""
+    async with target.servers.lock:
+        leader = await target.servers.leader(target.local.run.name)
+        if leader is None:
+            target.faults["no leader found"] += 1
+            return
+        await _down(leader)
+        target.faults["killed leader"] += 1
+        await asyncio.sleep(5)
+        _up(leader)
+
+
+async def _on_link(target: Target, kind: str, change: Callable[[Server], None]) -> None:
+    """Change every link for a while."""
+    for server in target.servers.servers:
+        change(server)
+    target.faults[kind] += 1
+    await asyncio.sleep(target.random.uniform(*LINK_FAULT_S))
+    for server in target.servers.servers:
+        server.link.heal()
+
+
+async def _silence(target: Target, servers: list[Server], kind: str) -> None:
+    async with target.servers.lock:
+        for server in servers:
+            _signal(server, signal.SIGSTOP)
+        target.faults[kind] += 1
+        try:
+            await asyncio.sleep(target.outage_s())
+        finally:
+            for server in servers:
+                _signal(server, signal.SIGCONT)
+
+
+async def _down(*servers: Server) -> None:
+    """Kill servers, and return when they are down."""
+    for server in servers:
+        server.up.clear()
+        _signal(server, signal.SIGKILL)
+    async with asyncio.timeout(DOWN_TIMEOUT_S):
+        for server in servers:
+            await server.down.wait()
+
+
+def _up(*servers: Server) -> None:
+    for server in servers:
+        server.up.set()
+
+
+def _signal(server: Server, number: signal.Signals) -> None:
+    if server.pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(server.pid, number)
 
 
 def _slow_consumer(port: int, subject: str) -> socket.socket:
@@ -256,7 +376,8 @@ def _slow_consumer(port: int, subject: str) -> socket.socket:
     return client
 
 
-def _damage(path: Path, how: str, draw: random.Random) -> None:
+def damage(path: Path, how: str, draw: random.Random) -> None:
+    """Cut a file (`truncated`), or flip one of its bits (`flipped`)."""
     size = path.stat().st_size
     if how == "truncated":
         os.truncate(path, draw.randrange(size))
@@ -267,3 +388,46 @@ def _damage(path: Path, how: str, draw: random.Random) -> None:
         byte = file.read(1)[0]
         file.seek(position)
         file.write(bytes([byte ^ (1 << draw.randrange(8))]))
+
+
+RUN_FAULTS = (
+    Fault(60, kill_part),
+    Fault(8, kill_supervisor),
+    Fault(4, power_cut),
+    Fault(12, suspend_briefly),
+    Fault(2, suspend_beyond_ack_wait, 3 * ACK_WAIT_S),
+    Fault(6, forbid_writes),
+    Fault(6, fill_disk),
+    Fault(6, start_second, REFUSED_WITHIN_S),
+    Fault(8, move_clock),
+)
+LINK_FAULTS = (
+    Fault(10, slow_link, LINK_FAULT_S[1]),
+    Fault(8, late_link, LINK_FAULT_S[1]),
+    Fault(6, stall_link, LINK_FAULT_S[1]),
+    Fault(25, drop_connections),
+    Fault(8, garble_link),
+    Fault(4, connect_slow_consumer),
+)
+BUS_FAULTS = (*LINK_FAULTS, Fault(25, kill_server), Fault(8, roll_back_bus, 30.0), Fault(10, damage_bus))
+CLUSTER_FAULTS = (*LINK_FAULTS, Fault(15, kill_server), Fault(4, damage_bus))
+
+
+def bus_faults(target: Target) -> tuple[Fault, ...]:
+    """Return the faults of this bus; those of a cluster leave most of its servers as they are."""
+    longest_s = target.outages_s[1]
+    if len(target.servers.servers) > 1:
+        outages = (
+            Fault(3, stop_bus, longest_s),
+            Fault(5, silence_one, longest_s),
+            Fault(5, stop_one, longest_s),
+        )
+        return (*CLUSTER_FAULTS, *outages)
+    return (*BUS_FAULTS, Fault(6, stop_bus, longest_s), Fault(6, silence_bus, longest_s))
+
+
+async def inject_one(target: Target, table: tuple[Fault, ...], left_s: float) -> None:
+    """Inject one fault, drawn at random among those that are over within `left_s`; most take no time."""
+    possible = [fault for fault in table if fault.longest_s <= max(left_s, 10.0)]
+    [chosen] = target.random.choices(possible, weights=[fault.weight for fault in possible])
+    await chosen.inject(target)

@@ -2,80 +2,175 @@
 
 import asyncio
 import random
+import shutil
 import time
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
-from actors.rewards.base import Answer
+import numpy as np
+
 from bus.codec import Json
 from bus.errors import SluiceError
-from launch.chaos.faults import LocalRun
+from bus.waiting import set_within
+from launch.chaos.clock import ShiftedClock
+from launch.chaos.disk import small_disk
+from launch.chaos.faults import RUN_FAULTS, Fault, Target, bus_faults, inject_one, kill_leader
+from launch.chaos.local_run import LocalRun
+from launch.chaos.paced_lengths import LONGEST, expected_lengths
 from launch.chaos.resume_check import retrain
-from launch.history.trajectory_account import account
+from launch.chaos.segment_check import check_segments, segments_broken
+from launch.chaos.servers import BusServers
+from launch.history.trajectory_account import account, ks_p
 from storage.disk.run_directory import RunDirectory
+from storage.dispatch.ledger_reader import leases_of_steps
+from storage.store.replay import ReplayStore
 
 RUN = "soak"
 MAX_STALENESS, SHARDS, SAMPLES = 2, 2, 4
-LONGEST_ANSWER = 40
-FAULT_EVERY_S = 5.0
-"""Average time between two faults."""
-KILLS_PER_MINUTE = 4.0
+FAULT_EVERY_S = 6.0
+"""Average time between two faults of the run, and between two of the bus."""
+FAULTS_PER_MINUTE = 7.0
+LEADER_EVERY_S = 60.0
+"""Time between two deaths of a cluster's leader."""
 START_TIMEOUT_S = 300.0
 SETTLE_S = 15.0
 """Says how long the run goes on once it trains again after the last fault; what is missing then counts as
 lost."""
+STREAMS = ("tasks", "trajectories", "outcomes", "weights", "files", "events", "dead")
 SETTINGS = (
-    "--run", RUN, "--data.task", "sort", "--reward", "launch.chaos.soak:longer",
+    "--run", RUN, "--data.task", "sort", "--actors.environment.type", "plugin",
+    "--actors.environment.environment", "launch.chaos.paced_lengths:PacedLengths",
     "--model.dtype", "float32", "--model.scratch.hidden-size", "32", "--model.scratch.layers", "1",
     "--model.scratch.heads", "2", "--model.scratch.kv-heads", "1", "--model.scratch.intermediate-size", "32",
-    "--sampling.max-new-tokens", str(LONGEST_ANSWER), "--learner.steps", "1000000",
+    "--sampling.max-new-tokens", str(LONGEST), "--learner.steps", "1000000",
     "--learner.threads", "1", "--warmup.steps", "0",
     "--learner.optimizer.lr", "1e-4", "--learner.checkpoint.save-every", "10",
     "--evaluation.every-versions", "0", "--replay.shards", str(SHARDS),
     "--admission.groups-per-step", "4", "--admission.samples-per-prompt", str(SAMPLES),
     "--admission.max-staleness", str(MAX_STALENESS),
+    *(f for name in STREAMS for f in (f"--bus.streams.{name}-mib", "64")),
     "--supervision.restarts", "100000", "--supervision.longest-pause-s", "1",
 )  # fmt: skip
 """float32 on one thread: the same step has the same loss, bit for bit."""
 
 
-def longer(answer: Answer) -> float:
-    """Reward long answers: random weights give answers of every length, so there is something to learn."""
-    return answer.token_count / LONGEST_ANSWER
+@dataclass(frozen=True)
+class SoakPlan:
+    """What a soak does."""
+
+    minutes: float
+    """How long faults are injected; it goes on until there were `FAULTS_PER_MINUTE` for each of them."""
+    seed: int
+    outages_s: tuple[float, float]
+    """Shortest and longest time for which the bus is away."""
+    servers: int = 1
+    """Servers of the bus; three are a cluster whose streams have three replicas each."""
 
 
-async def run_soak(minutes: float, seed: int, directory: Path, stop: asyncio.Event) -> dict[str, Json]:
-    """Inject faults into a run, let it settle, stop it, and account for every trajectory.
+async def run_soak(plan: SoakPlan, directory: Path, stop: asyncio.Event) -> dict[str, Json]:
+    """Inject faults into a run and its bus, let it settle, stop it, and account for every trajectory.
 
-    The faults go on for `minutes`, or longer until there were four kills for each of them. In the end all
-    steps are trained again without a fault. No process of the run survives this function. Raises
-    `SluiceError` when the run does not train, gives up, does not end, or cannot be trained again.
+    In the end all steps are trained again without a fault. No process of the run survives this function.
+    Raises `SluiceError` when the run does not train, gives up, does not end, or cannot be trained again.
     """
-    run = RunDirectory(directory, RUN)
-    await asyncio.to_thread(lambda: directory.mkdir(parents=True, exist_ok=True))
-    local = LocalRun(run, SETTINGS, random.Random(seed))
-    began, kills = time.monotonic(), KILLS_PER_MINUTE * minutes
-    try:
-        await local.start()
-        await _wait_for_a_step(local)
-        deadline = time.monotonic() + 60 * minutes
-        while (time.monotonic() < deadline or local.kills < kills) and not stop.is_set():
-            await asyncio.sleep(local.random.expovariate(1 / FAULT_EVERY_S))
-            await local.inject_fault(deadline - time.monotonic())
-            local.raise_if_ended()
-        await _wait_for_a_step(local)
-        await asyncio.sleep(SETTLE_S)
-        await local.end()
-    finally:
-        await local.kill()
+    began = time.monotonic()
+    with small_disk(directory / "disk") as mounted:
+        target = await _soaked(plan, directory, stop, disk_fills=mounted)
+        if mounted:
+            await asyncio.to_thread(shutil.copytree, target.local.run.path, directory / RUN)
+    run = RunDirectory(directory if mounted else directory / "disk", RUN)
     took_s = time.monotonic() - began  # training again waits for nobody
+    found = account(run, shards=SHARDS, samples=SAMPLES, max_staleness=MAX_STALENESS)
+    damaged = await check_segments(run, SETTINGS, shards=SHARDS, seed=plan.seed)
     return {
-        "minutes": minutes,
-        "seed": seed,
-        "kills": local.kills,
-        "faults": dict(local.faults),
-        **account(run, shards=SHARDS, samples=SAMPLES, max_staleness=MAX_STALENESS),
+        "minutes": plan.minutes,
+        "seed": plan.seed,
+        "servers": plan.servers,
+        "faults": sum(target.faults.values()),
+        "faults_by_kind": dict(sorted(target.faults.items())),
+        "damaged_segments": damaged,
+        "restarts_with_status_75": target.restarts,
+        "broken_promises": [*target.broken, *segments_broken(damaged)],
+        **found,
+        "known_length_ks_p": known_length_p(run),
         **await retrain(run, timeout_s=took_s),
     }
+
+
+async def _soaked(plan: SoakPlan, directory: Path, stop: asyncio.Event, *, disk_fills: bool) -> Target:
+    """Let a run go through its faults, and to its end."""
+    disk = directory / "disk"
+    clock = ShiftedClock(directory)
+    servers = BusServers(disk / "bus", plan.servers)
+    local = LocalRun(RunDirectory(disk, RUN), _settings(servers, clock))
+    target = Target(local, servers, disk, disk_fills, clock, plan.outages_s, random.Random(plan.seed))
+    try:
+        async with servers.running():
+            try:
+                await local.start()
+                await _wait_for_a_step(local)
+                await _inject(target, plan.minutes, stop)
+                await _wait_for_a_step(local)
+                await asyncio.sleep(SETTLE_S)
+                await local.end()
+            finally:
+                target.slow_consumers.close()
+                await local.kill()
+    finally:
+        log = directory / local.log_name
+        if local.log.exists():
+            await asyncio.to_thread(shutil.copyfile, local.log, log)
+    return target
+
+
+async def _inject(target: Target, minutes: float, stop: asyncio.Event) -> None:
+    """Inject faults into the run and, at the same time, into its bus."""
+    deadline = time.monotonic() + 60 * minutes
+
+    def goes_on() -> bool:
+        few = sum(target.faults.values()) < FAULTS_PER_MINUTE * minutes
+        return (time.monotonic() < deadline or few) and not stop.is_set()
+
+    async def keep_injecting(table: tuple[Fault, ...]) -> None:
+        while goes_on():
+            await asyncio.sleep(target.random.expovariate(1 / FAULT_EVERY_S))
+            await inject_one(target, table, deadline - time.monotonic())
+            if table is RUN_FAULTS:  # the others may see it between its death and its restart
+                target.restarts += await target.local.go_on()
+
+    async def keep_killing_leaders() -> None:
+        while goes_on():
+            await kill_leader(target)
+            await set_within(stop, min(LEADER_EVERY_S, max(0.0, deadline - time.monotonic())))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(keep_injecting(RUN_FAULTS))
+        tasks.create_task(keep_injecting(bus_faults(target)))
+        if len(target.servers.servers) > 1:
+            tasks.create_task(keep_killing_leaders())
+
+
+def _settings(servers: BusServers, clock: ShiftedClock) -> tuple[str, ...]:
+    """Return the flags of the run."""
+    given = [*SETTINGS, "--bus.url", servers.url, "--bus.streams.replicas", str(len(servers.servers))]
+    for part in ("storage", "actors", "learner"):
+        for name, value in clock.variables.items():
+            given += [f"--supervision.environment.{part}.{name}", value]
+    return tuple(given)
+
+
+def known_length_p(run: RunDirectory) -> float:
+    """Return the p-value of the test that what was trained has the lengths that rollouts are known to have.
+
+    Raises `SluiceError` when a trained group cannot be read."""
+    groups = {lease for leases in leases_of_steps(run.ledger).values() for lease in leases}
+    lengths = []
+    for shard in range(SHARDS):
+        with closing(ReplayStore.open(run.replay(shard), writable=False)) as store:
+            for lease in groups.intersection(store.completed):
+                lengths += [int(t.loss_mask.sum()) for t in store.read([lease])]
+    return ks_p(np.array(lengths), expected_lengths(len(lengths)))
 
 
 async def _wait_for_a_step(local: LocalRun) -> None:
@@ -84,7 +179,7 @@ async def _wait_for_a_step(local: LocalRun) -> None:
     path = local.run.path / "lineage.jsonl"
     before = path.stat().st_size if path.exists() else 0
     while not path.exists() or path.stat().st_size <= before:
-        local.raise_if_ended()
+        await local.go_on()
         if time.monotonic() > deadline:
             raise SluiceError(f"no training step within {START_TIMEOUT_S:g} s: see {local.log}")
         await asyncio.sleep(0.2)

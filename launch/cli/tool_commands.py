@@ -265,6 +265,8 @@ def soak(
     *,
     minutes: float = 15.0,
     seed: int = 0,
+    outages: tuple[float, float] = (15.0, 120.0),
+    cluster: int = 1,
     directory: Path = Path("runs/soaks"),
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
@@ -273,18 +275,27 @@ def soak(
     Parameters
     ----------
     minutes
-        How long faults are injected; it goes on until there were four kills a minute.
+        How long faults are injected; it goes on until there were seven faults a minute.
     seed
         Seed of the random choice of faults and of their times.
+    outages
+        Shortest and longest time in seconds for which the bus is away.
+    cluster
+        Servers of the bus. With 3 each stream has 3 replicas, and a leader is killed every minute.
     directory
         Directory of all soaks; each leaves its run in a subdirectory.
     as_json
         Print the account as one JSON object on one line.
     """
-    from launch.chaos.soak import run_soak
+    from launch.chaos.soak import SoakPlan, run_soak
     from launch.history.trajectory_account import exit_status
 
     configure_logging("warning" if as_json else "info")
-    result = run(partial(run_soak, minutes, seed, directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}"))
+    if cluster not in (1, 3):
+        raise ConfigError(f"--cluster {cluster}: a bus of a soak has 1 server or 3")
+    if not 0 < outages[0] <= outages[1]:
+        raise ConfigError(f"--outages {outages[0]:g} {outages[1]:g}: give the shortest, then the longest")
+    plan = SoakPlan(minutes=minutes, seed=seed, outages_s=outages, servers=cluster)
+    result = run(partial(run_soak, plan, directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}"))
     print(json.dumps(result, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
     raise SystemExit(exit_status(result))

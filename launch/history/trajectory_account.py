@@ -45,6 +45,8 @@ def account(
     return {
         "steps": progress["step"],
         "groups_issued": len(groups),
+        "groups_by_state": dict(sorted(Counter(state for state, _ in groups.values()).items())),
+        "trajectories_stored": sum(map(len, lengths.values())),
         "trajectories_trained": progress["trajectories_trained"],
         "lost": (len(missing) + len(stuck)) * samples,
         "trained_too_often": sum(n - 1 for n in uses.values() if n > 1) * samples,
@@ -61,7 +63,8 @@ def exit_status(result: dict[str, Json]) -> int:
     clean = all(result[key] == 0 for key in ("lost", "trained_too_often", "trained_but_not_in_ledger"))
     fair = float(str(result["length_ks_p"])) > 0.01
     bounded = int(str(result["max_staleness_seen"])) <= int(str(result["max_staleness_allowed"]))
-    return 0 if clean and fair and bounded and _continuous(result) else 1
+    kept = not result.get("broken_promises") and float(str(result.get("known_length_ks_p", 1.0))) > 0.01
+    return 0 if clean and fair and bounded and kept and _continuous(result) else 1
 
 
 def _continuous(result: dict[str, Json]) -> bool:

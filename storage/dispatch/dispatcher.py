@@ -9,7 +9,7 @@ import structlog
 from bus.codec import Message, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
-from bus.errors import BusError, ConfigError, FencedError, StorageError
+from bus.errors import BusError, ConfigError, FencedError, LostDataError
 from bus.messages import GroupRejected, Lease, PolicyManifest, RoleHolder
 from bus.publish import Publisher
 from bus.requests import (
@@ -232,7 +232,7 @@ class Dispatcher:
             return False
         self.silent_shards.discard(shard)
         if news.total < request.after:
-            raise StorageError(
+            raise LostDataError(
                 f"shard {shard} holds {news.total} complete groups, but the ledger has seen {request.after}: "
                 "restore the replay directory"
             )

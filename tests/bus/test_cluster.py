@@ -14,36 +14,24 @@ from bus.consume import Inbox
 from bus.errors import BusError
 from bus.publish import Publisher
 from bus.requests import Waiting
-from bus.server import NatsServer, free_port
+from bus.server import ClusterMember, NatsServer, free_port
 from bus.topology import Topology, ensure
 
 SERVERS = 3
 READY_TIMEOUT_S = 30
 
 
-class Member(NatsServer):
-    """One server of a cluster on this machine."""
-
-    def __init__(self, directory: Path, name: str, route: int, routes: list[int]) -> None:
-        super().__init__(directory)
-        self.name = name
-        self._route, self._routes = route, routes
-
-    def _config(self) -> str:
-        routes = ", ".join(f'"nats://{self.host}:{port}"' for port in self._routes)
-        listen = f'"{self.host}:{self._route}"'
-        cluster = f"cluster {{ name: test, listen: {listen}, routes: [{routes}] }}\n"
-        return f'server_name: "{self.name}"\n{cluster}{super()._config()}'
-
-
 @asynccontextmanager
-async def running_cluster(directory: Path) -> AsyncIterator[dict[str, Member]]:
-    ports = [free_port("127.0.0.1") for _ in range(SERVERS)]
-    members = [Member(directory / f"n{n}", f"n{n}", port, ports) for n, port in enumerate(ports)]
+async def running_cluster(directory: Path) -> AsyncIterator[dict[str, NatsServer]]:
+    ports = tuple(free_port("127.0.0.1") for _ in range(SERVERS))
+    members = {
+        f"n{n}": NatsServer(directory / f"n{n}", cluster=ClusterMember(f"n{n}", port, ports))
+        for n, port in enumerate(ports)
+    }
     async with AsyncExitStack() as stack:
-        for member in members:
+        for member in members.values():
             await stack.enter_async_context(member)
-        yield {member.name: member for member in members}
+        yield members
 
 
 async def ensure_replicated(bus: Bus) -> None:

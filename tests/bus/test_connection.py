@@ -23,9 +23,9 @@ from bus.refusal import Refused
 from bus.requests import Done, GroupRef, StoredRequest, Waiting
 from bus.server import NatsServer, free_port
 from bus.trajectory import Trajectory, TrajectoryBatch
+from launch.chaos.link import faulty_link
 from tests.conftest import Connect
 from tests.factories import make_trajectory
-from tests.slow_link import slow_link
 
 ASK = StoredRequest(after=3)
 
@@ -209,8 +209,8 @@ async def test_answer_above_what_the_server_holds_arrives_over_a_link_slower_tha
         return [*([batch] * many), Done()]
 
     await bus.serve("test.ask", StoredRequest, handle)
-    async with slow_link(server.port, bytes_per_s=20e6) as port:
-        config = BusConfig(url=f"nats://127.0.0.1:{port}")
+    async with faulty_link(server.port, bytes_per_s=20e6) as link:
+        config = BusConfig(url=f"nats://127.0.0.1:{link.port}")
         async with Bus.connect(config, "test", name="far") as far:
             found = await far.request_many("test.ask", ASK, TrajectoryBatch, timeout_s=10)
             assert far.client.stats["reconnects"] == 0

@@ -17,8 +17,8 @@ import bus.server
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
 from bus.server import NatsServer
+from launch.chaos.link import faulty_link
 from tests.conftest import Connect
-from tests.slow_link import slow_link
 
 
 @pytest.mark.nats
@@ -139,12 +139,12 @@ async def test_a_silent_client_is_noticed_within_20_s_and_a_slow_one_is_left_alo
     assert suspended.stdout is not None
     await asyncio.wait_for(suspended.stdout.readline(), 30)
     slow, reconnected, arrived = Client(), asyncio.Event(), 0
-    async with slow_link(server.port, bytes_per_s=200_000) as port:
+    async with faulty_link(server.port, bytes_per_s=200_000) as link:
 
         async def on_reconnect() -> None:
             reconnected.set()
 
-        await slow.connect(f"nats://127.0.0.1:{port}", reconnected_cb=on_reconnect, ping_interval=600)
+        await slow.connect(f"nats://127.0.0.1:{link.port}", reconnected_cb=on_reconnect, ping_interval=600)
         heard = await slow.subscribe("bulk", pending_bytes_limit=0)
         await slow.flush()
         suspended.send_signal(signal.SIGSTOP)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from launch.chaos.faults import launch_command
+from launch.chaos.local_run import launch_command
 
 SMALL = (
     "--preset", "sort", "--warmup.steps", "4", "--warmup.threads", "1", "--learner.steps", "4",

@@ -20,7 +20,8 @@ SETTINGS = (
     "--learner.target-accuracy", "1.0",
     "--learner.checkpoint.save-every", "5", "--learner.checkpoint.keep", "3",
     "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
-    "--evaluation.every-versions", "0", "--replay.archive", "archive", "--reward", "launch.chaos.soak:longer",
+    "--evaluation.every-versions", "0", "--replay.archive", "archive",
+    "--reward", "tests.e2e.long_answers:longer",
 )  # fmt: skip
 
 

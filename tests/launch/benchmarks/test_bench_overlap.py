@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import random
 from math import inf
 
 import pytest
@@ -12,7 +11,7 @@ from launch.benchmarks.overlap import LimitError, Measurement, Plan, end_run, me
 from launch.benchmarks.overlap_record import Heard, Turn
 from launch.benchmarks.overlap_report import trained
 from launch.benchmarks.overlap_settings import defaults, make, settings
-from launch.chaos.faults import LocalRun
+from launch.chaos.local_run import LocalRun
 from launch.cli.bench_commands import age_of_process
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import append_records
@@ -100,7 +99,7 @@ def measurement(run, tmp_path):
     def build(records, then=(), *, stopped=False, rounds=1, **plan):
         append_records(run.metrics, records)
         run.config.write_text(json.dumps({"admission": {"max_staleness": STALENESS}}))
-        local, stop = Scripted(run, (), random.Random(0)), asyncio.Event()
+        local, stop = Scripted(run, ()), asyncio.Event()
         local.next = then
         if stopped:
             stop.set()
@@ -225,7 +224,7 @@ async def test_a_stop_while_the_run_ends_waits_for_nothing(run):
 
     stop = asyncio.Event()
     async with asyncio.timeout(30):
-        ended = await end_run(Lasting(run, (), random.Random(0)), Plan(steps=1, rounds=1), stop)
+        ended = await end_run(Lasting(run, ()), Plan(steps=1, rounds=1), stop)
     assert ended == "killed: stopped while the run ended"
 
 

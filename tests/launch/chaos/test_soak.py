@@ -6,7 +6,7 @@ import pytest
 
 from bus.errors import SluiceError
 from launch.chaos import soak
-from launch.chaos.soak import run_soak
+from launch.chaos.soak import SoakPlan, run_soak
 from launch.history.trajectory_account import exit_status, ks_p
 
 CLEAN = {
@@ -29,7 +29,8 @@ def test_samples_of_one_distribution_are_alike_and_shifted_ones_are_not():
     [
         {"lost": 4}, {"trained_too_often": 4}, {"length_ks_p": 0.001}, {"max_staleness_seen": 3},
         {"retrained_batches": 8}, {"retrained_batches_equal": 8}, {"loss_max_abs_diff": 2e-5},
-        {"loss_max_abs_diff": None},
+        {"loss_max_abs_diff": None}, {"broken_promises": ["a second learner was let in"]},
+        {"known_length_ks_p": 0.001},
     ],
     ids=str,
 )  # fmt: skip
@@ -41,11 +42,11 @@ def test_anything_lost_doubled_stale_or_trained_otherwise_fails_the_soak(change)
 @pytest.mark.nightly
 @pytest.mark.nats
 @pytest.mark.timeout(900)  # harm, settling, and all of it trained again
-async def test_a_minute_of_kills_loses_nothing_and_the_loss_goes_on_as_if_there_had_been_none(tmp_path):
-    result = await run_soak(1.5, 3, tmp_path, asyncio.Event())
+async def test_a_minute_of_faults_loses_nothing_and_the_loss_goes_on_as_if_there_had_been_none(tmp_path):
+    plan = SoakPlan(minutes=1.5, seed=3, outages_s=(2.0, 5.0))
+    result = await run_soak(plan, tmp_path, asyncio.Event())
     assert exit_status(result) == 0, result
-    assert result["kills"] >= 6, result
-    assert result["resumes"] >= 1, result
+    assert result["faults"] >= 10, result
 
 
 @pytest.mark.slow
@@ -53,6 +54,6 @@ async def test_a_minute_of_kills_loses_nothing_and_the_loss_goes_on_as_if_there_
 async def test_a_soak_whose_run_never_trains_leaves_nothing_running(tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "START_TIMEOUT_S", 1.0)
     with pytest.raises(SluiceError, match="no training step within 1 s"):
-        await run_soak(1.0, 0, tmp_path, asyncio.Event())
+        await run_soak(SoakPlan(minutes=1.0, seed=0, outages_s=(2.0, 5.0)), tmp_path, asyncio.Event())
     left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
     assert not [command for command in left if str(tmp_path) in " ".join(command or [])]

@@ -9,7 +9,7 @@ import pytest
 from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox
-from bus.errors import BusError, FencedError, StorageError
+from bus.errors import BusError, FencedError, LostDataError, StorageError
 from bus.requests import BatchLease, BatchRequest, Waiting
 from bus.roles import hold_role
 from bus.topology import ensure
@@ -582,7 +582,7 @@ async def test_replay_that_lost_groups_stops_the_dispatcher(bus, tmp_path):
         async with running(storage.shards[1].run):
             with pytest.raises(ExceptionGroup) as failure:
                 await storage.dispatcher.run(asyncio.Event(), reissue=False)
-    assert failure.group_contains(StorageError, match="shard 1 holds 0 complete groups, .* has seen 5")
+    assert failure.group_contains(LostDataError, match="shard 1 holds 0 complete groups, .* has seen 5")
 
 
 async def test_disk_that_refuses_stops_the_dispatcher(bus, learner, tmp_path):

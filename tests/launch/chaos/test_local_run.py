@@ -1,7 +1,6 @@
 """Killing a run ends every process of it, whatever ends meanwhile."""
 
 import asyncio
-import random
 import signal
 import time
 from contextlib import suppress
@@ -10,7 +9,8 @@ import psutil
 import pytest
 
 from bus.child_process import module_command
-from launch.chaos.faults import LocalRun, launch_command
+from bus.errors import SluiceError
+from launch.chaos.local_run import LocalRun, launch_command
 from storage.disk.run_directory import RunDirectory
 
 TIMEOUT_S = 30.0
@@ -22,7 +22,7 @@ async def start_run(tmp_path):
     started = []
 
     async def start(command):
-        local = LocalRun(RunDirectory(tmp_path, "faulty"), (), random.Random(0))
+        local = LocalRun(RunDirectory(tmp_path, "faulty"), ())
         local.process = await asyncio.create_subprocess_exec("sh", "-c", command, start_new_session=True)
         started.append(local.process)
         return local
@@ -94,3 +94,31 @@ def test_a_part_is_found_by_the_command_that_starts_it():
     assert launch_command(module_command("launch.benchmarks.bus", "storage")) == ""
     assert launch_command(("nats-server", "--config", "bus.conf")) == ""
     assert launch_command(()) == ""
+
+
+async def test_a_run_that_was_killed_on_purpose_has_not_given_up(start_run):
+    local = await start_run("exec sleep 86399")
+    await local.kill(patience_s=0)
+    local.raise_if_ended()
+
+
+async def test_a_run_that_ended_by_itself_has_given_up(start_run):
+    local = await start_run("exit 2")
+    await local.process.wait()
+    with pytest.raises(SluiceError, match="gave up with status 2"):
+        local.raise_if_ended()
+
+
+async def test_a_run_that_found_no_bus_is_started_again_and_any_other_end_is_an_error(start_run):
+    local = await start_run("exit 75")
+    await local.process.wait()
+    first = local.process
+    try:
+        assert await local.go_on()
+        assert local.process is not first
+    finally:
+        await local.kill(patience_s=0)
+    local = await start_run("exit 1")
+    await local.process.wait()
+    with pytest.raises(SluiceError, match="gave up with status 1"):
+        await local.go_on()

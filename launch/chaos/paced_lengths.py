@@ -1,0 +1,35 @@
+"""Rollouts of a known distribution of lengths, in which long ones take long: what kills would bias."""
+
+import asyncio
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.environments.base import Episode, Task
+from actors.environments.length_config import LengthProfileConfig, RecordedLengths
+from actors.environments.length_profile import LengthProfile
+from actors.policy.policy import Policy
+
+LONGEST = 40
+TOKEN_S = 0.05
+"""Time that each token takes beside the engine's: the longest rollout takes 2 s."""
+LENGTHS = RecordedLengths(upper=(LONGEST,), counts=(1.0,))
+"""Uniform from 1 to `LONGEST`."""
+
+
+class PacedLengths(LengthProfile):
+    """A length profile whose samples take as long as they have tokens. A sample of a prompt has the same
+    length in every attempt."""
+
+    def __init__(self) -> None:
+        super().__init__(LengthProfileConfig(lengths=LENGTHS))
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """Roll `task` out once; raises EngineError."""
+        await asyncio.sleep(self.length(task.task_id) * TOKEN_S)
+        return await super().run(task, policy)
+
+
+def expected_lengths(count: int) -> NDArray[np.int64]:
+    """Return so many lengths, evenly from the distribution."""
+    return np.arange(count) % LONGEST + 1
