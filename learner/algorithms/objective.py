@@ -8,25 +8,31 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from learner.algorithms.corrections.sequence_tis import sequence_tis
 from learner.algorithms.corrections.token_tis import token_tis
-from learner.algorithms.corrections.whole_sequences import over_whole_sequences
+from learner.algorithms.losses.cispo import cispo_loss
 from learner.algorithms.losses.gspo import gspo_loss
 from learner.algorithms.losses.kl import kl_estimates
 from learner.algorithms.losses.ppo_clip import ppo_clip_loss
 from learner.algorithms.losses.reinforce import reinforce_loss
+from learner.algorithms.losses.sapo import sapo_loss
 from learner.algorithms.losses.sft import sft_loss
+from learner.algorithms.losses.topr import topr_loss
 from learner.algorithms.plugin import chosen_function
+from learner.algorithms.rejections.by_sequence import negative_divergence, sequence_range, veto
+from learner.algorithms.rejections.by_token import binary_kl, binary_tv, token_range
 from learner.algorithms.tokens import LossTokens
+from learner.algorithms.whole_sequences import over_whole_sequences
 from learner.config.algorithm import (
-    GSPOLoss,
     NoCorrection,
-    Plugin,
+    NoRejection,
     PluginLoss,
     PPOClipLoss,
-    ReinforceLoss,
+    RejectionConfig,
     SFTLoss,
     TokenTIS,
     UsedCorrection,
+    UsedLoss,
 )
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.learner import LearnerConfig
@@ -36,28 +42,49 @@ DISTANCES = ("reference_k1", "reference_k3", "teacher_k1", "proximal_k1")
 but KL(proximal || current)."""
 Sums = dict[str, Tensor]
 LOSSES: dict[str, Callable[..., tuple[Tensor, Sums]]] = {
+    "cispo": cispo_loss,
     "gspo": gspo_loss,
     "ppo_clip": ppo_clip_loss,
     "reinforce": reinforce_loss,
+    "sapo": sapo_loss,
     "sft": sft_loss,
+    "topr": topr_loss,
 }
 """Losses by the `type` of the configuration. Each takes tokens and its settings, and returns the losses of
 the tokens [N] and sums to log."""
-CORRECTIONS: dict[str, Callable[..., tuple[Tensor, Tensor, Sums]]] = {"token_tis": token_tis}
+CORRECTIONS: dict[str, Callable[..., tuple[Tensor, Tensor, Sums]]] = {
+    "sequence_tis": sequence_tis,
+    "token_tis": token_tis,
+}
 """Corrections by the `type` of the configuration. Each takes log ratios [N], the sequence of each token [N]
 and its settings, and returns weights [N], which tokens are kept [N], and sums to log."""
+REJECTIONS_BY_TOKEN: dict[str, Callable[..., Tensor]] = {
+    "binary_kl": binary_kl,
+    "binary_tv": binary_tv,
+    "token_range": token_range,
+}
+REJECTIONS: dict[str, Callable[..., Tensor]] = REJECTIONS_BY_TOKEN | {
+    "negative_divergence": negative_divergence,
+    "sequence_range": sequence_range,
+    "veto": veto,
+}
+"""Rejections by the `type` of the configuration. Each takes log ratios, log-probs, advantages and the
+sequence of each token, [N] each, and its settings, and returns which tokens are kept [N]."""
+LOSSES_BY_SEQUENCE = ("gspo", "topr")
 NO_CORRECTION = NoCorrection()
+NO_REJECTION = NoRejection()
 
 
 @dataclass(frozen=True)
 class Objective:
     """A loss with its correction, and the frozen policies that the trained one is drawn to."""
 
-    loss: ReinforceLoss | PPOClipLoss | GSPOLoss | PluginLoss | SFTLoss
+    loss: UsedLoss | SFTLoss
     correction: UsedCorrection = NO_CORRECTION
     entropy_coef: float = 0.0
     reference: ReferenceConfig = NO_REFERENCE
     teacher: TeacherConfig = NO_TEACHER
+    rejection: RejectionConfig = NO_REJECTION
 
     @classmethod
     def of(cls, learner: LearnerConfig) -> Self:
@@ -68,6 +95,7 @@ class Objective:
             learner.entropy_coef,
             learner.reference,
             learner.teacher,
+            learner.rejection,
         )
 
     @property
@@ -89,9 +117,12 @@ class Objective:
     @property
     def is_separable(self) -> bool:
         """Tell whether the loss of each token depends on that token alone."""
-        if isinstance(self.correction, Plugin):  # it may look at whole sequences
+        if self.correction.type not in ("none", "token_tis"):  # a plugin may look at whole sequences
             return False
-        return self.loss.separable if isinstance(self.loss, PluginLoss) else self.loss.type != "gspo"
+        if self.rejection.type not in ("none", *REJECTIONS_BY_TOKEN):
+            return False
+        loss = self.loss
+        return loss.separable if isinstance(loss, PluginLoss) else loss.type not in LOSSES_BY_SEQUENCE
 
     @cached_property
     def loss_function(self) -> Callable[[LossTokens], tuple[Tensor, Sums]]:
@@ -103,6 +134,12 @@ class Objective:
     def correction_function(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Sums]]:
         """Return the correction with its settings, which is not "none"; looked up once."""
         return chosen_function("correction", self.correction, CORRECTIONS)
+
+    @cached_property
+    def rejection_function(self) -> Callable[..., Tensor]:
+        """Return the rejection with its settings, which is not "none"; looked up once."""
+        function: Callable[..., Tensor] = chosen_function("rejection", self.rejection, REJECTIONS)
+        return function
 
     @property
     def truncation_cap(self) -> float:
@@ -119,8 +156,12 @@ def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums
     penalised, sums = _penalised(objective, tokens)
     losses, found = objective.loss_function(penalised)
     sums |= found
-    weights, kept, found = _correction(objective, tokens)
+    log_ratio = _log_ratio(objective, tokens)
+    weights, kept, found = _correction(objective, tokens, log_ratio)
     sums |= found
+    if not isinstance(objective.rejection, NoRejection):
+        kept = kept & _not_rejected(objective, penalised, log_ratio)
+        sums["rejected_tokens"] = (~kept).sum()
     losses = losses * torch.where(kept, weights, 0.0)
     if objective.reference.kl_coef > 0 and objective.reference.kl_in == "loss":
         losses = losses + objective.reference.kl_coef * _reference_kl(objective, tokens)
@@ -130,16 +171,38 @@ def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums
     return losses, {name: values.detach() for name, values in sums.items()}
 
 
-def _correction(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Tensor, Sums]:
+def _log_ratio(objective: Objective, tokens: LossTokens) -> Tensor:
+    """Return how much likelier each token is under the policy that the loss takes it to come from than under
+    the one that sampled it, [N] nats, without gradient."""
+    return _assumed(objective, tokens) - tokens.streams["behaviour_logprobs"]
+
+
+def _assumed(objective: Objective, tokens: LossTokens) -> Tensor:
+    return tokens.streams["proximal_logprobs"] if objective.is_decoupled else tokens.logprobs.detach()
+
+
+def _correction(objective: Objective, tokens: LossTokens, log_ratio: Tensor) -> tuple[Tensor, Tensor, Sums]:
     """Weigh tokens by the policy that the loss takes them to come from over the one that sampled them."""
-    if isinstance(objective.correction, NoCorrection):
+    correction = objective.correction
+    if isinstance(correction, NoCorrection):
         return torch.ones_like(tokens.logprobs), torch.ones_like(tokens.sequence, dtype=torch.bool), {}
-    assumed = tokens.streams["proximal_logprobs"] if objective.is_decoupled else tokens.logprobs.detach()
-    log_ratio = assumed - tokens.streams["behaviour_logprobs"]
-    if not isinstance(objective.correction, Plugin):
+    if isinstance(correction, TokenTIS):
         return objective.correction_function(log_ratio, tokens.sequence)
-    weights, kept, sums = over_whole_sequences(objective.correction_function, log_ratio, tokens)
+    weights, kept, sums = over_whole_sequences(objective.correction_function, tokens, log_ratio)
     return weights, kept, sums | {"rejected_tokens": (~kept).sum()}
+
+
+def _not_rejected(objective: Objective, tokens: LossTokens, log_ratio: Tensor) -> Tensor:
+    """Return which tokens the rejection keeps, bool [N]."""
+    values = log_ratio, _assumed(objective, tokens), tokens.streams["advantages"]
+    if objective.rejection.type in REJECTIONS_BY_TOKEN:
+        return objective.rejection_function(*values, tokens.sequence)
+
+    def judged(*arguments: Tensor) -> tuple[Tensor, Tensor, Sums]:
+        kept = objective.rejection_function(*arguments)
+        return kept, kept, {}
+
+    return over_whole_sequences(judged, tokens, *values)[1]
 
 
 def _reference_kl(objective: Objective, tokens: LossTokens) -> Tensor:

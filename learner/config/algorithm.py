@@ -48,6 +48,10 @@ class PPOClipLoss(Config):
     clip_eps_high: float | None = Field(None, gt=0)
     """Sets how far above 1 it may rise (arXiv:2503.14476); `None` means `clip_eps`."""
 
+    dual_clip: float | None = Field(None, gt=1)
+    """Ratio above which a token of negative advantage has no gradient either (arXiv:1912.09729, where it is
+    3); `None` sets no bound."""
+
 
 class GSPOLoss(Config):
     """Clipped surrogate whose importance ratio is that of the sequence (arXiv:2507.18071, eq. 5 to 7).
@@ -63,6 +67,44 @@ class GSPOLoss(Config):
 
     sequence_clip_eps_high: float | None = Field(4e-4, gt=0)
     """Sets how far above 1 it may rise; `None` means `sequence_clip_eps`."""
+
+
+class CISPOLoss(Config):
+    """Policy gradient weighed by the clipped importance ratio; every token keeps a gradient
+    (arXiv:2506.13585)."""
+
+    type: Literal["cispo"] = "cispo"
+    """Name of the loss."""
+
+    lowest_weight: float = Field(0.0, ge=0, le=1)
+    """Lower bound on the weight: 1 - epsilon low of the paper."""
+
+    highest_weight: float = Field(5.0, ge=1)
+    """Upper bound on the weight: 1 + epsilon high of the paper."""
+
+
+class SAPOLoss(Config):
+    """Policy gradient with a soft gate in place of a clip (arXiv:2511.20347)."""
+
+    type: Literal["sapo"] = "sapo"
+    """Name of the loss."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Sets how fast the gate falls off for tokens of positive advantage."""
+
+    temperature_negative: float = Field(1.05, gt=0)
+    """Sets how fast it does for those of negative advantage."""
+
+
+class TOPRLoss(Config):
+    """Policy gradient in which only sequences of negative advantage are weighed, by their ratio, at most 1
+    (arXiv:2503.14286).
+
+    Its ratio needs all tokens of a sequence before any gradient, so the logits are computed twice.
+    """
+
+    type: Literal["topr"] = "topr"
+    """Name of the loss."""
 
 
 class PluginLoss(Plugin):
@@ -85,7 +127,8 @@ class SFTLoss(Config):
     """Name of the loss."""
 
 
-LossConfig = Annotated[ReinforceLoss | PPOClipLoss | GSPOLoss | PluginLoss, Field(discriminator="type")]
+UsedLoss = ReinforceLoss | PPOClipLoss | GSPOLoss | CISPOLoss | SAPOLoss | TOPRLoss | PluginLoss
+LossConfig = Annotated[UsedLoss, Field(discriminator="type")]
 
 
 class AutoCorrection(Config):
@@ -112,8 +155,108 @@ class TokenTIS(Config):
     """Upper bound on the importance weight to the behaviour policy; `inf` turns truncation off."""
 
 
-CorrectionConfig = Annotated[AutoCorrection | NoCorrection | TokenTIS | Plugin, Field(discriminator="type")]
-UsedCorrection = NoCorrection | TokenTIS | Plugin
+class SequenceTIS(Config):
+    """Importance weight of each sequence, shared by its tokens and truncated from above.
+
+    It needs all tokens of a sequence before any gradient, so the logits are computed twice.
+    """
+
+    type: Literal["sequence_tis"] = "sequence_tis"
+    """Name of the correction."""
+
+    over: Literal["product", "mean"] = "product"
+    """The product of the tokens' ratios, which is exact, or their geometric mean, which varies less."""
+
+    sequence_cap: float = Field(2.0, gt=0)
+    """Upper bound on the importance weight to the behaviour policy; `inf` turns truncation off."""
+
+
+UsedCorrection = NoCorrection | TokenTIS | SequenceTIS | Plugin
+CorrectionConfig = Annotated[AutoCorrection | UsedCorrection, Field(discriminator="type")]
+
+
+class NoRejection(Config):
+    """No token is rejected."""
+
+    type: Literal["none"] = "none"
+    """Name of the rejection."""
+
+
+class TokenRange(Config):
+    """Tokens are rejected whose importance ratio lies outside of a range (IcePop, arXiv:2510.18855)."""
+
+    type: Literal["token_range"] = "token_range"
+    """Name of the rejection."""
+
+    lowest: float = Field(0.5, ge=0)
+    """Smallest ratio that is trained on."""
+
+    highest: float = Field(5.0, gt=0)
+    """Largest ratio that is trained on; `inf` sets no bound."""
+
+
+class BinaryTV(Config):
+    """Tokens are rejected whose probability moved too far in the direction of their advantage (DPPO-TV)."""
+
+    type: Literal["binary_tv"] = "binary_tv"
+    """Name of the rejection."""
+
+    largest_change: float = Field(0.2, gt=0, lt=1)
+    """Largest change of a token's probability that is trained on."""
+
+
+class BinaryKL(Config):
+    """Tokens are rejected that moved too far in nats in the direction of their advantage (DPPO-KL)."""
+
+    type: Literal["binary_kl"] = "binary_kl"
+    """Name of the rejection."""
+
+    largest_kl: float = Field(0.05, gt=0)
+    """Largest KL in nats, between taking the token or not, that is trained on."""
+
+
+class SequenceRange(Config):
+    """Sequences are rejected whose importance ratio lies outside of a range: geometric rejection, or, with
+    `over = "product"` and sequence TIS, masked importance sampling."""
+
+    type: Literal["sequence_range"] = "sequence_range"
+    """Name of the rejection."""
+
+    over: Literal["product", "mean"] = "mean"
+    """The product of the tokens' ratios, or their geometric mean."""
+
+    lowest_of_sequence: float = Field(0.99, ge=0)
+    """Smallest ratio that is trained on."""
+
+    highest_of_sequence: float = Field(1.01, gt=0)
+    """Largest ratio that is trained on; `inf` sets no bound."""
+
+
+class Veto(Config):
+    """Sequences are rejected in which a token has become nearly impossible."""
+
+    type: Literal["veto"] = "veto"
+    """Name of the rejection."""
+
+    smallest: float = Field(1e-4, gt=0, lt=1)
+    """Smallest ratio of any token of a sequence that is trained on."""
+
+
+class NegativeDivergence(Config):
+    """Sequences of negative advantage are rejected that have become less likely (off-policy sequence masking
+    of DeepSeek-V3.2, arXiv:2512.02556)."""
+
+    type: Literal["negative_divergence"] = "negative_divergence"
+    """Name of the rejection."""
+
+    largest_drop: float = Field(1e-4, gt=0)
+    """Largest mean drop of the log-probs, in nats a token, that is trained on."""
+
+
+RejectionConfig = Annotated[
+    NoRejection | TokenRange | BinaryTV | BinaryKL | SequenceRange | Veto | NegativeDivergence,
+    Field(discriminator="type"),
+]
 
 
 class GRPOAdvantage(Config):

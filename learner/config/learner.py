@@ -9,17 +9,23 @@ from learner.config.algorithm import (
     AdvantageConfig,
     AggregationConfig,
     AutoCorrection,
+    CISPOLoss,
     CorrectionConfig,
     GRPOAdvantage,
     GSPOLoss,
     LossConfig,
     NoCorrection,
+    NoRejection,
     PluginLoss,
     PPOClipLoss,
     ReinforceLoss,
+    RejectionConfig,
+    SAPOLoss,
     TokenMean,
     TokenTIS,
+    TOPRLoss,
     UsedCorrection,
+    UsedLoss,
 )
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.optimizer import OptimizerConfig
@@ -77,8 +83,12 @@ class LearnerConfig(Config):
 
     correction: CorrectionConfig = AutoCorrection()
     """Weights of tokens that another policy sampled than the loss takes them to come from. `auto` is token
-    TIS at 2.0, or none for a loss whose own ratio is to the behaviour policy (`ppo_clip` centred there and
-    `gspo`)."""
+    TIS at 2.0, or none for a loss whose own ratio is to the behaviour policy (`ppo_clip` centred there,
+    `gspo`, `cispo`, `sapo`, `topr`)."""
+
+    rejection: RejectionConfig = NoRejection()
+    """Tokens and sequences that are too far from the policy to be trained on, whatever the correction. They
+    count in the denominators of the aggregation."""
 
     aggregation: AggregationConfig = TokenMean()
     """Sets how the losses of tokens become one number."""
@@ -138,9 +148,11 @@ class LearnerConfig(Config):
         return self
 
 
-def _has_its_own_ratio(loss: ReinforceLoss | PPOClipLoss | GSPOLoss | PluginLoss) -> bool:
+def _has_its_own_ratio(loss: UsedLoss) -> bool:
     """Tell whether the loss itself weighs by the ratio to the policy that sampled, which leaves no
     correction."""
     if isinstance(loss, PPOClipLoss):
         return loss.centre == "behaviour"
-    return isinstance(loss, GSPOLoss) or (isinstance(loss, PluginLoss) and loss.sampled_by == "behaviour")
+    return isinstance(loss, GSPOLoss | CISPOLoss | SAPOLoss | TOPRLoss) or (
+        isinstance(loss, PluginLoss) and loss.sampled_by == "behaviour"
+    )

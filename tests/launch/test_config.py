@@ -127,8 +127,9 @@ def test_a_configuration_is_frozen():
             "learner.loss.clip_eps: should be greater than 0 (got -1)",
         ),
         (
-            {"learner": {"loss": {"type": "ppo"}}},
-            "learner.loss.type: no 'ppo': did you mean 'gspo'? there are: reinforce, ppo_clip, gspo, plugin",
+            {"learner": {"loss": {"type": "ppo_clp"}}},
+            "learner.loss.type: no 'ppo_clp': did you mean 'ppo_clip'? there are: reinforce, ppo_clip, gspo, "
+            "cispo, sapo, topr, plugin",
         ),
         ({"learner": 3}, "learner is a table of settings, not a value (got 3)"),
         (

@@ -5,7 +5,12 @@ from learner.algorithms.tokens import LossTokens
 
 
 def ppo_clip_loss(
-    tokens: LossTokens, *, centre: str, clip_eps: float, clip_eps_high: float | None
+    tokens: LossTokens,
+    *,
+    centre: str,
+    clip_eps: float,
+    clip_eps_high: float | None,
+    dual_clip: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Clipped policy gradient (arXiv:1707.06347, eq. 7) with an upper bound of its own (arXiv:2503.14476).
 
@@ -14,10 +19,17 @@ def ppo_clip_loss(
         centre: "behaviour", or "proximal" where the clip is decoupled (arXiv:2505.24298).
         clip_eps: how far below 1 the ratio may fall.
         clip_eps_high: how far above 1 it may rise; `None` means `clip_eps`.
+        dual_clip: ratio above which a token of negative advantage has no gradient either (arXiv:1912.09729,
+            eq. 5); `None` sets no bound.
 
     Returns the loss of each token, [N], and the number of clipped tokens.
     """
     advantages, ratio = tokens.streams["advantages"], tokens.ratio_to(f"{centre}_logprobs")
     high = clip_eps if clip_eps_high is None else clip_eps_high
     free, clipped = ratio * advantages, ratio.clamp(1 - clip_eps, 1 + high) * advantages
-    return -torch.minimum(free, clipped), {"clipped_tokens": (clipped < free).sum()}
+    objective, without_gradient = torch.minimum(free, clipped), clipped < free
+    if dual_clip is not None:
+        bounded = (advantages < 0) & (ratio > dual_clip)
+        objective = torch.where(bounded, dual_clip * advantages, objective)
+        without_gradient |= bounded
+    return -objective, {"clipped_tokens": without_gradient.sum()}

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, product
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,22 @@ from learner.backends.base import StepResult
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import GSPOLoss, Plugin, PPOClipLoss, ReinforceLoss, TokenTIS
+from learner.config.algorithm import (
+    BinaryKL,
+    BinaryTV,
+    CISPOLoss,
+    GSPOLoss,
+    NegativeDivergence,
+    Plugin,
+    PPOClipLoss,
+    SAPOLoss,
+    SequenceRange,
+    SequenceTIS,
+    TokenRange,
+    TokenTIS,
+    TOPRLoss,
+    Veto,
+)
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
 from learner.config.learner import BatchConfig, LearnerConfig
 from learner.config.optimizer import OptimizerConfig
@@ -56,6 +72,24 @@ OBJECTIVES |= {
     "sequences": {"loss": GSPOLoss(sequence_clip_eps=0.1, sequence_clip_eps_high=0.2), "entropy_coef": 0.1},
     "traces": {"correction": Plugin(function=f"{__name__}:traces", settings={"least": 0.3})},
     "decoupled, unbiased": reference(kl_unbiased=True) | {"loss": PPOClipLoss(centre="proximal")},
+}
+OBJECTIVES |= {
+    "dual clip": {"loss": PPOClipLoss(clip_eps=0.1, dual_clip=1.1)},
+    "cispo": {"loss": CISPOLoss(lowest_weight=0.9, highest_weight=1.1)},
+    "sapo": {"loss": SAPOLoss(temperature=2.0, temperature_negative=4.0)},
+    "topr": {"loss": TOPRLoss()},
+    "sequence tis": {"correction": SequenceTIS(sequence_cap=1.2)},
+    "geometric tis": {"correction": SequenceTIS(over="mean", sequence_cap=1.02)},
+    "token range": {"rejection": TokenRange(lowest=0.9, highest=1.1)},
+    "binary tv": {"rejection": BinaryTV(largest_change=0.002)},
+    "binary kl": {"rejection": BinaryKL(largest_kl=1e-4), "loss": PPOClipLoss()},
+    "sequence range": {"rejection": SequenceRange(lowest_of_sequence=0.9, highest_of_sequence=1.1)},
+    "masked sequences": {
+        "correction": SequenceTIS(sequence_cap=inf),
+        "rejection": SequenceRange(over="product", lowest_of_sequence=0.8, highest_of_sequence=1.5),
+    },
+    "veto": {"rejection": Veto(smallest=0.85)},
+    "negative divergence": {"rejection": NegativeDivergence(largest_drop=0.01)},
 }
 UPDATES = {name: 2 if "decoupled" in name else 1 for name in OBJECTIVES}
 
@@ -143,6 +177,67 @@ def estimated(kind: str, r: Tensor) -> Tensor:
     return {"k1": r, "k2": r**2 / 2, "k3": torch.exp(-r) - 1 + r, "low_var_kl": torch.exp(-r) - 1 + r}[kind]
 
 
+def weighed(
+    learner: LearnerConfig, sample: Sample, now: Tensor, behaviour: Tensor, advantage: Tensor
+) -> Tensor:
+    """Policy gradient under the learner's correction."""
+    log_ratio, correction = now.detach() - behaviour, learner.used_correction
+    if isinstance(correction, Plugin):
+        mask = torch.from_numpy(sample.loss_mask[1:])
+        logs = torch.where(mask, log_ratio.clamp(max=0), 0.0)
+        trace = torch.tensor(list(accumulate(logs.tolist()))).exp()
+        weight = torch.where(trace >= correction.settings["least"], trace, 0.0)
+    elif isinstance(correction, SequenceTIS):
+        weight = of_sequence(log_ratio, sample, correction.over).clamp(max=correction.sequence_cap)
+    else:
+        weight = log_ratio.exp().clamp(max=2.0)
+    return -weight * advantage * now
+
+
+def clipped_by_sequence(learner, sample, now, behaviour, advantage) -> Tensor:
+    loss, mask = learner.loss, torch.from_numpy(sample.loss_mask[1:])
+    ratio = (now - behaviour)[mask].mean().exp() if mask.any() else torch.ones(())
+    clipped = ratio.clamp(1 - loss.sequence_clip_eps, 1 + loss.sequence_clip_eps_high)
+    return -torch.minimum(ratio * advantage, clipped * advantage).expand(len(now))
+
+
+def clipped_by_token(learner, sample, now, centre, advantage) -> Tensor:
+    loss, ratio = learner.loss, torch.exp(now - centre)
+    clipped = ratio.clamp(1 - loss.clip_eps, 1 + loss.clip_eps)
+    weight = torch.exp(centre - torch.from_numpy(sample.streams["behaviour_logprobs"][1:]))
+    weight = weight.clamp(max=getattr(learner.used_correction, "truncation_cap", 1.0))
+    gained = torch.minimum(ratio * advantage, clipped * advantage)
+    if loss.dual_clip is not None and advantage < 0:
+        gained = torch.maximum(gained, loss.dual_clip * advantage)
+    return -weight * gained
+
+
+def weight_clipped(learner, sample, now, behaviour, advantage) -> Tensor:
+    ratio = torch.exp(now.detach() - behaviour)
+    return -ratio.clamp(learner.loss.lowest_weight, learner.loss.highest_weight) * advantage * now
+
+
+def softly_gated(learner, sample, now, behaviour, advantage) -> Tensor:
+    t = learner.loss.temperature if advantage > 0 else learner.loss.temperature_negative
+    return -(4 / t) * torch.sigmoid(t * (torch.exp(now - behaviour) - 1)) * advantage
+
+
+def tapered(learner, sample, now, behaviour, advantage) -> Tensor:
+    ratio = of_sequence(now - behaviour, sample, "product").clamp(max=1)
+    return -(1.0 if advantage > 0 else ratio) * advantage * now
+
+
+FORMULAS = {
+    "reinforce": weighed,
+    "gspo": clipped_by_sequence,
+    "ppo_clip": clipped_by_token,
+    "cispo": weight_clipped,
+    "sapo": softly_gated,
+    "topr": tapered,
+}
+"""Losses by their formulas: of the log-probs now and at the centre, and the sample's advantage."""
+
+
 def token_losses(learner: LearnerConfig, sample: Sample, found: Tensor, old: Tensor, others) -> Tensor:
     """Return the losses by their formulas; that of the decoupled clip is in arXiv:2505.24298."""
     now, entropy = found
@@ -154,26 +249,7 @@ def token_losses(learner: LearnerConfig, sample: Sample, found: Tensor, old: Ten
         advantage = advantage - kl.kl_coef * estimated(kl.kl_estimator, before - others["reference"])
     if learner.teacher.path:
         advantage = advantage - learner.teacher.coef * (before - others["teacher"])
-    if isinstance(learner.correction, Plugin):
-        mask = torch.from_numpy(sample.loss_mask[1:])
-        logs = torch.where(mask, (now.detach() - behaviour).clamp(max=0), 0.0)
-        trace = torch.tensor(list(accumulate(logs.tolist()))).exp()
-        tokens = -torch.where(trace >= learner.correction.settings["least"], trace, 0.0) * advantage * now
-    elif isinstance(loss, ReinforceLoss):
-        tokens = -torch.exp(now.detach() - behaviour).clamp(max=2.0) * advantage * now
-    elif isinstance(loss, GSPOLoss):
-        mask = torch.from_numpy(sample.loss_mask[1:])
-        ratio = (now - behaviour)[mask].mean().exp() if mask.any() else torch.ones(())
-        clipped = ratio.clamp(1 - loss.sequence_clip_eps, 1 + loss.sequence_clip_eps_high)
-        tokens = -torch.minimum(ratio * advantage, clipped * advantage).expand(len(now))
-    else:
-        centre = old if decoupled else behaviour
-        ratio = torch.exp(now - centre)
-        clipped = ratio.clamp(1 - loss.clip_eps, 1 + loss.clip_eps)
-        weight = torch.exp(centre - behaviour).clamp(
-            max=getattr(learner.used_correction, "truncation_cap", 1.0)
-        )
-        tokens = -weight * torch.minimum(ratio * advantage, clipped * advantage)
+    tokens = FORMULAS[loss.type](learner, sample, now, old if decoupled else behaviour, advantage)
     if kl.kl_coef and kl.kl_in == "loss":
         term = estimated(kl.kl_estimator, now - others["reference"])
         if kl.kl_unbiased:
@@ -181,7 +257,42 @@ def token_losses(learner: LearnerConfig, sample: Sample, found: Tensor, old: Ten
         if kl.kl_estimator == "low_var_kl":
             term = term.clamp(-10, 10)
         tokens = tokens + kl.kl_coef * term
+    if learner.rejection.type != "none":
+        tokens = torch.where(kept_by(learner.rejection, sample, before, before - behaviour), tokens, 0.0)
     return tokens - learner.entropy_coef * entropy
+
+
+def of_sequence(log_ratio: Tensor, sample: Sample, over: str) -> Tensor:
+    """Return the ratio of a sequence's trained tokens: their product, or its root."""
+    trained = log_ratio.detach()[torch.from_numpy(sample.loss_mask[1:])]
+    return torch.exp(trained.sum() / (len(trained) or 1) if over == "mean" else trained.sum())
+
+
+def kept_by(rejection, sample: Sample, logprobs: Tensor, log_ratio: Tensor) -> Tensor:
+    """Return which tokens are trained on, by the formulas."""
+    ratio, advantage = torch.exp(log_ratio.detach()), torch.tensor(sample.streams["advantages"])
+    now = torch.exp(logprobs.detach())
+    then = now / ratio
+    trained = torch.from_numpy(sample.loss_mask[1:])
+    match rejection:
+        case TokenRange():
+            return (rejection.lowest <= ratio) & (ratio <= rejection.highest)
+        case BinaryTV():
+            return torch.where(advantage > 0, now - then, then - now) <= rejection.largest_change
+        case BinaryKL():
+            kl = then * torch.log(then / now) + (1 - then) * torch.log((1 - then) / (1 - now))
+            return (kl <= rejection.largest_kl) | (torch.where(advantage > 0, ratio < 1, ratio > 1))
+        case SequenceRange():
+            whole = of_sequence(log_ratio, sample, rejection.over)
+            return torch.full_like(
+                ratio, rejection.lowest_of_sequence <= whole <= rejection.highest_of_sequence
+            ).bool()
+        case Veto():
+            return torch.full_like(ratio, bool((ratio[trained] >= rejection.smallest).all())).bool()
+        case NegativeDivergence():
+            away = -torch.log(of_sequence(log_ratio, sample, "mean")) > rejection.largest_drop
+            return torch.full_like(ratio, not (advantage < 0 and away)).bool()
+    raise AssertionError(rejection)
 
 
 @cache
@@ -233,9 +344,17 @@ def test_four_steps_follow_plain_torch_adamw(objective):
     assert_as_expected(case, *train(case))
 
 
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if "rejection" in OBJECTIVES[name]])
+def test_each_rejection_leaves_some_tokens_out_and_trains_on_others(objective):
+    steps, _ = train(Case(objective))
+    assert all(0 < step.diagnostics["rejected_fraction"] < 1 for step in steps)
+    assert all(step.denominator == step.tokens for step in steps)  # from before the rejection
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "objective", ["k3 in the loss", "k1 in the advantage", "decoupled", "sequences", "traces"]
+    "objective",
+    ["k3 in the loss", "k1 in the advantage", "decoupled", "sequences", "traces", "masked sequences", "topr"],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_four_steps_follow_plain_torch_adamw_on_any_layout(worlds, layout, objective):

@@ -1,0 +1,28 @@
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from learner.algorithms.tokens import LARGEST_LOG_RATIO
+from learner.algorithms.whole_sequences import by_sequence
+
+
+def sequence_tis(
+    log_ratio: Tensor, sequence: Tensor, *, sequence_cap: float, over: Literal["product", "mean"]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Truncated importance weight of each sequence, which all its tokens share.
+
+    The product of the tokens' ratios is the sequence's exact ratio; their geometric mean varies less and is
+    biased (arXiv:2507.18071, eq. 7).
+
+    Args:
+        log_ratio: [N] nats, the policy that the loss takes its tokens to come from over the one that sampled.
+        sequence: int64 [N], which sequence a token belongs to; all tokens of a sequence are here.
+        sequence_cap: upper bound on the weight; `inf` is plain importance sampling.
+        over: the product of the ratios, or their geometric mean.
+
+    Returns weights [N], which tokens are kept [N] (all), and the number of truncated tokens.
+    """
+    ratio = by_sequence(log_ratio, sequence, over).clamp(max=LARGEST_LOG_RATIO).exp()
+    kept = torch.ones_like(sequence, dtype=torch.bool)
+    return ratio.clamp(max=sequence_cap), kept, {"truncated_tokens": (ratio > sequence_cap).sum()}

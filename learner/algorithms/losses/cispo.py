@@ -1,0 +1,24 @@
+import torch
+from torch import Tensor
+
+from learner.algorithms.tokens import LossTokens
+
+
+def cispo_loss(
+    tokens: LossTokens, *, lowest_weight: float, highest_weight: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy gradient weighed by the clipped ratio to the behaviour policy (CISPO, arXiv:2506.13585, eq. 4).
+
+    Unlike PPO's clip it leaves no token without a gradient.
+
+    Args:
+        tokens: N trained tokens.
+        lowest_weight: lower bound on the weight.
+        highest_weight: upper bound on it.
+
+    Returns the loss of each token, [N], and the number of clipped tokens.
+    """
+    ratio = tokens.ratio_to("behaviour_logprobs").detach()
+    weight = ratio.clamp(lowest_weight, highest_weight)
+    losses = -weight * tokens.streams["advantages"] * tokens.logprobs
+    return losses, {"clipped_tokens": torch.count_nonzero(weight != ratio)}

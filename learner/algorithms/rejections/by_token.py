@@ -1,0 +1,43 @@
+"""Rejections that look at one token at a time.
+
+All are called with log ratios [N] (the policy that the loss takes its tokens to come from over the one that
+sampled, nats), the former's log-probs [N], advantages [N] and the sequence of each token [N]. They return
+which tokens are kept, bool [N].
+"""
+
+from torch import Tensor
+
+from learner.algorithms.tokens import LARGEST_LOG_RATIO
+
+CERTAIN = 1e-6
+"""Probabilities are kept this far from 0 and 1 in a logarithm: float32 takes likely tokens for certain."""
+
+
+def token_range(
+    log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, sequence: Tensor, *,
+    lowest: float, highest: float,
+) -> Tensor:  # fmt: skip
+    """Keep tokens whose importance ratio lies from `lowest` to `highest` (IcePop, arXiv:2510.18855)."""
+    ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
+    return (ratio >= lowest) & (ratio <= highest)
+
+
+def binary_tv(
+    log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, sequence: Tensor, *, largest_change: float
+) -> Tensor:
+    """Reject tokens whose probability moved more than `largest_change` in the direction of their advantage.
+
+    That is the total variation between the two policies as to whether the token is taken (DPPO-TV)."""
+    moved = logprobs.exp() - (logprobs - log_ratio).exp()
+    return ~((moved.abs() > largest_change) & (moved * advantages > 0))
+
+
+def binary_kl(
+    log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, sequence: Tensor, *, largest_kl: float
+) -> Tensor:
+    """Reject tokens that have moved by more than `largest_kl` nats in the direction of their advantage.
+
+    That is KL(mu || pi) as to whether the token is taken, mu having sampled it (DPPO-KL)."""
+    now, then = (p.exp().clamp(CERTAIN, 1 - CERTAIN) for p in (logprobs, logprobs - log_ratio))
+    kl = then * (then.log() - now.log()) + (1 - then) * ((-then).log1p() - (-now).log1p())
+    return ~((kl > largest_kl) & (log_ratio * advantages > 0))
