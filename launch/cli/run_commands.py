@@ -25,7 +25,7 @@ def remove_command(
     directory: Path = Path("runs"),
     yes: Annotated[bool, Parameter(name="--yes", negative=())] = False,
 ) -> None:
-    """Remove a run that has ended: its directory on this host and, with --bus, its streams there.
+    """Remove a run that has ended: its directory on this host and, with --bus or --creds, its streams there.
 
     Without --yes it only prints what it would remove.
 
@@ -43,7 +43,8 @@ def remove_command(
     from launch.operations.run_removal import remove_run
 
     configure_logging("error")
-    where = validate({"run": run_name, "directory": directory}, short_forms(bus, creds))
-    found = run(partial(remove_run, where, bus is not None, yes))
+    named = short_forms(bus, creds)
+    where = validate({"run": run_name, "directory": directory}, named)
+    found = run(partial(remove_run, where, bool(named), yes))
     print(found)  # noqa: T201 - the user's terminal
     print("removed" if yes else "nothing was removed: give --yes to remove it")  # noqa: T201

@@ -8,6 +8,7 @@ from actors import counters
 from actors.counters import report_metrics
 from bus.connection import Bus
 from bus.messages import Metrics
+from bus.permissions import COUNTERS
 
 
 @pytest.mark.nats
@@ -27,7 +28,7 @@ async def test_counters_that_stay_as_they_are_are_left_out_in_a_large_run_only(
             stop.set()
         return 0, {"engine/tokens": looks // 9}
 
-    await bus.listen(bus.subject("events", "metrics"), Metrics, heard.append)
+    await bus.listen(bus.subject(COUNTERS), Metrics, heard.append)
     async with asyncio.timeout(10):
         await report_metrics(bus, source="me", look=look, stop=stop)
         await bus.client.flush()

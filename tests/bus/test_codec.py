@@ -28,6 +28,7 @@ from bus.messages import (
     GroupRejected,
     Metrics,
     ModelFiles,
+    Pace,
     PolicyManifest,
     Probe,
     Prompt,
@@ -107,6 +108,7 @@ EVALUATED = EvaluationResult(
 EXAMPLES = (
     CHAT,
     PROBE,
+    Pace(slower=2.5),
     DELTAS[0],
     BlobAsked(blob=BLOB),
     BlobOffer(

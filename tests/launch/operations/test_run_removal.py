@@ -95,3 +95,20 @@ def test_the_command_says_what_it_would_remove(
         assert ended.value.code == 0
         assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/runs/old: 2.5 MB", last]
     assert not (tmp_path / "runs/old").exists()
+
+
+@pytest.mark.parametrize("flags", [("--bus", "nats://b:1"), ("--creds", "operator.creds"), ()])
+def test_the_command_takes_the_bus_from_credentials_too(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    looked = []
+    monkeypatch.setattr(run_commands, "configure_logging", lambda level: None)
+    monkeypatch.setattr("launch.operations.run_removal.remove_run", lambda *given: looked.append(given[1]))
+    monkeypatch.setattr(run_commands, "run", lambda work: work())
+    monkeypatch.setattr(
+        run_commands, "short_forms",
+        lambda bus, creds: {"bus": {"url": bus or "nats://c:1"}} if bus or creds else {},
+    )  # fmt: skip
+    with pytest.raises(SystemExit):
+        main(["runs", "remove", "--run", "old", "--directory", str(tmp_path), *flags])
+    assert looked == [bool(flags)]
