@@ -246,6 +246,7 @@ class HttpBlobs:
             self._asked = await self._bus.serve(
                 _access_subject(self._bus, origin), BlobAccessAsked, self._admit
             )
+            await self._bus.client.flush()  # it is heard before anybody is told of the URL
 
     async def _admit(self, _: BlobAccessAsked) -> list[Message]:
         """Tell a reader what it needs. The bus lets only those ask who may have the weights."""
