@@ -145,7 +145,9 @@ async def test_a_taken_port_is_refused_by_the_name_of_its_setting():
 @pytest.mark.timeout(300)
 def test_every_process_of_a_run_answers_probes_and_shows_its_numbers(tmp_path: Path):
     logs = tmp_path / "runs/mine/logs"
-    run = Command(tmp_path, "local", *SMALL, "--run", "mine", "--monitoring.port", "0")
+    steps = SMALL.index("--learner.steps") + 1
+    settings = (*SMALL[:steps], "100000", *SMALL[steps + 1 :])  # it goes on for as long as it is looked at
+    run = Command(tmp_path, "local", *settings, "--run", "mine", "--monitoring.port", "0")
     try:
         wait_for_step(run, tmp_path / "runs/mine", 1)
         for part in MONITORED:
