@@ -27,11 +27,11 @@ from storage.dispatch.lease_status import FREE_DELIVERIES, is_suspect
 
 log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 2.0
+"""How long storage may take to answer; then the lease is rolled out as its message says."""
 FAILED_LOG_PERIOD_S = 1.0
 LOGGED_CHARACTERS = 1000
 MOST_INVALID_REWARDS = 200
 """Rewards in a row that are no numbers after which the reward is taken to be wrong, and the run ends."""
-"""How long storage may take to answer; then the lease is rolled out as its message says."""
 UNANSWERED_LOG_PERIOD_S = 10.0
 """The shortest time between two log lines which say that storage does not answer: each lease finds it out."""
 WEIGHTS_PATIENCE_S = 1.0

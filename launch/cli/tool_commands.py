@@ -1,7 +1,6 @@
 """Commands that inspect a run, feed it, train its steps again, or test it."""
 
 import json
-import re
 import time
 from functools import partial
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from bus.errors import ConfigError, SluiceError
+from bus.errors import ConfigError, SchemaError, SluiceError
 from launch.cli.app import (
     USAGE,
     ConfigFile,
@@ -112,10 +111,14 @@ def witness(
 
 def lease_of(name: str) -> int:
     """Return the lease of a group or trajectory by its name; raises `ConfigError` for any other name."""
-    match = re.fullmatch(r"g(\d{8,18})(\.\d+)?", name)
-    if match is None:
-        raise ConfigError(f"{name} names no group: write it as g00000012, or as one of its trajectories")
-    return int(match[1])
+    from bus.messages import parse_trajectory_name
+
+    try:
+        return parse_trajectory_name(name if "." in name else f"{name}.0")[0]
+    except SchemaError as error:
+        raise ConfigError(
+            f"{name} names no group: write it as g00000012, or as one of its trajectories"
+        ) from error
 
 
 @app.command(usage=USAGE.format("restore"))
