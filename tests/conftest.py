@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 
 import pytest
+import structlog
 
 from bus import consume
 from bus.config import BusConfig
@@ -24,6 +25,14 @@ Connect = Callable[[str], AbstractAsyncContextManager[Bus]]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put whole runs first: with the longest tests last, one worker would wait for the other."""
     items.sort(key=lambda item: "e2e" not in item.path.parts)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Undo what a test configures of logging: a command that it calls sets its own level."""
+    settings = structlog.get_config()
+    yield
+    structlog.configure(**settings)
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
 """The command line, called in the test's own process."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import structlog
 
 from launch.cli import main as cli
 from launch.process.runtime import USAGE
@@ -22,11 +21,10 @@ def refusal(status: int | str | None, stderr: str, wanted: int = USAGE) -> str:
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refused]:
+def refused(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Refused:
     """Call the command line with arguments that it refuses; returns its message. A process takes seconds."""
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("NO_COLOR", "1")
-    settings = structlog.get_config()
 
     def refused(*arguments: str | Path, wanted: int = USAGE) -> str:
         capsys.readouterr()
@@ -34,5 +32,4 @@ def refused(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> I
             cli.main([*map(str, arguments)])
         return refusal(ended.value.code, capsys.readouterr().err, wanted)
 
-    yield refused
-    structlog.configure(**settings)  # the command line logs in its own way
+    return refused
