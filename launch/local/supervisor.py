@@ -80,13 +80,16 @@ class Supervisor:
     async def start(self, part: Part, *, ready: Callable[[], Awaitable[bool]] | None = None) -> None:
         """Start `part`; from now on it is watched and, at the end, stopped. Return when it is `ready`.
 
-        Raises what `watch` does if it ends before that.
+        One that is killed before that is started again. Raises what `watch` does if it ends by itself.
         """
         self.parts.append(part)
         await self._spawn(part)
         while ready is not None and not await ready():
-            if part.process is not None and part.process.returncode is not None:
-                raise self._failure(part, part.process.returncode, "before it was ready")
+            status = part.process.returncode if part.process is not None else None
+            if status is not None and status >= 0 and status != TEMPORARY:
+                raise self._failure(part, status, "before it was ready")
+            if status is not None:
+                await self._restart(part, status)
             await asyncio.sleep(POLL_S)
 
     async def watch(self, stop: asyncio.Event) -> None:
@@ -134,18 +137,23 @@ class Supervisor:
             if status == 0 and part.ends_run:
                 over.set()
                 return
-            since = time.monotonic() - self._policy.window_s
-            part.failed = [at for at in part.failed if at > since]
-            if status != TEMPORARY:
-                part.failed.append(time.monotonic())
-            if status in FINAL or len(part.failed) > self._policy.restarts:
-                times = f"{len(part.failed)} times within {self._policy.window_s:g} s"
-                raise self._failure(part, status, times)
-            log.warning("part_restarts", part=part.name, ended=_ending(status), log=str(self._log_file(part)))
-            recent = sum(at > since for at in part.started)
-            pause_s = self._policy.first_pause_s * 2.0 ** min(recent - 1, MOST_DOUBLINGS)
-            await asyncio.sleep(min(pause_s, self._policy.longest_pause_s))
-            await self._spawn(part)
+            await self._restart(part, status)
+
+    async def _restart(self, part: Part, status: int) -> None:
+        """Start a part again that ended with `status`, after a pause. Raises what `watch` does if it is one
+        of too many failures, or one that no restart mends."""
+        since = time.monotonic() - self._policy.window_s
+        part.failed = [at for at in part.failed if at > since]
+        if status != TEMPORARY:
+            part.failed.append(time.monotonic())
+        if status in FINAL or len(part.failed) > self._policy.restarts:
+            times = f"{len(part.failed)} times within {self._policy.window_s:g} s"
+            raise self._failure(part, status, times)
+        log.warning("part_restarts", part=part.name, ended=_ending(status), log=str(self._log_file(part)))
+        recent = sum(at > since for at in part.started)
+        pause_s = self._policy.first_pause_s * 2.0 ** min(recent - 1, MOST_DOUBLINGS)
+        await asyncio.sleep(min(pause_s, self._policy.longest_pause_s))
+        await self._spawn(part)
 
     async def _keep_logs_short(self) -> None:
         while True:

@@ -257,6 +257,28 @@ async def test_a_part_that_ends_before_it_is_ready_is_an_error(supervisor: Super
         await supervisor.start(part("failing", 'raise SystemExit("no such luck")'), ready=never)
 
 
+async def test_a_part_that_is_killed_before_it_is_ready_is_started_again(
+    supervisor: Supervisor, tmp_path: Path
+):
+    program = f"""
+        import os, pathlib, time
+        lives = pathlib.Path({str(tmp_path)!r}, "lives")
+        with lives.open("a") as file:
+            file.write("x")
+        if len(lives.read_text()) < 3:
+            os.kill(os.getpid(), 9)
+        time.sleep(60)
+    """
+
+    async def in_its_third_life() -> bool:
+        lives = tmp_path / "lives"
+        return lives.exists() and len(lives.read_text()) == 3
+
+    async with asyncio.timeout(30):
+        await supervisor.start(part("starting", program), ready=in_its_third_life)
+    assert supervisor.restarts == 2
+
+
 async def test_log_files_are_appended_to(supervisor: Supervisor, tmp_path: Path):
     (tmp_path / "failing.log").write_text("of yesterday\n")
     await supervisor.start(part("failing", 'raise SystemExit("once more")'))
