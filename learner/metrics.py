@@ -1,10 +1,57 @@
-"""Names of the learner's numbers, `area/name_unit`, as metrics.jsonl and every screen know them."""
+"""The learner's numbers by name, `area/name_unit`, and who is told of them: screens, probes and the log."""
 
+import asyncio
+import time
 from collections.abc import Mapping
 
-from bus.codec import Json
+import structlog
+
+from bus.codec import Json, encode
+from bus.connection import Bus
+from bus.errors import BusError
+from bus.messages import Metrics
+from bus.publish import Publisher
 from learner.backends.base import StepResult
 from learner.data.batches import StepBatch
+
+log = structlog.get_logger()
+LOG_EVERY_S = 10.0
+"""Shortest time between two lines of the log that tell of a step."""
+LOGGED = ("reward/mean", "train/loss", "train/grad_norm", "staleness/max_versions", "time/step_s")
+"""Numbers of a step that its line has, as far as there are any."""
+
+
+class StepReporter:
+    """Publishes the numbers of each step, and logs those of a step from time to time."""
+
+    def __init__(self, bus: Bus, incarnation: str, tasks: asyncio.TaskGroup) -> None:
+        """Publish in `tasks`, so that no step waits for the bus."""
+        self._bus = bus
+        self._events = Publisher(bus)
+        self._incarnation = incarnation
+        self._tasks = tasks
+        self._log_at = 0.0
+        """Monotonic time from which on the next step has a line in the log."""
+
+    def report(self, stage: str, step: int, values: dict[str, Json]) -> None:
+        """Tell of a step of `stage`, which is `warmup` or `rl`."""
+        self._bus.state.metrics = values
+        if time.monotonic() >= self._log_at:
+            self._log_at = time.monotonic() + LOG_EVERY_S
+            shown = {name.partition("/")[2]: values[name] for name in LOGGED if name in values}
+            log.info("step_trained", stage=stage, step=step, **shown)
+        metrics = Metrics(
+            source="learner", step=step, time_s=time.time(), values={"train/stage": stage, **values}
+        )
+        name = f"metrics-{self._incarnation}-{stage}-{step}"
+        self._tasks.create_task(self._publish(name, encode(metrics)), name=f"publish {name}")
+
+    async def _publish(self, name: str, metrics: bytes) -> None:
+        """Publish, or say that it failed: only screens miss them."""
+        try:
+            await self._events.publish(self._bus.subject("events", "metrics"), metrics, message_id=name)
+        except BusError as error:
+            log.warning("metrics_not_published", name=name, reason=str(error))
 
 
 def step_values(result: StepResult) -> dict[str, Json]:

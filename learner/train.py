@@ -7,13 +7,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import structlog
-
-from bus.codec import Json, encode
+from bus.codec import Json
 from bus.connection import Bus
-from bus.errors import BusError, ConfigError, UnreadableGroupsError
-from bus.messages import EvaluationResult, Metrics, Probe
-from bus.publish import Publisher
+from bus.errors import ConfigError, UnreadableGroupsError
+from bus.messages import EvaluationResult, Probe
 from bus.requests import BatchLease
 from bus.status import report_status
 from bus.waiting import ended_before
@@ -24,7 +21,7 @@ from learner.checkpoint.commit import WRITING_TIMEOUT_S
 from learner.colocation import Device
 from learner.data.batches import StepBatch
 from learner.evaluation import HeldOut
-from learner.metrics import batch_values, read_values, step_values
+from learner.metrics import StepReporter, batch_values, read_values, step_values
 from learner.progress import Progress, refuse_other_history, values_to_save
 from learner.publication.broadcast import Broadcaster
 from learner.publication.host_copy import Copied
@@ -36,7 +33,6 @@ from storage.client.reader import ReplayReader
 from storage.disk.atomic_files import write_json
 from storage.weights.blob_stores import blob_store
 
-log = structlog.get_logger()
 WAITING = "waiting for the batch"
 WRITTEN_POLL_S = 0.05
 LAST_WORDS_S = 5.0
@@ -57,7 +53,6 @@ class Learner:
         self._incarnation = incarnation
         self._stop = stop
         self._reader = reader
-        self._events = Publisher(bus)
         self._doing, self._waits = "starting", {"batch": "", "devices": ""}
         publication = settings.learner.publication
         store = blob_store(bus, publication.transport, settings.export.parent / "weights")
@@ -77,8 +72,11 @@ class Learner:
         self._fetching: asyncio.Task[BatchLease] | None = None
         self._saving: tuple[int, dict[str, Any]] | None = None
         """Step and progress of the checkpoint that is being written."""
+        self._saved_step = progress.step
+        """Step of the checkpoint begun last."""
         self._tasks = asyncio.TaskGroup()
         """What runs beside the loop. An error there ends the learner."""
+        self._steps = StepReporter(bus, incarnation, self._tasks)
         self._tokens_per_s = 0.0
         self._joined = False
 
@@ -155,7 +153,7 @@ class Learner:
             result = await self._world.call(Rank.warm_up, progress.warmup_step)
             progress.warmup_step += 1
             progress.warmup_s += time.monotonic() - started
-            self._report("warmup", progress.warmup_step, step_values(result))
+            self._steps.report("warmup", progress.warmup_step, step_values(result))
         return not self._stop.is_set()
 
     # --- reinforcement learning ---
@@ -166,10 +164,15 @@ class Learner:
             if await self._step():
                 if self._saving is not None and await self._world.call(Rank.written):
                     await self._checkpointed()
-                if progress.step % learner.checkpoint.save_every == 0:
+                if self._saving is None and self._checkpoint_is_due(learner.checkpoint.save_every):
                     await self._checkpoint()
                 if progress.target_reached_step is not None and await self._latest_reaches_target():
                     return
+
+    def _checkpoint_is_due(self, save_every: int) -> bool:
+        """Return whether a multiple of `save_every` was passed since the checkpoint begun last. One that the
+        disk is still writing then is followed by the next as soon as it is done, and delays no step."""
+        return self.progress.step // save_every > self._saved_step // save_every
 
     async def _step(self) -> bool:
         """Take one optimizer step and publish; return False if `stop` came before it."""
@@ -204,7 +207,7 @@ class Learner:
         seconds = time.monotonic() - started
         progress.rl_s += seconds
         self._tokens_per_s = batch.tokens / seconds
-        self._report("rl", progress.step, {
+        self._steps.report("rl", progress.step, {
             **batch_values(batch), **step_values(result),
             "time/step_s": seconds, "time/waiting_for_batch_s": waited,
             "time/publish_stall_s": time.monotonic() - trained,
@@ -323,7 +326,8 @@ class Learner:
                 tensors, policy_version=version, stage=stage, trains_from=trains_from, probe=probe
             )
 
-        self._publishing = asyncio.create_task(
+        # of the group: where nobody awaits it, since no batch comes without its version, it ends the learner
+        self._publishing = self._tasks.create_task(
             publish(progress.policy_version, progress.stage, progress.trains_from), name="publish weights"
         )
 
@@ -354,7 +358,8 @@ class Learner:
         await self._checkpointed()
         self._doing = "copying the state for a checkpoint"
         values = await asyncio.to_thread(values_to_save, self._settings, self.progress)
-        self._saving = self.progress.step, values
+        self._saved_step = self.progress.step
+        self._saving = self._saved_step, values
         await self._world.call(Rank.save, *self._saving)
 
     async def _checkpointed(self) -> None:
@@ -394,18 +399,3 @@ class Learner:
             "trained_tokens_per_s": self._tokens_per_s,
             "alarm": self._weights.alarm,
         }
-
-    def _report(self, stage: str, step: int, values: dict[str, Json]) -> None:
-        self._bus.state.metrics = values
-        metrics = Metrics(
-            source="learner", step=step, time_s=time.time(), values={"train/stage": stage, **values}
-        )
-        name = f"metrics-{self._incarnation}-{stage}-{step}"
-        self._tasks.create_task(self._publish_metrics(name, encode(metrics)), name=f"publish {name}")
-
-    async def _publish_metrics(self, name: str, metrics: bytes) -> None:
-        """Publish, or say that it failed: only screens miss them."""
-        try:
-            await self._events.publish(self._bus.subject("events", "metrics"), metrics, message_id=name)
-        except BusError as error:
-            log.warning("metrics_not_published", name=name, reason=str(error))

@@ -30,6 +30,8 @@ from learner.world.process_group import gathered
 from storage.client.reader import ReplayReader
 
 T = TypeVar("T")
+OTHERS_POLL_S = 0.05
+"""Seconds between two questions whether the other ranks have their groups."""
 
 
 class Rank:
@@ -91,6 +93,7 @@ class Rank:
 
         The counts and the result are those of all ranks."""
         refs, task = self._fetching[step]
+        await self._fetched_by_all(task)
         groups = await task
         self._saved_step = None
         del self._fetching[step]
@@ -104,6 +107,12 @@ class Rank:
                 policy_version=policy_version,
             )
         )
+
+    async def _fetched_by_all(self, task: asyncio.Task[Groups]) -> None:
+        """Return when every rank has its groups, or knows why not. None of them waits in a collective, whose
+        time is bounded, while another waits for the bus."""
+        while not all(await self.in_thread(lambda: gathered(task.done()))):
+            await asyncio.wait({task}, timeout=OTHERS_POLL_S)
 
     async def warm_up(self, step: int) -> StepResult:
         """Take one optimizer step on the `step`-th batch of demonstrations, from 0."""

@@ -12,12 +12,14 @@ from structlog.testing import capture_logs
 from transformers import Qwen3ForCausalLM
 
 from bus.connection import Bus
+from bus.errors import FencedError
 from learner.backends.megatron.trainer import Trainer
-from learner.config.learner import LearnerConfig
+from learner.config.learner import CheckpointConfig, LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.warmup import WarmupConfig
 from learner.progress import Progress
+from learner.publication.publisher import WeightPublisher
 from learner.settings import LearnerSettings
 from learner.train import Learner
 from learner.world.channel import Channel
@@ -25,6 +27,7 @@ from learner.world.rank import Rank
 from learner.world.world import World
 from storage.client.reader import ReplayReader
 from storage.config import EvaluationConfig
+from storage.disk import checkpoints
 from storage.store.segments import FILE
 from tests.factories import make_trajectory
 from tests.learner.tiny import tiny_config
@@ -47,11 +50,11 @@ class Held(Trainer):
         return super().train_step(*args, **kwargs)
 
 
-def settings(directory: Path) -> LearnerSettings:
+def settings(directory: Path, save_every: int) -> LearnerSettings:
     return LearnerSettings(
         model=ModelConfig(),
         warmup=WarmupConfig(),
-        learner=LearnerConfig(steps=9),
+        learner=LearnerConfig(steps=9, checkpoint=CheckpointConfig(save_every=save_every)),
         evaluation=EvaluationConfig(every_versions=0),
         samples_per_prompt=2,
         seed=0,
@@ -64,12 +67,14 @@ def settings(directory: Path) -> LearnerSettings:
 
 
 @contextmanager
-def learning(bus: Bus, directory: Path, stop: asyncio.Event) -> Iterator[tuple[Learner, Held, ReplayReader]]:
+def learning(
+    bus: Bus, directory: Path, stop: asyncio.Event, save_every: int = 50
+) -> Iterator[tuple[Learner, Held, ReplayReader]]:
     """A learner of a tiny model, not yet running, its backend and its reader."""
     model = Qwen3ForCausalLM(tiny_config(vocab_size=1000))
     model.config.save_pretrained(directory / "model")
     trainer = Held(model.config, model.state_dict(), OptimizerConfig())
-    own = settings(directory)
+    own = settings(directory, save_every)
     with (
         closing(ReplayReader(bus, "a")) as reader,
         ThreadPoolExecutor(1, thread_name_prefix="train") as thread,
@@ -119,6 +124,58 @@ async def test_a_damaged_group_is_replaced_by_another_and_the_learner_goes_on(bu
     [line] = [line for line in logs if line["event"] == "groups_damaged"]
     assert line["log_level"] == "error"
     assert line["leases"] == [0]
+
+
+async def test_a_failed_publication_ends_a_learner_that_waits_for_groups_of_that_version(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With `max_staleness` 0 no group comes before the version is published."""
+    publish = WeightPublisher.publish
+
+    async def publish_the_first(self: WeightPublisher, *args: object, policy_version: int, **named: object):
+        if policy_version > 0:
+            raise FencedError("another learner publishes")
+        return await publish(self, *args, policy_version=policy_version, **named)
+
+    monkeypatch.setattr(WeightPublisher, "publish", publish_the_first)
+    with learning(bus, tmp_path, asyncio.Event()) as (learner, trainer, _):
+        trainer.released.set()
+        async with serving(bus, tmp_path / "storage"):
+            training = asyncio.create_task(learner.run())
+            await has(bus, "TASKS", 4)
+            await send_groups(bus, range(2))  # one step, and no group for the next
+            with pytest.raises(ExceptionGroup) as ended:
+                async with asyncio.timeout(20):
+                    await training
+    assert ended.group_contains(FencedError, match="another learner publishes")
+    assert learner.progress.step == 1
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written_for_longer_than_it_lasts(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stop, on_disk = asyncio.Event(), asyncio.Event()
+    written = Rank.written
+
+    async def written_once_the_disk_is_done(rank: Rank) -> bool:
+        return await written(rank) and on_disk.is_set()
+
+    monkeypatch.setattr(Rank, "written", written_once_the_disk_is_done)
+    with learning(bus, tmp_path, stop, save_every=1) as (learner, trainer, _):
+        trainer.released.set()
+        async with serving(bus, tmp_path / "storage"):
+            training = asyncio.create_task(learner.run())
+            await has(bus, "TASKS", 4)
+            await send_groups(bus, range(4))
+            await until(lambda: learner.progress.step == 2, seconds=20)
+            assert checkpoints.steps(tmp_path) == []
+            on_disk.set()
+            await send_groups(bus, range(4, 6))
+            await until(lambda: learner.progress.step == 3, seconds=20)
+            stop.set()
+            async with asyncio.timeout(20):
+                await training
+    assert checkpoints.steps(tmp_path) == [1, 3]  # that of step 2 was left out
 
 
 def flip_a_bit(path: Path) -> None:

@@ -31,12 +31,35 @@ class OwnRank(Rank):
     def note(self, text: str) -> None:
         self.notes += (text,)
 
+    async def asked_until_all_have_fetched(self, times: int) -> int:
+        """Return how often the ranks asked each other; the groups of the last one come at that question."""
+        asked, enough = 0, asyncio.Event()
+        if dist.get_rank() < dist.get_world_size() - 1:
+            enough.set()
+        in_thread = self.in_thread
 
-def calls(directory: Path) -> tuple[float, tuple[str, ...]]:
+        async def counted(work):
+            nonlocal asked
+            asked += 1
+            if asked == times:
+                enough.set()
+            return await in_thread(work)
+
+        async def arriving():
+            await enough.wait()
+            return []
+
+        self.in_thread = counted
+        await self._fetched_by_all(asyncio.create_task(arriving()))
+        self.in_thread = in_thread
+        return asked
+
+
+def calls(directory: Path) -> tuple[float, tuple[str, ...], int]:
     return asyncio.run(_calls(directory))
 
 
-async def _calls(directory: Path) -> tuple[float, tuple[str, ...]]:
+async def _calls(directory: Path) -> tuple[float, tuple[str, ...], int]:
     model, stop = tiny_model(), asyncio.Event()
     settings = MiniRun(None, directory, None, directory / "none").settings()
     backend = build_backend(
@@ -47,17 +70,22 @@ async def _calls(directory: Path) -> tuple[float, tuple[str, ...]]:
         world = World(Channel(stop), rank, settings)
         if dist.get_rank() > 0:
             await world.follow()
-            return 0.0, rank.notes
+            return 0.0, rank.notes, 0
         async with world.led(stop):
             await world.send(OwnRank.note, "at once")
-            return await world.call(OwnRank.weighted_sum, [1.0, 10.0], scale=2.0), rank.notes
+            total = await world.call(OwnRank.weighted_sum, [1.0, 10.0], scale=2.0)
+            asked = await world.call(OwnRank.asked_until_all_have_fetched, 4)
+            return total, rank.notes, asked
 
 
 def test_a_method_of_rank_is_called_without_being_named_anywhere_else(tmp_path):
-    assert calls(tmp_path) == (2.0, ("at once",))
+    total, notes, _ = calls(tmp_path)
+    assert (total, notes) == (2.0, ("at once",))
 
 
 @pytest.mark.slow
 def test_it_is_called_on_all_ranks(worlds, tmp_path):
-    notes = ("at once",)
-    assert worlds.run(2, calls, tmp_path) == [(22.0, notes), (0.0, notes)]
+    [(total, notes, asked), other] = worlds.run(2, calls, tmp_path)
+    assert (total, notes) == (22.0, ("at once",))
+    assert other == (0.0, ("at once",), 0)
+    assert asked >= 4  # while a rank waits for its groups, no other stands in a collective for as long
