@@ -18,7 +18,7 @@ from launch.chaos.disk import small_disk
 from launch.chaos.faults import RUN_FAULTS, Fault, Target, bus_faults, inject_one, kill_leader
 from launch.chaos.local_run import LocalRun
 from launch.chaos.paced_lengths import LONGEST, expected_lengths
-from launch.chaos.resume_check import retrain
+from launch.chaos.resume_check import ask_witness, retrain
 from launch.chaos.segment_check import check_segments, segments_broken
 from launch.chaos.servers import BusServers
 from launch.history.trajectory_account import account, ks_p
@@ -95,6 +95,7 @@ async def run_soak(plan: SoakPlan, directory: Path, stop: asyncio.Event) -> dict
         **found,
         "known_length_ks_p": known_length_p(run),
         **await retrain(run, timeout_s=took_s),
+        **await ask_witness(run, timeout_s=took_s),
     }
 
 

@@ -18,7 +18,7 @@ from storage.dispatch.ledger_reader import states_of
 from storage.store.replay import ReplayStore
 
 LOSS_TOLERANCE = 1e-5
-"""Largest difference between the loss of a step and that of the same step trained again."""
+"""Largest difference between the loss of a step and that of the same step trained again; of weights too."""
 USED = ("stored", "leased", "committed")
 
 
@@ -68,10 +68,13 @@ def exit_status(result: dict[str, Json]) -> int:
 
 
 def _continuous(result: dict[str, Json]) -> bool:
-    """Return whether one process, trained on the same groups from step 0, had the same batches and losses."""
+    """Return whether one process, trained on the same groups from step 0, had the same batches and losses and
+    ended with the same weights, and whether these say of one group that it was trained on once."""
     whole = result["steps"] == result["retrained_batches"] == result["retrained_batches_equal"]
-    apart = result["loss_max_abs_diff"]  # null if a loss was finite only once
-    return whole and isinstance(apart, (int, float)) and apart <= LOSS_TOLERANCE
+    apart = result["loss_max_abs_diff"], result["weights_max_abs_diff"]  # null if one was finite only once
+    equal = all(isinstance(value, (int, float)) and value <= LOSS_TOLERANCE for value in apart)
+    witness = result["witness"]
+    return whole and equal and isinstance(witness, dict) and witness["trained"] == "once"
 
 
 def ks_p(one: NDArray[np.int64], other: NDArray[np.int64]) -> float:
