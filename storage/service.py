@@ -32,7 +32,7 @@ from storage.dispatch.dispatcher import Dispatcher
 from storage.dispatch.ledger import Ledger
 from storage.metrics.recorder import Sink, record_metrics
 from storage.prompts.data_sets import DataSets
-from storage.prompts.dataset import encoded_prompts, load_prompts
+from storage.prompts.dataset import encoded_prompts, load_prompts, refuse_large
 from storage.prompts.generators import generate_task
 from storage.prompts.length_check import check_lengths, check_prompt_lengths
 from storage.prompts.updates import DataUpdates
@@ -100,6 +100,8 @@ def read_prompts(data: DataConfig, run: RunDirectory, seed: int) -> Prompts:
 async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) -> None:
     """Serve the run until `stop`."""
     prompts = await asyncio.to_thread(read_prompts, settings.data, settings.run, settings.seed)
+    largest = bus.client.max_payload
+    await asyncio.to_thread(refuse_large, prompts.training, prompts.source, largest_message=largest)
     if settings.replay.numbers_here:
         await Retention.of_shard(settings.replay, settings.run.name).check()
     await bus.create_keys()

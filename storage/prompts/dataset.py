@@ -16,6 +16,8 @@ from storage.config import PromptKeys
 from storage.disk.atomic_files import write_file
 from storage.prompts.rows import Row, missing_key, read_rows
 
+LEASE_BYTES = 1024
+"""Room for what a lease carries besides its prompt."""
 _MESSAGES = 'a text or a list of messages like {"role": "user", "content": "..."}'
 
 
@@ -40,6 +42,18 @@ def encoded_prompts(prompts: Sequence[Prompt], source: str) -> bytes:
             f"give a slice of the file, such as prompts.jsonl@[:{MAX_ITEMS}]"
         )
     return encode(PromptSet(prompts=tuple(prompts)))
+
+
+def refuse_large(prompts: Iterable[Prompt], source: str, *, largest_message: int) -> None:
+    """Raise `ConfigError` for a prompt whose lease the bus would not carry, in messages of so many bytes."""
+    for number, prompt in enumerate(prompts):
+        size = len(encode(prompt))
+        if size > largest_message - LEASE_BYTES:
+            raise ConfigError(
+                f"{source}: prompt {number} (from 0) has {size} bytes with its label and metadata, and "
+                f"messages of this bus have {largest_message} at most: shorten it, or raise max_payload of "
+                "nats-server"
+            )
 
 
 def prompt_content(row: Row, key: str) -> str | list[Json]:

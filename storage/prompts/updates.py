@@ -10,6 +10,7 @@ from bus.messages import PolicyManifest, PromptSet
 from bus.requests import DataAccepted, NewData
 from storage.dispatch.ledger import Ledger
 from storage.prompts.data_sets import DataSets
+from storage.prompts.dataset import refuse_large
 from storage.prompts.length_check import check_lengths
 
 
@@ -39,6 +40,8 @@ class DataUpdates:
         prompts = decode(await get_blob(self._bus, request.prompts), PromptSet).prompts
         if not prompts:
             raise ConfigError(f"{request.source}: holds no prompts")
+        largest = self._bus.client.max_payload
+        await asyncio.to_thread(refuse_large, prompts, request.source, largest_message=largest)
         async with self._one_at_a_time:
             await check_lengths(self._bus, found[0].model, prompts, max_new_tokens=self._max_new_tokens)
             latest = await self._data.add(prompts, keep_old=request.keep_old, source=request.source)

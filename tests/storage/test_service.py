@@ -123,6 +123,17 @@ async def test_run_without_prompts_is_refused(bus, tmp_path):
         await run_storage(bus, make_settings(tmp_path), asyncio.Event())
 
 
+async def test_a_prompt_that_no_message_of_the_bus_carries_is_refused_before_the_run_is_announced(
+    bus, tmp_path
+):
+    settings = make_settings(tmp_path, "2 + 2 =", "x" * bus.client.max_payload)
+    with pytest.raises(
+        ConfigError, match=r"prompts\.jsonl: prompt 1 \(from 0\) has \d+ bytes .* raise max_payload"
+    ):
+        await run_storage(bus, settings, asyncio.Event())
+    assert await bus.get("run", RunRecord) is None
+
+
 async def test_archive_that_cannot_be_used_is_refused(bus, tmp_path):
     replay = ReplayConfig(archive="nonsense://bucket")
     with pytest.raises(ConfigError, match=r"replay\.archive: nonsense://bucket/test cannot be written"):
