@@ -1,7 +1,8 @@
 """`launch bench actors-scale`: what thousands of actors cost the bus, storage and a screen.
 
-A real nats-server, a real `launch storage` and a real screen, with simulated actors in a few processes
-(`launch.benchmarks.simulated_actors`), each actor over a connection of its own. The learner is made up here.
+A real nats-server, a real `launch storage`, its shards in another process, and a real screen, with simulated
+actors in a few processes (`launch.benchmarks.simulated_actors`), each actor over a connection of its own. The
+learner is made up here.
 """
 
 import asyncio
@@ -91,7 +92,10 @@ async def _measure(directory: Path, load: Load) -> Figures:
         server = await stack.enter_async_context(Server(directory / "bus"))
         bus = await stack.enter_async_context(Bus.connect(BusConfig(url=server.url), RUN, name="learner"))
         pids = {"nats_server": server.pid}
-        pids["dispatcher"] = await stack.enter_async_context(_storage(server.url, directory, load.actors))
+        dispatcher = _launched("storage", *_storage_flags(server.url, directory, load.actors))
+        pids["dispatcher"] = await stack.enter_async_context(dispatcher)
+        shards = _launched("shards", "--shards", f"0-{SHARDS - 1}", *_run_flags(server.url, directory))
+        pids["shards"] = await stack.enter_async_context(shards)
         await bus.wait_for("run", RunRecord, timeout_s=READY_S, hint="did `launch storage` start?")
         learner = Learner(bus, groups=max(1, load.actors // STALENESS))
         await learner.begin(await asyncio.to_thread(_model_files, directory / "model"))
@@ -268,21 +272,30 @@ def _model_files(directory: Path) -> ModelFiles:
 # --- the processes that are measured ---
 
 
-@asynccontextmanager
-async def _storage(url: str, directory: Path, actors: int) -> AsyncIterator[int]:
-    """Run `launch storage` while inside; yields its process id."""
+def _run_flags(url: str, directory: Path) -> list[str]:
+    return ["--bus", url, "--run", RUN, "--directory", str(directory / "runs")]
+
+
+def _storage_flags(url: str, directory: Path, actors: int) -> list[str]:
+    """Return the flags of a `launch storage` that leaves the shards to another process."""
     prompts = directory / "prompts.jsonl"
     prompts.write_text(
         "".join(json.dumps({"prompt": f"prompt {n}", "label": "1"}) + "\n" for n in range(1000))
     )
     settings = {
-        "bus": url, "run": RUN, "directory": directory / "runs", "prompts": prompts,
-        "replay.shards": SHARDS, "admission.max-staleness": STALENESS - 1,
+        "prompts": prompts, "replay.shards": SHARDS, "replay.here": "none",
+        "admission.max-staleness": STALENESS - 1,
         "admission.groups-per-step": max(1, actors // STALENESS), "admission.samples-per-prompt": SAMPLES,
     }  # fmt: skip
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    return [*_run_flags(url, directory), *flags]
+
+
+@asynccontextmanager
+async def _launched(command: str, *flags: str) -> AsyncIterator[int]:
+    """Run a command of `launch` while inside; yields its process id."""
     process = await asyncio.create_subprocess_exec(
-        *module_command("launch", "storage", *flags),
+        *module_command("launch", command, *flags),
         stdin=DEVNULL, stdout=DEVNULL, preexec_fn=die_with_parent(), env=os.environ | {"TERM": "dumb"},
     )  # fmt: skip
     try:

@@ -17,6 +17,6 @@ def test_actors_are_counted_idle_and_at_work(monkeypatch: pytest.MonkeyPatch):
     assert idle["messages_per_s"] > 50  # a status each second, at least
     assert idle["kinds_per_s"]["status.actor"] > 0
     assert "trajectories" not in idle["kinds_per_s"]
-    assert set(idle["cores"]) == {"nats_server", "dispatcher", "screen", "actors_0"}
+    assert set(idle["cores"]) == {"nats_server", "dispatcher", "shards", "screen", "actors_0"}
     assert busy["leases_per_s"] > 0
     assert 0 < busy["round_trip_p50_ms"] <= busy["round_trip_p99_ms"]
