@@ -11,6 +11,7 @@ from bus.messages import PolicyManifest
 from learner import service
 from learner.checkpoint.commit import read_extra
 from learner.colocation import Device
+from learner.world import rank
 from tests.learner.mini_run import mini_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.nats, pytest.mark.usefixtures("in_process")]
@@ -28,6 +29,25 @@ async def test_a_learner_goes_on_from_the_checkpoint_before_a_damaged_one(bus, t
     assert list(after) == [1, 2, 3, 4, 5, 6]
     assert {step: after[step] for step in before} == before  # steps 3 and 4 once more, bit for bit
     assert (tmp_path / "checkpoints/damaged-step_00000004").is_dir()
+
+
+async def test_an_export_that_the_disk_refuses_costs_no_training(bus, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError("no space left")
+
+    async with mini_run(bus, tmp_path) as run:
+        settings = run.settings()
+        with monkeypatch.context() as patch:
+            patch.setattr(rank, "stream_hf_directory", refuse)
+            with pytest.raises(ExceptionGroup) as ended:
+                await service.run(bus, settings, run.demonstrations, asyncio.Event())
+        assert ended.group_contains(OSError, match="no space left")
+        saved = read_extra(settings.checkpoints / "step_00000004")
+        assert (saved["stage"], saved["step"]) == ("rl", 4)
+        before = run.steps()
+        progress = await run.train()
+        assert run.steps() == before  # none was trained again
+    assert (progress.stage, progress.step) == ("done", 4)
 
 
 async def test_metrics_that_the_bus_refuses_are_missed_by_screens_alone_and_said_to_be(bus, tmp_path):

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from bus.connection import Bus
+from bus.errors import LostDataError
 from launch.config import RunConfig
-from launch.watch.conclusion import concluding
+from launch.watch.conclusion import concluding, saved_progress
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import append_records, metrics_record
 from tests.launch.messages import learner, metrics, storage
@@ -34,6 +35,15 @@ async def test_summary_is_there_when_the_learner_is_done_though_storage_goes_on(
     summary = json.loads(run.summary.read_text())
     assert (summary["stage"], summary["steps"], summary["policy_version"]) == ("done", 2, 3)
     assert summary["groups"]["trained"] == 640
+
+
+@pytest.mark.parametrize("garbled", [b"", b'{"step": 4'], ids=["empty", "cut"])
+async def test_a_garbled_progress_names_the_file_and_the_remedy(run: RunDirectory, garbled: bytes):
+    (run.path / "progress.json").write_bytes(garbled)
+    with pytest.raises(
+        LostDataError, match=r"progress\.json is not JSON .*: remove it: the learner writes it anew"
+    ):
+        saved_progress(run)
 
 
 async def test_storage_that_is_stopped_before_the_end_makes_them_too(bus: Bus, run: RunDirectory):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from bus.errors import ConfigError
+from bus.errors import ConfigError, LostDataError
 from storage.disk.run_directory import RunDirectory, write_json
 
 
@@ -42,6 +42,18 @@ def test_json_is_replaced_whole(tmp_path):
     write_json(run.summary, {"accuracy": 1.0})
     assert json.loads(run.summary.read_text()) == {"accuracy": 1.0}
     assert [path.name for path in run.path.iterdir()] == ["summary.json"]
+
+
+@pytest.mark.parametrize("garbled", [b"", b'[{"started": "20', b"\xff\x00"], ids=["empty", "cut", "binary"])
+def test_a_garbled_provenance_names_the_file_and_the_remedy(tmp_path, garbled):
+    run = RunDirectory(tmp_path, "a")
+    run.provenance.write_bytes(garbled)
+    for read in (run.refuse_other_format, run.write_provenance):
+        with pytest.raises(
+            LostDataError, match=r"a/provenance\.json is not JSON .*: remove it: it only records"
+        ):
+            read()
+    assert run.provenance.read_bytes() == garbled
 
 
 def test_provenance_keeps_every_start_and_no_password(tmp_path, monkeypatch):
