@@ -57,6 +57,7 @@ async def _connected(url: str, credentials: Credentials | None) -> Client:
             await client.connect(
                 url,
                 name="probe",
+                error_cb=_note,  # nats-py would print a traceback with every attempt
                 max_reconnect_attempts=-1,
                 reconnect_time_wait=PERIOD_S,
                 **authentication(credentials),
@@ -66,6 +67,10 @@ async def _connected(url: str, credentials: Credentials | None) -> Client:
             await asyncio.sleep(PERIOD_S)
         else:
             return client
+
+
+async def _note(error: Exception) -> None:
+    log.debug("probe_connection", reason=str(error) or type(error).__name__)
 
 
 async def _answers(js: JetStreamContext) -> bool:

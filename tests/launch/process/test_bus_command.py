@@ -61,6 +61,28 @@ async def test_a_server_that_is_slow_is_left_alone(server: NatsServer, monkeypat
         assert "timeout" in await checking
 
 
+async def test_a_check_whose_server_is_away_prints_no_tracebacks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    tries, noted = asyncio.Queue(), write_check._note
+
+    async def counted(error: Exception) -> None:
+        tries.put_nowait(error)
+        await noted(error)
+
+    monkeypatch.setattr(write_check, "PERIOD_S", 0.01)
+    monkeypatch.setattr(write_check, "_note", counted)
+    checking = asyncio.create_task(
+        write_check.until_it_cannot_store(f"nats://127.0.0.1:{free_port('127.0.0.1')}")
+    )
+    async with asyncio.timeout(20):
+        for _ in range(3):
+            await tries.get()
+    checking.cancel()
+    await asyncio.wait([checking])
+    assert not caplog.records
+
+
 @pytest.mark.slow
 async def test_a_bus_whose_disk_was_full_stores_again(tmp_path):
     port, stop = free_port("127.0.0.1"), asyncio.Event()
