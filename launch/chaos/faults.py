@@ -25,7 +25,7 @@ from launch.process.runtime import TEMPORARY, USAGE
 
 PARTS = ("actors", "storage", "learner")
 CONNECT_TIMEOUT_S = 5.0
-REFUSED_WITHIN_S = 60.0
+REFUSED_WITHIN_S = 180.0
 """Longest time that a second process of a name may take to be refused."""
 HOLDS = {"learner": "learner", "storage": "dispatcher"}
 """Role by which a process of this command has its name."""
