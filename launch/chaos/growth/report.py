@@ -71,7 +71,7 @@ def judge(
 
     Args:
         samples: in the order of time.
-        each_step: how many trajectories, evaluations and data switches a step has on average.
+        each_step: how many steps and trajectories a step has.
         stream_bounds: largest size of each stream in bytes.
     """
     names = sorted({name for sample in samples for name in sample.values if judged(name)})

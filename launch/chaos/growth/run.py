@@ -8,8 +8,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -20,15 +20,14 @@ from bus.child_process import die_with_parent, module_command
 from bus.codec import Json
 from bus.errors import SluiceError
 from bus.server import HTTP_HOST, free_port
-from bus.waiting import cancelled, set_within
+from bus.waiting import set_within
 from launch.chaos.growth.report import SIX_WEEKS_STEPS, Verdict, judge
 from launch.chaos.growth.samples import Sample, last_step, sample_bus, sample_disk, sample_processes
 from launch.chaos.growth.settings import (
+    EACH_STEP,
     EVERY_VERSIONS,
-    GROUPS,
     PROMPTS,
     RUN,
-    SAMPLES,
     STREAM_BOUNDS,
     settings_of_run,
     write_prompts,
@@ -48,10 +47,12 @@ PARTS = ("actors", "storage", LEARNER, "bus")
 CHANGES = 40
 """Changes of the prompts over the calm part, and actors that come and go, if each takes its time at most."""
 LEAST_PAUSE_S = 10.0
-GUEST_JOINS_S = 60.0
+DATA_TIMEOUT_S = 300.0
+GUEST_JOINS_S = 300.0
 """Longest time that a further actor may take to join."""
 GUEST_STAYS_S = 2.0
-END_S = 60.0
+END_S = 120.0
+"""Longest time that a process may take to end, and its successor to be there."""
 
 
 @dataclass
@@ -78,8 +79,8 @@ async def run_compressed(
 ) -> tuple[dict[str, Json], list[Verdict]]:
     """Run for so many minutes, stop, and report the growth of every series; the samples lie beside the run.
 
-    No process of the run survives this function. Raises `SluiceError` when the run does not train, gives up,
-    does not end or refuses other prompts.
+    No process of the run survives this function. Raises `SluiceError`, once it is sampled in a group, when
+    the run does not train, gives up, does not end, or refuses other prompts or another actor.
     """
     directory = await asyncio.to_thread(_made, directory)
     port = free_port(HTTP_HOST)
@@ -92,15 +93,16 @@ async def run_compressed(
     try:
         await going.local.start()
         await wait_for_a_step(going.local)
-        sampling = asyncio.create_task(_keep_sampling(going))
-        try:
+        async with asyncio.TaskGroup() as tasks:  # a run that cannot be sampled is of no use
+            sampling = tasks.create_task(_keep_sampling(going))
             await _go_through(going, began, minutes, stop)
-        finally:
-            await cancelled(sampling)
+            sampling.cancel()
         await going.local.end()
     finally:
         await going.local.kill()
-    verdicts = await asyncio.to_thread(_judged, going)
+    if not going.samples:
+        raise SluiceError("the run was stopped before its first sample: there is nothing to judge")
+    verdicts = await asyncio.to_thread(judge, going.samples, EACH_STEP, STREAM_BOUNDS)
     return _report(going, minutes, seed, verdicts), verdicts
 
 
@@ -133,6 +135,8 @@ async def _restart_parts(going: CompressedRun, until: float, stop: asyncio.Event
         else:
             continue
         break
+    if stop.is_set():
+        return
     await going.local.end()
     await going.local.start()
     going.restarts += 1
@@ -160,8 +164,10 @@ async def _change_prompts(going: CompressedRun) -> None:
     path = going.directory / "other_prompts.jsonl"
     await asyncio.to_thread(write_prompts, path, PROMPTS, going.random)
     log_file = going.directory / "data.log"
-    process = await _start(log_file, "data", "--prompts", str(path), going=going)
-    if await process.wait() != 0:
+    async with _started(going, log_file, "data", "--prompts", str(path)) as process:
+        async with asyncio.timeout(DATA_TIMEOUT_S):
+            await process.wait()
+    if process.returncode != 0:
         raise SluiceError(f"`launch data` ended with status {process.returncode}: see {log_file}")
     going.data_switches += 1
 
@@ -170,8 +176,7 @@ async def _let_actor_come_and_go(going: CompressedRun) -> None:
     """Let a further actor join the run, and stop it. Raises `SluiceError` when it does not join."""
     log_file = going.directory / "guest.log"
     log_file.unlink(missing_ok=True)
-    process = await _start(log_file, "actors", going=going)
-    try:
+    async with _started(going, log_file, "actors") as process:
         try:
             async with asyncio.timeout(GUEST_JOINS_S):
                 while b"engine_ready" not in await asyncio.to_thread(log_file.read_bytes):
@@ -184,23 +189,26 @@ async def _let_actor_come_and_go(going: CompressedRun) -> None:
         process.terminate()
         async with asyncio.timeout(END_S):
             await process.wait()
+    going.guests += 1
+
+
+@asynccontextmanager
+async def _started(
+    going: CompressedRun, log_file: Path, command: str, *arguments: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Start a command for the run, which finds its bus in the run's directory; leaving ends it."""
+    where = ("--run", RUN, "--directory", str(going.directory))
+    with log_file.open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            *module_command("launch", command, *where, *arguments), stdin=asyncio.subprocess.DEVNULL,
+            stdout=output, stderr=output, start_new_session=True, preexec_fn=die_with_parent(),
+        )  # fmt: skip
+    try:
+        yield process
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    going.guests += 1
-
-
-async def _start(
-    log_file: Path, command: str, *arguments: str, going: CompressedRun
-) -> asyncio.subprocess.Process:
-    """Start a command for the run, which finds its bus in the run's directory."""
-    where = ("--run", RUN, "--directory", str(going.directory))
-    with log_file.open("ab") as output:
-        return await asyncio.create_subprocess_exec(
-            *module_command("launch", command, *where, *arguments), stdin=asyncio.subprocess.DEVNULL,
-            stdout=output, stderr=output, start_new_session=True, preexec_fn=die_with_parent(),
-        )  # fmt: skip
 
 
 async def _keep_sampling(going: CompressedRun) -> None:
@@ -225,17 +233,6 @@ def _sample(going: CompressedRun, supervisor: int, time_s: float, calm: bool) ->
     return Sample(time_s, step, calm, lives, values | sample_disk(run.path) | sample_bus(going.nats_port))
 
 
-def _judged(going: CompressedRun) -> list[Verdict]:
-    steps = max(1, last_step(going.local.run))
-    each_step = {
-        "step": 1.0,
-        "trajectory": float(GROUPS * SAMPLES),
-        "evaluation": 1 / EVERY_VERSIONS,
-        "data switch": going.data_switches / steps,
-    }
-    return judge(going.samples, each_step, STREAM_BOUNDS)
-
-
 def _report(going: CompressedRun, minutes: float, seed: int, verdicts: Sequence[Verdict]) -> dict[str, Json]:
     steps = last_step(going.local.run)
     fitted = [verdict.growth.steps for verdict in verdicts if verdict.growth is not None]
@@ -246,7 +243,7 @@ def _report(going: CompressedRun, minutes: float, seed: int, verdicts: Sequence[
         "steps_per_second": round(steps / max(1e-9, going.samples[-1].time_s), 2),
         "six_weeks_steps": SIX_WEEKS_STEPS,
         "longest_fit_steps": max(fitted, default=0.0),
-        "trajectories": steps * GROUPS * SAMPLES,
+        "trajectories": int(steps * EACH_STEP["trajectory"]),
         "evaluations": steps // EVERY_VERSIONS,
         "data_switches": going.data_switches,
         "guests": going.guests,

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -130,7 +131,7 @@ def sample_bus(port: int) -> dict[str, float]:
     try:
         server = _asked(port, "varz")
         streams = _asked(port, "jsz?accounts=true&streams=true&consumers=true")
-    except (OSError, ValueError):  # it is being restarted
+    except (OSError, HTTPException, ValueError):  # it is being restarted
         return {}
     values = {
         "bus connections": float(server["connections"]),

@@ -10,12 +10,15 @@ from launch.config import Layer
 
 RUN = "growth"
 GROUPS, SAMPLES, MAX_STALENESS, SHARDS = 2, 2, 4, 2
+EACH_STEP = {"step": 1.0, "trajectory": float(GROUPS * SAMPLES)}
+"""How many of each there are in a step."""
 EVERY_VERSIONS = 50
 """Versions from one evaluation to the next."""
 PROMPTS, HELDOUT = 500, 16
 STREAM_MIB = 16
 """Largest size of each stream: the smallest that there is."""
-RETAIN_BYTES = 4 * MIB
+RETAIN_BYTES = MIB
+"""Bytes of segments that all shards keep; the oldest go to the archive within minutes."""
 STREAMS = ("TASKS", "TRAJECTORIES", "OUTCOMES", "WEIGHTS", "FILES", "EVENTS", "DEAD")
 STREAM_BOUNDS = dict.fromkeys(STREAMS, STREAM_MIB * MIB)
 
