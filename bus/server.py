@@ -35,6 +35,8 @@ WRITE_S = 15
 FIRST_PORT = 10_000
 """Lowest port that is chosen for a server."""
 TRIED_PORTS = 100
+HTTP_HOST = "127.0.0.1"
+"""Address at which a server tells its own numbers, to whoever asks: so not beyond this host."""
 SAYS_SO_EVERY_S = 10.0
 """Seconds between two lines of the log about a server that is not ready yet."""
 
@@ -70,12 +72,14 @@ class NatsServer:
         port: int = 0,
         secure: "SecureDirectory | None" = None,
         cluster: ClusterMember | None = None,
+        http_port: int | None = None,
     ) -> None:
         self.directory = directory
         self.host = host
         self.port = port or free_port(host)
         self._secure = secure
         self._cluster = cluster
+        self._http_port = http_port
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -176,6 +180,7 @@ class NatsServer:
             f'jetstream {{ store_dir: "{self.directory / "jetstream"}" }}\n'
             + (self._secure.server_config() if self._secure is not None else "")
             + (self._cluster.server_config(self.host) if self._cluster is not None else "")
+            + (f'http: "{HTTP_HOST}:{self._http_port}"\n' if self._http_port is not None else "")
         )
 
     async def _answers(self) -> bool:

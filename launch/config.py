@@ -40,6 +40,10 @@ class MonitoringConfig(Config):
     stuck_after_s: float = Field(60.0, gt=0)
     """Silence of the event loop after which `/healthz` says that the process is stuck."""
 
+    nats_port: int | None = Field(None, ge=1, le=65535)
+    """Port of this host at which nats-server tells its own numbers (`/varz`, `/jsz`), for its exporter. Only
+    `launch bus` reads it, and `launch local` for its bus."""
+
 
 class ProcessConfig(Config):
     """Settings that every process of a run needs: which run, where its files lie, and its bus."""

@@ -110,9 +110,9 @@ async def _soaked(plan: SoakPlan, directory: Path, stop: asyncio.Event, *, disk_
         async with servers.running():
             try:
                 await local.start()
-                await _wait_for_a_step(local)
+                await wait_for_a_step(local)
                 await _inject(target, plan.minutes, stop)
-                await _wait_for_a_step(local)
+                await wait_for_a_step(local)
                 await asyncio.sleep(SETTLE_S)
                 await local.end()
             finally:
@@ -174,7 +174,7 @@ def known_length_p(run: RunDirectory) -> float:
     return ks_p(np.array(lengths), expected_lengths(len(lengths)))
 
 
-async def _wait_for_a_step(local: LocalRun) -> None:
+async def wait_for_a_step(local: LocalRun) -> None:
     """Return when the run has trained another step: it runs, or has recovered from the faults."""
     deadline = time.monotonic() + START_TIMEOUT_S
     path = local.run.path / "lineage.jsonl"

@@ -4,7 +4,7 @@ import json
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 
@@ -29,6 +29,8 @@ from launch.config import (
 from launch.process.runtime import configure_logging, fail, run
 
 app.command(convert)
+TABLE_WIDTH = 140
+"""Columns of a table that goes to a file."""
 
 
 @app.command(usage=USAGE.format("retrain"))
@@ -266,10 +268,11 @@ def rescore(  # noqa: PLR0913 - each is a flag
 @app.command(usage=USAGE.format("soak"))
 def soak(
     *,
-    minutes: float = 15.0,
+    minutes: float | None = None,
     seed: int = 0,
     outages: tuple[float, float] = (15.0, 120.0),
     cluster: int = 1,
+    compressed: Annotated[bool, Parameter(name="--compressed", negative=())] = False,
     directory: Path = Path("runs/soaks"),
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
@@ -278,13 +281,17 @@ def soak(
     Parameters
     ----------
     minutes
-        How long faults are injected; it goes on until there were seven faults a minute.
+        How long faults are injected, 15 by default; it goes on until there were seven faults a minute. With
+        --compressed, how long the run takes, 60 by default.
     seed
         Seed of the random choice of faults and of their times.
     outages
         Shortest and longest time in seconds for which the bus is away.
     cluster
         Servers of the bus. With 3 each stream has 3 replicas, and a leader is killed every minute.
+    compressed
+        Measure growth instead: six weeks of steps in an hour, without faults but with restarts. The exit
+        status is 1 when anything grows beyond what docs/operations.md states.
     directory
         Directory of all soaks; each leaves its run in a subdirectory.
     as_json
@@ -298,7 +305,32 @@ def soak(
         raise ConfigError(f"--cluster {cluster}: a bus of a soak has 1 server or 3")
     if not 0 < outages[0] <= outages[1]:
         raise ConfigError(f"--outages {outages[0]:g} {outages[1]:g}: give the shortest, then the longest")
-    plan = SoakPlan(minutes=minutes, seed=seed, outages_s=outages, servers=cluster)
-    result = run(partial(run_soak, plan, directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}"))
+    here = directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}"
+    if compressed:
+        if cluster != 1:
+            raise ConfigError(f"--cluster {cluster}: the bus of --compressed is one server")
+        _soak_compressed(60.0 if minutes is None else minutes, seed, here, as_json)
+    plan = SoakPlan(
+        minutes=15.0 if minutes is None else minutes, seed=seed, outages_s=outages, servers=cluster
+    )
+    result = run(partial(run_soak, plan, here))
     print(json.dumps(result, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
     raise SystemExit(exit_status(result))
+
+
+def _soak_compressed(minutes: float, seed: int, directory: Path, as_json: bool) -> NoReturn:
+    """Run for so many minutes, print what grew, and exit; report.json beside the run has it, too."""
+    from rich.console import Console
+
+    from launch.chaos.growth.report import print_report
+    from launch.chaos.growth.run import run_compressed
+    from storage.disk.atomic_files import write_json
+
+    report, verdicts = run(partial(run_compressed, minutes, seed, directory))
+    write_json(directory / "report.json", report)
+    if as_json:
+        print(json.dumps(report))  # noqa: T201 - the user's terminal
+    else:
+        shown = Console()
+        print_report(report, verdicts, shown if shown.is_terminal else Console(width=TABLE_WIDTH))
+    raise SystemExit(1 if report["broken_statements"] else 0)

@@ -150,7 +150,9 @@ async def _parts(
 
 def _bus_part(config: RunConfig, run: RunDirectory, port: int) -> Part:
     where = ("--host", HOST, "--port", str(port), "--directory", str(run.bus))
-    return Part("bus", _command("bus", *where, *_monitoring(config, "bus")))
+    numbers = config.monitoring.nats_port
+    own = [] if numbers is None else ["--monitoring.nats-port", str(numbers)]
+    return Part("bus", _command("bus", *where, *_monitoring(config, "bus"), *own))
 
 
 def _monitoring(config: RunConfig, part: str) -> list[str]:

@@ -62,11 +62,12 @@ async def serve_bus(
         if not try_lock(lock):
             raise ConfigError(f"another `launch bus` keeps its streams in {directory}: give --directory")
         keys = SecureDirectory(secure) if secure is not None else None
-        server = NatsServer(directory, host=host, port=port, secure=keys)
+        monitoring = monitoring or MonitoringConfig()
+        server = NatsServer(directory, host=host, port=port, secure=keys, http_port=monitoring.nats_port)
         if keys is not None:
             reached_at = platform.node() if host in ("0.0.0.0", "::") else host
             keys.make(runs, f"nats://{reached_at}:{server.port}")
-        async with monitored(monitoring or MonitoringConfig(), state), server:
+        async with monitored(monitoring, state), server:
             log.info("bus_ready", url=server.url, runs=keys.runs if keys is not None else "all")
             probe = load_credentials(keys.probe) if keys is not None else None
             await _keep_alive(server, state, stop, probe)

@@ -209,6 +209,7 @@ def test_short_forms_say_where_a_learners_world_is(call):
         ("actors --actors.slots 1", "unknown option: --actors.slots"),
         ("actors --learner.steps=3", "--learner.steps is the run's, not this process's"),
         ("engines join foo", "foo is no URL of a server: write it as http://host:port"),
+        ("soak --compressed --cluster 3", "--cluster 3: the bus of --compressed is one server"),
         ("bench actors --model qwen4", "no model 'qwen4' to measure with: there are tiny"),
     ],
 )

@@ -1,0 +1,52 @@
+"""nats-server tells its own numbers at a port of the user's choice."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+
+from bus.server import HTTP_HOST, free_port
+from launch.config import MonitoringConfig, resolve
+from launch.local.local import _bus_part, _run_parts
+from launch.process.services import serve_bus
+from storage.disk.run_directory import RunDirectory
+
+
+def numbers(port: int) -> dict:
+    """What the server says, once it listens."""
+    while True:
+        try:
+            with urlopen(f"http://{HTTP_HOST}:{port}/varz", timeout=5) as answer:
+                return json.load(answer)
+        except URLError as error:
+            if not isinstance(error.reason, ConnectionRefusedError):
+                raise
+            time.sleep(0.05)
+
+
+def test_a_local_run_gives_the_port_to_its_bus_alone(tmp_path: Path):
+    run = RunDirectory(tmp_path, "test")
+    config = resolve({"data": {"task": "sort"}, "monitoring": {"nats_port": 8222}})
+    assert _bus_part(config, run, 4222).command[-2:] == ("--monitoring.nats-port", "8222")
+    assert not [part.name for part in _run_parts(config, run) if "8222" in part.command]
+    without = resolve({"data": {"task": "sort"}})
+    assert "--monitoring.nats-port" not in _bus_part(without, run, 4222).command
+
+
+@pytest.mark.nats
+async def test_the_server_of_launch_bus_tells_its_numbers(tmp_path: Path):
+    port, stop = free_port(HTTP_HOST), asyncio.Event()
+    monitoring = MonitoringConfig(nats_port=port)
+    serving = asyncio.create_task(
+        serve_bus("127.0.0.1", free_port("127.0.0.1"), tmp_path, stop, monitoring=monitoring)
+    )
+    try:
+        async with asyncio.timeout(20):
+            assert (await asyncio.to_thread(numbers, port))["connections"] >= 0
+    finally:
+        stop.set()
+        await serving
