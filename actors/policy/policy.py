@@ -3,19 +3,18 @@
 import json
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import count
 from typing import Protocol
 
-import numpy as np
-
 from actors.engines.base import Engine, GenerationRequest, Sampling
 from actors.environments.base import DEFAULT_AGENT, AgentTrajectory, ChatMessage
+from actors.policy.messages import Completion, Tool
 from actors.policy.strand import Call, Strand, forked_from
 from actors.policy.version_masking import without_older_versions
-from bus.trajectory import End, FinishReason
+from bus.trajectory import DEFAULT_POLICY, End
 
 PROMPTS_REMEMBERED = 512
 
@@ -24,8 +23,9 @@ class Tokenizer(Protocol):
     """The part of a transformers tokenizer that is used here."""
 
     def apply_chat_template(
-        self, conversation: list[ChatMessage], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
+        self, conversation: list[ChatMessage], *, tools: list[Tool] | None,
+        tokenize: bool, add_generation_prompt: bool,
+    ) -> str:  # fmt: skip
         """Render a chat as text."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -42,9 +42,11 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._encode_chat = lru_cache(PROMPTS_REMEMBERED)(self._encode_json)
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> tuple[str, tuple[int, ...]]:
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
+    ) -> tuple[str, tuple[int, ...]]:
         """Return a chat rendered up to where the assistant starts to speak, as text and as tokens."""
-        return self._encode_chat(json.dumps(list(messages)))
+        return self._encode_chat(json.dumps([list(messages), list(tools) if tools else None]))
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of rendered text, which spells out its special tokens: none is added."""
@@ -54,24 +56,12 @@ class ChatFormat:
         """Return the text of tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def _encode_json(self, messages: str) -> tuple[str, tuple[int, ...]]:
+    def _encode_json(self, chat: str) -> tuple[str, tuple[int, ...]]:
+        messages, tools = json.loads(chat)
         text = self._tokenizer.apply_chat_template(
-            json.loads(messages), tokenize=False, add_generation_prompt=True
+            messages, tools=tools, tokenize=False, add_generation_prompt=True
         )
         return text, tuple(self.encode(text))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Completion:
-    """The policy's answer to one call."""
-
-    text: str
-    """The answer, without special tokens."""
-    token_ids: np.ndarray
-    """int32 [N], as sampled."""
-    finish_reason: FinishReason
-    number: int
-    """Counts the completions of the rollout from 0."""
 
 
 class Policy:
@@ -111,14 +101,18 @@ class Policy:
 
     async def chat(
         self, messages: Sequence[ChatMessage] | str, agent: str = DEFAULT_AGENT, *,
-        sampling: Sampling | None = None, trainable: bool = True,
+        tools: Sequence[Tool] | None = None, sampling: Sampling | None = None,
+        trainable: bool = True, policy: str = DEFAULT_POLICY,
     ) -> Completion:  # fmt: skip
-        """Answer a chat; a string is one user message. Raises EngineError."""
+        """Answer a chat; a string is one user message. Raises EngineError.
+
+        `policy` is the name of the policy that is trained on the agent's part, in a run that trains several.
+        """
         if isinstance(messages, str):
             messages = ({"role": "user", "content": messages},)
-        call = Call(next(self._completions), agent, sampling or self.sampling, trainable)
-        text, token_ids = self._format.encode_chat(messages)
-        for strand in self._of(agent):
+        call = Call(next(self._completions), agent, sampling or self.sampling, trainable, policy)
+        text, token_ids = self._format.encode_chat(messages, tools)
+        for strand in self._of(call):
             if strand.rendered and text.startswith(strand.rendered):
                 added = self._format.encode(text[len(strand.rendered) :])
                 return await self._complete([*strand.tokens, *added], call, text)
@@ -126,10 +120,10 @@ class Policy:
 
     async def generate(
         self, token_ids: Sequence[int], agent: str = DEFAULT_AGENT, *,
-        sampling: Sampling | None = None, trainable: bool = True,
+        sampling: Sampling | None = None, trainable: bool = True, policy: str = DEFAULT_POLICY,
     ) -> Completion:  # fmt: skip
         """Continue tokens. Raises EngineError."""
-        call = Call(next(self._completions), agent, sampling or self.sampling, trainable)
+        call = Call(next(self._completions), agent, sampling or self.sampling, trainable, policy)
         return await self._complete(token_ids, call, None)
 
     def reward_turn(self, completion: Completion, reward: float) -> None:
@@ -162,20 +156,20 @@ class Policy:
 
     async def _complete(self, token_ids: Sequence[int], call: Call, rendered: str | None) -> Completion:
         request_id = f"{next(self._calls)}-{self._rollout_id}"  # none is another's prefix, as SGLang needs
-        experts_from = self._experts_from(call.agent, token_ids)
+        experts_from = self._experts_from(call, token_ids)
         request = GenerationRequest(request_id, token_ids, self._seeded(call), experts_from)
         generation = await self._engine.generate(request)
-        strand = self._continued(call.agent, token_ids)
+        strand = self._continued(call, token_ids)
         if strand is None:
-            fork = forked_from(token_ids, self._of(call.agent))
-            self._strands.append(strand := Strand(len(self._strands), call.agent, fork))
+            fork = forked_from(token_ids, self._of(call))
+            self._strands.append(strand := Strand(len(self._strands), call.agent, call.policy, fork))
         strand.extend(token_ids, generation, call)
         if rendered is not None:
             strand.rendered = rendered + self._format.decode(
                 generation.token_ids.tolist(), skip_special_tokens=False
             )
         text = self._format.decode(generation.token_ids.tolist())
-        return Completion(text, generation.token_ids, generation.finish_reason, call.number)
+        return Completion(text, generation.token_ids, generation.finish_reason, call.number, content=text)
 
     def _seeded(self, call: Call) -> Sampling:
         """Return the sampling of a call, whose seed is other than its siblings' and always the same."""
@@ -183,19 +177,21 @@ class Policy:
         digest = blake2b(name.encode(), digest_size=8).digest()
         return replace(call.sampling, seed=int.from_bytes(digest, "big") >> 1)
 
-    def _experts_from(self, agent: str, token_ids: Sequence[int]) -> int | None:
+    def _experts_from(self, call: Call, token_ids: Sequence[int]) -> int | None:
         """First of the tokens whose experts are not recorded yet; None when none are."""
         if not self._routed_experts:
             return None
-        strand = self._continued(agent, token_ids)
+        strand = self._continued(call, token_ids)
         return 0 if strand is None else sum(map(len, strand.routed))
 
-    def _continued(self, agent: str, token_ids: Sequence[int]) -> Strand | None:
+    def _continued(self, call: Call, token_ids: Sequence[int]) -> Strand | None:
         """Return the newest strand that `token_ids` continues."""
-        for strand in self._of(agent):
+        for strand in self._of(call):
             if list(token_ids[: len(strand.tokens)]) == strand.tokens:
                 return strand
         return None
 
-    def _of(self, agent: str) -> list[Strand]:
-        return [strand for strand in reversed(self._strands) if strand.agent == agent]
+    def _of(self, call: Call) -> list[Strand]:
+        """Return the strands of the call's agent, the newest first."""
+        whose = call.agent, call.policy
+        return [strand for strand in reversed(self._strands) if (strand.agent, strand.policy) == whose]

@@ -23,6 +23,8 @@ class Call:
     agent: str
     sampling: Sampling
     trainable: bool
+    policy: str
+    """Name of the policy that is trained on it."""
 
     @property
     def is_trained(self) -> bool:
@@ -37,6 +39,7 @@ class Strand:
     number: int
     """Counts the strands of the rollout from 0."""
     agent: str
+    policy: str
     fork: Fork | None
     """The earlier strand that its context departs from, if any."""
     rendered: str | None = None
@@ -82,6 +85,7 @@ class Strand:
             end=end or ENDS[turns[-1].finish_reason],
             strand=self.number,
             agent=self.agent,
+            policy=self.policy,
             fork=self.fork,
             trainable=bool(mask.any()),
             routed_experts=self._experts(),

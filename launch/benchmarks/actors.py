@@ -22,6 +22,7 @@ from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.settings import interpreter
 from actors.environments.base import ChatMessage
 from actors.environments.single_turn import SingleTurn
+from actors.policy.messages import Tool
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
 from actors.weights.follow import PolicyFollower
@@ -80,8 +81,9 @@ class Characters:
     """A tokenizer whose tokens are the code points below 256."""
 
     def apply_chat_template(
-        self, conversation: list[ChatMessage], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
+        self, conversation: list[ChatMessage], *, tools: list[Tool] | None,
+        tokenize: bool, add_generation_prompt: bool,
+    ) -> str:  # fmt: skip
         """Join what was said."""
         return "\n".join(str(message["content"]) for message in conversation)
 
