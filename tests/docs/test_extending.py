@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from tomllib import loads
 from types import ModuleType
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -102,7 +103,12 @@ def test_reward_and_filter():
 class Characters:
     """A tokenizer of one token per character, of which 0 ends an answer: quick to import."""
 
-    def apply_chat_template(self, conversation: list, *, tokenize: bool, add_generation_prompt: bool) -> str:
+    chat_template = ""
+    added_tokens_decoder: ClassVar[dict] = {}
+
+    def apply_chat_template(
+        self, conversation: list, *, tools: None, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
         return "".join(message["content"] for message in conversation)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -203,3 +203,24 @@ async def test_each_completion_has_a_seed_of_its_own_that_is_always_the_same(tok
     assert one == again
     assert len({*one, *sibling}) == 4
     assert all(0 <= seed < 1 << 63 for seed in one)
+
+
+async def test_tools_are_rendered_by_the_template(scripted, tokenizer, monkeypatch):
+    policy, engine = scripted("a<|end|>", "b<|end|>")
+    template = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + tokenizer.chat_template
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    await policy.chat("1+1=", tools=[tool])
+    await policy.fresh("other").chat("1+1=", tools=[])
+    prompts = [tokenizer.decode(request.token_ids) for request in engine.requests]
+    assert prompts == ["add<|user|>1+1=<|assistant|>", "<|user|>1+1=<|assistant|>"]
+
+
+async def test_an_agent_may_belong_to_a_policy_of_another_name(scripted):
+    policy, _ = scripted("abc<|end|>", "xyz<|end|>", "a<|end|>")
+    await policy.chat("one", agent="critic", policy="critics")
+    first = await policy.chat("one")
+    await policy.generate([*policy.trajectories(0.0)[1].token_ids, 11], policy="others")
+    critic, solver, other = policy.trajectories(0.0)
+    assert (critic.policy, solver.policy, other.policy) == ("critics", "default", "others")
+    assert (first.content, first.tool_calls, other.fork) == ("xyz", (), None)
