@@ -23,19 +23,10 @@ from learner.algorithms.rejections.by_sequence import negative_divergence, seque
 from learner.algorithms.rejections.by_token import binary_kl, binary_tv, token_range
 from learner.algorithms.tokens import LossTokens
 from learner.algorithms.whole_sequences import over_whole_sequences
-from learner.config.algorithm import (
-    NoCorrection,
-    NoRejection,
-    PluginLoss,
-    PPOClipLoss,
-    RejectionConfig,
-    SFTLoss,
-    TokenTIS,
-    UsedCorrection,
-    UsedLoss,
-)
+from learner.config.correction import NoCorrection, NoRejection, RejectionConfig, TokenTIS, UsedCorrection
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.learner import LearnerConfig
+from learner.config.loss import PluginLoss, PPOClipLoss, SFTLoss, UsedLoss
 
 DISTANCES = ("reference_k1", "reference_k3", "teacher_k1", "proximal_k1")
 """Sums that `token_losses` has for an objective that wants these policies: estimates of KL(current || other),

@@ -8,8 +8,8 @@ from typing import Any
 from bus.config import Config
 from bus.errors import ConfigError
 from bus.plugins import load_function
-from learner.config.algorithm import Plugin
 from learner.config.learner import LearnerConfig
+from learner.config.plugin import Plugin
 
 ARGUMENTS = {
     "advantage": ("groups",),

@@ -5,29 +5,28 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from bus.config import Config
-from learner.config.algorithm import (
-    AdvantageConfig,
-    AggregationConfig,
+from learner.config.algorithm import AdvantageConfig, AggregationConfig, GRPOAdvantage, TokenMean
+from learner.config.correction import (
     AutoCorrection,
-    CISPOLoss,
     CorrectionConfig,
-    GRPOAdvantage,
-    GSPOLoss,
-    LossConfig,
     NoCorrection,
     NoRejection,
+    RejectionConfig,
+    TokenTIS,
+    UsedCorrection,
+)
+from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
+from learner.config.loss import (
+    CISPOLoss,
+    GSPOLoss,
+    LossConfig,
     PluginLoss,
     PPOClipLoss,
     ReinforceLoss,
-    RejectionConfig,
     SAPOLoss,
-    TokenMean,
-    TokenTIS,
     TOPRLoss,
-    UsedCorrection,
     UsedLoss,
 )
-from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
 from learner.config.publication import PublicationConfig

@@ -11,7 +11,7 @@ from learner.algorithms.objective import DISTANCES, Objective, token_losses
 from learner.algorithms.tokens import TrainedTokens
 from learner.backends.megatron.core import DistributedDataParallel, parallel_state
 from learner.backends.megatron.process_groups import data_parallel_sum
-from learner.config.algorithm import SFTLoss
+from learner.config.loss import SFTLoss
 from learner.data.packing import MicroBatch
 
 Sums = dict[str, Tensor]

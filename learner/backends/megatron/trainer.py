@@ -46,7 +46,7 @@ from learner.backends.megatron.process_groups import (
 from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.trainable import EVERYTHING, TrainableWeights
 from learner.checkpoint.manifest import differences
-from learner.config.algorithm import SFTLoss
+from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch

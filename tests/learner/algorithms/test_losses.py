@@ -10,17 +10,10 @@ from learner.algorithms.losses.kl import kl_estimates
 from learner.algorithms.objective import Objective, token_losses
 from learner.algorithms.plugin import load_plugin
 from learner.algorithms.tokens import LossTokens
-from learner.config.algorithm import (
-    GSPOLoss,
-    NoCorrection,
-    Plugin,
-    PluginLoss,
-    PPOClipLoss,
-    ReinforceLoss,
-    SFTLoss,
-    TokenTIS,
-)
+from learner.config.correction import NoCorrection, TokenTIS
 from learner.config.frozen_policies import ReferenceConfig
+from learner.config.loss import GSPOLoss, PluginLoss, PPOClipLoss, ReinforceLoss, SFTLoss
+from learner.config.plugin import Plugin
 from learner.data.streams import STREAMS
 from tests.learner.tiny import TIS
 

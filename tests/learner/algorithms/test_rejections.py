@@ -7,21 +7,17 @@ import torch
 
 from learner.algorithms.corrections.sequence_tis import sequence_tis
 from learner.algorithms.objective import REJECTIONS, Objective
-from learner.config.algorithm import (
+from learner.config.correction import (
     BinaryKL,
     BinaryTV,
-    CISPOLoss,
     NegativeDivergence,
-    PPOClipLoss,
-    ReinforceLoss,
-    SAPOLoss,
     SequenceRange,
     SequenceTIS,
     TokenRange,
-    TOPRLoss,
     Veto,
 )
 from learner.config.learner import LearnerConfig
+from learner.config.loss import CISPOLoss, PPOClipLoss, ReinforceLoss, SAPOLoss, TOPRLoss
 from tests.learner.algorithms.test_losses import leaf, tokens_of, worked_out
 
 SEQUENCE = (0, 0, 1, 1)

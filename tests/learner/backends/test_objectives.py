@@ -16,26 +16,22 @@ from learner.backends.base import StepResult
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import (
+from learner.config.correction import (
     BinaryKL,
     BinaryTV,
-    CISPOLoss,
-    GSPOLoss,
     NegativeDivergence,
-    Plugin,
-    PPOClipLoss,
-    SAPOLoss,
     SequenceRange,
     SequenceTIS,
     TokenRange,
     TokenTIS,
-    TOPRLoss,
     Veto,
 )
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
 from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.loss import CISPOLoss, GSPOLoss, PPOClipLoss, SAPOLoss, TOPRLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
+from learner.config.plugin import Plugin
 from learner.data.packing import Sample, pack
 from learner.scoring.logprobs import with_logprobs
 from tests.learner.reference import reference_optimizer

@@ -3,7 +3,8 @@ import pytest
 
 from bus.errors import ConfigError
 from bus.trajectory import Turn
-from learner.config.algorithm import GRPOAdvantage, Plugin
+from learner.config.algorithm import GRPOAdvantage
+from learner.config.plugin import Plugin
 from learner.data.batches import DIGESTS, make_step_batch
 from learner.data.packing import pack
 from tests.factories import make_trajectory
