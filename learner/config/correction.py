@@ -2,12 +2,20 @@
 
 Loads without torch."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bus.config import Config
 from learner.config.plugin import Plugin
+
+
+def _refuse_bounds_without_effect(bound: str, floor: float | None, cap: float) -> None:
+    if floor is not None and bound == "truncate":
+        raise ValueError(f"floor={floor} has no effect with bound=truncate: set bound=clip or bound=mask")
+    lowest = 1 / cap if floor is None else floor
+    if bound != "truncate" and lowest > cap:
+        raise ValueError(f"no weight is between the floor, {lowest}, and the cap, {cap}: lower the floor")
 
 
 class AutoCorrection(Config):
@@ -33,6 +41,18 @@ class TokenTIS(Config):
     truncation_cap: float = Field(2.0, gt=0)
     """Upper bound on the importance weight to the behaviour policy; `inf` turns truncation off."""
 
+    bound: Literal["truncate", "clip", "mask"] = "truncate"
+    """`truncate` cuts weights off at the cap, `clip` also at the floor; `mask` leaves out tokens beyond
+    either."""
+
+    floor: float | None = Field(None, ge=0)
+    """Lower bound on the weight with `clip` and `mask`; `None` is 1 / cap."""
+
+    @model_validator(mode="after")
+    def _bounds_make_sense(self) -> Self:
+        _refuse_bounds_without_effect(self.bound, self.floor, self.truncation_cap)
+        return self
+
 
 class SequenceTIS(Config):
     """Importance weight of each sequence, shared by its tokens and truncated from above.
@@ -48,6 +68,18 @@ class SequenceTIS(Config):
 
     sequence_cap: float = Field(2.0, gt=0)
     """Upper bound on the importance weight to the behaviour policy; `inf` turns truncation off."""
+
+    bound: Literal["truncate", "clip", "mask"] = "truncate"
+    """`truncate` cuts weights off at the cap, `clip` also at the floor; `mask` leaves out tokens beyond
+    either."""
+
+    floor: float | None = Field(None, ge=0)
+    """Lower bound on the weight with `clip` and `mask`; `None` is 1 / cap."""
+
+    @model_validator(mode="after")
+    def _bounds_make_sense(self) -> Self:
+        _refuse_bounds_without_effect(self.bound, self.floor, self.sequence_cap)
+        return self
 
 
 UsedCorrection = NoCorrection | TokenTIS | SequenceTIS | Plugin
@@ -94,6 +126,32 @@ class BinaryKL(Config):
     """Largest KL in nats, between taking the token or not, that is trained on."""
 
 
+class BinaryKLTwoWay(Config):
+    """Tokens are rejected whose probability differs by too many nats from what it was, in either direction
+    and whatever their advantage (KPop)."""
+
+    type: Literal["binary_kl_two_way"] = "binary_kl_two_way"
+    """Name of the rejection."""
+
+    largest_kl_either_way: float = Field(0.05, gt=0)
+    """Largest KL in nats, between taking the token or not, that is trained on: that of the policies in either
+    order."""
+
+
+class SecondMoment(Config):
+    """Tokens with the largest log ratios of an update are rejected until the mean square of the others is
+    small (M2PO, arXiv:2510.01161).
+
+    The ratio is that of the policy before the step, whose log-probs take a pass of their own.
+    """
+
+    type: Literal["second_moment"] = "second_moment"
+    """Name of the rejection."""
+
+    largest_moment: float = Field(0.04, gt=0)
+    """Largest mean of the squared log ratios of what is trained on, in nats squared."""
+
+
 class SequenceRange(Config):
     """Sequences are rejected whose importance ratio lies outside of a range: geometric rejection, or, with
     `over = "product"` and sequence TIS, masked importance sampling."""
@@ -133,6 +191,14 @@ class NegativeDivergence(Config):
 
 
 RejectionConfig = Annotated[
-    NoRejection | TokenRange | BinaryTV | BinaryKL | SequenceRange | Veto | NegativeDivergence,
+    NoRejection
+    | TokenRange
+    | BinaryTV
+    | BinaryKL
+    | BinaryKLTwoWay
+    | SecondMoment
+    | SequenceRange
+    | Veto
+    | NegativeDivergence,
     Field(discriminator="type"),
 ]

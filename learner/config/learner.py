@@ -17,14 +17,10 @@ from learner.config.correction import (
 )
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.loss import (
-    CISPOLoss,
-    GSPOLoss,
     LossConfig,
     PluginLoss,
     PPOClipLoss,
     ReinforceLoss,
-    SAPOLoss,
-    TOPRLoss,
     UsedLoss,
 )
 from learner.config.optimizer import OptimizerConfig
@@ -83,7 +79,7 @@ class LearnerConfig(Config):
     correction: CorrectionConfig = AutoCorrection()
     """Weights of tokens that another policy sampled than the loss takes them to come from. `auto` is token
     TIS at 2.0, or none for a loss whose own ratio is to the behaviour policy (`ppo_clip` centred there,
-    `gspo`, `cispo`, `sapo`, `topr`)."""
+    `aipo`, `cispo`, `clip_cov`, `gmpo`, `gspo`, `kl_cov`, `regression`, `sapo`, `topr`, `vespo`)."""
 
     rejection: RejectionConfig = NoRejection()
     """Tokens and sequences that are too far from the policy to be trained on, whatever the correction. They
@@ -130,6 +126,15 @@ class LearnerConfig(Config):
     """Sets how policy versions reach the actors."""
 
     @property
+    def used_loss(self) -> UsedLoss:
+        """Return the loss as configured, with the source of a proximal policy that suits `batch.updates`."""
+        loss = self.loss
+        if not isinstance(loss, PPOClipLoss) or loss.centre == "behaviour" or loss.proximal != "auto":
+            return loss
+        source = "recomputed" if self.batch.updates > 1 else "first_pass"
+        return loss.model_copy(update={"proximal": source})
+
+    @property
     def used_correction(self) -> UsedCorrection:
         """Return the correction as configured, or the one that suits the loss."""
         if not isinstance(self.correction, AutoCorrection):
@@ -146,12 +151,22 @@ class LearnerConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _first_pass_is_before_the_step(self) -> Self:
+        loss, updates = self.loss, self.batch.updates
+        if isinstance(loss, PPOClipLoss) and loss.proximal == "first_pass" and updates > 1:
+            raise ValueError(
+                f"learner.loss.proximal=first_pass knows no policy before the step with learner.batch."
+                f"updates={updates}, each on trajectories of its own: set it to recomputed or interpolated"
+            )
+        return self
+
 
 def _has_its_own_ratio(loss: UsedLoss) -> bool:
-    """Tell whether the loss itself weighs by the ratio to the policy that sampled, which leaves no
-    correction."""
+    """Tell whether the loss itself weighs by the ratio to the policy that sampled, or wants no weight, which
+    leaves no correction."""
     if isinstance(loss, PPOClipLoss):
         return loss.centre == "behaviour"
-    return isinstance(loss, GSPOLoss | CISPOLoss | SAPOLoss | TOPRLoss) or (
-        isinstance(loss, PluginLoss) and loss.sampled_by == "behaviour"
-    )
+    if isinstance(loss, PluginLoss):
+        return loss.sampled_by == "behaviour"
+    return not isinstance(loss, ReinforceLoss)

@@ -3,7 +3,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from learner.algorithms.tokens import LARGEST_LOG_RATIO
+from learner.algorithms.tokens import LARGEST_DISTANCE, LARGEST_LOG_RATIO
 
 Estimator = Literal["k1", "k2", "k3", "low_var_kl"]
 LARGEST = 10.0
@@ -33,7 +33,8 @@ def kl_estimates(
     if estimator == "k1":
         estimates = log_ratio
     elif estimator == "k2":
-        estimates = log_ratio.square() / 2
+        # the square of a distance that cannot be must be finite
+        estimates = log_ratio.clamp(-LARGEST_DISTANCE, LARGEST_DISTANCE).square() / 2
     else:
         bounded = log_ratio.clamp(
             min=-LARGEST_LOG_RATIO

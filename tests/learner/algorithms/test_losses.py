@@ -48,7 +48,9 @@ def worked_out(objective: Objective, tokens: LossTokens) -> tuple[list[float], l
     """The losses, the gradient of their sum in the log-probs, and the sums to log."""
     losses, sums = token_losses(objective, tokens)
     [gradient] = torch.autograd.grad(losses.sum(), tokens.logprobs)
-    return losses.tolist(), gradient.tolist(), {name: value.item() for name, value in sums.items()}
+    by_sign = ("_positive", "_negative")
+    in_all = {name: value.item() for name, value in sums.items() if not name.endswith(by_sign)}
+    return losses.tolist(), gradient.tolist(), in_all
 
 
 def test_truncated_importance_sampling_by_hand():
