@@ -29,12 +29,12 @@ def kl_estimates(
         importance_ratio: [N], current / sampling policy, which makes gradient and estimate unbiased where
             another policy sampled the tokens (as in DeepSeek-V3.2); `None` is 1.
     """
-    log_ratio = logprobs - reference_logprobs
+    # even of a distance that cannot be, the square and the product with the ratio must be finite
+    log_ratio = (logprobs - reference_logprobs).clamp(-LARGEST_DISTANCE, LARGEST_DISTANCE)
     if estimator == "k1":
         estimates = log_ratio
     elif estimator == "k2":
-        # the square of a distance that cannot be must be finite
-        estimates = log_ratio.clamp(-LARGEST_DISTANCE, LARGEST_DISTANCE).square() / 2
+        estimates = log_ratio.square() / 2
     else:
         bounded = log_ratio.clamp(
             min=-LARGEST_LOG_RATIO
