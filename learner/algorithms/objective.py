@@ -29,6 +29,7 @@ from learner.algorithms.rejections.by_token import binary_kl, binary_kl_two_way,
 from learner.algorithms.tokens import LossTokens
 from learner.algorithms.whole_sequences import over_whole_sequences
 from learner.config.correction import NoCorrection, NoRejection, RejectionConfig, TokenTIS, UsedCorrection
+from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.learner import LearnerConfig
 from learner.config.loss import PluginLoss, PPOClipLoss, SFTLoss, UsedLoss
@@ -98,6 +99,8 @@ class Objective:
     reference: ReferenceConfig = NO_REFERENCE
     teacher: TeacherConfig = NO_TEACHER
     rejection: RejectionConfig = NO_REJECTION
+    entropy_target: EntropyTargetConfig = NO_ENTROPY_TARGET
+    """Entropy to which a backend adapts `entropy_coef` between updates."""
 
     @classmethod
     def of(cls, learner: LearnerConfig) -> Self:
@@ -109,6 +112,7 @@ class Objective:
             learner.reference,
             learner.teacher,
             learner.rejection,
+            learner.entropy_target,
         )
 
     @property

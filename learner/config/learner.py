@@ -15,6 +15,7 @@ from learner.config.correction import (
     TokenTIS,
     UsedCorrection,
 )
+from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.loss import (
     LossConfig,
@@ -91,6 +92,9 @@ class LearnerConfig(Config):
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus: each token's loss loses so many times the entropy of its distribution."""
 
+    entropy_target: EntropyTargetConfig = NO_ENTROPY_TARGET
+    """Entropy that the bonus aims at, by changing `entropy_coef`, which is then the weight it begins with."""
+
     advantage: AdvantageConfig = GRPOAdvantage()
     """Sets how rewards become advantages."""
 
@@ -148,6 +152,16 @@ class LearnerConfig(Config):
                 f"learner.correction.type={self.used_correction.type} has no effect with learner.loss.type="
                 f"{self.loss.type}, whose own ratio is to the policy that sampled: set it to none, or use "
                 "learner.loss.centre=proximal with ppo_clip"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _entropy_coef_begins_within_its_bound(self) -> Self:
+        largest = self.entropy_target.largest_coef
+        if self.entropy_target.nats is not None and self.entropy_coef > largest:
+            raise ValueError(
+                f"learner.entropy_coef={self.entropy_coef} is above learner.entropy_target.largest_coef="
+                f"{largest}: lower the first, or raise the second"
             )
         return self
 
