@@ -29,6 +29,7 @@ from learner.progress import Progress, refuse_other_history, values_to_save
 from learner.publication.broadcast import Broadcaster
 from learner.publication.host_copy import Copied
 from learner.publication.publisher import WeightPublisher, publishing_threads
+from learner.range_warnings import RangeWarnings
 from learner.settings import LearnerSettings
 from learner.world.rank import Rank
 from learner.world.world import World
@@ -79,6 +80,7 @@ class Learner:
         """Step and progress of the checkpoint that is being written."""
         self._tasks = asyncio.TaskGroup()
         """What runs beside the loop. An error there ends the learner."""
+        self._range_warnings = RangeWarnings(settings.learner.diagnostics)
         self._tokens_per_s = 0.0
         self._joined = False
 
@@ -397,6 +399,8 @@ class Learner:
 
     def _report(self, stage: str, step: int, values: dict[str, Json]) -> None:
         self._bus.state.metrics = values
+        if stage == "rl":
+            self._range_warnings.look(step, values)
         metrics = Metrics(
             source="learner", step=step, time_s=time.time(), values={"train/stage": stage, **values}
         )

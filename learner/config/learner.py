@@ -15,6 +15,7 @@ from learner.config.correction import (
     TokenTIS,
     UsedCorrection,
 )
+from learner.config.diagnostics import DiagnosticsConfig
 from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.loss import (
@@ -125,6 +126,9 @@ class LearnerConfig(Config):
 
     publish_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the published weights, in which the engines compute."""
+
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
+    """Sets when the learner warns of a figure of a step."""
 
     publication: PublicationConfig = PublicationConfig()
     """Sets how policy versions reach the actors."""
