@@ -65,8 +65,8 @@ def _by_update(samples: Sequence[Sample], updates: int) -> list[list[Sample]]:
 def _together(updates: Sequence[StepResult]) -> StepResult:
     """Join several updates in one result.
 
-    It has the loss over the denominators of all, means by their tokens, the largest gradient norm or one that
-    is not finite, and the last learning rate.
+    It has the loss over the denominators of all, means by their tokens, the largest of what is a bound, the
+    largest gradient norm or one that is not finite, and the last learning rate.
     """
     if len(updates) == 1:
         return updates[0]
@@ -83,8 +83,9 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
         denominator=sum(update.denominator for update in updates),
         skipped=any(update.skipped for update in updates),
         diagnostics={
-            name: mean([(u.diagnostics[name], u.tokens) for u in updates if name in u.diagnostics])
+            name: max(values)[0] if name.endswith("_max") else mean(values)
             for name in names
+            for values in [[(u.diagnostics[name], u.tokens) for u in updates if name in u.diagnostics]]
         },
     )
 

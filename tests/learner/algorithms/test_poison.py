@@ -25,6 +25,7 @@ PROXIMAL = {"type": "ppo_clip", "centre": "proximal"}
 LOSS_SETTINGS = [
     *({"type": type_} for type_ in LOSSES if type_ != "sft"),
     {"type": "ppo_clip", "dual_clip": 3.0},
+    {"type": "vespo", "decay": 0.0, "power_negative": 0.0},
     *(PROXIMAL | {"proximal": source} for source in ("recomputed", "first_pass", "interpolated")),
 ]
 CORRECTION_SETTINGS = [

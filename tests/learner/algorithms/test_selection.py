@@ -32,6 +32,10 @@ def test_the_second_moment_by_hand():
     assert beyond(log_ratios, 0.005) == [True] * 4
 
 
+def test_a_second_moment_at_the_bound_is_within_it():
+    assert beyond([0.5, -0.5], 0.25) == [False, False]
+
+
 def test_on_policy_nothing_is_beyond_the_second_moment():
     assert beyond([0.0] * 5, 0.04) == [False] * 5
 
