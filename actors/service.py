@@ -25,6 +25,7 @@ from actors.environments.base import Environment
 from actors.environments.build import build_environment
 from actors.evaluation.engines import EvaluationEngines, OwnEngine, RolloutEngines
 from actors.evaluation.evaluator import Evaluator
+from actors.policy.cut_off_sampling import warn_of_cut_off_sampling
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import GroupFilter, load_filter
 from actors.weights.follow import PolicyFollower, obtain_model
@@ -61,6 +62,7 @@ class ActorSettings:
 async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> None:
     """Roll out until `stop`, or until the learner says that it is done."""
     await follow_pace(bus)
+    warn_of_cut_off_sampling(settings.sampling)
     environment = build_environment(settings.actors.environment)
     keep = load_filter(settings.actors.group_filter)
     manifest = await _first_policy(bus, settings.actors.patience_s, stop)

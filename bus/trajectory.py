@@ -3,7 +3,7 @@ it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -34,6 +34,13 @@ YOUNGEST = int(np.iinfo(np.int32).max)
 """Larger than any policy version."""
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Largest absolute value of a reward: the learner computes in float32."""
+
+
+SMALLEST_LOGPROB = -1e4
+"""Least log-prob in nats that an engine may report. A softmax in float32 draws nothing below -104, and even a
+token that a grammar forced is no further from the likeliest than logits can be."""
+LARGEST_LOGPROB = 1e-2
+"""Largest one: above 0 by no more than the rounding of half-precision logits."""
 
 
 class Turn(NamedTuple):
@@ -149,8 +156,12 @@ class Trajectory(Message, tag="trajectory", version=2):
         if not masked and self.is_trained:
             raise SchemaError(f"{self.trajectory_id}: there is no token to train on among {lengths[0]}")
         # argmin and argmax take a third of the time of min and max; to both, NaN is the extreme
-        if len(ids) and not (isfinite(logprobs[logprobs.argmin()]) and isfinite(logprobs[logprobs.argmax()])):
-            raise SchemaError(f"{self.trajectory_id}: a behaviour log-prob is not finite")
+        for logprob in (logprobs[logprobs.argmin()], logprobs[logprobs.argmax()]) if len(ids) else ():
+            if not SMALLEST_LOGPROB <= logprob <= LARGEST_LOGPROB:  # also refuses NaN
+                raise SchemaError(
+                    f"{self.trajectory_id}: a behaviour log-prob is {logprob}, but no engine can have drawn "
+                    f"a token outside of {SMALLEST_LOGPROB} to 0 nats"
+                )
         versions = self.policy_versions[mask]
         if (len(ids) and ids[ids.argmin()] < 0) or (masked and versions[versions.argmin()] < 0):
             raise SchemaError(f"{self.trajectory_id}: a token id or a sampled token's version is negative")

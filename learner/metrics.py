@@ -12,7 +12,9 @@ from bus.errors import BusError
 from bus.messages import Metrics
 from bus.publish import Publisher
 from learner.backends.base import StepResult
+from learner.config.diagnostics import DiagnosticsConfig
 from learner.data.batches import StepBatch
+from learner.range_warnings import RangeWarnings
 
 log = structlog.get_logger()
 LOG_EVERY_S = 10.0
@@ -22,20 +24,26 @@ LOGGED = ("reward/mean", "train/loss", "train/grad_norm", "staleness/max_version
 
 
 class StepReporter:
-    """Publishes the numbers of each step, and logs those of a step from time to time."""
+    """Publishes the numbers of each step, logs those of a step from time to time, and warns of those that
+    leave their range."""
 
-    def __init__(self, bus: Bus, incarnation: str, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, bus: Bus, incarnation: str, tasks: asyncio.TaskGroup, diagnostics: DiagnosticsConfig
+    ) -> None:
         """Publish in `tasks`, so that no step waits for the bus."""
         self._bus = bus
         self._events = Publisher(bus)
         self._incarnation = incarnation
         self._tasks = tasks
+        self._range_warnings = RangeWarnings(diagnostics)
         self._log_at = 0.0
         """Monotonic time from which on the next step has a line in the log."""
 
     def report(self, stage: str, step: int, values: dict[str, Json]) -> None:
         """Tell of a step of `stage`, which is `warmup` or `rl`."""
         self._bus.state.metrics = values
+        if stage == "rl":
+            self._range_warnings.look(step, values)
         if time.monotonic() >= self._log_at:
             self._log_at = time.monotonic() + LOG_EVERY_S
             shown = {name.partition("/")[2]: values[name] for name in LOGGED if name in values}
@@ -72,6 +80,10 @@ def batch_values(batch: StepBatch) -> dict[str, Json]:
         "reward/mean": batch.reward_mean,
         "staleness/max_versions": batch.staleness_max,
         "staleness/mean_versions": batch.staleness_mean,
+        "staleness/queued_mean_versions": batch.queued_mean,
+        "staleness/generation_mean_versions": batch.staleness_mean - batch.queued_mean,
+        "rollout/completed_fraction": batch.completed / max(1, batch.trajectories),
+        "rollout/cut_off_fraction": batch.cut_off_tokens / max(1, batch.response_tokens),
         "train/trajectories": batch.trajectories,
         "train/tokens": batch.tokens,
         "train/untrainable_trajectories": batch.untrainable,

@@ -76,7 +76,7 @@ class Learner:
         """Step of the checkpoint begun last."""
         self._tasks = asyncio.TaskGroup()
         """What runs beside the loop. An error there ends the learner."""
-        self._steps = StepReporter(bus, incarnation, self._tasks)
+        self._steps = StepReporter(bus, incarnation, self._tasks, settings.learner.diagnostics)
         self._tokens_per_s = 0.0
         self._joined = False
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from learner.backends.base import Backend, StepResult
-from learner.config.algorithm import SFTLoss
+from learner.config.loss import SFTLoss
 from learner.data.data_parallel import equally_many
 from learner.data.demonstrations import Demonstrations
 from learner.progress import Progress

@@ -27,7 +27,8 @@ from launch.benchmarks.model_shapes import SHAPES
 from learner.algorithms.objective import Objective
 from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import GSPOLoss, ReinforceLoss, TokenTIS
+from learner.config.correction import TokenTIS
+from learner.config.loss import GSPOLoss, ReinforceLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import MicroBatch, Sample, pack

@@ -16,8 +16,8 @@ from launch.benchmarks.learner import Workload, qwen3
 from launch.benchmarks.random_models import shape
 from learner.algorithms.objective import Objective
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import ReinforceLoss
 from learner.config.learner import LearnerConfig
+from learner.config.loss import ReinforceLoss
 from learner.data.packing import pack
 from learner.publication.host_copy import Copied, HostCopy, copy_weights
 from learner.world.process_group import device

@@ -1,64 +1,123 @@
-"""Diagnostics of how far the data is from the current policy, from sums over micro-batches and ranks."""
+"""Diagnostics of how far the data is from the current policy, from sums over micro-batches and ranks.
 
-from collections.abc import Mapping
+Whatever needs more than a sum, such as a percentile, comes from a histogram with fixed bins.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from learner.algorithms.tokens import LARGEST_LOG_RATIO, LossTokens
 
+_DISTANCES = tuple(LARGEST_LOG_RATIO * 0.8**n for n in range(35))[::-1]
+RATIO_EDGES = (*(-distance for distance in reversed(_DISTANCES)), *_DISTANCES)
+"""Upper edges in nats of the bins of log ratios, from 1 % upwards each a quarter farther from 0 than the one
+before; one more bin holds what is beyond the last."""
+STALENESS_EDGES = (0, 1, 2, 4, 8, 16, 32)
+"""Largest staleness, in versions, of each bin of tokens; one more bin holds what is beyond the last."""
+COUNTED = ("clipped", "truncated", "rejected")
+"""Tokens that losses, corrections and rejections count."""
+PERCENTILE = 0.99
 
-def off_policy_sums(tokens: LossTokens, *, policy_version: int, truncation_cap: float) -> dict[str, Tensor]:
-    """Return the sums over tokens that `off_policy_diagnostics` turns into means, float64 [].
 
-    Args:
-        tokens: N trained tokens.
-        policy_version: version of the current policy.
-        truncation_cap: ratio above which a token counts as truncated.
-    """
-    advantages, versions = tokens.streams["advantages"], tokens.streams["policy_versions"]
+def off_policy_sums(tokens: LossTokens) -> dict[str, Tensor]:
+    """Return the sums over N trained tokens that `off_policy_diagnostics` turns into figures, float64 []."""
+    advantages = tokens.streams["advantages"]
     log_ratio = (tokens.logprobs.detach() - tokens.streams["behaviour_logprobs"]).double()
     # One impossible log-prob among the recorded ones must not overflow the squares of a step that is trained.
     ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
     distance = log_ratio.abs()
-    truncated = ratio > truncation_cap
-    fresh = versions == policy_version
-    positive, negative = advantages > 0, advantages < 0
+    staleness = (tokens.policy_version - tokens.streams["policy_versions"]).clamp(min=0)
+    fresh = tokens.streams["policy_versions"] == tokens.policy_version
     sums = {
         "tokens": torch.ones_like(ratio),
         "ratio": ratio,
         "ratio_squared": ratio.square(),
+        "chi_square": (ratio - 1).square(),
         "k1": -log_ratio,
         "k3": ratio - 1 - log_ratio,
-        "positive": positive,
-        "positive_truncated": positive & truncated,
-        "negative": negative,
-        "negative_truncated": negative & truncated,
+        "positive": advantages > 0,
+        "negative": advantages < 0,
         "fresh": fresh,
         "fresh_distance": torch.where(fresh, distance, 0.0),
         "stale": ~fresh,
         "stale_distance": torch.where(fresh, 0.0, distance),
     }
-    return {name: values.sum(dtype=torch.float64) for name, values in sums.items()}
+    return {
+        **{name: values.sum(dtype=torch.float64) for name, values in sums.items()},
+        **_histogram("ratio", log_ratio, RATIO_EDGES),
+        **_histogram("staleness", staleness, STALENESS_EDGES),
+    }
+
+
+def _histogram(name: str, values: Tensor, edges: Sequence[float]) -> dict[str, Tensor]:
+    """Count values [N] by the first of `edges` that is not below them."""
+    found = torch.bucketize(values, _on_device(edges, values.dtype, values.device))
+    counts = torch.zeros(len(edges) + 1, dtype=torch.float64, device=values.device)
+    counts = counts.index_add(0, found, torch.ones_like(found, dtype=torch.float64))  # bincount would wait
+    return {_bin(name, i): count for i, count in enumerate(counts.unbind())}
+
+
+@cache
+def _on_device(edges: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copy the edges once: a copy from the host makes it wait for the device."""
+    return torch.tensor(edges, dtype=dtype, device=device)
+
+
+def _bin(name: str, number: int) -> str:
+    return f"{name}_bin_{number}"
 
 
 def off_policy_diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return means from the sums of `off_policy_sums`; a mean over no tokens is left out.
+    """Return figures from the sums of `off_policy_sums`; what there are no tokens for is left out.
 
-    `ess_fraction` is the effective sample size (sum w)^2 / (N sum w^2). `k1_nats` and `k3_nats` estimate
-    KL(behaviour || current) (joschu.net/blog/kl-approx.html). `mismatch_nats` is the mean |log ratio| of
+    The ratio is that of the current policy to the one that sampled, whatever weights the objective makes of
+    it. `ess_fraction` is the effective sample size (sum w)^2 / (N sum w^2). `k1_nats` and `k3_nats` estimate
+    KL(behaviour || current) (joschu.net/blog/kl-approx.html), `chi_square` is the mean of (w - 1)^2.
+    `importance_ratio_p99` and `_max` are read from a histogram: the first is interpolated within a bin, the
+    second is the upper edge of the last bin that holds a token. `mismatch_nats` is the mean |log ratio| of
     tokens sampled by equal weights, which is an error of the engine or the trainer; `drift_nats` is that of
-    tokens from other versions.
+    tokens from other versions. `stale_tokens_0`, `_1`, `_2`, `_4` and so on are shares of the tokens whose
+    staleness is at most that many versions and above the bound before.
     """
     means = {
         "importance_ratio": (sums["ratio"], sums["tokens"]),
         "ess_fraction": (sums["ratio"] ** 2, sums["tokens"] * sums["ratio_squared"]),
+        "chi_square": (sums["chi_square"], sums["tokens"]),
         "k1_nats": (sums["k1"], sums["tokens"]),
         "k3_nats": (sums["k3"], sums["tokens"]),
-        "truncated_fraction_positive": (sums["positive_truncated"], sums["positive"]),
-        "truncated_fraction_negative": (sums["negative_truncated"], sums["negative"]),
         "stale_fraction": (sums["stale"], sums["tokens"]),
         "mismatch_nats": (sums["fresh_distance"], sums["fresh"]),
         "drift_nats": (sums["stale_distance"], sums["stale"]),
+        **{
+            f"{name}_fraction_{sign}": (sums[f"{name}_tokens_{sign}"], sums[sign])
+            for name in COUNTED
+            for sign in ("positive", "negative")
+            if f"{name}_tokens_{sign}" in sums
+        },
+        **{
+            f"stale_tokens_{name}": (sums[_bin("staleness", i)], sums["tokens"])
+            for i, name in enumerate((*STALENESS_EDGES, "more"))
+        },
     }
-    return {name: total / count for name, (total, count) in means.items() if count > 0}
+    found = {name: total / count for name, (total, count) in means.items() if count > 0}
+    return found | _largest_ratios([sums[_bin("ratio", i)] for i in range(len(RATIO_EDGES) + 1)])
+
+
+def _largest_ratios(counts: Sequence[float]) -> dict[str, float]:
+    """Return the 99th percentile and an upper bound of ratios that were counted by `RATIO_EDGES`."""
+    total, below = sum(counts), 0.0
+    if not total:
+        return {}
+    edges = torch.tensor([-LARGEST_LOG_RATIO, *RATIO_EDGES, LARGEST_LOG_RATIO], dtype=torch.float64)
+    percentile = largest = 0.0
+    for count, low, high in zip(counts, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        if count:
+            largest = high
+            if below < PERCENTILE * total:
+                percentile = low + (high - low) * min(1.0, (PERCENTILE * total - below) / count)
+        below += count
+    ratios = torch.tensor([percentile, largest], dtype=torch.float64).exp().tolist()
+    return dict(zip(("importance_ratio_p99", "importance_ratio_max"), ratios, strict=True))

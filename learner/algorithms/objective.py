@@ -3,63 +3,67 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from learner.algorithms.corrections.sequence_tis import sequence_tis
 from learner.algorithms.corrections.token_tis import token_tis
+from learner.algorithms.losses.aipo import aipo_loss
 from learner.algorithms.losses.cispo import cispo_loss
+from learner.algorithms.losses.covariance import clip_cov_loss, kl_cov_loss
+from learner.algorithms.losses.gmpo import gmpo_loss
 from learner.algorithms.losses.gspo import gspo_loss
 from learner.algorithms.losses.kl import kl_estimates
 from learner.algorithms.losses.ppo_clip import ppo_clip_loss
+from learner.algorithms.losses.regression import regression_loss
 from learner.algorithms.losses.reinforce import reinforce_loss
 from learner.algorithms.losses.sapo import sapo_loss
 from learner.algorithms.losses.sft import sft_loss
 from learner.algorithms.losses.topr import topr_loss
+from learner.algorithms.losses.vespo import vespo_loss
 from learner.algorithms.plugin import chosen_function
 from learner.algorithms.rejections.by_sequence import negative_divergence, sequence_range, veto
-from learner.algorithms.rejections.by_token import binary_kl, binary_tv, token_range
+from learner.algorithms.rejections.by_token import binary_kl, binary_kl_two_way, binary_tv, token_range
 from learner.algorithms.tokens import LossTokens
 from learner.algorithms.whole_sequences import over_whole_sequences
-from learner.config.algorithm import (
-    NoCorrection,
-    NoRejection,
-    PluginLoss,
-    PPOClipLoss,
-    RejectionConfig,
-    SFTLoss,
-    TokenTIS,
-    UsedCorrection,
-    UsedLoss,
-)
+from learner.config.correction import NoCorrection, NoRejection, RejectionConfig, TokenTIS, UsedCorrection
+from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.learner import LearnerConfig
+from learner.config.loss import PluginLoss, PPOClipLoss, SFTLoss, UsedLoss
 
 DISTANCES = ("reference_k1", "reference_k3", "teacher_k1", "proximal_k1")
 """Sums that `token_losses` has for an objective that wants these policies: estimates of KL(current || other),
 but KL(proximal || current)."""
 Sums = dict[str, Tensor]
 LOSSES: dict[str, Callable[..., tuple[Tensor, Sums]]] = {
+    "aipo": aipo_loss,
     "cispo": cispo_loss,
+    "clip_cov": clip_cov_loss,
+    "gmpo": gmpo_loss,
     "gspo": gspo_loss,
+    "kl_cov": kl_cov_loss,
     "ppo_clip": ppo_clip_loss,
+    "regression": regression_loss,
     "reinforce": reinforce_loss,
     "sapo": sapo_loss,
     "sft": sft_loss,
     "topr": topr_loss,
+    "vespo": vespo_loss,
 }
 """Losses by the `type` of the configuration. Each takes tokens and its settings, and returns the losses of
-the tokens [N] and sums to log."""
+the tokens [N] and what to log: sums [], or which tokens are counted [N]."""
 CORRECTIONS: dict[str, Callable[..., tuple[Tensor, Tensor, Sums]]] = {
     "sequence_tis": sequence_tis,
     "token_tis": token_tis,
 }
 """Corrections by the `type` of the configuration. Each takes log ratios [N], the sequence of each token [N]
-and its settings, and returns weights [N], which tokens are kept [N], and sums to log."""
+and its settings, and returns weights [N], which tokens are kept [N], and what to log, as losses do."""
 REJECTIONS_BY_TOKEN: dict[str, Callable[..., Tensor]] = {
     "binary_kl": binary_kl,
+    "binary_kl_two_way": binary_kl_two_way,
     "binary_tv": binary_tv,
     "token_range": token_range,
 }
@@ -68,9 +72,19 @@ REJECTIONS: dict[str, Callable[..., Tensor]] = REJECTIONS_BY_TOKEN | {
     "sequence_range": sequence_range,
     "veto": veto,
 }
-"""Rejections by the `type` of the configuration. Each takes log ratios, log-probs, advantages and the
-sequence of each token, [N] each, and its settings, and returns which tokens are kept [N]."""
-LOSSES_BY_SEQUENCE = ("gspo", "topr")
+"""Rejections by the `type` of the configuration, but for those that are `SELECTED`. Each takes log ratios,
+log-probs, advantages and the sequence of each token, [N] each, and its settings, and returns which tokens are
+kept [N]."""
+LOSSES_BY_SEQUENCE = ("gmpo", "gspo", "regression", "topr", "vespo")
+SELECTED = {
+    "clip_cov": "picked_by_covariance",
+    "kl_cov": "picked_by_covariance",
+    "second_moment": "beyond_second_moment",
+}
+"""Streams by which losses and rejections know tokens that were picked over the whole update
+(learner/algorithms/selection.py)."""
+BEFORE_THE_LOSS = ("proximal", "picked_fraction", "lowest_covariance", "highest_covariance")
+"""Settings of losses that decide on streams, which the functions find among the tokens."""
 NO_CORRECTION = NoCorrection()
 NO_REJECTION = NoRejection()
 
@@ -85,23 +99,27 @@ class Objective:
     reference: ReferenceConfig = NO_REFERENCE
     teacher: TeacherConfig = NO_TEACHER
     rejection: RejectionConfig = NO_REJECTION
+    entropy_target: EntropyTargetConfig = NO_ENTROPY_TARGET
+    """Entropy to which a backend adapts `entropy_coef` between updates."""
 
     @classmethod
     def of(cls, learner: LearnerConfig) -> Self:
         """Return the objective of reinforcement learning."""
         return cls(
-            learner.loss,
+            learner.used_loss,
             learner.used_correction,
             learner.entropy_coef,
             learner.reference,
             learner.teacher,
             learner.rejection,
+            learner.entropy_target,
         )
 
     @property
     def policies(self) -> tuple[str, ...]:
         """Policies besides the current one whose log-probs it wants: "proximal" and tags of frozen ones."""
-        return ("proximal",) * self.is_decoupled + self.frozen
+        before_the_step = self.proximal == "recomputed" or bool(self.selected)
+        return ("proximal",) * before_the_step + self.frozen
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -115,11 +133,25 @@ class Objective:
         return isinstance(self.loss, PPOClipLoss) and self.loss.centre == "proximal"
 
     @property
+    def proximal(self) -> Literal["recomputed", "first_pass", "interpolated"] | None:
+        """Say where the log-probs at the centre of a decoupled clip come from; `None` without one.
+
+        `LearnerConfig.used_loss` has resolved "auto", which here is a pass of its own."""
+        if not isinstance(self.loss, PPOClipLoss) or self.loss.centre == "behaviour":
+            return None
+        return "recomputed" if self.loss.proximal == "auto" else self.loss.proximal
+
+    @property
+    def selected(self) -> tuple[str, ...]:
+        """Streams of tokens that are picked over the whole update."""
+        return tuple(SELECTED[kind] for kind in (self.loss.type, self.rejection.type) if kind in SELECTED)
+
+    @property
     def is_separable(self) -> bool:
         """Tell whether the loss of each token depends on that token alone."""
         if self.correction.type not in ("none", "token_tis"):  # a plugin may look at whole sequences
             return False
-        if self.rejection.type not in ("none", *REJECTIONS_BY_TOKEN):
+        if self.rejection.type not in ("none", *SELECTED, *REJECTIONS_BY_TOKEN):
             return False
         loss = self.loss
         return loss.separable if isinstance(loss, PluginLoss) else loss.type not in LOSSES_BY_SEQUENCE
@@ -128,7 +160,7 @@ class Objective:
     def loss_function(self) -> Callable[[LossTokens], tuple[Tensor, Sums]]:
         """Return the loss with its settings; looked up once, since every chunk of every micro-batch calls
         it."""
-        return chosen_function("loss", self.loss, LOSSES)
+        return chosen_function("loss", self.loss, LOSSES, without=BEFORE_THE_LOSS)
 
     @cached_property
     def correction_function(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Sums]]:
@@ -142,17 +174,23 @@ class Objective:
         return function
 
     @property
-    def truncation_cap(self) -> float:
-        """Importance weight from which on a token counts as truncated; infinite for most corrections."""
-        return self.correction.truncation_cap if isinstance(self.correction, TokenTIS) else torch.inf
+    def may_reject(self) -> bool:
+        """Tell whether its correction or rejection may leave tokens out."""
+        correction = self.correction
+        only_weighs = isinstance(correction, NoCorrection) or (
+            isinstance(correction, TokenTIS) and correction.bound != "mask"
+        )
+        return not only_weighs or not isinstance(self.rejection, NoRejection)
 
 
 def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums]:
     """Compute the loss that `objective` names of each token, weighed as its aggregation wants it.
 
     Returns the losses [N], with gradient, whose sum over all micro-batches and ranks is to be divided by the
-    sum of all denominators (learner/algorithms/aggregation.py); and detached sums to log.
+    sum of all denominators (learner/algorithms/aggregation.py); and detached sums to log. What is counted by
+    token is there in all, and by the sign of the advantage with `_positive` and `_negative` behind its name.
     """
+    tokens = _with_proximal(objective, tokens)
     penalised, sums = _penalised(objective, tokens)
     losses, found = objective.loss_function(penalised)
     sums |= found
@@ -161,14 +199,39 @@ def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums
     sums |= found
     if not isinstance(objective.rejection, NoRejection):
         kept = kept & _not_rejected(objective, penalised, log_ratio)
-        sums["rejected_tokens"] = (~kept).sum()
+    if objective.may_reject:
+        sums["rejected_tokens"] = ~kept
     losses = losses * torch.where(kept, weights, 0.0)
     if objective.reference.kl_coef > 0 and objective.reference.kl_in == "loss":
         losses = losses + objective.reference.kl_coef * _reference_kl(objective, tokens)
     if objective.entropy_coef > 0:
         losses = losses - objective.entropy_coef * tokens.entropy
     losses = torch.where(kept, losses, 0.0) * tokens.streams["loss_weights"]
-    return losses, {name: values.detach() for name, values in sums.items()}
+    for name in objective.selected:  # NaN where nothing was picked from: such a step must not train
+        losses = losses + 0.0 * tokens.streams[name]
+    return losses, _summed(sums, tokens.streams["advantages"])
+
+
+def _summed(found: Sums, advantages: Tensor) -> Sums:
+    """Add up what is counted by token, in all and by the sign of its advantage."""
+    sums = {}
+    for name, values in found.items():
+        sums[name] = values.detach().sum()
+        if values.ndim:
+            for sign, of_sign in (("positive", advantages > 0), ("negative", advantages < 0)):
+                sums[f"{name}_{sign}"] = torch.where(of_sign, values.detach(), 0).sum()
+    return sums
+
+
+def _with_proximal(objective: Objective, tokens: LossTokens) -> LossTokens:
+    """Return the tokens with the log-probs at the centre of a decoupled clip, if no pass has brought them."""
+    if objective.proximal not in ("first_pass", "interpolated"):
+        return tokens
+    now, then = tokens.logprobs.detach(), tokens.streams["behaviour_logprobs"]
+    if objective.proximal == "interpolated":  # arXiv:2512.06547
+        staleness = (tokens.policy_version - tokens.streams["policy_versions"]).clamp(min=0)
+        now = torch.where(staleness > 0, torch.lerp(now, then, 1 / staleness.clamp(min=1)), now)
+    return tokens.with_streams(proximal_logprobs=now)
 
 
 def _log_ratio(objective: Objective, tokens: LossTokens) -> Tensor:
@@ -188,12 +251,13 @@ def _correction(objective: Objective, tokens: LossTokens, log_ratio: Tensor) -> 
         return torch.ones_like(tokens.logprobs), torch.ones_like(tokens.sequence, dtype=torch.bool), {}
     if isinstance(correction, TokenTIS):
         return objective.correction_function(log_ratio, tokens.sequence)
-    weights, kept, sums = over_whole_sequences(objective.correction_function, tokens, log_ratio)
-    return weights, kept, sums | {"rejected_tokens": (~kept).sum()}
+    return over_whole_sequences(objective.correction_function, tokens, log_ratio)
 
 
 def _not_rejected(objective: Objective, tokens: LossTokens, log_ratio: Tensor) -> Tensor:
     """Return which tokens the rejection keeps, bool [N]."""
+    if objective.rejection.type in SELECTED:
+        return tokens.streams[SELECTED[objective.rejection.type]] == 0
     values = log_ratio, _assumed(objective, tokens), tokens.streams["advantages"]
     if objective.rejection.type in REJECTIONS_BY_TOKEN:
         return objective.rejection_function(*values, tokens.sequence)

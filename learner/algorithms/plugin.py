@@ -1,15 +1,15 @@
 """Finds the function of a configured advantage, correction, loss or aggregation: built in or a user's."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
 from bus.config import Config
 from bus.errors import ConfigError
 from bus.plugins import load_function
-from learner.config.algorithm import Plugin
 from learner.config.learner import LearnerConfig
+from learner.config.plugin import Plugin
 
 ARGUMENTS = {
     "advantage": ("groups",),
@@ -21,16 +21,19 @@ ARGUMENTS = {
 
 
 def chosen_function(
-    kind: str, config: Config, builtins: Mapping[str, Callable[..., Any]]
+    kind: str, config: Config, builtins: Mapping[str, Callable[..., Any]], *, without: Collection[str] = ()
 ) -> Callable[..., Any]:
     """Return the function that `config` names, with its settings; `builtins` are by the settings' `type`.
+
+    `without` names settings that something else than the function goes by.
 
     Raises `ConfigError` as `load_plugin` does.
     """
     if isinstance(config, Plugin):
         return partial(load_plugin(kind, config), **config.settings)
     settings = config.model_dump()
-    return partial(builtins[settings.pop("type")], **settings)
+    function = builtins[settings.pop("type")]
+    return partial(function, **{name: value for name, value in settings.items() if name not in without})
 
 
 def load_plugin(kind: str, config: Plugin) -> Callable[..., Any]:

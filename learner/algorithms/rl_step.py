@@ -7,11 +7,12 @@ from bus.requests import GroupRef
 from bus.trajectory import Groups
 from learner.algorithms.aggregation import aggregated
 from learner.algorithms.objective import Objective
+from learner.algorithms.selection import with_selections
 from learner.backends.base import Backend, StepResult
 from learner.config.learner import LearnerConfig
 from learner.data.batches import StepBatch, make_step_batch
 from learner.data.data_parallel import equally_many, of_all_ranks
-from learner.data.packing import Sample, pack, refuse_oversized
+from learner.data.packing import MicroBatch, Sample, pack, refuse_oversized
 from learner.lineage import TrainedStep
 from learner.scoring.frozen_policies import refresh_reference
 from learner.scoring.logprobs import with_logprobs
@@ -26,7 +27,7 @@ def train_on(
     `step` counts from 1. Of several ranks each gives its own groups; the batch's counts and the result are
     those of all. Raises `ConfigError` for a trajectory over the token budget, if such are to be refused.
     """
-    updates, budget = learner.batch.updates, learner.batch.tokens_per_micro_batch
+    updates = learner.batch.updates
     batch = of_all_ranks(
         make_step_batch(
             groups,
@@ -37,11 +38,11 @@ def train_on(
         backend.data_parallel_group,
     )
     if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
-        refuse_oversized(batch.samples, budget)
+        refuse_oversized(batch.samples, learner.batch.tokens_per_micro_batch)
     samples = with_logprobs(backend, batch.samples, learner)
     results = [
         backend.train_step(
-            equally_many(pack(aggregated(own, learner.aggregation), budget), backend.data_parallel_group),
+            equally_many(_packed(backend, own, learner), backend.data_parallel_group),
             Objective.of(learner),
             policy_version=policy_version,
         )
@@ -51,6 +52,12 @@ def train_on(
     return batch, _together(results)
 
 
+def _packed(backend: Backend, samples: Sequence[Sample], learner: LearnerConfig) -> list[MicroBatch]:
+    """Return the micro-batches of an update on these samples, weighed and with what is picked of them all."""
+    picked = with_selections(samples, learner, backend.data_parallel_group)
+    return pack(aggregated(picked, learner.aggregation), learner.batch.tokens_per_micro_batch)
+
+
 def _by_update(samples: Sequence[Sample], updates: int) -> list[list[Sample]]:
     return [[sample for sample in samples if sample.update_slot % updates == n] for n in range(updates)]
 
@@ -58,8 +65,8 @@ def _by_update(samples: Sequence[Sample], updates: int) -> list[list[Sample]]:
 def _together(updates: Sequence[StepResult]) -> StepResult:
     """Join several updates in one result.
 
-    It has the loss over the denominators of all, means by their tokens, the largest gradient norm or one that
-    is not finite, and the last learning rate.
+    It has the loss over the denominators of all, means by their tokens, the largest of what is a bound, the
+    largest gradient norm or one that is not finite, and the last learning rate.
     """
     if len(updates) == 1:
         return updates[0]
@@ -76,8 +83,9 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
         denominator=sum(update.denominator for update in updates),
         skipped=any(update.skipped for update in updates),
         diagnostics={
-            name: mean([(u.diagnostics[name], u.tokens) for u in updates if name in u.diagnostics])
+            name: max(values)[0] if name.endswith("_max") else mean(values)
             for name in names
+            for values in [[(u.diagnostics[name], u.tokens) for u in updates if name in u.diagnostics]]
         },
     )
 

@@ -12,6 +12,9 @@ from learner.data.packing import MicroBatch
 from learner.data.streams import STREAMS
 
 EVERY_ROW = slice(None)
+LARGEST_DISTANCE = 1e4
+"""Log ratios whose square is needed are cut off at this many nats, which no engine's log-probs differ by: a
+float32 must hold the square of their sum over a sequence."""
 LARGEST_LOG_RATIO = 20.0
 """Log ratios are cut off at this many nats: a float32 exponential must stay finite, since inf * 0 is NaN in
 the gradient of a clipped token."""
@@ -37,6 +40,8 @@ class LossTokens:
     """[N] each, all streams of learner/data/streams.py by name."""
     context_group: dist.ProcessGroup | None = None
     """Ranks that share the tokens of each sequence, if there are several."""
+    policy_version: int = 0
+    """Version of the weights before the step."""
 
     def with_streams(self, **streams: Tensor) -> Self:
         """Return these tokens with other values of some streams."""
@@ -45,6 +50,10 @@ class LossTokens:
     def ratio_to(self, name: str) -> Tensor:
         """Return the current policy over that of the log-probs in stream `name`, [N], with gradient."""
         return (self.logprobs - self.streams[name]).clamp(max=LARGEST_LOG_RATIO).exp()
+
+    def bounded_log_ratio_to(self, name: str) -> Tensor:
+        """Return the logarithm of that ratio, of which squares are finite, [N] nats, with gradient."""
+        return (self.logprobs - self.streams[name]).clamp(-LARGEST_DISTANCE, LARGEST_DISTANCE)
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """Add up values [N] by sequence, [sequences], over the ranks that share these; with gradient."""
@@ -71,9 +80,12 @@ class TrainedTokens:
     positions: Tensor
     streams: Mapping[str, Tensor]
     context_group: dist.ProcessGroup | None
+    policy_version: int
 
     @classmethod
-    def of(cls, batch: MicroBatch, context_group: dist.ProcessGroup | None = None) -> Self:
+    def of(
+        cls, batch: MicroBatch, context_group: dist.ProcessGroup | None = None, *, policy_version: int = 0
+    ) -> Self:
         """Pick the tokens at `batch.trained`, with every stream that is declared."""
         return cls(
             labels=batch.labels.index_select(0, batch.trained),
@@ -82,6 +94,7 @@ class TrainedTokens:
             positions=batch.position_ids.index_select(0, batch.trained) + 1,
             streams={name: batch.of_trained(name) for name in STREAMS},
             context_group=context_group,
+            policy_version=policy_version,
         )
 
     def with_logprobs(self, logprobs: Tensor, entropy: Tensor, rows: slice = EVERY_ROW) -> LossTokens:
@@ -95,6 +108,7 @@ class TrainedTokens:
             positions=self.positions[rows],
             streams={name: values[rows] for name, values in self.streams.items()},
             context_group=self.context_group,
+            policy_version=self.policy_version,
         )
 
 

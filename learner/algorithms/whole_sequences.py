@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from learner.algorithms.tokens import LossTokens
+from learner.world.process_group import gathered_columns
 
 OfTokens = Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]
 """Takes values of tokens, [N] each, and last the sequence of each token [N]; returns weights [N], which
-tokens are kept [N], and sums to log."""
+tokens are kept [N], and what to log: sums [], or which tokens are counted [N]."""
 
 
 def by_sequence(values: Tensor, sequence: Tensor, over: Literal["product", "mean"]) -> Tensor:
@@ -33,13 +33,13 @@ def over_whole_sequences(
         tokens: this rank's tokens. Ranks may have different numbers of them.
         values: [N] each, of this rank's tokens; they carry no gradient.
 
-    Returns what `function` said of this rank's tokens, and this rank's part of its sums.
+    Returns what `function` said of this rank's tokens, and this rank's part of its sums and masks.
     """
     group = tokens.context_group
     if group is None or group.size() == 1:
         return function(*values, tokens.sequence)
     own = torch.stack([tokens.sequence.double(), tokens.positions.double(), *(v.double() for v in values)])
-    parts = _gathered(own, group)
+    parts = gathered_columns(own, group)
     sequence, positions, *gathered = torch.cat(parts, dim=1)
     by_position = torch.argsort(positions, stable=True)
     in_text = by_position[torch.argsort(sequence[by_position], stable=True)]
@@ -47,16 +47,5 @@ def over_whole_sequences(
     weights, kept, sums = function(*arguments, sequence[in_text].long())
     begin = sum(part.shape[1] for part in parts[: group.rank()])
     mine = torch.argsort(in_text)[begin : begin + own.shape[1]]
-    return weights[mine], kept[mine], {name: value / group.size() for name, value in sums.items()}
-
-
-def _gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the columns of every rank of `group`, of which each has its own number."""
-    columns = torch.tensor([own.shape[1]], device=own.device)
-    counts = [torch.empty_like(columns) for _ in range(group.size())]
-    dist.all_gather(counts, columns, group=group)
-    most = max(int(count) for count in counts)
-    padded = torch.nn.functional.pad(own, (0, most - own.shape[1]))
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded, group=group)
-    return [part[:, : int(count)] for part, count in zip(parts, counts, strict=True)]
+    own_sums = {name: value[mine] if value.ndim else value / group.size() for name, value in sums.items()}
+    return weights[mine], kept[mine], own_sums

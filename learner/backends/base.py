@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from learner.algorithms.objective import Objective
 from learner.backends.frozen import FrozenPolicies
-from learner.config.algorithm import SFTLoss
+from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import MicroBatch
 

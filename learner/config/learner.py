@@ -5,29 +5,26 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from bus.config import Config
-from learner.config.algorithm import (
-    AdvantageConfig,
-    AggregationConfig,
+from learner.config.algorithm import AdvantageConfig, AggregationConfig, GRPOAdvantage, TokenMean
+from learner.config.correction import (
     AutoCorrection,
-    CISPOLoss,
     CorrectionConfig,
-    GRPOAdvantage,
-    GSPOLoss,
-    LossConfig,
     NoCorrection,
     NoRejection,
+    RejectionConfig,
+    TokenTIS,
+    UsedCorrection,
+)
+from learner.config.diagnostics import DiagnosticsConfig
+from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
+from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
+from learner.config.loss import (
+    LossConfig,
     PluginLoss,
     PPOClipLoss,
     ReinforceLoss,
-    RejectionConfig,
-    SAPOLoss,
-    TokenMean,
-    TokenTIS,
-    TOPRLoss,
-    UsedCorrection,
     UsedLoss,
 )
-from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
 from learner.config.publication import PublicationConfig
@@ -84,7 +81,7 @@ class LearnerConfig(Config):
     correction: CorrectionConfig = AutoCorrection()
     """Weights of tokens that another policy sampled than the loss takes them to come from. `auto` is token
     TIS at 2.0, or none for a loss whose own ratio is to the behaviour policy (`ppo_clip` centred there,
-    `gspo`, `cispo`, `sapo`, `topr`)."""
+    `aipo`, `cispo`, `clip_cov`, `gmpo`, `gspo`, `kl_cov`, `regression`, `sapo`, `topr`, `vespo`)."""
 
     rejection: RejectionConfig = NoRejection()
     """Tokens and sequences that are too far from the policy to be trained on, whatever the correction. They
@@ -95,6 +92,9 @@ class LearnerConfig(Config):
 
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus: each token's loss loses so many times the entropy of its distribution."""
+
+    entropy_target: EntropyTargetConfig = NO_ENTROPY_TARGET
+    """Entropy that the bonus aims at, by changing `entropy_coef`, which is then the weight it begins with."""
 
     advantage: AdvantageConfig = GRPOAdvantage()
     """Sets how rewards become advantages."""
@@ -127,8 +127,20 @@ class LearnerConfig(Config):
     publish_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the published weights, in which the engines compute."""
 
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
+    """Sets when the learner warns of a figure of a step."""
+
     publication: PublicationConfig = PublicationConfig()
     """Sets how policy versions reach the actors."""
+
+    @property
+    def used_loss(self) -> UsedLoss:
+        """Return the loss as configured, with the source of a proximal policy that suits `batch.updates`."""
+        loss = self.loss
+        if not isinstance(loss, PPOClipLoss) or loss.centre == "behaviour" or loss.proximal != "auto":
+            return loss
+        source = "recomputed" if self.batch.updates > 1 else "first_pass"
+        return loss.model_copy(update={"proximal": source})
 
     @property
     def used_correction(self) -> UsedCorrection:
@@ -147,12 +159,32 @@ class LearnerConfig(Config):
             )
         return self
 
+    @model_validator(mode="after")
+    def _entropy_coef_begins_within_its_bound(self) -> Self:
+        largest = self.entropy_target.largest_coef
+        if self.entropy_target.nats is not None and self.entropy_coef > largest:
+            raise ValueError(
+                f"learner.entropy_coef={self.entropy_coef} is above learner.entropy_target.largest_coef="
+                f"{largest}: lower the first, or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _first_pass_is_before_the_step(self) -> Self:
+        loss, updates = self.loss, self.batch.updates
+        if isinstance(loss, PPOClipLoss) and loss.proximal == "first_pass" and updates > 1:
+            raise ValueError(
+                f"learner.loss.proximal=first_pass knows no policy before the step with learner.batch."
+                f"updates={updates}, each on trajectories of its own: set it to recomputed or interpolated"
+            )
+        return self
+
 
 def _has_its_own_ratio(loss: UsedLoss) -> bool:
-    """Tell whether the loss itself weighs by the ratio to the policy that sampled, which leaves no
-    correction."""
+    """Tell whether the loss itself weighs by the ratio to the policy that sampled, or wants no weight, which
+    leaves no correction."""
     if isinstance(loss, PPOClipLoss):
         return loss.centre == "behaviour"
-    return isinstance(loss, GSPOLoss | CISPOLoss | SAPOLoss | TOPRLoss) or (
-        isinstance(loss, PluginLoss) and loss.sampled_by == "behaviour"
-    )
+    if isinstance(loss, PluginLoss):
+        return loss.sampled_by == "behaviour"
+    return not isinstance(loss, ReinforceLoss)

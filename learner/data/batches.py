@@ -34,7 +34,15 @@ class StepBatch:
     learner that died, counts as 0."""
     staleness_sum: int
     """Sum of the trajectories' staleness, in versions."""
+    queued_sum: int
+    """Sum of the trajectories' versions since their newest trained token: what they waited for the learner.
+    The rest of their staleness went by while they were sampled."""
     response_tokens: int
+    completed: int
+    """Trajectories whose end is "completed": neither cut off by their length nor by a limit of turns."""
+    cut_off_tokens: int
+    """Trained tokens that were drawn with `top_p` below 1 or with `top_k`, so not from the recorded
+    distribution."""
     digest: int
     """Sum of the samples' digests modulo `DIGESTS`, which packing and division over ranks do not change."""
 
@@ -47,6 +55,11 @@ class StepBatch:
     def staleness_mean(self) -> float:
         """Return the mean over the batch's trajectories, in versions."""
         return self.staleness_sum / max(1, self.trajectories)
+
+    @property
+    def queued_mean(self) -> float:
+        """Return the mean over the batch's trajectories, in versions."""
+        return self.queued_sum / max(1, self.trajectories)
 
     @property
     def response_tokens_mean(self) -> float:
@@ -86,7 +99,10 @@ def make_step_batch(
         reward_sum=sum(t.reward for t in trajectories),
         staleness_max=max(staleness, default=0),
         staleness_sum=sum(staleness),
+        queued_sum=sum(max(0, policy_version - trajectory.newest_version) for trajectory in trajectories),
         response_tokens=sum(int(t.loss_mask.sum()) for t in trajectories),
+        completed=sum(trajectory.end == "completed" for trajectory in trajectories),
+        cut_off_tokens=sum(_cut_off_tokens(trajectory) for trajectory in trajectories),
         digest=sum(sample.xxh3() for sample in samples) % DIGESTS,
     )
 
@@ -104,6 +120,14 @@ def _sample(trajectory: Trajectory, advantage: NDArray[np.float64]) -> Sample:
         update_slot=trajectory.lease_id + trajectory.sample,
         group=trajectory.lease_id,
         name=trajectory.trajectory_id,
+    )
+
+
+def _cut_off_tokens(trajectory: Trajectory) -> int:
+    return sum(
+        int(np.count_nonzero(trajectory.loss_mask[turn.start : turn.stop]))
+        for turn in trajectory.turns
+        if turn.top_p < 1 or turn.top_k > 0
     )
 
 

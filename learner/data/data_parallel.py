@@ -33,6 +33,9 @@ def of_all_ranks(batch: StepBatch, group: dist.ProcessGroup) -> StepBatch:
         "untrusted",
         "reward_sum",
         "staleness_sum",
+        "queued_sum",
+        "completed",
+        "cut_off_tokens",
         "response_tokens",
     )
     sums = _reduced([getattr(batch, name) for name in names], dist.ReduceOp.SUM, group)

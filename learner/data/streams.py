@@ -41,6 +41,8 @@ STREAMS = {
     "loss_weights": Stream(fill=1.0),  # the token's share of the loss (learner/algorithms/aggregation.py)
     "proximal_logprobs": Stream(fill=np.nan),  # nats, under the policy before the step
     "reference_logprobs": Stream(fill=np.nan),  # nats, under the frozen reference policy
+    "picked_by_covariance": Stream(fill=np.nan),  # 1 or 0 (learner/algorithms/selection.py)
+    "beyond_second_moment": Stream(fill=np.nan),  # 1 or 0 (learner/algorithms/selection.py)
     "teacher_logprobs": Stream(fill=np.nan),  # nats, under the teacher
 }
 

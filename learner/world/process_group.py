@@ -58,3 +58,15 @@ def most_over_ranks(count: int) -> int:
     counts = torch.tensor(count, device=device())
     dist.all_reduce(counts, op=dist.ReduceOp.MAX)
     return int(counts)
+
+
+def gathered_columns(own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return the columns [rows, n] of every rank of `group`, of which each has its own number."""
+    columns = torch.tensor([own.shape[1]], device=own.device)
+    counts = [torch.empty_like(columns) for _ in range(group.size())]
+    dist.all_gather(counts, columns, group=group)
+    most = max(int(count) for count in counts)
+    padded = torch.nn.functional.pad(own, (0, most - own.shape[1]))
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)
+    return [part[:, : int(count)] for part, count in zip(parts, counts, strict=True)]

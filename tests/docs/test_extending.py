@@ -35,7 +35,7 @@ from learner.algorithms.objective import Objective, token_losses
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.algorithms.tokens import LossTokens
 from learner.backends.megatron.conversion.qwen2 import QWEN2
-from learner.config.algorithm import ReinforceLoss
+from learner.config.loss import ReinforceLoss
 from learner.data.streams import STREAMS, Stream, pack_streams
 from tests.factories import make_trajectory
 

@@ -129,7 +129,7 @@ def test_a_configuration_is_frozen():
         (
             {"learner": {"loss": {"type": "ppo_clp"}}},
             "learner.loss.type: no 'ppo_clp': did you mean 'ppo_clip'? there are: reinforce, ppo_clip, gspo, "
-            "cispo, sapo, topr, plugin",
+            "cispo, sapo, topr, aipo, gmpo, vespo, regression, clip_cov, kl_cov, plugin",
         ),
         ({"learner": 3}, "learner is a table of settings, not a value (got 3)"),
         (

@@ -8,7 +8,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from learner.algorithms.objective import Objective
-from learner.config.algorithm import ReinforceLoss, TokenTIS
+from learner.config.correction import TokenTIS
+from learner.config.loss import ReinforceLoss
 from learner.data.packing import Sample
 
 VOCAB = 58

@@ -1,16 +1,22 @@
 from typing import Literal
 
-import torch
 from torch import Tensor
 
+from learner.algorithms.corrections.bounds import Bound, bounded
 from learner.algorithms.tokens import LARGEST_LOG_RATIO
 from learner.algorithms.whole_sequences import by_sequence
 
 
 def sequence_tis(
-    log_ratio: Tensor, sequence: Tensor, *, sequence_cap: float, over: Literal["product", "mean"]
+    log_ratio: Tensor,
+    sequence: Tensor,
+    *,
+    sequence_cap: float,
+    over: Literal["product", "mean"],
+    bound: Bound = "truncate",
+    floor: float | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Truncated importance weight of each sequence, which all its tokens share.
+    """Bounded importance weight of each sequence, which all its tokens share.
 
     The product of the tokens' ratios is the sequence's exact ratio; their geometric mean varies less and is
     biased (arXiv:2507.18071, eq. 7).
@@ -20,9 +26,10 @@ def sequence_tis(
         sequence: int64 [N], which sequence a token belongs to; all tokens of a sequence are here.
         sequence_cap: upper bound on the weight; `inf` is plain importance sampling.
         over: the product of the ratios, or their geometric mean.
+        bound: what becomes of a weight out of bounds (bounds.py).
+        floor: lower bound on the weight; `None` is 1 / sequence_cap.
 
-    Returns weights [N], which tokens are kept [N] (all), and the number of truncated tokens.
+    Returns weights [N], which tokens are kept [N], and which had a ratio out of bounds [N].
     """
     ratio = by_sequence(log_ratio, sequence, over).clamp(max=LARGEST_LOG_RATIO).exp()
-    kept = torch.ones_like(sequence, dtype=torch.bool)
-    return ratio.clamp(max=sequence_cap), kept, {"truncated_tokens": (ratio > sequence_cap).sum()}
+    return bounded(ratio, cap=sequence_cap, bound=bound, floor=floor)

@@ -1,21 +1,27 @@
-import torch
 from torch import Tensor
 
+from learner.algorithms.corrections.bounds import Bound, bounded
 from learner.algorithms.tokens import LARGEST_LOG_RATIO
 
 
 def token_tis(
-    log_ratio: Tensor, sequence: Tensor, *, truncation_cap: float
+    log_ratio: Tensor,
+    sequence: Tensor,
+    *,
+    truncation_cap: float,
+    bound: Bound = "truncate",
+    floor: float | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Truncated importance weight of each token (IMPALA's rho, arXiv:1802.01561).
+    """Bounded importance weight of each token (IMPALA's rho, arXiv:1802.01561).
 
     Args:
         log_ratio: [N] nats, the policy that the loss takes its tokens to come from over the one that sampled.
         sequence: int64 [N], which sequence a token belongs to; this correction does not ask.
         truncation_cap: upper bound on the weight; `inf` is plain importance sampling.
+        bound: what becomes of a weight out of bounds (bounds.py).
+        floor: lower bound on the weight; `None` is 1 / truncation_cap.
 
-    Returns weights [N], which tokens are kept [N] (all), and the number of truncated tokens.
+    Returns weights [N], which tokens are kept [N], and which had a ratio out of bounds [N].
     """
     ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
-    kept = torch.ones_like(sequence, dtype=torch.bool)
-    return ratio.clamp(max=truncation_cap), kept, {"truncated_tokens": (ratio > truncation_cap).sum()}
+    return bounded(ratio, cap=truncation_cap, bound=bound, floor=floor)

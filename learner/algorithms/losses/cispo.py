@@ -1,4 +1,3 @@
-import torch
 from torch import Tensor
 
 from learner.algorithms.tokens import LossTokens
@@ -16,9 +15,9 @@ def cispo_loss(
         lowest_weight: lower bound on the weight.
         highest_weight: upper bound on it.
 
-    Returns the loss of each token, [N], and the number of clipped tokens.
+    Returns the loss of each token, [N], and which tokens are clipped, [N].
     """
     ratio = tokens.ratio_to("behaviour_logprobs").detach()
     weight = ratio.clamp(lowest_weight, highest_weight)
     losses = -weight * tokens.streams["advantages"] * tokens.logprobs
-    return losses, {"clipped_tokens": torch.count_nonzero(weight != ratio)}
+    return losses, {"clipped_tokens": weight != ratio}

@@ -17,7 +17,7 @@ def gspo_loss(
         sequence_clip_eps: how far below 1 the ratio may fall.
         sequence_clip_eps_high: how far above 1 it may rise; `None` means `sequence_clip_eps`.
 
-    Returns the loss of each token, [N], which is that of its sequence, and the number of clipped tokens.
+    Returns the loss of each token, [N], which is that of its sequence, and which tokens are clipped, [N].
     """
     log_ratio = tokens.sequence_mean(tokens.logprobs - tokens.streams["behaviour_logprobs"])
     ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()[tokens.sequence]
@@ -25,4 +25,4 @@ def gspo_loss(
     low, high = sequence_clip_eps, sequence_clip_eps_high
     high = low if high is None else high
     free, clipped = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
-    return -torch.minimum(free, clipped), {"clipped_tokens": (clipped < free).sum()}
+    return -torch.minimum(free, clipped), {"clipped_tokens": clipped < free}

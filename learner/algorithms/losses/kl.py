@@ -3,7 +3,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from learner.algorithms.tokens import LARGEST_LOG_RATIO
+from learner.algorithms.tokens import LARGEST_DISTANCE, LARGEST_LOG_RATIO
 
 Estimator = Literal["k1", "k2", "k3", "low_var_kl"]
 LARGEST = 10.0
@@ -29,7 +29,8 @@ def kl_estimates(
         importance_ratio: [N], current / sampling policy, which makes gradient and estimate unbiased where
             another policy sampled the tokens (as in DeepSeek-V3.2); `None` is 1.
     """
-    log_ratio = logprobs - reference_logprobs
+    # even of a distance that cannot be, the square and the product with the ratio must be finite
+    log_ratio = (logprobs - reference_logprobs).clamp(-LARGEST_DISTANCE, LARGEST_DISTANCE)
     if estimator == "k1":
         estimates = log_ratio
     elif estimator == "k2":

@@ -22,7 +22,7 @@ def ppo_clip_loss(
         dual_clip: ratio above which a token of negative advantage has no gradient either (arXiv:1912.09729,
             eq. 5); `None` sets no bound.
 
-    Returns the loss of each token, [N], and the number of clipped tokens.
+    Returns the loss of each token, [N], and which tokens are clipped, [N].
     """
     advantages, ratio = tokens.streams["advantages"], tokens.ratio_to(f"{centre}_logprobs")
     high = clip_eps if clip_eps_high is None else clip_eps_high
@@ -32,4 +32,4 @@ def ppo_clip_loss(
         bounded = (advantages < 0) & (ratio > dual_clip)
         objective = torch.where(bounded, dual_clip * advantages, objective)
         without_gradient |= bounded
-    return -objective, {"clipped_tokens": without_gradient.sum()}
+    return -objective, {"clipped_tokens": without_gradient}

@@ -5,6 +5,7 @@ sampled, nats), the former's log-probs [N], advantages [N] and the sequence of e
 which tokens are kept, bool [N].
 """
 
+import torch
 from torch import Tensor
 
 from learner.algorithms.tokens import LARGEST_LOG_RATIO
@@ -38,6 +39,21 @@ def binary_kl(
     """Reject tokens that have moved by more than `largest_kl` nats in the direction of their advantage.
 
     That is KL(mu || pi) as to whether the token is taken, mu having sampled it (DPPO-KL)."""
-    now, then = (p.exp().clamp(CERTAIN, 1 - CERTAIN) for p in (logprobs, logprobs - log_ratio))
-    kl = then * (then.log() - now.log()) + (1 - then) * ((-then).log1p() - (-now).log1p())
+    kl = _binary_kl(logprobs - log_ratio, logprobs)
     return ~((kl > largest_kl) & (log_ratio * advantages > 0))
+
+
+def binary_kl_two_way(
+    log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, sequence: Tensor, *, largest_kl_either_way: float
+) -> Tensor:
+    """Reject tokens that differ by more than `largest_kl_either_way` nats.
+
+    That is the larger of KL(mu || pi) and KL(pi || mu) as to whether the token is taken (KPop)."""
+    then = logprobs - log_ratio
+    return torch.maximum(_binary_kl(then, logprobs), _binary_kl(logprobs, then)) <= largest_kl_either_way
+
+
+def _binary_kl(p: Tensor, q: Tensor) -> Tensor:
+    """Return KL(p || q) of tokens taken with these log-probs or not, [N] nats."""
+    p, q = (each.exp().clamp(CERTAIN, 1 - CERTAIN) for each in (p, q))
+    return p * (p.log() - q.log()) + (1 - p) * ((-p).log1p() - (-q).log1p())

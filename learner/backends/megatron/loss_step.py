@@ -6,12 +6,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from learner.algorithms.diagnostics import off_policy_diagnostics, off_policy_sums
+from learner.algorithms.diagnostics import COUNTED, off_policy_diagnostics, off_policy_sums
 from learner.algorithms.objective import DISTANCES, Objective, token_losses
 from learner.algorithms.tokens import TrainedTokens
 from learner.backends.megatron.core import DistributedDataParallel, parallel_state
 from learner.backends.megatron.process_groups import data_parallel_sum
-from learner.config.algorithm import SFTLoss
+from learner.config.loss import SFTLoss
 from learner.data.packing import MicroBatch
 
 Sums = dict[str, Tensor]
@@ -25,8 +25,10 @@ def forward_step(
 ) -> tuple[object, object]:
     """Megatron-core's protocol: the model's output, and a function from it to (loss sum, tokens, sums)."""
     batch = next(batches)
-    known = TrainedTokens.of(batch, parallel_state.get_context_parallel_group())
-    loss_step = partial(_loss_step, objective, policy_version, known, batch.denominator)
+    known = TrainedTokens.of(
+        batch, parallel_state.get_context_parallel_group(), policy_version=policy_version
+    )
+    loss_step = partial(_loss_step, objective, known, batch.denominator)
     if not objective.is_separable:  # the loss wants the log-probs of all tokens first
         return model(batch), loss_step
 
@@ -38,7 +40,6 @@ def forward_step(
 
 def _loss_step(
     objective: Objective,
-    policy_version: int,
     known: TrainedTokens,
     denominator: float,
     output: tuple[Tensor, ...],
@@ -56,9 +57,7 @@ def _loss_step(
         "entropy": entropy.detach().sum(),
     }
     if not isinstance(objective.loss, SFTLoss):
-        sums |= off_policy_sums(
-            tokens, policy_version=policy_version, truncation_cap=objective.truncation_cap
-        )
+        sums |= off_policy_sums(tokens)
     return loss_sum, count, sums
 
 
@@ -74,7 +73,7 @@ def step_diagnostics(sums: Mapping[str, float], tokens: int) -> dict[str, float]
     if tokens == 0:
         return {}
     means = {"entropy_nats": sums["entropy"] / tokens}
-    for name in ("clipped", "truncated", "rejected"):
+    for name in COUNTED:
         if f"{name}_tokens" in sums:
             means[f"{name}_fraction"] = sums[f"{name}_tokens"] / tokens
     means |= {f"{name}_nats": sums[name] / tokens for name in DISTANCES if name in sums}

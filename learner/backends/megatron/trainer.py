@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import TrainingError
+from learner.algorithms.entropy_bonus import EntropyBonus
 from learner.algorithms.objective import Objective
 from learner.backends.base import Exported, StepResult
 from learner.backends.frozen import FrozenPolicies
@@ -46,7 +48,7 @@ from learner.backends.megatron.process_groups import (
 from learner.backends.megatron.sharding import share_of_rank
 from learner.backends.megatron.trainable import EVERYTHING, TrainableWeights
 from learner.checkpoint.manifest import differences
-from learner.config.algorithm import SFTLoss
+from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch
@@ -97,6 +99,8 @@ class Trainer:
         self.optimizer = build_optimizer(config, self.ddp, self.dtype)
         self.updates_done = 0
         """Updates by this optimizer, which the schedule counts."""
+        self.entropy_bonus: EntropyBonus | None = None
+        """Weight of the entropy bonus where it aims at a target."""
         self.not_finite_in_a_row = 0
         """Updates skipped since the last whose loss and gradient were finite."""
 
@@ -117,7 +121,7 @@ class Trainer:
         """
         lr = learning_rate(self.optimizer_config, self.updates_done + 1)
         configure_optimizer(self.optimizer, self.optimizer_config, lr)
-        objective = loss if isinstance(loss, Objective) else Objective(loss)
+        objective = self._with_entropy_bonus(loss if isinstance(loss, Objective) else Objective(loss))
         names, totals = self._accumulate_gradients(micro_batches, objective, policy_version)
         sums, norm = self._update(names, totals)
         tokens = int(sums["trained_tokens"])
@@ -126,6 +130,12 @@ class Trainer:
         self.steps_done += 1
         self.updates_done += updated
         self._refuse_endless_skipping(mean_loss, norm)
+        diagnostics = step_diagnostics(sums, tokens)
+        if self.entropy_bonus is not None:
+            diagnostics["entropy_coef"] = objective.entropy_coef
+            if updated:
+                entropy = diagnostics["entropy_nats"]
+                self.entropy_bonus = self.entropy_bonus.after(entropy, objective.entropy_target)
         return StepResult(
             loss=mean_loss,
             grad_norm=norm,
@@ -133,8 +143,16 @@ class Trainer:
             tokens=tokens,
             denominator=sums["denominator"],
             skipped=not updated,
-            diagnostics=step_diagnostics(sums, tokens),
+            diagnostics=diagnostics,
         )
+
+    def _with_entropy_bonus(self, objective: Objective) -> Objective:
+        """Return the objective with the weight of the entropy bonus that earlier updates have led to."""
+        if objective.entropy_target.nats is None:
+            self.entropy_bonus = None
+            return objective
+        self.entropy_bonus = self.entropy_bonus or EntropyBonus(objective.entropy_coef)
+        return replace(objective, entropy_coef=self.entropy_bonus.used_coef)
 
     def _update(self, names: list[str], totals: Tensor) -> tuple[dict[str, float], float]:
         """Update where the loss and the gradient allow it: the sums and the gradient's norm, as numbers.

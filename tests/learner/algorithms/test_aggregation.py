@@ -10,16 +10,10 @@ from bus.errors import ConfigError
 from learner.algorithms.aggregation import aggregated, aggregation
 from learner.algorithms.objective import Objective
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import (
-    ConstantDenominator,
-    GSPOLoss,
-    Plugin,
-    PromptMean,
-    SequenceMean,
-    SFTLoss,
-    TokenMean,
-)
+from learner.config.algorithm import ConstantDenominator, PromptMean, SequenceMean, TokenMean
+from learner.config.loss import GSPOLoss, SFTLoss
 from learner.config.optimizer import OptimizerConfig
+from learner.config.plugin import Plugin
 from learner.data.packing import pack
 from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_model
 

@@ -6,36 +6,48 @@ from itertools import accumulate, product
 from math import inf
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from bus.errors import TrainingError
 from learner.algorithms.objective import Objective
+from learner.algorithms.selection import with_selections
 from learner.backends.base import StepResult
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import (
+from learner.config.correction import (
     BinaryKL,
+    BinaryKLTwoWay,
     BinaryTV,
-    CISPOLoss,
-    GSPOLoss,
     NegativeDivergence,
-    Plugin,
-    PPOClipLoss,
-    SAPOLoss,
+    SecondMoment,
     SequenceRange,
     SequenceTIS,
     TokenRange,
     TokenTIS,
-    TOPRLoss,
     Veto,
 )
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
 from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.loss import (
+    AIPOLoss,
+    CISPOLoss,
+    ClipCovLoss,
+    GMPOLoss,
+    GSPOLoss,
+    KLCovLoss,
+    PPOClipLoss,
+    RegressionLoss,
+    SAPOLoss,
+    TOPRLoss,
+    VESPOLoss,
+)
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
+from learner.config.plugin import Plugin
 from learner.data.packing import Sample, pack
 from learner.scoring.logprobs import with_logprobs
 from tests.learner.reference import reference_optimizer
@@ -91,6 +103,27 @@ OBJECTIVES |= {
     "veto": {"rejection": Veto(smallest=0.85)},
     "negative divergence": {"rejection": NegativeDivergence(largest_drop=0.01)},
 }
+OBJECTIVES |= {
+    "aipo": {"loss": AIPOLoss(ratio_cap=1.1)},
+    "gmpo": {"loss": GMPOLoss(log_clip=0.1, log_clip_high=0.05)},
+    "vespo": {"loss": VESPOLoss()},
+    "regression": {"loss": RegressionLoss(kl_weight=0.5)},
+    "clip-cov": {"loss": ClipCovLoss(picked_fraction=1.0, lowest_covariance=0.3)},
+    "kl-cov": {"loss": KLCovLoss(picked_fraction=0.1)},
+    "clipped weights": {"correction": TokenTIS(truncation_cap=1.5, bound="clip", floor=0.8)},
+    "masked weights": {"correction": TokenTIS(truncation_cap=1.8, bound="mask")},
+    "clipped sequences": {"correction": SequenceTIS(sequence_cap=4.0, bound="clip")},
+    "second moment": {"rejection": SecondMoment(largest_moment=0.2), "correction": TokenTIS()},
+    "decoupled, second moment": {
+        "rejection": SecondMoment(largest_moment=0.2),
+        "loss": PPOClipLoss(centre="proximal"),
+    },
+    "kpop": {"rejection": BinaryKLTwoWay(largest_kl_either_way=0.005)},
+    "first pass": {"loss": PPOClipLoss(centre="proximal"), "correction": TokenTIS(truncation_cap=1.1)},
+    "decoupled, interpolated": {
+        "loss": PPOClipLoss(centre="proximal", clip_eps=0.02, proximal="interpolated")
+    },
+}
 UPDATES = {name: 2 if "decoupled" in name else 1 for name in OBJECTIVES}
 
 
@@ -127,6 +160,7 @@ LAYOUTS = {
     "pp2": (2, {"pipeline": 2}),
     "cp2": (2, {"context": 2}),
 }
+POLICY_VERSION = 3
 POLICY, REFERENCE, TEACHER = 0, 1, 2
 """Seeds of their weights."""
 
@@ -147,7 +181,10 @@ def train(case: Case) -> tuple[list[StepResult], dict[str, Tensor]]:
         samples = with_logprobs(trainer, samples, learner)
         for n in range(learner.batch.updates):
             chosen = [sample for i, sample in zip(own, samples, strict=True) if i in of_update(n, learner)]
-            results.append(trainer.train_step(pack(chosen, 40), Objective.of(learner), policy_version=3))
+            chosen = with_selections(chosen, learner, trainer.data_parallel_group)
+            results.append(
+                trainer.train_step(pack(chosen, 40), Objective.of(learner), policy_version=POLICY_VERSION)
+            )
     return results, trainer.export()
 
 
@@ -157,7 +194,7 @@ def of_update(number: int, learner: LearnerConfig) -> list[int]:
 
 
 def samples_of(step: int) -> list[Sample]:
-    return random_samples(LENGTHS, seed=step, versions=(2, 3), temperatures=TEMPERATURE)
+    return random_samples(LENGTHS, seed=step, versions=(1, 3), temperatures=TEMPERATURE)
 
 
 def sample_logprobs(model, samples: list[Sample]) -> list[Tensor]:
@@ -190,7 +227,12 @@ def weighed(
     elif isinstance(correction, SequenceTIS):
         weight = of_sequence(log_ratio, sample, correction.over).clamp(max=correction.sequence_cap)
     else:
-        weight = log_ratio.exp().clamp(max=2.0)
+        weight = log_ratio.exp().clamp(max=correction.truncation_cap)
+    if getattr(correction, "bound", "truncate") == "clip":
+        weight = weight.clamp(min=correction.floor or 1 / correction.sequence_cap)
+    if getattr(correction, "bound", "truncate") == "mask":
+        ratio = log_ratio.exp()
+        weight = torch.where((ratio * correction.truncation_cap >= 1) & (ratio == weight), weight, 0.0)
     return -weight * advantage * now
 
 
@@ -227,6 +269,44 @@ def tapered(learner, sample, now, behaviour, advantage) -> Tensor:
     return -(1.0 if advantage > 0 else ratio) * advantage * now
 
 
+def capped(learner, sample, now, behaviour, advantage) -> Tensor:
+    return -torch.exp(now.detach() - behaviour).clamp(max=learner.loss.ratio_cap) * advantage * now
+
+
+def cut_by_token(learner, sample, now, behaviour, advantage) -> Tensor:
+    mask, loss = torch.from_numpy(sample.loss_mask[1:]), learner.loss
+    if not mask.any():
+        return torch.zeros_like(now)
+    ratio = torch.exp(now - behaviour)
+    low, high = torch.tensor(-loss.log_clip).exp(), torch.tensor(loss.log_clip_high).exp()
+    kept = torch.minimum(ratio, high) if advantage > 0 else torch.maximum(ratio, low)
+    return (-(kept[mask].prod() ** (1 / mask.sum())) * advantage).expand(len(now))
+
+
+def kernel(learner, sample, now, behaviour, advantage) -> Tensor:
+    loss, whole = learner.loss, of_sequence(now - behaviour, sample, "product")
+    power, decay = (loss.power, loss.decay) if advantage >= 0 else (loss.power_negative, loss.decay_negative)
+    return -(whole**power) * torch.exp(decay * (1 - whole)) * advantage * now
+
+
+def squared(learner, sample, now, behaviour, advantage) -> Tensor:
+    """The loss of the whole sequence, spread over its trained tokens, without what is constant."""
+    mask, t = torch.from_numpy(sample.loss_mask[1:]), learner.loss.kl_weight
+    whole = (now - behaviour)[mask].sum()
+    loss = ((advantage - t * whole) ** 2 - advantage**2) / (2 * t)
+    return (loss / max(1, int(mask.sum()))).expand(len(now))
+
+
+def clipped_but_for_picked(learner, sample, now, behaviour, advantage) -> Tensor:
+    ratio = torch.exp(now - behaviour)
+    clipped = ratio.clamp(1 - learner.loss.clip_eps, 1 + learner.loss.clip_eps)
+    return torch.where(sample.picked, 0.0, -torch.minimum(ratio * advantage, clipped * advantage))
+
+
+def held_if_picked(learner, sample, now, behaviour, advantage) -> Tensor:
+    return -torch.exp(now - behaviour) * advantage + sample.picked * torch.abs(now - behaviour)
+
+
 FORMULAS = {
     "reinforce": weighed,
     "gspo": clipped_by_sequence,
@@ -234,6 +314,12 @@ FORMULAS = {
     "cispo": weight_clipped,
     "sapo": softly_gated,
     "topr": tapered,
+    "aipo": capped,
+    "gmpo": cut_by_token,
+    "vespo": kernel,
+    "regression": squared,
+    "clip_cov": clipped_but_for_picked,
+    "kl_cov": held_if_picked,
 }
 """Losses by their formulas: of the log-probs now and at the centre, and the sample's advantage."""
 
@@ -244,6 +330,11 @@ def token_losses(learner: LearnerConfig, sample: Sample, found: Tensor, old: Ten
     behaviour = torch.from_numpy(sample.streams["behaviour_logprobs"][1:])
     kl, loss, advantage = learner.reference, learner.loss, torch.tensor(sample.streams["advantages"])
     decoupled = isinstance(loss, PPOClipLoss) and loss.centre == "proximal"
+    if decoupled and learner.used_loss.proximal == "first_pass":
+        old = now.detach()
+    if decoupled and loss.proximal == "interpolated":  # staleness is 0 or 2
+        stale = torch.from_numpy(sample.streams["policy_versions"][1:]) < POLICY_VERSION
+        old = torch.where(stale, (now.detach() + behaviour) / 2, now.detach())
     before = old if decoupled else now.detach()
     if kl.kl_coef and kl.kl_in == "advantage":
         advantage = advantage - kl.kl_coef * estimated(kl.kl_estimator, before - others["reference"])
@@ -282,6 +373,14 @@ def kept_by(rejection, sample: Sample, logprobs: Tensor, log_ratio: Tensor) -> T
         case BinaryKL():
             kl = then * torch.log(then / now) + (1 - then) * torch.log((1 - then) / (1 - now))
             return (kl <= rejection.largest_kl) | (torch.where(advantage > 0, ratio < 1, ratio > 1))
+        case BinaryKLTwoWay():
+            ways = [
+                p * torch.log(p / q) + (1 - p) * torch.log((1 - p) / (1 - q))
+                for p, q in ((then, now), (now, then))
+            ]
+            return torch.maximum(*ways) <= rejection.largest_kl_either_way
+        case SecondMoment():
+            return ~sample.picked
         case SequenceRange():
             whole = of_sequence(log_ratio, sample, rejection.over)
             return torch.full_like(
@@ -293,6 +392,46 @@ def kept_by(rejection, sample: Sample, logprobs: Tensor, log_ratio: Tensor) -> T
             away = -torch.log(of_sequence(log_ratio, sample, "mean")) > rejection.largest_drop
             return torch.full_like(ratio, not (advantage < 0 and away)).bool()
     raise AssertionError(rejection)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PickedSample(Sample):
+    """A sample, and which of its predictions the update picks."""
+
+    picked: Tensor
+
+
+def picked_by_formula(
+    learner, samples: list[Sample], old: list[Tensor], update: list[int]
+) -> dict[int, Sample]:
+    """Return the update's samples with what is picked of them: one token after the other, as papers say."""
+    tokens = [(i, t) for i in update for t in range(len(old[i])) if samples[i].loss_mask[t + 1]]
+    behaviour = {i: samples[i].streams["behaviour_logprobs"] for i in update}
+    squares = {(i, t): (old[i][t].item() - behaviour[i][t + 1]) ** 2 for i, t in tokens}
+    means = [np.mean([values[i][t] for i, t in tokens]) for values in (old,)]
+    means.append(np.mean([samples[i].streams["advantages"] for i, _ in tokens]))
+    covariance = {
+        (i, t): (old[i][t].item() - means[0]) * (samples[i].streams["advantages"] - means[1])
+        for i, t in tokens
+    }
+    picked: set[tuple[int, int]] = set()
+    if isinstance(learner.rejection, SecondMoment):
+        left = sorted(tokens, key=squares.get)
+        while left and np.mean([squares[token] for token in left]) > learner.rejection.largest_moment:
+            picked.add(left.pop())
+    elif isinstance(learner.loss, KLCovLoss):
+        picked = set(sorted(tokens, key=covariance.get)[-int(len(tokens) * learner.loss.picked_fraction) :])
+    elif isinstance(learner.loss, ClipCovLoss):
+        low, high = learner.loss.lowest_covariance, learner.loss.highest_covariance
+        picked = {token for token in tokens if low < covariance[token] < high}
+    marks = {i: torch.tensor([(i, t) in picked for t in range(len(old[i]))]) for i in update}
+    return {
+        i: PickedSample(
+            token_ids=samples[i].token_ids, loss_mask=samples[i].loss_mask, streams=samples[i].streams,
+            picked=marks[i],
+        )
+        for i in update
+    }  # fmt: skip
 
 
 @cache
@@ -311,10 +450,11 @@ def expected(objective: str) -> tuple[list[tuple[float, float, float]], dict[str
             }
         for n in range(learner.batch.updates):
             total, k3, count, logprobs = 0.0, 0.0, 0, sample_logprobs(policy, samples)
+            picked = picked_by_formula(learner, samples, old, of_update(n, learner))
             for i in of_update(n, learner):
                 mask = torch.from_numpy(samples[i].loss_mask[1:])
                 of_sample = {tag: values[i] for tag, values in frozen.items()}
-                total += token_losses(learner, samples[i], logprobs[i], old[i], of_sample)[mask].sum()
+                total += token_losses(learner, picked[i], logprobs[i], old[i], of_sample)[mask].sum()
                 k3 += estimated("k3", logprobs[i][0].detach() - frozen["reference"][i])[mask].sum().item()
                 count += int(mask.sum())
             optimizer.zero_grad()
@@ -344,6 +484,12 @@ def test_four_steps_follow_plain_torch_adamw(objective):
     assert_as_expected(case, *train(case))
 
 
+@pytest.mark.parametrize("objective", ["clip-cov", "aipo", "gmpo", "decoupled, interpolated"])
+def test_what_a_loss_clips_is_some_of_the_tokens(objective):
+    clipped = [step.diagnostics["clipped_fraction"] for step in train(Case(objective))[0]]
+    assert 0 < max(clipped) < 1
+
+
 @pytest.mark.parametrize("objective", [name for name in OBJECTIVES if "rejection" in OBJECTIVES[name]])
 def test_each_rejection_leaves_some_tokens_out_and_trains_on_others(objective):
     steps, _ = train(Case(objective))
@@ -354,7 +500,17 @@ def test_each_rejection_leaves_some_tokens_out_and_trains_on_others(objective):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "objective",
-    ["k3 in the loss", "k1 in the advantage", "decoupled", "sequences", "traces", "masked sequences", "topr"],
+    [
+        "k3 in the loss",
+        "k1 in the advantage",
+        "decoupled",
+        "sequences",
+        "traces",
+        "masked sequences",
+        "topr",
+        "regression",
+        "decoupled, second moment",
+    ],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_four_steps_follow_plain_torch_adamw_on_any_layout(worlds, layout, objective):
@@ -365,15 +521,22 @@ def test_four_steps_follow_plain_torch_adamw_on_any_layout(worlds, layout, objec
 
 
 @pytest.mark.slow
-def test_a_users_correction_sees_whole_sequences_whose_tokens_are_divided_over_ranks(worlds):
-    case = Case("traces", *LAYOUTS["cp2"])
+@pytest.mark.parametrize(
+    ("objective", "counted"),
+    [
+        ("traces", ("truncated_fraction", "rejected_fraction")),
+        ("clipped sequences", ("truncated_fraction", "truncated_fraction_positive", "importance_ratio_p99")),
+    ],
+)
+def test_a_correction_sees_whole_sequences_whose_tokens_are_divided_over_ranks(worlds, objective, counted):
+    case = Case(objective, *LAYOUTS["cp2"])
     answers = worlds.run(case.ranks, train, case)
     assert_as_expected(case, *answers[0])
-    alone, _ = train(Case("traces"))
-    for (steps, _), name in product(answers, ("truncated_fraction", "rejected_fraction")):
+    alone, _ = train(Case(objective))
+    for (steps, _), name in product(answers, counted):
         found = [step.diagnostics[name] for step in steps]
         assert found == pytest.approx([step.diagnostics[name] for step in alone], abs=1e-6)
-        assert min(found) > 0
+        assert max(found) > 0
 
 
 def test_at_the_first_step_the_policy_is_its_own_reference():

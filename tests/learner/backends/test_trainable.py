@@ -4,7 +4,7 @@ import torch
 from bus.errors import ConfigError
 from learner.backends.megatron.trainable import TrainableWeights
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import SFTLoss
+from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from tests.learner.tiny import hf_state, random_samples, tiny_config, tiny_model

@@ -7,7 +7,7 @@ import torch
 
 from bus.errors import TrainingError
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import SFTLoss
+from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from tests.learner.reference import reference_optimizer, reference_step

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from learner.backends.base import Exported, StepResult
 from learner.backends.frozen import FrozenPolicies
 from learner.checkpoint.manifest import file_digest
-from learner.config.algorithm import SFTLoss
+from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import MicroBatch
 from tests.learner.reference import reference_optimizer

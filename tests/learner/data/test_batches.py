@@ -1,11 +1,15 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from bus.errors import ConfigError
 from bus.trajectory import Turn
-from learner.config.algorithm import GRPOAdvantage, Plugin
+from learner.config.algorithm import GRPOAdvantage
+from learner.config.plugin import Plugin
 from learner.data.batches import DIGESTS, make_step_batch
 from learner.data.packing import pack
+from learner.metrics import batch_values
 from tests.factories import make_trajectory
 
 
@@ -15,8 +19,6 @@ def batch_of(groups, *, policy_version=5):
 
 
 def with_reward(trajectory, reward, **changes):
-    from dataclasses import replace
-
     return replace(trajectory, reward=reward, **changes)
 
 
@@ -189,3 +191,31 @@ def test_every_update_of_a_batch_trains_on_as_many_trajectories_of_each_group():
         parts = [[s.name for s in samples if s.update_slot % updates == n] for n in range(updates)]
         assert sorted(name for part in parts for name in part) == sorted(s.name for s in samples)
         assert {len(part) for part in parts} == {8 // updates}
+
+
+def test_what_waited_for_the_learner_is_told_from_what_went_by_while_it_was_sampled():
+    group = [make_trajectory(0, n, group_size=2) for n in range(2)]
+    spans = [(3, 7), (8, 8)]
+    for n, (oldest, newest) in enumerate(spans):
+        versions = group[n].policy_versions.copy()
+        sampled = np.flatnonzero(group[n].loss_mask)
+        versions[sampled] = newest
+        versions[sampled[0]] = oldest
+        group[n] = replace(group[n], policy_versions=versions)
+    values = batch_values(batch_of([group], policy_version=9))
+    assert values["staleness/mean_versions"] == (6 + 1) / 2
+    assert values["staleness/queued_mean_versions"] == (2 + 1) / 2
+    assert values["staleness/generation_mean_versions"] == (4 + 0) / 2
+
+
+def test_completed_answers_and_tokens_of_a_cut_off_distribution_are_counted():
+    group = [make_trajectory(0, n, group_size=4) for n in range(4)]
+    group[0] = replace(group[0], end="length")
+    group[1] = replace(group[1], turns=tuple(turn._replace(top_p=0.9) for turn in group[1].turns))
+    group[2] = replace(group[2], turns=tuple(turn._replace(top_k=20) for turn in group[2].turns))
+    group[3] = replace(group[3], end="tool_error")  # is not trained
+    values = batch_values(batch_of([group]))
+    assert values["rollout/completed_fraction"] == 2 / 3
+    cut, trained = (sum(int(t.loss_mask.sum()) for t in some) for some in (group[1:3], group[:3]))
+    assert values["rollout/cut_off_fraction"] == cut / trained
+    assert batch_values(batch_of([]))["rollout/cut_off_fraction"] == 0.0

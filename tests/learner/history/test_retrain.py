@@ -12,7 +12,7 @@ import torch
 from bus.errors import ConfigError, StorageError
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import read_extra
-from learner.config.algorithm import PPOClipLoss
+from learner.config.loss import PPOClipLoss
 from learner.history.retrain import last_step, retrain_steps, summary
 from learner.initial import prepare
 from storage.disk import checkpoints

@@ -14,7 +14,7 @@ from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import Metrics, RoleHolder, Status
 from bus.topology import ensure
-from learner.config.algorithm import PPOClipLoss
+from learner.config.loss import PPOClipLoss
 from learner.lineage import TrainedStep
 from storage.disk import checkpoints
 from storage.disk.checkpoints import latest as latest_checkpoint

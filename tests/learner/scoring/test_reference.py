@@ -18,9 +18,9 @@ from learner.checkpoint.commit import (
     load_checkpoint,
     save_checkpoint,
 )
-from learner.config.algorithm import PPOClipLoss
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig
 from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.loss import PPOClipLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.config.warmup import WarmupConfig

@@ -21,9 +21,9 @@ from learner.checkpoint.commit import (
     save_checkpoint,
 )
 from learner.checkpoint.newest import newest_whole
-from learner.config.algorithm import PPOClipLoss
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.loss import PPOClipLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.publication.host_copy import HostCopy, copy_weights, host_tensors
 from storage.disk.checkpoints import latest as latest_checkpoint

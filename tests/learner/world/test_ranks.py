@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from bus.errors import ConfigError
 from learner.backends.megatron.trainer import Trainer
-from learner.config.algorithm import SFTLoss
+from learner.config.loss import SFTLoss
 from learner.data.data_parallel import equally_many
 from learner.data.packing import empty_micro_batch, pack, refuse_oversized
 from tests.learner.checkpoint.test_checkpoint import OPTIMIZER

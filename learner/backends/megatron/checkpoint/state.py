@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bus.errors import ConfigError, StorageError
+from learner.algorithms.entropy_bonus import EntropyBonus
 from learner.backends.megatron.checkpoint.writer import CopyBuffers, Staged, install_in_process_writer, stage
 from learner.backends.megatron.core import (
     CheckpointingException,
@@ -66,6 +67,8 @@ def load_state(trainer: "Trainer", directory: Path, training: Mapping[str, Any])
         trainer.frozen.restore(tag, list(weights.values()))
     load_optimizer_state(trainer.optimizer, state["optimizer"])
     trainer.steps_done, trainer.updates_done = training["steps_done"], training["updates_done"]
+    bonus = training.get("entropy_bonus")
+    trainer.entropy_bonus = EntropyBonus.restored(bonus) if bonus else None
     if "rng" in state:
         _set_rng_state(state["rng"])
 
@@ -79,6 +82,7 @@ def training_state(trainer: "Trainer") -> dict[str, JsonValue]:
         "distributed_optimizer": trainer.parallel.distributed_optimizer,
         "frozen": [*sorted(trainer.trainable.frozen(trainer.hf_config))],
         "policies": [*sorted(trainer.frozen.own)],
+        "entropy_bonus": trainer.entropy_bonus.saved() if trainer.entropy_bonus else None,
     }
 
 

@@ -15,7 +15,7 @@ from learner.backends.megatron.core import dist_checkpointing
 from learner.backends.megatron.model.model import build_model
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import load_checkpoint, save_checkpoint
-from learner.config.algorithm import SFTLoss
+from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
 from learner.model_directory import load_hf_config, load_hf_directory

@@ -1,0 +1,263 @@
+"""Settings of the loss of each token. Loads without torch."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from bus.config import Config
+from learner.config.plugin import Plugin
+
+
+class ReinforceLoss(Config):
+    """Policy gradient without a clip; with `correction.type = "token_tis"`, the default, it is token-level
+    truncated importance sampling (IMPALA's policy gradient, arXiv:1802.01561)."""
+
+    type: Literal["reinforce"] = "reinforce"
+    """Name of the loss."""
+
+
+class PPOClipLoss(Config):
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7)."""
+
+    type: Literal["ppo_clip"] = "ppo_clip"
+    """Name of the loss."""
+
+    centre: Literal["behaviour", "proximal"] = "behaviour"
+    """Centre of the clip: the policy that sampled the token, or, decoupled (arXiv:2505.24298), the policy
+    before the step, whose log-probs take a pass of their own. The latter is for `batch.updates` above 1: in
+    the first update the policy is still at the centre."""
+
+    clip_eps: float = Field(0.2, gt=0)
+    """Sets how far below 1 the importance ratio may fall before its gradient stops."""
+
+    clip_eps_high: float | None = Field(None, gt=0)
+    """Sets how far above 1 it may rise (arXiv:2503.14476); `None` means `clip_eps`."""
+
+    proximal: Literal["auto", "recomputed", "first_pass", "interpolated"] = "auto"
+    """Where a proximal centre's log-probs come from. `recomputed`: a pass before the step. `first_pass`: the
+    policy as it is trained, which with `batch.updates` of 1 is the one before the step. `interpolated`: the
+    log-probs then and now weighed by 1 / d and 1 - 1 / d, at a staleness of d versions (A-3PO,
+    arXiv:2512.06547). `auto`: `recomputed` where `batch.updates` is above 1, else `first_pass`."""
+
+    dual_clip: float | None = Field(None, gt=1)
+    """Ratio above which a token of negative advantage has no gradient either (arXiv:1912.09729, where it is
+    3); `None` sets no bound."""
+
+    @model_validator(mode="after")
+    def _proximal_is_used(self) -> Self:
+        if self.centre == "behaviour" and self.proximal != "auto":
+            raise ValueError(
+                f"proximal={self.proximal} has no effect with centre=behaviour: set centre=proximal"
+            )
+        return self
+
+
+class GSPOLoss(Config):
+    """Clipped surrogate whose importance ratio is that of the sequence (arXiv:2507.18071, eq. 5 to 7).
+
+    Its ratio needs all tokens of a sequence before any gradient, so the logits are computed twice.
+    """
+
+    type: Literal["gspo"] = "gspo"
+    """Name of the loss."""
+
+    sequence_clip_eps: float = Field(3e-4, gt=0)
+    """Sets how far below 1 the sequence's ratio may fall before its gradient stops."""
+
+    sequence_clip_eps_high: float | None = Field(4e-4, gt=0)
+    """Sets how far above 1 it may rise; `None` means `sequence_clip_eps`."""
+
+
+class CISPOLoss(Config):
+    """Policy gradient weighed by the clipped importance ratio; every token keeps a gradient
+    (arXiv:2506.13585)."""
+
+    type: Literal["cispo"] = "cispo"
+    """Name of the loss."""
+
+    lowest_weight: float = Field(0.0, ge=0, le=1)
+    """Lower bound on the weight: 1 - epsilon low of the paper."""
+
+    highest_weight: float = Field(5.0, ge=1)
+    """Upper bound on the weight: 1 + epsilon high of the paper."""
+
+
+class SAPOLoss(Config):
+    """Policy gradient with a soft gate in place of a clip (arXiv:2511.20347)."""
+
+    type: Literal["sapo"] = "sapo"
+    """Name of the loss."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Sets how fast the gate falls off for tokens of positive advantage."""
+
+    temperature_negative: float = Field(1.05, gt=0)
+    """Sets how fast it does for those of negative advantage."""
+
+
+class TOPRLoss(Config):
+    """Policy gradient in which only sequences of negative advantage are weighed, by their ratio, at most 1
+    (arXiv:2503.14286).
+
+    Its ratio needs all tokens of a sequence before any gradient, so the logits are computed twice.
+    """
+
+    type: Literal["topr"] = "topr"
+    """Name of the loss."""
+
+
+class AIPOLoss(Config):
+    """Policy gradient weighed by the importance ratio, cut off from above (AIPO of LlamaRL,
+    arXiv:2505.24034)."""
+
+    type: Literal["aipo"] = "aipo"
+    """Name of the loss."""
+
+    ratio_cap: float = Field(5.0, gt=0)
+    """Upper bound on the weight; the paper has 2 to 10."""
+
+
+class GMPOLoss(Config):
+    """Policy gradient of the geometric mean of a sequence's clipped ratios (arXiv:2507.20673).
+
+    It needs all tokens of a sequence before any gradient, so the logits are computed twice.
+    """
+
+    type: Literal["gmpo"] = "gmpo"
+    """Name of the loss."""
+
+    log_clip: float = Field(0.4, gt=0)
+    """Sets how many nats a token's log ratio may fall below 0 before its gradient stops."""
+
+    log_clip_high: float | None = Field(None, gt=0)
+    """Sets how many nats it may rise above 0; `None` means `log_clip`."""
+
+
+class VESPOLoss(Config):
+    """Policy gradient weighed by W^power exp(decay (1 - W)) of the sequence's ratio W (arXiv:2602.10693).
+
+    The defaults are those of the authors' code. Its ratio needs all tokens of a sequence before any gradient,
+    so the logits are computed twice.
+    """
+
+    type: Literal["vespo"] = "vespo"
+    """Name of the loss."""
+
+    power: float = Field(2.0, ge=0)
+    """Sets how fast the weight falls off where the ratio is small."""
+
+    decay: float = Field(3.0, ge=0)
+    """Sets how fast it falls off where the ratio is large."""
+
+    power_negative: float = Field(3.0, ge=0)
+    """The power of tokens of negative advantage."""
+
+    decay_negative: float = Field(2.0, ge=0)
+    """The decay of tokens of negative advantage."""
+
+
+class RegressionLoss(Config):
+    """Squared distance of a sequence's log ratio from its advantage, without any importance weight (Kimi
+    k1.5, arXiv:2501.12599, 2.3.2; A*-PO, arXiv:2505.20686).
+
+    Kimi's advantage is `grpo` with `normalize_std = false`. It needs all tokens of a sequence before any
+    gradient, so the logits are computed twice.
+    """
+
+    type: Literal["regression"] = "regression"
+    """Name of the loss."""
+
+    kl_weight: float = Field(0.1, gt=0)
+    """Advantage that a sequence's log ratio of 1 nat amounts to: a larger one keeps the policy nearer to the
+    one that sampled."""
+
+
+class ClipCovLoss(Config):
+    """PPO's clipped surrogate without the gradient of some tokens whose covariance is high (Clip-Cov,
+    arXiv:2505.22617).
+
+    The covariance is that of advantages and log-probs over the update; the log-probs are those of the policy
+    before the step, which take a pass of their own.
+    """
+
+    type: Literal["clip_cov"] = "clip_cov"
+    """Name of the loss."""
+
+    picked_fraction: float = Field(2e-4, gt=0, le=1)
+    """Share of the update's tokens that is picked, one token at least."""
+
+    clip_eps: float = Field(0.2, gt=0)
+    """Sets how far below 1 the importance ratio may fall before its gradient stops."""
+
+    clip_eps_high: float | None = Field(None, gt=0)
+    """Sets how far above 1 it may rise (arXiv:2503.14476); `None` means `clip_eps`."""
+
+    lowest_covariance: float = 1.0
+    """Tokens are picked at random among those whose covariance is above this."""
+
+    highest_covariance: float = 5.0
+    """They are picked among those whose covariance is below this."""
+
+    @model_validator(mode="after")
+    def _range_is_not_empty(self) -> Self:
+        if self.lowest_covariance >= self.highest_covariance:
+            raise ValueError(
+                f"lowest_covariance={self.lowest_covariance} leaves no token below highest_covariance="
+                f"{self.highest_covariance}: lower the first"
+            )
+        return self
+
+
+class KLCovLoss(Config):
+    """Unclipped surrogate with a penalty that keeps the tokens of highest covariance near the policy that
+    sampled them (KL-Cov, arXiv:2505.22617).
+
+    The covariance is that of `clip_cov`, and takes the same pass.
+    """
+
+    type: Literal["kl_cov"] = "kl_cov"
+    """Name of the loss."""
+
+    picked_fraction: float = Field(2e-4, gt=0, le=1)
+    """Share of the update's tokens that is picked, one token at least."""
+
+    picked_kl_coef: float = Field(1.0, gt=0)
+    """Weight of a picked token's distance from the policy that sampled it, per nat."""
+
+
+class PluginLoss(Plugin):
+    """A loss of the user's own: `function(tokens, **settings) -> ([N], sums)`, with
+    `learner.algorithms.tokens.LossTokens`."""
+
+    separable: bool = True
+    """Sets whether the loss of each token depends on that token alone. Otherwise the function sees all tokens
+    of a micro-batch at once, and the logits are computed twice."""
+
+    sampled_by: Literal["behaviour", "current"] = "current"
+    """The policy that the loss takes its tokens to come from: the correction weighs by the ratio of that
+    policy to the one that sampled them."""
+
+
+class SFTLoss(Config):
+    """Supervised fine-tuning: negative log-likelihood of the tokens under the mask."""
+
+    type: Literal["sft"] = "sft"
+    """Name of the loss."""
+
+
+UsedLoss = (
+    ReinforceLoss
+    | PPOClipLoss
+    | GSPOLoss
+    | CISPOLoss
+    | SAPOLoss
+    | TOPRLoss
+    | AIPOLoss
+    | GMPOLoss
+    | VESPOLoss
+    | RegressionLoss
+    | ClipCovLoss
+    | KLCovLoss
+    | PluginLoss
+)
+LossConfig = Annotated[UsedLoss, Field(discriminator="type")]

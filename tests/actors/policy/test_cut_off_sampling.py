@@ -1,0 +1,36 @@
+"""The run says at its start by how much recorded log-probs differ from those that tokens are drawn with."""
+
+from math import log
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from actors.config import SamplingConfig
+from actors.policy.cut_off_sampling import warn_of_cut_off_sampling
+
+
+def said(**settings: float) -> list[str]:
+    with capture_logs() as logs:
+        warn_of_cut_off_sampling(SamplingConfig(**settings))
+    assert all(entry["event"] == "sampling_is_off_policy" for entry in logs)
+    return [entry["nats_per_token"] for entry in logs]
+
+
+def test_the_whole_distribution_needs_no_warning():
+    assert said() == said(temperature=0.5) == []
+
+
+def test_the_bound_is_told_where_there_is_one():
+    assert said(top_p=0.5) == ["up to 0.69"]
+    assert said(top_p=0.5, top_k=20) == said(top_k=20) == ["without a bound"]
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9])
+def test_no_kept_token_is_further_off_than_the_bound(top_p):
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        probs = np.sort(draw.dirichlet(np.full(20, 0.3)))[::-1]
+        kept = np.cumsum(probs) - probs < top_p  # what lies before a token is below top_p
+        off = -log(probs[kept].sum())
+        assert 0 <= off + 1e-12 <= -log(top_p) + 2e-12
