@@ -1,4 +1,4 @@
-"""Settings of the algorithm: advantage, correction, loss and aggregation. Loads without torch.
+"""Settings of the algorithm: correction, rejection, loss and aggregation. Loads without torch.
 
 Each is a choice of its own, discriminated on `type`; `type = "plugin"` names a function of the user's.
 """
@@ -257,23 +257,6 @@ RejectionConfig = Annotated[
     NoRejection | TokenRange | BinaryTV | BinaryKL | SequenceRange | Veto | NegativeDivergence,
     Field(discriminator="type"),
 ]
-
-
-class GRPOAdvantage(Config):
-    """Reward relative to the agent's other rewards in its group."""
-
-    type: Literal["grpo"] = "grpo"
-    """Name of the estimator."""
-
-    normalize_std: bool = True
-    """Divide by the standard deviation of the agent's rewards in the group. `False` only removes the mean, as
-    Dr. GRPO (arXiv:2503.20783) does; that also divides the loss by a constant (`aggregation.type`)."""
-
-    std_floor: float = Field(1e-4, ge=0)
-    """Added to the standard deviation before the division."""
-
-
-AdvantageConfig = Annotated[GRPOAdvantage | Plugin, Field(discriminator="type")]
 
 
 class TokenMean(Config):

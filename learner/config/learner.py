@@ -5,13 +5,20 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from bus.config import Config
-from learner.config.algorithm import (
+from learner.config.advantage import (
+    NO_OVERLONG,
+    OVERLONG,
+    WHITENED,
     AdvantageConfig,
+    GDPOAdvantage,
+    GRPOAdvantage,
+    OverlongPenalty,
+)
+from learner.config.algorithm import (
     AggregationConfig,
     AutoCorrection,
     CISPOLoss,
     CorrectionConfig,
-    GRPOAdvantage,
     GSPOLoss,
     LossConfig,
     NoCorrection,
@@ -99,6 +106,13 @@ class LearnerConfig(Config):
     advantage: AdvantageConfig = GRPOAdvantage()
     """Sets how rewards become advantages."""
 
+    whiten_advantages: bool = False
+    """Subtract the mean of the advantages and divide by their deviation, over the trained tokens of the step
+    on all ranks."""
+
+    overlong: OverlongPenalty = NO_OVERLONG
+    """Takes from the reward of long answers before it becomes an advantage."""
+
     reference: ReferenceConfig = NO_REFERENCE
     """Frozen policy that training stays close to."""
 
@@ -145,6 +159,26 @@ class LearnerConfig(Config):
                 f"{self.loss.type}, whose own ratio is to the policy that sampled: set it to none, or use "
                 "learner.loss.centre=proximal with ppo_clip"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_reach_the_advantage(self) -> Self:
+        if self.whiten_advantages and isinstance(self.advantage, WHITENED):
+            raise ValueError(
+                f"learner.whiten_advantages=true has no effect with learner.advantage.type="
+                f"{self.advantage.type}, which whitens by itself: leave it out"
+            )
+        if isinstance(self.advantage, GDPOAdvantage):
+            if self.overlong.longest_tokens is not None and OVERLONG not in self.advantage.rewards:
+                raise ValueError(
+                    f"learner.overlong has no effect with learner.advantage.type=gdpo: give it a weight, as "
+                    f"learner.advantage.rewards.{OVERLONG}=1.0"
+                )
+            if self.reference.kl_coef > 0 and self.reference.kl_in == "reward":
+                raise ValueError(
+                    "learner.reference.kl_in=reward has no effect with learner.advantage.type=gdpo, which "
+                    "takes the parts of the reward one by one: use kl_in=loss"
+                )
         return self
 
 
