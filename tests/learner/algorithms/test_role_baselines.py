@@ -1,5 +1,6 @@
 """Role-conditioned advantages, whose baselines are kept from step to step."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from bus.errors import ConfigError
 from learner.algorithms.advantages.rae import rae_advantages
 from learner.algorithms.advantages.sums import exact_sums
+from learner.progress import Progress
 from tests.learner.algorithms.rewarded import group
 from tests.learner.algorithms.test_whitening import Ranks
 
@@ -87,3 +89,11 @@ def test_ranks_agree_on_the_bits_also_of_roles_that_only_one_of_them_saw():
     found = [each for share in Ranks(shares).run(work) for each in share]
     assert found == expected
     assert kept == [alone] * 3
+
+
+def test_baselines_survive_a_checkpoint_bit_for_bit():
+    progress = Progress(baselines={"default/white": 0.1 + 0.2, "b": -1e-300})
+    again = Progress.from_json(json.loads(json.dumps(progress.to_json())))
+    assert again.baselines == progress.baselines
+    older = {name: value for name, value in progress.to_json().items() if name != "baselines"}
+    assert Progress.from_json(older).baselines == {}
