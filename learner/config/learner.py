@@ -12,6 +12,7 @@ from learner.config.advantage import (
     AdvantageConfig,
     GDPOAdvantage,
     GRPOAdvantage,
+    MaxRLAdvantage,
     OverlongPenalty,
 )
 from learner.config.algorithm import (
@@ -162,23 +163,33 @@ class LearnerConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _rewards_reach_the_advantage(self) -> Self:
+    def _whitens_once(self) -> Self:
         if self.whiten_advantages and isinstance(self.advantage, WHITENED):
             raise ValueError(
                 f"learner.whiten_advantages=true has no effect with learner.advantage.type="
                 f"{self.advantage.type}, which whitens by itself: leave it out"
             )
-        if isinstance(self.advantage, GDPOAdvantage):
-            if self.overlong.longest_tokens is not None and OVERLONG not in self.advantage.rewards:
-                raise ValueError(
-                    f"learner.overlong has no effect with learner.advantage.type=gdpo: give it a weight, as "
-                    f"learner.advantage.rewards.{OVERLONG}=1.0"
-                )
-            if self.reference.kl_coef > 0 and self.reference.kl_in == "reward":
-                raise ValueError(
-                    "learner.reference.kl_in=reward has no effect with learner.advantage.type=gdpo, which "
-                    "takes the parts of the reward one by one: use kl_in=loss"
-                )
+        return self
+
+    @model_validator(mode="after")
+    def _shaped_rewards_suit_the_advantage(self) -> Self:
+        overlong = self.overlong.longest_tokens is not None
+        kl = self.reference.kl_coef > 0 and self.reference.kl_in == "reward"
+        if isinstance(self.advantage, MaxRLAdvantage) and (overlong or kl):
+            raise ValueError(
+                "learner.advantage.type=maxrl needs rewards of at least 0, and learner.overlong or "
+                "learner.reference.kl_in=reward may make them negative: use kl_in=loss, and no penalty"
+            )
+        if isinstance(self.advantage, GDPOAdvantage) and overlong and OVERLONG not in self.advantage.rewards:
+            raise ValueError(
+                f"learner.overlong has no effect with learner.advantage.type=gdpo: give it a weight, as "
+                f"learner.advantage.rewards.{OVERLONG}=1.0"
+            )
+        if isinstance(self.advantage, GDPOAdvantage) and kl:
+            raise ValueError(
+                "learner.reference.kl_in=reward has no effect with learner.advantage.type=gdpo, which "
+                "takes the parts of the reward one by one: use kl_in=loss"
+            )
         return self
 
 

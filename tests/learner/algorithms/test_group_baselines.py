@@ -250,6 +250,11 @@ def test_without_agents_within_episodes_it_is_grpo():
             },
             "takes the parts of the reward one by one",
         ),
+        ({"advantage": {"type": "maxrl"}, "overlong": {"longest_tokens": 9}}, "may make them negative"),
+        (
+            {"advantage": {"type": "maxrl"}, "reference": {"kl_coef": 0.1, "kl_in": "reward"}},
+            "may make them negative",
+        ),
         ({"overlong": {"longest_tokens": 9, "margin_tokens": 10}}, "margin_tokens=10 is beyond"),
         ({"overlong": {"margin_tokens": 10}}, "longest_tokens=None"),
         ({"advantage": {"type": "rae", "decay": 1.0}}, "less than 1"),
