@@ -38,6 +38,8 @@ class Progress:
     """Version -> (sampled, greedy) held-out accuracy."""
     groups: dict[str, list[int]] = field(default_factory=dict)
     """Step -> leases of its groups, of the steps since the checkpoint before."""
+    baselines: dict[str, float] = field(default_factory=dict)
+    """What the advantage estimator keeps from step to step, by name."""
 
     def to_json(self) -> dict[str, Any]:
         """Return what the checkpoint keeps."""

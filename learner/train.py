@@ -193,6 +193,7 @@ class Learner:
             trained = time.monotonic()
             progress.step += 1
             progress.policy_version += 1
+            progress.baselines = dict(batch.baselines)
             progress.groups[str(progress.step)] = [group.lease_id for group in lease.groups]
             progress.trajectories_trained += batch.trajectories
             progress.tokens_trained += batch.tokens
@@ -245,7 +246,7 @@ class Learner:
     async def _train_on(self, lease: BatchLease) -> tuple[StepBatch, StepResult]:
         """Train, and write down what the step consumed and what came of it."""
         version = self.progress.policy_version
-        batch, result = await self._world.call(Rank.train, lease.step, version)
+        batch, result = await self._world.call(Rank.train, lease.step, version, self.progress.baselines)
         line = lineage_line(lease.step, version + 1, self._incarnation, lease.groups, batch, result)
         await asyncio.to_thread(lineage.record, self._settings.lineage, line)
         return batch, result

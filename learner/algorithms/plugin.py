@@ -18,6 +18,8 @@ ARGUMENTS = {
     "aggregation": ("lengths", "prompts"),
 }
 """Says what a function of each kind is called with, in order, before its settings."""
+OFFERED = {"advantage": ("sums", "token_penalties", "baselines")}
+"""Says what a function of a kind gets besides, if it has a parameter of that name."""
 
 
 def chosen_function(
@@ -42,8 +44,9 @@ def load_plugin(kind: str, config: Plugin) -> Callable[..., Any]:
     Raises `ConfigError` when it does not exist or cannot be called with what it gets, naming both.
     """
     function: Callable[..., Any] = load_function(kind, config.function, {})
+    offered = dict.fromkeys(_asked_for(kind, function, config.settings))
     try:
-        inspect.signature(function).bind(*ARGUMENTS[kind], **config.settings)
+        inspect.signature(function).bind(*ARGUMENTS[kind], **config.settings, **offered)
     except TypeError as error:
         given = ", ".join((*ARGUMENTS[kind], *(f"{name}=..." for name in config.settings)))
         raise ConfigError(
@@ -51,6 +54,18 @@ def load_plugin(kind: str, config: Plugin) -> Callable[..., Any]:
             f"({given}): {error}; change the function or learner.{kind}.settings"
         ) from error
     return function
+
+
+def asked_for(kind: str, function: Callable[..., Any]) -> list[str]:
+    """Return the names in `OFFERED` that are parameters of a chosen function, and of none of its settings."""
+    if isinstance(function, partial):
+        return _asked_for(kind, function.func, function.keywords)
+    return _asked_for(kind, function, {})
+
+
+def _asked_for(kind: str, function: Callable[..., Any], settings: Mapping[str, object]) -> list[str]:
+    parameters = inspect.signature(function).parameters
+    return [name for name in OFFERED.get(kind, ()) if name in parameters and name not in settings]
 
 
 def refuse_bad_plugins(learner: LearnerConfig) -> None:

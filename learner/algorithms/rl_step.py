@@ -1,17 +1,18 @@
 """One step of reinforcement learning on the groups it was given: the same for whoever trains on them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 
 from bus.requests import GroupRef
 from bus.trajectory import Groups
+from learner.algorithms.advantages.of_step import advantages_of_step
 from learner.algorithms.aggregation import aggregated
 from learner.algorithms.objective import Objective
 from learner.algorithms.selection import with_selections
 from learner.backends.base import Backend, StepResult
 from learner.config.learner import LearnerConfig
-from learner.data.batches import StepBatch, make_step_batch
-from learner.data.data_parallel import equally_many, of_all_ranks
+from learner.data.batches import NO_BASELINES, StepBatch, make_step_batch, recorded_samples
+from learner.data.data_parallel import equally_many, of_all_ranks, sums_over_ranks
 from learner.data.packing import MicroBatch, Sample, pack, refuse_oversized
 from learner.lineage import TrainedStep
 from learner.scoring.frozen_policies import refresh_reference
@@ -20,33 +21,35 @@ from learner.scoring.logprobs import with_logprobs
 
 def train_on(
     backend: Backend, groups: Groups, weights: Sequence[float], learner: LearnerConfig, *,
-    step: int, policy_version: int,
+    step: int, policy_version: int, baselines: Mapping[str, float] = NO_BASELINES,
 ) -> tuple[StepBatch, StepResult]:  # fmt: skip
     """Update the weights, which are of `policy_version`, on these groups with their importance weights.
 
-    `step` counts from 1. Of several ranks each gives its own groups; the batch's counts and the result are
-    those of all. Raises `ConfigError` for a trajectory over the token budget, if such are to be refused.
+    `step` counts from 1. `baselines` are those in the batch of the step before. Of several ranks each gives
+    its own groups; the batch's counts and the result are those of all. Raises `ConfigError` for a trajectory
+    over the token budget, if such are to be refused, and for rewards that the advantage cannot take.
     """
-    updates = learner.batch.updates
+    ranks = backend.data_parallel_group
+    samples = recorded_samples(groups)
+    if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
+        refuse_oversized(samples, learner.batch.tokens_per_micro_batch)
+    samples = with_logprobs(backend, samples, learner)
+    advantages, kept = advantages_of_step(
+        groups, samples, learner, sums=sums_over_ranks(ranks), baselines=baselines
+    )
     batch = of_all_ranks(
         make_step_batch(
-            groups,
-            weights=weights,
-            policy_version=policy_version,
-            advantage=learner.advantage,
+            groups, samples, advantages, policy_version=policy_version, weights=weights, baselines=kept
         ),
-        backend.data_parallel_group,
+        ranks,
     )
-    if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
-        refuse_oversized(batch.samples, learner.batch.tokens_per_micro_batch)
-    samples = with_logprobs(backend, batch.samples, learner)
     results = [
         backend.train_step(
-            equally_many(_packed(backend, own, learner), backend.data_parallel_group),
+            equally_many(_packed(backend, own, learner), ranks),
             Objective.of(learner),
             policy_version=policy_version,
         )
-        for own in _by_update(samples, updates)
+        for own in _by_update(batch.samples, learner.batch.updates)
     ]
     refresh_reference(backend, learner, step)
     return batch, _together(results)

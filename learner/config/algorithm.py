@@ -1,7 +1,7 @@
-"""Settings of the algorithm. Loads without torch.
+"""Settings of the aggregation, the last choice of the algorithm. Loads without torch.
 
-Each is a choice of its own, discriminated on `type`; `type = "plugin"` names a function of the user's.
-Advantage and aggregation are here; the losses are in loss.py, corrections and rejections in correction.py.
+Each choice is discriminated on `type`; `type = "plugin"` names a function of the user's. The others are in
+advantage.py, correction.py (with rejections) and loss.py.
 """
 
 from typing import Annotated, Literal
@@ -10,23 +10,6 @@ from pydantic import Field
 
 from bus.config import Config
 from learner.config.plugin import Plugin
-
-
-class GRPOAdvantage(Config):
-    """Reward relative to the agent's other rewards in its group."""
-
-    type: Literal["grpo"] = "grpo"
-    """Name of the estimator."""
-
-    normalize_std: bool = True
-    """Divide by the standard deviation of the agent's rewards in the group. `False` only removes the mean, as
-    Dr. GRPO (arXiv:2503.20783) does; that also divides the loss by a constant (`aggregation.type`)."""
-
-    std_floor: float = Field(1e-4, ge=0)
-    """Added to the standard deviation before the division."""
-
-
-AdvantageConfig = Annotated[GRPOAdvantage | Plugin, Field(discriminator="type")]
 
 
 class TokenMean(Config):

@@ -21,8 +21,9 @@ class ReferenceConfig(Config):
     """Sets how a sampled token tells the divergence, with r = log(policy / reference): k1 = r, k2 = r^2 / 2,
     k3 = exp(-r) - 1 + r, low_var_kl is k3 cut off at 10 nats. In the loss k1 has a mean gradient of 0."""
 
-    kl_in: Literal["loss", "advantage"] = "loss"
-    """A term of the loss, or a penalty on each token's advantage."""
+    kl_in: Literal["loss", "advantage", "reward"] = "loss"
+    """A term of the loss, a penalty on each token's advantage, or one on the reward before it becomes an
+    advantage. In the reward the policy is the one that sampled."""
 
     kl_unbiased: bool = False
     """Multiply the KL term of the loss by the importance ratio to the policy that sampled, as DeepSeek-V3.2
@@ -43,7 +44,7 @@ class ReferenceConfig(Config):
                     f"reference.{name}={value} needs reference.kl_coef above 0 (0.001 is a good start): "
                     "without it there is no reference"
                 )
-        if self.kl_unbiased and self.kl_in == "advantage":
+        if self.kl_unbiased and self.kl_in != "loss":
             raise ValueError(
                 "reference.kl_unbiased=true needs reference.kl_in=loss: advantages have the importance ratio "
                 "of the loss already"

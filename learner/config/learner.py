@@ -5,7 +5,17 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from bus.config import Config
-from learner.config.algorithm import AdvantageConfig, AggregationConfig, GRPOAdvantage, TokenMean
+from learner.config.advantage import (
+    NO_OVERLONG,
+    OVERLONG,
+    WHITENED,
+    AdvantageConfig,
+    GDPOAdvantage,
+    GRPOAdvantage,
+    MaxRLAdvantage,
+    OverlongPenalty,
+)
+from learner.config.algorithm import AggregationConfig, TokenMean
 from learner.config.correction import (
     AutoCorrection,
     CorrectionConfig,
@@ -99,6 +109,13 @@ class LearnerConfig(Config):
     advantage: AdvantageConfig = GRPOAdvantage()
     """Sets how rewards become advantages."""
 
+    whiten_advantages: bool = False
+    """Subtract the mean of the advantages and divide by their deviation, over the trained tokens of the step
+    on all ranks."""
+
+    overlong: OverlongPenalty = NO_OVERLONG
+    """Takes from the reward of long answers before it becomes an advantage."""
+
     reference: ReferenceConfig = NO_REFERENCE
     """Frozen policy that training stays close to."""
 
@@ -170,12 +187,42 @@ class LearnerConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _whitens_once(self) -> Self:
+        if self.whiten_advantages and isinstance(self.advantage, WHITENED):
+            raise ValueError(
+                f"learner.whiten_advantages=true has no effect with learner.advantage.type="
+                f"{self.advantage.type}, which whitens by itself: leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _first_pass_is_before_the_step(self) -> Self:
         loss, updates = self.loss, self.batch.updates
         if isinstance(loss, PPOClipLoss) and loss.proximal == "first_pass" and updates > 1:
             raise ValueError(
                 f"learner.loss.proximal=first_pass knows no policy before the step with learner.batch."
                 f"updates={updates}, each on trajectories of its own: set it to recomputed or interpolated"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shaped_rewards_suit_the_advantage(self) -> Self:
+        overlong = self.overlong.longest_tokens is not None
+        kl = self.reference.kl_coef > 0 and self.reference.kl_in == "reward"
+        if isinstance(self.advantage, MaxRLAdvantage) and (overlong or kl):
+            raise ValueError(
+                "learner.advantage.type=maxrl needs rewards of at least 0, and learner.overlong or "
+                "learner.reference.kl_in=reward may make them negative: use kl_in=loss, and no penalty"
+            )
+        if isinstance(self.advantage, GDPOAdvantage) and overlong and OVERLONG not in self.advantage.rewards:
+            raise ValueError(
+                f"learner.overlong has no effect with learner.advantage.type=gdpo: give it a weight, as "
+                f"learner.advantage.rewards.{OVERLONG}=1.0"
+            )
+        if isinstance(self.advantage, GDPOAdvantage) and kl:
+            raise ValueError(
+                "learner.reference.kl_in=reward has no effect with learner.advantage.type=gdpo, which "
+                "takes the parts of the reward one by one: use kl_in=loss"
             )
         return self
 

@@ -1,18 +1,18 @@
 """Turns the groups of a step into the samples that it trains on."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bus.trajectory import Groups, Trajectory
-from learner.algorithms.advantages.estimator import estimate_advantages
-from learner.config.algorithm import AdvantageConfig
 from learner.data.packing import Sample
 
 DIGESTS = 1 << 128
 """Number of different digests of 128 bits."""
+NO_BASELINES: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class StepBatch:
     distribution."""
     digest: int
     """Sum of the samples' digests modulo `DIGESTS`, which packing and division over ranks do not change."""
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    """What the advantage estimator keeps for the next step."""
 
     @property
     def reward_mean(self) -> float:
@@ -71,20 +73,35 @@ class StepBatch:
         return f"{self.digest:032x}"
 
 
-def make_step_batch(
-    groups: Groups, *,
-    policy_version: int, advantage: AdvantageConfig, weights: Sequence[float] = (),
-) -> StepBatch:  # fmt: skip
-    """Make samples of the trained trajectories, with advantages times their group's weight (1 by default).
+def recorded_samples(groups: Groups) -> list[Sample]:
+    """Make samples of the trained trajectories, in their order, which have no advantages yet."""
+    return [_sample(trajectory) for group in groups for trajectory in group if trajectory.is_trained]
 
-    Raises `ConfigError` for a user's advantage function that returns anything but advantages."""
-    samples = [
-        _sample(trajectory, weight * np.asarray(found, np.float64))
-        for group, advantages, weight in zip(
-            groups, estimate_advantages(advantage, groups), weights or [1.0] * len(groups), strict=True
-        )
-        for trajectory, found in zip(group, advantages, strict=True)
+
+def make_step_batch(
+    groups: Groups, samples: Sequence[Sample],
+    advantages: Sequence[Sequence[float | NDArray[np.floating]]], *,
+    policy_version: int, weights: Sequence[float] = (), baselines: Mapping[str, float] = NO_BASELINES,
+) -> StepBatch:  # fmt: skip
+    """Give samples their advantages times their group's weight (1 by default), and count.
+
+    Args:
+        groups: those of this rank.
+        samples: of their trained trajectories, in that order.
+        advantages: of every trajectory of the groups, one or [L].
+        policy_version: of the learner.
+        weights: of the groups.
+        baselines: kept for the next step.
+    """
+    weighed = [
+        weight * np.asarray(found, np.float64)
+        for group, of_group, weight in zip(groups, advantages, weights or [1.0] * len(groups), strict=True)
+        for trajectory, found in zip(group, of_group, strict=True)
         if trajectory.is_trained
+    ]
+    samples = [
+        sample.with_streams(advantages=found.astype(np.float32) if found.ndim else float(found))
+        for sample, found in zip(samples, weighed, strict=True)
     ]
     everything = [trajectory for group in groups for trajectory in group]
     trajectories = [trajectory for trajectory in everything if trajectory.is_trained]
@@ -104,17 +121,17 @@ def make_step_batch(
         completed=sum(trajectory.end == "completed" for trajectory in trajectories),
         cut_off_tokens=sum(_cut_off_tokens(trajectory) for trajectory in trajectories),
         digest=sum(sample.xxh3() for sample in samples) % DIGESTS,
+        baselines=baselines,
     )
 
 
-def _sample(trajectory: Trajectory, advantage: NDArray[np.float64]) -> Sample:
+def _sample(trajectory: Trajectory) -> Sample:
     return Sample(
         token_ids=trajectory.token_ids,
         loss_mask=trajectory.loss_mask,
         streams={
             "behaviour_logprobs": trajectory.behaviour_logprobs,
             "policy_versions": trajectory.policy_versions,
-            "advantages": advantage.astype(np.float32) if advantage.ndim else float(advantage),
             "temperatures": _temperatures(trajectory),
         },
         update_slot=trajectory.lease_id + trajectory.sample,

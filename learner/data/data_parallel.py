@@ -1,11 +1,14 @@
-"""Agreements of the data-parallel ranks before each step: number of micro-batches, counts, digest."""
+"""Agreements of the data-parallel ranks before each step: number of micro-batches, counts, sums, digest."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
+from learner.algorithms.advantages.sums import Rows, Sums, exact_sums, joined
 from learner.data.batches import DIGESTS, StepBatch
 from learner.data.packing import MicroBatch, empty_micro_batch
 from learner.world.process_group import device
@@ -22,6 +25,19 @@ def equally_many(micro_batches: Sequence[MicroBatch], group: dist.ProcessGroup) 
     [most] = _reduced([max(1, len(micro_batches))], dist.ReduceOp.MAX, group)
     missing = int(most) - len(micro_batches)
     return [*micro_batches, *(empty_micro_batch() for _ in range(missing))]
+
+
+def sums_over_ranks(group: dist.ProcessGroup) -> Sums:
+    """Return what adds up rows of numbers over the ranks of `group`, to the same bits however many there
+    are."""
+
+    def sums(rows: Rows) -> dict[str, NDArray[np.float64]]:
+        parts: list[Rows] = [rows] * group.size()
+        if len(parts) > 1:
+            dist.all_gather_object(parts, rows, group=group)
+        return exact_sums(joined(parts))
+
+    return sums
 
 
 def of_all_ranks(batch: StepBatch, group: dist.ProcessGroup) -> StepBatch:

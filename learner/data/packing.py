@@ -44,10 +44,10 @@ class Sample:
         return replace(self, streams={**self.streams, **streams})
 
     def xxh3(self) -> int:
-        """Digest of all that is trained on, 128 bits."""
+        """Digest of all that is trained on but what passes have computed, 128 bits."""
         digest = xxhash.xxh3_128(self.token_ids.tobytes())
         digest.update(self.loss_mask.tobytes())
-        for name in sorted(self.streams):
+        for name in sorted(name for name in self.streams if STREAMS[name].recorded):
             digest.update(name.encode())
             digest.update(np.ascontiguousarray(self.streams[name], STREAMS[name].array_dtype).tobytes())
         return digest.intdigest()

@@ -26,6 +26,9 @@ class Stream:
     shifted: bool = True
     """Entry i concerns token i and is used where that token is predicted, one position earlier; otherwise
     entry i concerns position i itself."""
+    recorded: bool = True
+    """It is part of the batch's digest; what a pass computes is not, since its last bits depend on how ranks
+    share the model."""
 
     @property
     def array_dtype(self) -> np.dtype[Any]:
@@ -39,11 +42,11 @@ STREAMS = {
     "temperatures": Stream(fill=1.0),  # divided the logits when the token was sampled
     "advantages": Stream(),
     "loss_weights": Stream(fill=1.0),  # the token's share of the loss (learner/algorithms/aggregation.py)
-    "proximal_logprobs": Stream(fill=np.nan),  # nats, under the policy before the step
-    "reference_logprobs": Stream(fill=np.nan),  # nats, under the frozen reference policy
-    "picked_by_covariance": Stream(fill=np.nan),  # 1 or 0 (learner/algorithms/selection.py)
-    "beyond_second_moment": Stream(fill=np.nan),  # 1 or 0 (learner/algorithms/selection.py)
-    "teacher_logprobs": Stream(fill=np.nan),  # nats, under the teacher
+    "proximal_logprobs": Stream(fill=np.nan, recorded=False),  # nats, under the policy before the step
+    "reference_logprobs": Stream(fill=np.nan, recorded=False),  # nats, under the frozen reference policy
+    "picked_by_covariance": Stream(fill=np.nan, recorded=False),  # 1 or 0 (learner/algorithms/selection.py)
+    "beyond_second_moment": Stream(fill=np.nan, recorded=False),  # 1 or 0 (learner/algorithms/selection.py)
+    "teacher_logprobs": Stream(fill=np.nan, recorded=False),  # nats, under the teacher
 }
 
 

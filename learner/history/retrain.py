@@ -94,13 +94,13 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
         line = _used(line, uses)
         groups = _groups(stores, line)
         if line.step <= from_step:
-            _train(backend, settings, settings.learner, line, groups)
+            _train(backend, progress, settings.learner, line, groups)
             continue
         if changed is not None and line.step == from_step + 1:
             hold_frozen_policies(backend, settings, changed, stage="rl", step=from_step)
         if reward is not None:
             groups = [[replace(t, reward=reward(t)) for t in group] for group in groups]
-        yield _train(backend, settings, changed or settings.learner, line, groups)
+        yield _train(backend, progress, changed or settings.learner, line, groups)
     at_end(backend)
 
 
@@ -193,7 +193,7 @@ def _groups(stores: Sequence[ReplayStore], line: TrainedStep) -> list[list[Traje
 
 
 def _train(
-    backend: Backend, settings: LearnerSettings, learner: LearnerConfig, line: TrainedStep,
+    backend: Backend, progress: Progress, learner: LearnerConfig, line: TrainedStep,
     groups: list[list[Trajectory]],
 ) -> RetrainedStep:  # fmt: skip
     backend.optimizer_config = learner.optimizer  # read at each step; the optimizer's state stays
@@ -204,7 +204,9 @@ def _train(
         learner,
         step=line.step,
         policy_version=line.policy_version - 1,
+        baselines=progress.baselines,
     )
+    progress.baselines = dict(batch.baselines)
     return RetrainedStep(
         step=line.step,
         batch_equal=None if line.batch_xxh3 is None else batch.xxh3() == line.batch_xxh3,

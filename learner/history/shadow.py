@@ -226,6 +226,7 @@ class Shadow:
                 settings.learner,
                 step=given.step,
                 policy_version=version,
+                baselines=progress.baselines,
             )
         )
         line = lineage_line(given.step, version + 1, self._incarnation, given.groups, batch, result)
@@ -233,6 +234,7 @@ class Shadow:
         progress.step = given.step
         progress.policy_version, progress.trains_from = version + 1, given.trains_from
         progress.groups[str(given.step)] = list(line.leases)
+        progress.baselines = dict(batch.baselines)
         progress.trajectories_trained += batch.trajectories
         progress.tokens_trained += batch.tokens
         progress.steps_skipped += result.skipped
@@ -328,4 +330,5 @@ def _progress_at(checkpoint: Path | None) -> ShadowProgress:
         step=found.step,
         policy_version=found.policy_version,
         trains_from=found.trains_from,
+        baselines=found.baselines,
     )

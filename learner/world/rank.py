@@ -88,10 +88,13 @@ class Rank:
             task.cancel()
         self._fetching.clear()
 
-    async def train(self, step: int, policy_version: int) -> tuple[StepBatch, StepResult]:
+    async def train(
+        self, step: int, policy_version: int, baselines: Mapping[str, float]
+    ) -> tuple[StepBatch, StepResult]:
         """Take one optimizer step on what was fetched for it, from weights of `policy_version`.
 
-        The counts and the result are those of all ranks."""
+        `baselines` are those in the batch of the step before. The counts and the result are those of all
+        ranks."""
         refs, task = self._fetching[step]
         await self._fetched_by_all(task)
         groups = await task
@@ -105,6 +108,7 @@ class Rank:
                 self._settings.learner,
                 step=step,
                 policy_version=policy_version,
+                baselines=baselines,
             )
         )
 

@@ -13,8 +13,9 @@ from actors.rewards.group_filters import load_filter
 from actors.weights.follow import PolicyFollower
 from actors.worker import Worker
 from bus.trajectory import Parent, Turn
-from learner.config.algorithm import GRPOAdvantage
-from learner.data.batches import make_step_batch
+from learner.algorithms.advantages.estimator import estimate_advantages
+from learner.config.advantage import GRPOAdvantage
+from learner.data.batches import make_step_batch, recorded_samples
 from learner.scratch_model import character_tokenizer
 from storage.client.reader import ReplayReader
 from storage.config import AdmissionConfig
@@ -84,7 +85,8 @@ async def test_agents_turns_and_forks_reach_the_learner_and_each_agent_has_its_o
     assert solver.reward_components == {"solved": 1.0}
     assert {t.policy for t in group} == {"default"}
 
-    batch = make_step_batch([group], policy_version=0, advantage=GRPOAdvantage(std_floor=0.0))
+    advantages = estimate_advantages(GRPOAdvantage(std_floor=0.0), [group])
+    batch = make_step_batch([group], recorded_samples([group]), advantages, policy_version=0)
     # solvers' episodes have 0 and 1, and both trajectories of an episode count once; critics are all alike
     advantages = {sample.name: sample.streams["advantages"] for sample in batch.samples}
     assert {s.name: s.streams["temperatures"] for s in batch.samples}["g00000000.1"] == 0.5

@@ -214,8 +214,10 @@ async def mini_run(bus: Bus, directory: Path) -> AsyncIterator[MiniRun]:
         rolling_out.cancel()
 
 
-async def past_run(directory: Path, *, steps: int, killed_after: int) -> MiniRun:
-    """A run that has ended, whose learner was killed once: only its directory is left."""
+async def past_run(directory: Path, *, steps: int, killed_after: int, **changes: object) -> MiniRun:
+    """A run that has ended, whose learner was killed once: only its directory is left.
+
+    `changes` are those of the section `learner`."""
     async with (
         NatsServer(directory / "nats") as server,
         Bus.connect(BusConfig(url=server.url), "past", name="past") as bus,
@@ -223,6 +225,6 @@ async def past_run(directory: Path, *, steps: int, killed_after: int) -> MiniRun
         await ensure(bus.js, bus.topology, SHARDS)
         await bus.create_keys()
         async with mini_run(bus, directory) as run:
-            await run.train_and_die(killed_after)
-            await run.train(steps=steps)
+            await run.train_and_die(killed_after, **changes)
+            await run.train(steps=steps, **changes)
             return run

@@ -14,8 +14,8 @@ def reference_optimizer(model, config):
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
-def reference_step(model, optimizer, samples, *, loss, lr):
-    """The same update in plain torch, written from the formulas."""
+def reference_step(model, optimizer, samples, *, loss, lr, factor=1.0):
+    """The same update in plain torch, written from the formulas; of `factor` times the mean over tokens."""
     logits = reference_logits(model, samples)
     total, count, start = 0.0, 0, 0
     for sample in samples:
@@ -28,11 +28,12 @@ def reference_step(model, optimizer, samples, *, loss, lr):
         weight = 1.0
         if loss == "tis":
             ratio = torch.exp(logprobs.detach() - torch.from_numpy(sample.streams["behaviour_logprobs"][1:]))
-            weight = sample.streams["advantages"] * torch.minimum(ratio, torch.tensor(2.0))
+            advantages = np.broadcast_to(sample.streams["advantages"], len(sample.token_ids))[1:]
+            weight = torch.tensor(advantages).float() * torch.minimum(ratio, torch.tensor(2.0))
         total = total - (weight * logprobs)[mask].sum()
         count += int(mask.sum())
         start = end
-    mean = total / count
+    mean = factor * total / count
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.zero_grad()

@@ -1,24 +1,64 @@
 """The advantage estimator that a configuration names: built in, or the user's own function."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bus.errors import ConfigError
-from bus.trajectory import Groups, Trajectory
+from bus.trajectory import LARGEST_REWARD, Groups, Trajectory
+from learner.algorithms.advantages.gdpo import gdpo_advantages
 from learner.algorithms.advantages.grpo import grpo_advantages
-from learner.algorithms.plugin import chosen_function
-from learner.config.algorithm import AdvantageConfig
+from learner.algorithms.advantages.hierarchical import hierarchical_advantages
+from learner.algorithms.advantages.maxrl import maxrl_advantages
+from learner.algorithms.advantages.rae import rae_advantages
+from learner.algorithms.advantages.reinforce_pp import (
+    reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
+)
+from learner.algorithms.advantages.rloo import rloo_advantages
+from learner.algorithms.advantages.sums import Sums, exact_sums
+from learner.algorithms.advantages.turns import discounted_return_advantages, turn_credit_advantages
+from learner.algorithms.plugin import asked_for, chosen_function
+from learner.config.advantage import AdvantageConfig
 
-Advantage = float | NDArray[np.float32]
+Advantage = float | NDArray[np.floating]
 """A trajectory's advantage: one for all its tokens, or [L]."""
-Estimator = Callable[[Groups], Sequence[Sequence[Advantage]]]
+Estimator = Callable[..., Sequence[Sequence[Advantage]]]
 """An estimator takes this rank's groups, in which all trajectories of a prompt are together, trained or not,
-with episodes, agents, turns and rewards. It returns an advantage for each trajectory; those of what is not
-trained are ignored."""
-ESTIMATORS: dict[str, Callable[..., Sequence[Sequence[Advantage]]]] = {"grpo": grpo_advantages}
-"""Estimators by the `type` of the configuration. Each takes groups and its settings."""
+with episodes, agents, turns and rewards; and what it has parameters for of `Offered`. It returns an advantage
+for each trajectory; those of what is not trained are ignored."""
+ESTIMATORS: dict[str, Estimator] = {
+    "discounted_returns": discounted_return_advantages,
+    "gdpo": gdpo_advantages,
+    "grpo": grpo_advantages,
+    "hierarchical": hierarchical_advantages,
+    "maxrl": maxrl_advantages,
+    "rae": rae_advantages,
+    "reinforce_pp": reinforce_pp_advantages,
+    "reinforce_pp_baseline": reinforce_pp_baseline_advantages,
+    "rloo": rloo_advantages,
+    "turn_credit": turn_credit_advantages,
+}
+"""Estimators by the `type` of the configuration. Each takes groups, what it asks for, and its settings."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offered:
+    """Says what an estimator gets beside the groups, if it has a parameter of that name."""
+
+    sums: Sums = exact_sums
+    """Adds up rows of numbers over all data-parallel ranks (learner/algorithms/advantages/sums.py)."""
+    token_penalties: Sequence[Sequence[Advantage]] | None = None
+    """What is taken from the reward of each token of each trajectory, one number or [L]; None takes nothing.
+    From the rewards that the groups have it is not taken yet."""
+    baselines: dict[str, float] = field(default_factory=dict)
+    """Numbers by name that the estimator changes in place and finds again at the next step, also after a
+    resume."""
+
+
+NOTHING = Offered()
 
 
 def advantage_estimator(config: AdvantageConfig) -> Estimator:
@@ -26,9 +66,20 @@ def advantage_estimator(config: AdvantageConfig) -> Estimator:
     return chosen_function("advantage", config, ESTIMATORS)
 
 
-def estimate_advantages(config: AdvantageConfig, groups: Groups) -> list[list[Advantage]]:
+def takes_token_penalties(config: AdvantageConfig) -> bool:
+    """Tell whether the estimator itself takes what each token's reward loses."""
+    return "token_penalties" in asked_for("advantage", advantage_estimator(config))
+
+
+def estimate_advantages(
+    config: AdvantageConfig, groups: Groups, offered: Offered = NOTHING
+) -> list[list[Advantage]]:
     """Advantages of each group's trajectories. Raises `ConfigError` when a user's function misfits."""
-    found = [list(group) for group in advantage_estimator(config)(groups)]
+    estimator = advantage_estimator(config)
+    given = {name: getattr(offered, name) for name in asked_for("advantage", estimator)}
+    if given.get("token_penalties", ()) is None:
+        given["token_penalties"] = [[0.0] * len(group) for group in groups]
+    found = [list(group) for group in estimator(groups, **given)]
     if [len(group) for group in found] != [len(group) for group in groups]:
         raise ConfigError(
             f"advantage {config.type}: it returned {[len(group) for group in found]} advantages for groups "
@@ -48,4 +99,9 @@ def _refuse_misfit(trajectory: Trajectory, advantage: Advantage) -> None:
             f"the advantage of {trajectory.trajectory_id} has shape {list(values.shape)} and "
             f"{'finite' if np.isfinite(values).all() else 'non-finite'} values: it is to be a finite number, "
             f"or {length} of them, one for each token"
+        )
+    if np.abs(values).max(initial=0.0) > LARGEST_REWARD:
+        raise ConfigError(
+            f"the advantage of {trajectory.trajectory_id} is up to {np.abs(values).max()}, beyond float32: "
+            "have the environment give smaller rewards"
         )

@@ -1,19 +1,19 @@
 """Rewards relative to those of the same agent in the other rollouts of the prompt."""
 
-from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
-from bus.trajectory import Groups, Trajectory, episode_rewards
+from bus.trajectory import Groups
+from learner.algorithms.advantages.peers import rewards_relative_to_peers
 
 
 def grpo_advantages(groups: Groups, *, normalize_std: bool, std_floor: float) -> list[list[float]]:
     """Compare each agent of an episode with itself in the other episodes of its group.
 
-    The baseline is that of arXiv:2402.03300, eq. 3, with outcome rewards. Rewards of different agents are of
-    different scales and for answers to different prompts, so each (policy, agent) has a baseline of its own
-    (agent-wise groups, arXiv:2510.11062). Several trajectories of one agent in one episode count once, with
-    their mean, and share the advantage: eq. 3 is over independent rollouts, and forks of one are not.
+    The baseline is that of arXiv:2402.03300, eq. 3, with outcome rewards, for each agent
+    (`learner.algorithms.advantages.peers.rollouts_of_agent`). Without the division it is that of Dr. GRPO
+    (arXiv:2503.20783), which also divides the loss by a constant.
 
     Args:
         groups: trajectories of one prompt each. Those that are not trained are in no baseline and get 0.
@@ -22,18 +22,8 @@ def grpo_advantages(groups: Groups, *, normalize_std: bool, std_floor: float) ->
 
     Returns the advantage of each trajectory, the same at all its tokens.
     """
-    return [_of_group(group, normalize_std=normalize_std, std_floor=std_floor) for group in groups]
-
-
-def _of_group(group: Sequence[Trajectory], *, normalize_std: bool, std_floor: float) -> list[float]:
-    advantages: dict[tuple[tuple[str, str], int], float] = {}
-    trained = (trajectory.agent_reward for trajectory in group if trajectory.is_trained)
-    for whose, episodes in episode_rewards(trained).items():
-        relative = relative_rewards(
-            np.array(list(episodes.values())), normalize_std=normalize_std, std_floor=std_floor
-        )
-        advantages |= {(whose, rollout): float(a) for rollout, a in zip(episodes, relative, strict=True)}
-    return [advantages[(t.policy, t.agent), t.rollout] if t.is_trained else 0.0 for t in group]
+    relative = partial(relative_rewards, normalize_std=normalize_std, std_floor=std_floor)
+    return [rewards_relative_to_peers(group, relative) for group in groups]
 
 
 def relative_rewards(rewards: np.ndarray, *, normalize_std: bool, std_floor: float) -> np.ndarray:

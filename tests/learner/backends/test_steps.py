@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
+from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.algorithms.rl_step import train_on
 from learner.backends.megatron.trainer import Trainer
 from learner.config.learner import BatchConfig, LearnerConfig
 from learner.config.optimizer import OptimizerConfig
-from learner.data.batches import make_step_batch
+from learner.data.batches import make_step_batch, recorded_samples
 from learner.data.packing import pack
 from tests.learner.tiny import TIS, tiny_model
 from tests.learner.world.ranks_worker import group
@@ -28,7 +29,8 @@ def test_a_step_of_two_updates_is_both_of_them_one_after_the_other():
     together = trainer_of()
     batch, result = train_on(together, groups, [1.0, 1.0], learner, step=1, policy_version=4)
     apart = trainer_of()
-    samples = make_step_batch(groups, policy_version=4, advantage=learner.advantage).samples
+    advantages = estimate_advantages(learner.advantage, groups)
+    samples = make_step_batch(groups, recorded_samples(groups), advantages, policy_version=4).samples
     one, two = (
         apart.train_step(pack(part, 1000), TIS, policy_version=4)
         for part in ([samples[1], samples[2]], [samples[0], samples[3]])  # leases 1 and 2, two siblings each

@@ -5,17 +5,27 @@ import pytest
 
 from bus.errors import ConfigError
 from bus.trajectory import Turn
-from learner.config.algorithm import GRPOAdvantage
+from learner.algorithms.advantages.estimator import estimate_advantages
+from learner.config.advantage import GRPOAdvantage
 from learner.config.plugin import Plugin
-from learner.data.batches import DIGESTS, make_step_batch
+from learner.data.batches import DIGESTS, make_step_batch, recorded_samples
 from learner.data.packing import pack
 from learner.metrics import batch_values
 from tests.factories import make_trajectory
 
 
 def batch_of(groups, *, policy_version=5):
-    advantage = GRPOAdvantage(std_floor=0.0)
-    return make_step_batch(groups, policy_version=policy_version, advantage=advantage)
+    return step_batch(groups, GRPOAdvantage(std_floor=0.0), policy_version=policy_version)
+
+
+def step_batch(groups, advantage, *, policy_version=5, weights=()):
+    return make_step_batch(
+        groups,
+        recorded_samples(groups),
+        estimate_advantages(advantage, groups),
+        policy_version=policy_version,
+        weights=weights,
+    )
 
 
 def with_reward(trajectory, reward, **changes):
@@ -38,12 +48,7 @@ def test_importance_weight_of_a_group_multiplies_its_advantages():
         [with_reward(make_trajectory(lease, n, group_size=2), reward) for n, reward in enumerate(rewards)]
         for lease in range(2)
     ]
-    batch = make_step_batch(
-        groups,
-        weights=[1.0, 0.25],
-        policy_version=5,
-        advantage=GRPOAdvantage(std_floor=0.0),
-    )
+    batch = step_batch(groups, GRPOAdvantage(std_floor=0.0), weights=[1.0, 0.25])
     [micro_batch] = pack(batch.samples, 16384)
     first_token = micro_batch.cu_seqlens[:-1].long()
     assert micro_batch.streams["advantages"][first_token].tolist() == [-1.0, 1.0, -0.25, 0.25]
@@ -82,7 +87,7 @@ def misshapen(groups):
 def batch_by(function):
     group = [make_trajectory(0, n, group_size=2) for n in range(2)]
     advantage = Plugin(function=f"tests.learner.data.test_batches:{function}")
-    return make_step_batch([group], weights=[0.5], policy_version=5, advantage=advantage)
+    return step_batch([group], advantage, weights=[0.5])
 
 
 def test_a_function_of_the_users_own_gives_each_token_its_advantage():
@@ -169,6 +174,18 @@ def test_digest_tells_batches_apart_by_any_value():
     }
     assert len(digests) == 6
     assert digest() == digest()
+
+
+def test_digest_leaves_out_what_passes_compute():
+    groups = [[with_reward(make_trajectory(0, n, group_size=2), float(n)) for n in range(2)]]
+    scored = [
+        sample.with_streams(**{f"{policy}_logprobs": sample.streams["behaviour_logprobs"]})
+        for sample, policy in zip(recorded_samples(groups), ("reference", "teacher"), strict=True)
+    ]
+    advantages = estimate_advantages(GRPOAdvantage(std_floor=0.0), groups)
+    batch = make_step_batch(groups, scored, advantages, policy_version=5)
+    assert batch.digest == batch_of(groups).digest
+    assert "reference_logprobs" in batch.samples[0].streams
 
 
 def test_digest_is_the_same_in_any_order_and_packing_and_counts_every_sample():

@@ -1,0 +1,186 @@
+"""Settings of how rewards become advantages. Loads without torch."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from bus.config import Config
+from learner.config.plugin import Plugin
+
+
+class GRPOAdvantage(Config):
+    """Reward relative to the agent's other rewards in its group."""
+
+    type: Literal["grpo"] = "grpo"
+    """Name of the estimator."""
+
+    normalize_std: bool = True
+    """Divide by the standard deviation of what is compared. `False` only removes the mean, as Dr. GRPO
+    (arXiv:2503.20783) does; that also divides the loss by a constant (`aggregation.type`)."""
+
+    std_floor: float = Field(1e-4, ge=0)
+    """Added to the standard deviation before the division."""
+
+
+class RLOOAdvantage(Config):
+    """Reward less the mean of the agent's other rewards in its group (arXiv:2402.14740)."""
+
+    type: Literal["rloo"] = "rloo"
+    """Name of the estimator."""
+
+
+class MaxRLAdvantage(Config):
+    """Reward relative to the mean of its group, in units of that mean (arXiv:2602.02710); rewards are at
+    least 0."""
+
+    type: Literal["maxrl"] = "maxrl"
+    """Name of the estimator."""
+
+
+class GDPOAdvantage(Config):
+    """Several rewards, each normalised in the group, then added by weight and whitened over the step
+    (arXiv:2601.05242)."""
+
+    type: Literal["gdpo"] = "gdpo"
+    """Name of the estimator."""
+
+    rewards: dict[str, float] = Field(min_length=1)
+    """Weights of the parts of the outcome's reward, by name (`reward_components` of a trajectory)."""
+
+    std_floor: float = Field(1e-4, ge=0)
+    """Added to the standard deviation before the division."""
+
+
+class ReinforcePPAdvantage(Config):
+    """Reward less the KL penalties still to come, whitened over the step (REINFORCE++, arXiv:2501.03262)."""
+
+    type: Literal["reinforce_pp"] = "reinforce_pp"
+    """Name of the estimator."""
+
+    discount_per_token: float = Field(1.0, gt=0, le=1)
+    """Factor of what comes a token later."""
+
+
+class ReinforcePPBaselineAdvantage(Config):
+    """Reward less the mean of the group, whitened over the step (REINFORCE++ with baseline)."""
+
+    type: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
+    """Name of the estimator."""
+
+
+class DiscountedReturns(Config):
+    """Each turn has the discounted sum of its own reward and those after it."""
+
+    type: Literal["discounted_returns"] = "discounted_returns"
+    """Name of the estimator."""
+
+    discount_per_turn: float = Field(1.0, gt=0, le=1)
+    """Factor of what comes a turn later."""
+
+    baseline: Literal["turn", "none"] = "turn"
+    """Compare a return with those of the same turn in the agent's other rollouts (arXiv:2511.14846), or leave
+    it as it is."""
+
+    normalize_std: bool = True
+    """Divide by the standard deviation of what is compared. `False` only removes the mean, as Dr. GRPO
+    (arXiv:2503.20783) does; that also divides the loss by a constant (`aggregation.type`)."""
+
+    std_floor: float = Field(1e-4, ge=0)
+    """Added to the standard deviation before the division."""
+
+
+class TurnCredit(Config):
+    """Each turn has the advantage of its own reward, beside that of the outcome (MT-GRPO,
+    arXiv:2505.11821)."""
+
+    type: Literal["turn_credit"] = "turn_credit"
+    """Name of the estimator."""
+
+    outcome_coef: float = Field(1.0, ge=0)
+    """Weight of the outcome in a turn that has a reward of its own."""
+
+    normalize_std: bool = True
+    """Divide by the standard deviation of what is compared. `False` only removes the mean, as Dr. GRPO
+    (arXiv:2503.20783) does; that also divides the loss by a constant (`aggregation.type`)."""
+
+    std_floor: float = Field(1e-4, ge=0)
+    """Added to the standard deviation before the division."""
+
+
+class HierarchicalAdvantage(Config):
+    """Some agents are compared within their episode, the others with themselves in the other episodes."""
+
+    type: Literal["hierarchical"] = "hierarchical"
+    """Name of the estimator."""
+
+    within_episode: tuple[str, ...] = Field(min_length=1)
+    """Agents whose trajectories in an episode are attempts at the same thing, such as the solvers of a
+    problem that another agent posed."""
+
+    normalize_std: bool = True
+    """Divide by the standard deviation of what is compared. `False` only removes the mean, as Dr. GRPO
+    (arXiv:2503.20783) does; that also divides the loss by a constant (`aggregation.type`)."""
+
+    std_floor: float = Field(1e-4, ge=0)
+    """Added to the standard deviation before the division."""
+
+
+class RAEAdvantage(Config):
+    """Reward less a moving average of the agent's rewards (role-conditioned advantage estimation of SPIRAL,
+    arXiv:2506.24119). The averages are in every checkpoint."""
+
+    type: Literal["rae"] = "rae"
+    """Name of the estimator."""
+
+    decay: float = Field(0.95, ge=0, lt=1)
+    """Weight of the past in the average at each episode."""
+
+    metadata_key: str | None = None
+    """Entry of the trajectories' metadata, such as the name of a game, each value of which has averages of
+    its own."""
+
+
+AdvantageConfig = Annotated[
+    GRPOAdvantage
+    | RLOOAdvantage
+    | MaxRLAdvantage
+    | GDPOAdvantage
+    | ReinforcePPAdvantage
+    | ReinforcePPBaselineAdvantage
+    | DiscountedReturns
+    | TurnCredit
+    | HierarchicalAdvantage
+    | RAEAdvantage
+    | Plugin,
+    Field(discriminator="type"),
+]
+WHITENED = (GDPOAdvantage, ReinforcePPAdvantage, ReinforcePPBaselineAdvantage)
+"""Estimators whose advantages have mean 0 and variance 1 over the step already."""
+
+
+class OverlongPenalty(Config):
+    """Takes from the reward of long answers before it becomes an advantage (soft overlong punishment of DAPO,
+    arXiv:2503.14476, eq. 13)."""
+
+    longest_tokens: int | None = Field(None, gt=0)
+    """Sampled tokens from which on a trajectory loses the whole penalty; `None` sets no penalty."""
+
+    margin_tokens: int = Field(0, ge=0)
+    """Tokens below `longest_tokens` at which the penalty begins; it grows evenly in between."""
+
+    coef: float = Field(1.0, gt=0)
+    """Largest penalty."""
+
+    @model_validator(mode="after")
+    def _margin_is_within(self) -> Self:
+        if self.margin_tokens > (self.longest_tokens or 0):
+            raise ValueError(
+                f"overlong.margin_tokens={self.margin_tokens} is beyond overlong.longest_tokens="
+                f"{self.longest_tokens}: set that to the longest answer that is wanted"
+            )
+        return self
+
+
+NO_OVERLONG = OverlongPenalty()
+OVERLONG = "overlong_penalty"
+"""Name of the penalty among the reward components of a trajectory."""
