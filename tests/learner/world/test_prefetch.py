@@ -21,7 +21,7 @@ from learner.config.warmup import WarmupConfig
 from learner.progress import Progress
 from learner.publication.publisher import WeightPublisher
 from learner.settings import LearnerSettings
-from learner.train import Learner
+from learner.train import WAITING, Learner
 from learner.world.channel import Channel
 from learner.world.rank import Rank
 from learner.world.world import World
@@ -167,7 +167,7 @@ async def test_training_goes_on_while_a_checkpoint_is_written_for_longer_than_it
             training = asyncio.create_task(learner.run())
             await has(bus, "TASKS", 4)
             await send_groups(bus, range(4))
-            await until(lambda: learner.progress.step == 2, seconds=20)
+            await until(lambda: learner.progress.step == 2 and waits_for_a_batch(learner), seconds=20)
             assert checkpoints.steps(tmp_path) == []
             on_disk.set()
             await send_groups(bus, range(4, 6))
@@ -176,6 +176,11 @@ async def test_training_goes_on_while_a_checkpoint_is_written_for_longer_than_it
             async with asyncio.timeout(20):
                 await training
     assert checkpoints.steps(tmp_path) == [1, 3]  # that of step 2 was left out
+
+
+def waits_for_a_batch(learner: Learner) -> bool:
+    """Return whether all that follows a step has been done."""
+    return learner._look()[0].startswith(WAITING)
 
 
 def flip_a_bit(path: Path) -> None:
