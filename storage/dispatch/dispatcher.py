@@ -34,9 +34,10 @@ from bus.topology import by_shard, shard_of
 from bus.waiting import set_within
 from storage.config import AdmissionConfig, PrioritySampler
 from storage.dispatch.admission import Admission
+from storage.dispatch.given_groups import Use
 from storage.dispatch.lease_recovery import LostLeases
 from storage.dispatch.lease_status import LeaseStatus
-from storage.dispatch.ledger import Ledger, Use
+from storage.dispatch.ledger import Ledger
 from storage.dispatch.sampling import Candidate
 from storage.dispatch.short_groups import close_short
 from storage.prompts.data_sets import DataSets
@@ -315,10 +316,11 @@ class Dispatcher:
         )
 
     async def _on_given(self, request: StepGroupsRequest) -> list[Message]:
+        given = await asyncio.to_thread(self.ledger.uses, request.step)
         policy = self.policy
         answer = StepGroups(
             step=request.step,
-            groups=self._refs(self.ledger.steps.get(request.step, ())),
+            groups=self._refs(given),
             incarnation=self.ledger.facts.get("incarnation", ""),
             trained_through=-1 if policy is None else policy.policy_version - policy.trains_from,
             trains_from=0 if policy is None else policy.trains_from,
