@@ -368,8 +368,11 @@ class Dispatcher:
         """Return what a shard must keep: a step may still be given it, or a resumed learner trains on it
         again."""
         needed = self._admission.unsettled()
+        answer = Unsettled(
+            lease_ids=tuple(needed), next_id=self.ledger.next_id, seen=self._admission.seen(request.shard)
+        )
         await asyncio.to_thread(self.ledger.flush)  # what is not among them stays so across a crash
-        return [Unsettled(lease_ids=tuple(needed))]
+        return [answer]
 
     async def _refuse_usurper(self, incarnation: str) -> None:
         """A learner that was suspended while another took its role over must not take the run back."""
