@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from bus.errors import ConfigError
+from storage.disk import run_directory
 from storage.disk.run_directory import RunDirectory, write_json
 
 
@@ -42,6 +43,16 @@ def test_json_is_replaced_whole(tmp_path):
     write_json(run.summary, {"accuracy": 1.0})
     assert json.loads(run.summary.read_text()) == {"accuracy": 1.0}
     assert [path.name for path in run.path.iterdir()] == ["summary.json"]
+
+
+def test_provenance_of_a_run_that_starts_often_keeps_the_first_and_the_latest(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_directory, "STARTS_KEPT", 2)
+    numbers = iter(range(5))
+    monkeypatch.setattr(run_directory, "provenance", lambda: {"n": next(numbers)})
+    run = RunDirectory(tmp_path, "a")
+    for _ in range(5):
+        run.write_provenance()
+    assert [start["n"] for start in json.loads(run.provenance.read_text())] == [0, 3, 4]
 
 
 def test_provenance_keeps_every_start_and_no_password(tmp_path, monkeypatch):
