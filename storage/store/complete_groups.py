@@ -21,7 +21,7 @@ from bus.messages import RewardGiven
 from storage.store.group_database import GroupDatabase
 from storage.store.index import RowIndex
 from storage.store.late_rewards import Key, LateRewards
-from storage.store.settled import Settled, open_below
+from storage.store.settled import Settled, settle_more
 
 log = structlog.get_logger()
 
@@ -202,7 +202,7 @@ class CompleteGroups:
         """
         if self._unplaced:
             return None
-        new = Settled(through, open_below(through, unsettled))
+        new = settle_more(self._settled, through, unsettled)
         past = takewhile(new.covers, self.order[: max(0, seen - self.forgotten)])
         gone = sum(1 for _ in past)
         return replace(
@@ -217,9 +217,9 @@ class CompleteGroups:
         """Keep what is known of settled groups on the disk alone, which has `settled` now."""
         self.order, self.forgotten = list(settled.order), settled.forgotten
         self._closed = {n for n in self._closed if not settled.covers(n)}
-        self.rewards.forget_settled(settled)
+        self._settled = settled  # in this order: who asks meanwhile finds a group in one place or the other
         self._index.forget(settled)
-        self._settled = settled
+        self.rewards.forget_settled(settled)
 
     def remove_places(self) -> None:
         """Remove the places that no restart needs any more."""

@@ -356,9 +356,7 @@ class ReplayStore:
             return self._held.read_rows(find())
 
     def _release(self) -> None:
-        with self._held.reading, self._held.mutex:
-            self._held.layout.close()
-        self._held.groups.close()
+        self._held.close()
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -6,7 +6,7 @@ the bus delivers once more is refused by its lease's number alone.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,15 @@ class Settled:
         return leases.stop <= self.through and not any(lease in leases for lease in self.open)
 
 
-def open_below(through: int, unsettled: Iterable[int]) -> frozenset[int]:
-    """Return those of the unsettled leases that `Settled.open` must name."""
-    return frozenset(lease_id for lease_id in unsettled if lease_id < through)
+def settle_more(before: Settled, through: int, unsettled: Iterable[int]) -> Settled:
+    """Return what is settled besides what was `before`.
+
+    That stays, though a learner that resumes from further back may be given such a group once more: it is
+    whole and takes no more trajectories, and it is read from the segments."""
+    if through < before.through:  # an older answer
+        return before
+    still_open = frozenset(n for n in unsettled if n < through and not before.covers(n))
+    return replace(before, through=through, open=still_open)
 
 
 def save_settled(directory: Path, settled: Settled) -> None:

@@ -91,6 +91,24 @@ def test_what_comes_late_for_a_settled_group_is_refused_though_nothing_of_it_was
             store.read([1])
 
 
+def test_a_group_that_a_resumed_learner_is_given_again_stays_readable(tmp_path):
+    with closing(ReplayStore.open(tmp_path)) as store:
+        for lease in range(4):
+            store.append(group(lease))
+        store.settle(2, [], seen=2)
+        store.settle(3, [0], seen=3)  # 0 was trained on after the checkpoint that the learner went back to
+        store.settle(4, [0, 3], seen=4)
+        assert store.rows_in_memory == 2
+        assert as_bytes(store.read([0, 3])) == as_bytes([*group(0), *group(3)])
+        assert store.append(group(0)) == []
+        store.append(group(4)[:1])
+        store.settle(5, [3, 4], seen=4)
+        store.settle(2, [], seen=4)  # an answer that comes late
+        assert store.append(group(4)) == [4]
+    with closing(ReplayStore.open(tmp_path)) as store:
+        assert as_bytes(store.read([2, 0])) == as_bytes([*group(2), *group(0)])
+
+
 def test_nothing_is_forgotten_when_the_disk_refuses(tmp_path):
     with closing(ReplayStore.open(tmp_path)) as store:
         store.append(group(0))
@@ -107,7 +125,7 @@ def test_groups_that_the_dispatcher_has_not_seen_keep_their_place(tmp_path):
     with closing(ReplayStore.open(tmp_path)) as store:
         for lease in (3, 0, 2, 1):
             store.append(group(lease))
-        store.settle(4, [2], seen=2)
+        store.settle(4, [], seen=2)
         assert store.completed_after(2, 9) == [2, 1]
         with pytest.raises(StorageError, match=r"has seen 1 complete groups, .* noted 2"):
             store.completed_after(1, 9)
@@ -311,7 +329,8 @@ def test_a_store_that_forgets_is_like_its_twin_that_does_not(tmp_path, seed):
         elif event == "settle":
             seen = max(seen, rng.randint(0, twin.completions))
             trained = set(rng.sample(twin.completed[:seen], seen // 2)) | settled
-            forgets.settle(issued, set(range(issued)) - trained, seen=seen)
+            again = set(rng.sample(sorted(settled), len(settled) // 3))  # a learner went back
+            forgets.settle(issued, (set(range(issued)) - trained) | again, seen=seen)
             settled = trained
         elif event in ("end", "crash"):
             forgets.close() if event == "end" else crashed(forgets)
