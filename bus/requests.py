@@ -299,12 +299,18 @@ class FullGroups(Message, tag="full_groups"):
 class UnsettledRequest(Message, tag="unsettled_request"):
     """A shard asks the dispatcher which groups must not be removed."""
 
+    shard: int = 0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unsettled(Message, tag="unsettled"):
     """Every lease that is neither rejected nor in a committed step: its trajectories are still needed."""
 
     lease_ids: tuple[int, ...]
+    next_id: int = 0
+    """Leases from here on are not issued yet; those below that are not named are settled for good."""
+    seen: int = 0
+    """Complete groups of the shard that the ledger knows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,6 +37,10 @@ FIRST_PORT = 10_000
 TRIED_PORTS = 100
 HTTP_HOST = "127.0.0.1"
 """Address at which a server tells its own numbers, to whoever asks: so not beyond this host."""
+LOG_BYTES = 64 << 20
+"""Size from which the server's log is continued in another file."""
+LOG_FILES = 2
+"""Files of the log that are kept, the one that is written included."""
 SAYS_SO_EVERY_S = 10.0
 """Seconds between two lines of the log about a server that is not ready yet."""
 
@@ -176,6 +180,7 @@ class NatsServer:
         return (
             f'listen: "{self.host}:{self.port}"\n'
             f"max_payload: {MAX_PAYLOAD}\n"
+            f"logfile_size_limit: {LOG_BYTES}\nlogfile_max_num: {LOG_FILES}\n"
             f'ping_interval: "{PING_S}s"\nping_max: {PINGS}\nwrite_deadline: "{WRITE_S}s"\n'
             f'jetstream {{ store_dir: "{self.directory / "jetstream"}" }}\n'
             + (self._secure.server_config() if self._secure is not None else "")

@@ -326,7 +326,7 @@ def _refuse_other_shards(ledger: Ledger, shards: int) -> None:
 def _refuse_other_run(ledger: Ledger, stores: list[ReplayStore]) -> None:
     """Groups of a lease that is yet to be issued would stand in the way of its own."""
     for store in stores:
-        youngest = max(store.completed, default=-1)
+        youngest = store.youngest
         if youngest >= ledger.next_id:
             raise ConfigError(
                 f"{store.directory} holds the group of lease {youngest}, but the ledger has issued only "

@@ -29,7 +29,8 @@ from launch.benchmarks.replay_leases import bench_leases
 from launch.benchmarks.replay_reads import bench_fetch
 from launch.benchmarks.replay_workload import GROUP, SHORT, TOKENS, Figures, Material, Size
 from storage.disk.atomic_files import fsync_path
-from storage.store.replay import INDEX_FILE, ReplayStore
+from storage.store.loading import INDEX_FILE
+from storage.store.replay import ReplayStore
 from storage.store.segments import write_segment
 
 READ = 512

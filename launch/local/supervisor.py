@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,13 +17,12 @@ from bus.child_process import die_with_parent
 from bus.errors import ConfigError, LostDataError, SluiceError
 from launch.config import SupervisionConfig
 from launch.process.runtime import FINAL, LOST_DATA, SUPERVISOR, TEMPORARY, complaints
+from storage.disk.log_files import rotated
 
 log = structlog.get_logger()
 TAIL_BYTES = 16 << 10
 TAIL_LINES = 15
 POLL_S = 0.05
-LOG_BYTES = 64 << 20
-"""Size from which a log file is continued in an empty one; the part before it is kept once."""
 LOG_CHECK_S = 10.0
 """Seconds between two looks at the sizes of log files."""
 MOST_DOUBLINGS = 30
@@ -159,7 +157,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(LOG_CHECK_S)
             for part in self.parts:
-                if await asyncio.to_thread(_rotated, self._log_file(part)):
+                if await asyncio.to_thread(rotated, self._log_file(part)):
                     part.log_start = 0
 
     async def _spawn(self, part: Part) -> None:
@@ -214,18 +212,6 @@ class Supervisor:
             size = written.seek(0, 2)
             written.seek(max(part.log_start, size - TAIL_BYTES))
             return written.read().decode(errors="replace")
-
-
-def _rotated(file: Path) -> bool:
-    """Empty a log file that has become long, after a copy; return whether it was.
-
-    The process that writes goes on writing to the same file, at its end. Lines that it writes between the
-    copy and the emptying are lost."""
-    if not file.exists() or file.stat().st_size < LOG_BYTES:
-        return False
-    shutil.copyfile(file, file.with_name(f"{file.name}.1"))
-    os.truncate(file, 0)
-    return True
 
 
 def _ending(status: int) -> str:

@@ -6,6 +6,11 @@ from math import isfinite, nan
 
 from storage.metrics.records import Record, integer, number
 
+MOST = 20_000
+"""Steps that are kept; of more, about every other one goes, but for the latest."""
+LATEST = 1000
+"""Steps of which none is left out."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -68,11 +73,15 @@ def remarks(drawn_by: tuple[int, int] | None, failed: int) -> str:
 
 
 class History:
-    """Steps and evaluations of a run; a step trained again replaces its earlier record."""
+    """Steps and evaluations of a run; a step trained again replaces its earlier record.
+
+    A long run's steps are thinned out: a curve of 20,000 points is as good as one of a million."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.steps: dict[int, Step] = {}
         """Records by step, ascending."""
+        self._every = 1
+        """Of the older steps only those are kept whose numbers this divides."""
         self.evaluations: dict[int, Evaluation] = {}
         """Records by policy version, ascending."""
         for record in records:
@@ -130,6 +139,18 @@ class History:
             self._roll_back(step)
         else:
             self.steps[step.step] = step
+            if len(self.steps) > MOST:
+                self._thin_out()
+
+    def _thin_out(self) -> None:
+        """Keep the first step, the latest, and between them those that a power of two divides."""
+        first, *older = list(self.steps)[:-LATEST]
+        kept = [n for n in older if n % self._every == 0]
+        while len(kept) > (MOST - LATEST) // 2:
+            self._every *= 2
+            kept = [n for n in kept if n % self._every == 0]
+        latest = list(self.steps)[-LATEST:]
+        self.steps = {n: self.steps[n] for n in (first, *kept, *latest)}
 
     def _roll_back(self, step: Step) -> None:
         """Drop what followed `step`: a learner resumed before it, so those weights are gone."""

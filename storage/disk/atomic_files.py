@@ -204,10 +204,13 @@ def write_json(path: Path, value: Json) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory so that a crash leaves a left-over to remove, never half of the directory."""
+    """Remove a directory, or a file, so that a crash leaves a left-over to remove, never half of it."""
     condemned = temporary_sibling(directory)
     directory.rename(condemned)
-    shutil.rmtree(condemned)
+    if condemned.is_dir():
+        shutil.rmtree(condemned)
+    else:
+        condemned.unlink()
 
 
 def remove_leftovers(directory: Path) -> None:

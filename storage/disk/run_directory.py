@@ -15,6 +15,8 @@ from storage.disk.atomic_files import make_directory, read_json, write_json
 
 __all__ = ["RunDirectory", "provenance", "write_json"]
 
+STARTS_KEPT = 200
+"""Starts of a run, besides the first, that its provenance keeps."""
 FORMAT = 2
 """Number of the layout of a run's directory. Every start notes it; another one is refused."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -152,12 +154,13 @@ class RunDirectory:
         write_json(path, value)
 
     def write_provenance(self) -> None:
-        """Record this start of the run after the earlier ones, as a list.
+        """Record this start of the run after the earlier ones, as a list: the first and the latest are kept.
 
         Raises `ConfigError` as `refuse_other_format` does.
         """
         self.refuse_other_format()
-        write_json(self.provenance, [*self._starts(), provenance() | {"format": FORMAT}])
+        starts = [*self._starts(), provenance() | {"format": FORMAT}]
+        write_json(self.provenance, [*starts[:1], *starts[1:][-STARTS_KEPT:]])
 
     def refuse_other_format(self) -> None:
         """Raise `ConfigError` for a directory of another format, whose files this build cannot read."""

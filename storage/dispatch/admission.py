@@ -11,9 +11,13 @@ from bus.errors import FencedError
 from bus.messages import GroupRejected, PolicyManifest
 from bus.requests import LeaseState, StoredGroups
 from storage.config import AdmissionConfig
-from storage.dispatch.ledger import Ledger, Use
+from storage.dispatch.given_groups import Use
+from storage.dispatch.ledger import COMMITTED, Ledger
 from storage.dispatch.sampling import Choice, Question, choose, expired, lacking, room
 from storage.shard.ingest_checks import NEWEST_VERSION
+
+TRAINS_FROM = "trains_from"
+"""Fact of the ledger: the version with which reinforcement learning began."""
 
 
 def older_of_the_same(manifest: PolicyManifest, than: PolicyManifest) -> bool:
@@ -106,6 +110,9 @@ class Admission:
         if self.is_fenced(manifest.incarnation):
             return False  # nor what the learner before this one left behind
         self.policy = manifest
+        if self._ledger.facts.get(TRAINS_FROM) != str(manifest.trains_from):
+            self._ledger.set_fact(TRAINS_FROM, str(manifest.trains_from))
+        self._forget_past()
         return True
 
     def seen(self, shard: int) -> int:
@@ -144,8 +151,8 @@ class Admission:
     def batch(self, step: int, train_version: int, *, now_s: float) -> list[Use] | str:
         """Return the groups of a step, the same whenever it is asked for, or what it waits for."""
         ledger = self._ledger
-        if step in ledger.steps:
-            return ledger.steps[step]
+        if given := ledger.uses(step):
+            return given
         self._drop_expired(train_version)
         while True:
             choice = self._choose(step, train_version)
@@ -227,14 +234,15 @@ class Admission:
         """A durable checkpoint holds every step up to `step`."""
         self.refuse_fenced(incarnation)
         self._ledger.commit(step)
-        self._ledger.set_fact("committed", str(step))
+        self._ledger.set_fact(COMMITTED, str(step))
+        self._forget_past()
 
     def on_unreadable(self, step: int, lease_ids: Iterable[int], incarnation: str) -> list[int]:
         """Choose the groups of `step` anew without those that cannot be read; return those given up now.
 
         Their leases are refunded. Raises `FencedError` when another learner took over."""
         self.refuse_fenced(incarnation)
-        given = {use.lease_id for use in self._ledger.steps.get(step, ())}
+        given = {use.lease_id for use in self._ledger.uses(step)}
         damaged = sorted(given.intersection(lease_ids))
         if damaged:
             self._ledger.roll_back(step - 1)  # no younger step can be trained on before this one is
@@ -247,21 +255,32 @@ class Admission:
         if self.policy is not None and self.policy.incarnation != incarnation:
             self.policy = None  # the learner goes on from another, which it publishes next
         self._ledger.set_fact("incarnation", incarnation)
-        self._ledger.set_fact("committed", str(step))
+        self._ledger.set_fact(COMMITTED, str(step))
         self._waiting = None
         return self._ledger.roll_back(step)
 
     def unsettled(self) -> list[int]:
         """Return the leases whose trajectories a step may still be given, or a resumed learner trains on
         again."""
-        ledger, policy = self._ledger, self.policy
-        committed = int(ledger.facts.get("committed", "-1"))
+        ledger, committed = self._ledger, self._committed()
         needed = {use.lease_id for step, uses in ledger.steps.items() if step > committed for use in uses}
         if self._config.sampler.max_reuse > 1:
-            resumed = 0 if policy is None else policy.trains_from + max(0, committed)
-            oldest = max(0, resumed - self._config.max_staleness)
-            needed.update(group.lease_id for group, _ in ledger.used(oldest))
+            needed.update(group.lease_id for group, _ in ledger.used(self._oldest_version(max(0, committed))))
         return [*ledger.rolling_out, *ledger.stored, *needed]
+
+    def _committed(self) -> int:
+        return int(self._ledger.facts.get(COMMITTED, "-1"))
+
+    def _oldest_version(self, step: int) -> int:
+        """Return the oldest version whose groups a learner may still be given that resumes from `step`."""
+        trains_from = int(self._ledger.facts.get(TRAINS_FROM, "0"))
+        return max(0, trains_from + step - self._config.max_staleness)
+
+    def _forget_past(self) -> None:
+        """Keep nothing in memory of steps that are committed, and past which the published version is."""
+        if self.policy is not None and self.policy.stage == "rl":
+            step = min(self._committed(), self.policy.policy_version - self.policy.trains_from)
+            self._ledger.forget(step, oldest_version=self._oldest_version(max(0, step)))
 
     def refuse_fenced(self, incarnation: str) -> None:
         """Raise `FencedError` when another learner took over from this one."""

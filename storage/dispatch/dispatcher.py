@@ -34,9 +34,10 @@ from bus.topology import by_shard, shard_of
 from bus.waiting import set_within
 from storage.config import AdmissionConfig, PrioritySampler
 from storage.dispatch.admission import Admission
+from storage.dispatch.given_groups import Use
 from storage.dispatch.lease_recovery import LostLeases
 from storage.dispatch.lease_status import LeaseStatus
-from storage.dispatch.ledger import Ledger, Use
+from storage.dispatch.ledger import Ledger
 from storage.dispatch.sampling import Candidate
 from storage.dispatch.short_groups import close_short
 from storage.prompts.data_sets import DataSets
@@ -315,10 +316,11 @@ class Dispatcher:
         )
 
     async def _on_given(self, request: StepGroupsRequest) -> list[Message]:
+        given = await asyncio.to_thread(self.ledger.uses, request.step)
         policy = self.policy
         answer = StepGroups(
             step=request.step,
-            groups=self._refs(self.ledger.steps.get(request.step, ())),
+            groups=self._refs(given),
             incarnation=self.ledger.facts.get("incarnation", ""),
             trained_through=-1 if policy is None else policy.policy_version - policy.trains_from,
             trains_from=0 if policy is None else policy.trains_from,
@@ -366,8 +368,11 @@ class Dispatcher:
         """Return what a shard must keep: a step may still be given it, or a resumed learner trains on it
         again."""
         needed = self._admission.unsettled()
+        answer = Unsettled(
+            lease_ids=tuple(needed), next_id=self.ledger.next_id, seen=self._admission.seen(request.shard)
+        )
         await asyncio.to_thread(self.ledger.flush)  # what is not among them stays so across a crash
-        return [Unsettled(lease_ids=tuple(needed))]
+        return [answer]
 
     async def _refuse_usurper(self, incarnation: str) -> None:
         """A learner that was suspended while another took its role over must not take the run back."""

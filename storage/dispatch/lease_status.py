@@ -7,7 +7,7 @@ from dataclasses import replace
 from bus.codec import Message
 from bus.requests import LeaseRequest
 from storage.dispatch.admission import Admission
-from storage.dispatch.ledger import Ledger
+from storage.dispatch.ledger import ATTEMPTS, Ledger
 from storage.prompts.data_sets import DataSets
 
 FREE_DELIVERIES = 1
@@ -56,7 +56,7 @@ class LeaseStatus:
         self._on_refund()
 
     def _attempts_of(self, lease_id: int) -> int:
-        return int(self._ledger.facts.get(f"attempts.{lease_id}", "0"))
+        return int(self._ledger.facts.get(f"{ATTEMPTS}{lease_id}", "0"))
 
     def _set_attempts(self, lease_id: int, attempts: int) -> None:
-        self._ledger.set_fact(f"attempts.{lease_id}", str(attempts))
+        self._ledger.set_fact(f"{ATTEMPTS}{lease_id}", str(attempts))

@@ -1,5 +1,6 @@
 """The durable account of every lease: issued, rejected, stored, given to steps, committed.
 
+All of it is on the disk; in memory is what is open, and the steps that a learner may still ask about.
 Changes take effect in memory at once and on disk with `flush`, in one transaction. Whoever makes a change
 visible to another process (a lease published, a batch handed out) flushes first.
 """
@@ -11,34 +12,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from io import BufferedRandom
-from itertools import takewhile
 from pathlib import Path
 from typing import Literal, Self, get_args
 
 from bus.errors import ConfigError, FencedError, LostDataError, StorageError
 from storage.disk.atomic_files import lock_file
+from storage.dispatch.given_groups import GivenGroups, Use
 from storage.dispatch.ledger_schema import EPOCH, begin_epoch, current_epoch, prepare, refuse_other_epoch
+from storage.dispatch.ledger_totals import totals
 from storage.dispatch.sampling import Candidate
 
 State = Literal["issued", "stored", "leased", "committed", "rejected"]
 DAMAGED = "damaged"
 """Reason why a group that cannot be read any more is given up."""
+COMMITTED = "committed"
+"""Name of the fact that says up to which step a durable checkpoint holds them all."""
+ATTEMPTS = "attempts."
+"""Prefix of the facts that count the attempts of leases; they go when the lease rolls out no more."""
 _Change = tuple[str, tuple[tuple[object, ...], ...]]
 """A statement and the rows of values to run it with."""
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """A group as one step trains on it."""
-
-    group: Candidate
-    weight: float = 1.0
-    """Its importance weight there."""
-
-    @property
-    def lease_id(self) -> int:
-        """Return the lease it came from."""
-        return self.group.lease_id
 
 
 @dataclass(frozen=True)
@@ -74,19 +66,8 @@ class Ledger:
         self._changing = threading.Lock()  # guards `_pending`, and is never held while the disk works
         self.rolling_out: dict[int, Candidate] = {}
         self.stored: dict[int, Candidate] = {}
-        self.steps: dict[int, list[Use]] = {}
-        """Groups given to each step."""
-        self.reasons: Counter[str] = Counter()
-        """Why groups were rejected, and how many."""
-        self.next_id: int = 0
-        self.samples = 0
-        """Groups given to steps, each as often as it was given."""
-        self._given: dict[int, dict[int, tuple[Candidate, list[int]]]] = {}
-        """The groups given to steps, and to which, by policy version and lease."""
         self._damaged: set[int] = set()
         """Groups that steps trained on and no other step may have, since they cannot be read any more."""
-        self._youngest = -1
-        self._trained = 0
         self._load()
         self._epoch = current_epoch(connection)
 
@@ -165,6 +146,7 @@ class Ledger:
         lease = self.rolling_out.pop(lease_id, None)
         if lease is None:
             return False
+        self.drop_fact(f"{ATTEMPTS}{lease_id}")
         self.stored[lease_id] = Candidate(lease.policy_version, lease_id, spread, tokens)
         self._change(
             (
@@ -178,6 +160,7 @@ class Ledger:
         """Refund the lease of a group that nobody trains on; return False when it is settled otherwise."""
         if self.rolling_out.pop(lease_id, None) is None and self.stored.pop(lease_id, None) is None:
             return False
+        self.drop_fact(f"{ATTEMPTS}{lease_id}")
         self.reasons[reason] += 1
         self._change(
             (
@@ -200,9 +183,6 @@ class Ledger:
         """Give complete groups to a step: stored ones, or some that other steps trained on already."""
         weights = weights or [1.0] * len(lease_ids)
         uses = [Use(self._complete(lease_id), w) for lease_id, w in zip(lease_ids, weights, strict=True)]
-        for use in uses:
-            self.stored.pop(use.lease_id, None)
-            self._use(step, use)
         self._change(
             (
                 "INSERT INTO uses (lease_id, step, place, weight) VALUES (?, ?, ?, ?)",
@@ -213,6 +193,10 @@ class Ledger:
                 tuple((use.lease_id,) for use in uses),
             ),
         )
+        with self._changing:  # after the change: what no flush has seen yet counts as not on the disk
+            for use in uses:
+                self.stored.pop(use.lease_id, None)
+                self._given.give(step, use)
 
     def commit(self, step: int) -> None:
         """A durable checkpoint holds every step up to `step`."""
@@ -226,9 +210,8 @@ class Ledger:
 
     def roll_back(self, step: int) -> int:
         """Take back the groups of every step after `step`, committed or not; returns how many uses."""
-        undone = [(s, use) for s in [s for s in self.steps if s > step] for use in self.steps.pop(s)]
-        for after, use in undone:
-            self._take_back(after, use)
+        undone, free = self._given.take_back(step)
+        self.stored.update((group.lease_id, group) for group in free)
         self._change(
             (
                 "UPDATE leases SET state = 'stored' WHERE lease_id IN (SELECT lease_id FROM uses WHERE "
@@ -241,7 +224,7 @@ class Ledger:
         for lease_id in self._damaged.intersection(self.stored):
             self._damaged.discard(lease_id)
             self.reject(lease_id, DAMAGED)
-        return len(undone)
+        return undone
 
     def set_fact(self, name: str, value: str) -> None:
         """Remember a named value."""
@@ -253,6 +236,19 @@ class Ledger:
             )
         )
 
+    def drop_fact(self, name: str) -> None:
+        """Forget a named value, if there is one."""
+        if self.facts.pop(name, None) is not None:
+            self._change(("DELETE FROM facts WHERE name = ?", ((name,),)))
+
+    def forget(self, step: int, *, oldest_version: int) -> None:
+        """Keep what is known of the steps up to `step` on the disk alone.
+
+        Groups that were issued at `oldest_version` or later stay known, for samplers that use them again.
+        Whatever is asked about is read from the disk, so this changes no answer.
+        """
+        self._given.forget(step, oldest_version=oldest_version)
+
     def flush(self) -> None:
         """Make every change so far durable. Called in a worker thread.
 
@@ -262,14 +258,27 @@ class Ledger:
         with self._on_disk:
             with self._changing:
                 pending, self._pending = self._pending, []
+                steps = self._given.unflushed()
             try:
                 self._execute(pending)
             except sqlite3.Error as error:
                 with self._changing:
                     self._pending[:0] = pending
                 raise StorageError(f"the ledger cannot be written: {error}") from error
+            with self._changing:
+                self._given.flushed(steps)
 
     # --- questions ---
+
+    @property
+    def steps(self) -> dict[int, list[Use]]:
+        """Groups given to each step that is not forgotten, ascending; `uses` knows the others too."""
+        return self._given.steps
+
+    @property
+    def samples(self) -> int:
+        """Return the number of groups given to steps, each counted as often as it was given."""
+        return self._given.samples
 
     def account(self) -> Account:
         """Return where every group is."""
@@ -278,12 +287,12 @@ class Ledger:
             rolling_out=len(self.rolling_out),
             rejected=sum(self.reasons.values()),
             stored=len(self.stored),
-            trained=self._trained,
+            trained=self._given.trained,
         )
 
     def inserted(self) -> int:
         """Return the number of groups that ever became complete while somebody wanted them."""
-        return len(self.stored) + self._trained + self.reasons["stale"]
+        return len(self.stored) + self._given.trained + self.reasons["stale"]
 
     def owed(self, step: int, samples_each: float, *, oldest_version: int) -> float:
         """Samples that the steps after `step` still owe to the groups issued: what admission bounds.
@@ -293,19 +302,19 @@ class Ledger:
         step up to `step` trains on.
         """
         untouched = len(self.rolling_out) + len(self.stored)
-        later = takewhile(lambda s: s > step, reversed(self.steps))  # steps are leased in order
-        groups = {use.group for s in later for use in self.steps[s]}
+        groups = self._given.used_after(step)
         if samples_each > 1:  # else one step is enough
             groups.update(group for group, _ in self.used(oldest_version))
-        paid = (sum(s <= step for s in self._given[g.policy_version][g.lease_id][1]) for g in groups)
+        paid = (self._given.times(group, step) for group in groups)
         return samples_each * untouched + sum(max(0.0, samples_each - n) for n in paid)
 
     def used(self, oldest_version: int) -> Iterator[tuple[Candidate, int]]:
         """Readable groups issued at `oldest_version` or later that steps were given, and how often."""
-        for version in range(oldest_version, self._youngest + 1):
-            for group, steps in self._given.get(version, {}).values():
-                if group.lease_id not in self._damaged:
-                    yield group, len(steps)
+        return ((g, n) for g, n in self._given.used(oldest_version) if g.lease_id not in self._damaged)
+
+    def uses(self, step: int) -> list[Use]:
+        """Return the groups given to a step, none for one that was given none."""
+        return self._given.uses(step)
 
     def was_issued(self, lease_id: int) -> bool:
         """Return whether this run ever gave that lease out."""
@@ -314,27 +323,7 @@ class Ledger:
     def _complete(self, lease_id: int) -> Candidate:
         if lease_id in self.stored:
             return self.stored[lease_id]
-        versions = range(self._youngest, -1, -1)  # it is likely to be young
-        return next(self._given[v][lease_id][0] for v in versions if lease_id in self._given.get(v, ()))
-
-    def _use(self, step: int, use: Use) -> None:
-        version = use.group.policy_version
-        self._youngest = max(self._youngest, version)
-        _, steps = self._given.setdefault(version, {}).setdefault(use.lease_id, (use.group, []))
-        self._trained += not steps
-        steps.append(step)
-        self.steps.setdefault(step, []).append(use)
-        self.samples += 1
-
-    def _take_back(self, step: int, use: Use) -> None:
-        groups = self._given[use.group.policy_version]
-        _, steps = groups[use.lease_id]
-        steps.remove(step)
-        self.samples -= 1
-        if not steps:
-            del groups[use.lease_id]
-            self._trained -= 1
-            self.stored[use.lease_id] = use.group
+        return self._given.group(lease_id)
 
     def _change(self, *changes: _Change) -> None:
         """Changes that reach the disk together or not at all."""
@@ -359,34 +348,26 @@ class Ledger:
         self.facts: dict[str, str] = dict(
             self._sql.execute("SELECT name, value FROM facts WHERE name != ?", (EPOCH,))
         )
-        [(self.next_id,)] = self._sql.execute("SELECT COALESCE(MAX(lease_id) + 1, 0) FROM leases")
-        given: dict[int, Candidate] = {}
-        rows = self._sql.execute("SELECT lease_id, policy_version, state, reason, spread, tokens FROM leases")
-        for lease_id, policy_version, state, reason, spread, tokens in rows:
-            lease = Candidate(policy_version, lease_id, spread, tokens)
-            if state in ("leased", "committed"):
-                given[lease_id] = lease
-                if reason == DAMAGED:
-                    self._damaged.add(lease_id)
-            else:
-                self._place(lease, state, reason)
-        for step, lease_id, weight in self._sql.execute(
-            "SELECT step, lease_id, weight FROM uses ORDER BY step, place"
-        ):
-            if lease_id not in given:
-                raise StorageError(f"lease {lease_id} is not open to step {step}, which has it")
-            self._use(step, Use(given[lease_id], weight))
-        if self._trained != len(given):
-            raise StorageError(f"{len(given)} leases are in steps, which name {self._trained}")
+        counted = totals(self._sql, get_args(State))
+        self.reasons: Counter[str] = counted.reasons
+        """Why groups were rejected, and how many."""
+        self.next_id: int = counted.next_id
+        self._given = GivenGroups(
+            self._sql,
+            self._on_disk,
+            newest_step=counted.newest_step,
+            samples=counted.samples,
+            trained=counted.trained,
+        )
+        rows = self._sql.execute(
+            "SELECT policy_version, lease_id, spread, tokens, state FROM leases "
+            "WHERE state IN ('issued', 'stored')"
+        )
+        for *group, state in rows:
+            lease = Candidate(*group)
+            (self.rolling_out if state == "issued" else self.stored)[lease.lease_id] = lease
+        damaged = "SELECT lease_id FROM leases WHERE reason = ? AND state IN ('leased', 'committed')"
+        self._damaged.update(lease_id for (lease_id,) in self._sql.execute(damaged, (DAMAGED,)))
+        self._given.recall(int(self.facts.get(COMMITTED, "0")))
         if not self.account().balanced():
             raise StorageError(f"it lacks some of its {self.next_id} leases")
-
-    def _place(self, lease: Candidate, state: str, reason: str | None) -> None:
-        if state not in get_args(State):
-            raise StorageError(f"lease {lease.lease_id} is {state!r}")
-        if state == "issued":
-            self.rolling_out[lease.lease_id] = lease
-        elif state == "stored":
-            self.stored[lease.lease_id] = lease
-        else:
-            self.reasons[reason or ""] += 1

@@ -64,7 +64,7 @@ class IssuedLeases:
         """Raise `ConfigError` when the ledger knows more of this shard than is here, or less.
 
         Groups of a lease that is yet to be issued would stand in the way of its own."""
-        known, youngest, stored = await self._ask(), max(store.completed, default=-1), len(store.completed)
+        known, youngest, stored = await self._ask(), store.youngest, store.completions
         if youngest >= known.next_id:
             raise ConfigError(
                 f"{store.directory} holds the group of lease {youngest}, but the ledger has issued only "

@@ -98,7 +98,7 @@ class Shard:
 
     async def _append(self, batches: list[TrajectoryBatch]) -> None:
         """The segment is durable when this returns; only then are the messages acked."""
-        before = len(self.store.completed)
+        before = self.store.completions
         trajectories = [trajectory for batch in batches for trajectory in batch.trajectories]
         if self._hear_of is not None and trajectories:
             await self._hear_of(max(trajectory.lease_id for trajectory in trajectories))
@@ -119,7 +119,7 @@ class Shard:
 
     async def _give(self, rewards: list[RewardGiven]) -> None:
         """The rewards are durable when this returns; only then are the messages acked."""
-        before = len(self.store.completed)
+        before = self.store.completions
         for given in rewards:
             self._refuse_stranger(given, kind="reward")
         if await asyncio.to_thread(self.store.give, rewards):
@@ -158,7 +158,10 @@ class Shard:
             await self._publisher.publish(subject, encode(event), message_id=f"rejected-{lease_id}")
 
     async def _on_stored(self, request: StoredRequest) -> list[Message]:
-        news = self._news(request.after)
+        try:
+            news = self._news(request.after)
+        except StorageError as error:
+            raise BusError(str(error)) from error
         if not request.spreads:
             return [news]
         leases = news.lease_ids[:ANSWER_SPREADS]
@@ -212,13 +215,12 @@ class Shard:
             raise BusError(str(error)) from error
 
     def _news(self, after: int) -> StoredGroups:
-        completed = self.store.completed
-        leases = tuple(completed[after : after + ANSWER_LEASES])
+        leases = tuple(self.store.completed_after(after, ANSWER_LEASES))
         return StoredGroups(
             shard=self._number,
             after=after,
             lease_ids=leases,
-            total=len(completed),
+            total=self.store.completions,
             tokens=tuple(map(self.store.tokens_of, leases)),
         )
 

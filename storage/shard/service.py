@@ -76,7 +76,7 @@ async def run_shard(
     async def work() -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(shard.run(stop), name=f"shard {held.number}")
-            house = keep_house(bus, held.store, retention, stop)
+            house = keep_house(bus, held.store, retention, stop, shard=held.number)
             tasks.create_task(house, name=f"keep {held.store.directory.name}")
 
     await guarded(work(), held.renewing)

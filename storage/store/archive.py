@@ -17,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from bus.errors import ConfigError, StorageError
 from storage.disk.atomic_files import fsync_path, lock_directory, publish
 from storage.store.layout import SegmentEntry, find_entries
+from storage.store.retired import load_retired
 from storage.store.segments import FILE, check_trajectories, compressed_file
 
 log = structlog.get_logger()
@@ -93,12 +94,23 @@ def restore(directory: Path, archive: str) -> list[str]:
     To call while no writer has it open. Raises `StorageError` naming what the archive does not hold whole."""
     with lock_directory(directory):
         entries, _ = find_entries(directory)
-        retired = [entry for entry in entries if entry.retired]
-        return [_restore(directory, entry, archive) for entry in retired]
+        return [
+            name for entry in entries if entry.retired for name in _restore_all(directory, entry, archive)
+        ]
 
 
-def _restore(directory: Path, retired: SegmentEntry, archive: str) -> str:
-    segment = directory / SegmentEntry(retired.first, retired.last).name
+def _restore_all(directory: Path, retired: SegmentEntry, archive: str) -> list[str]:
+    """Bring back the segments of a retired entry; it covers them until the last one is here."""
+    path = directory / retired.name
+    _, pieces = load_retired(path, retired.first, retired.last)
+    names = [_restore(directory, SegmentEntry(piece.first, piece.last), archive) for piece in pieces]
+    path.unlink()
+    fsync_path(directory)
+    return names
+
+
+def _restore(directory: Path, entry: SegmentEntry, archive: str) -> str:
+    segment = directory / entry.name
     name = f"{directory.name}/{segment.name}{SUFFIX}"
     with (
         _translating(f"{archive}/{name}"),
@@ -110,11 +122,9 @@ def _restore(directory: Path, retired: SegmentEntry, archive: str) -> str:
         files.get_file(f"{root}/{name}", str(restored / FILE))
         check_trajectories(restored)
         fsync_path(restored / FILE)
-        if segment.exists():  # a crash came between the two lines below
+        if segment.exists():  # a crash came before its entry was unlinked
             shutil.rmtree(segment)
         publish(restored, segment)
-        (directory / retired.name).unlink()
-        fsync_path(directory)
     return segment.name
 
 

@@ -10,7 +10,8 @@ due: their places in it are kept in the database.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from dataclasses import replace
+from itertools import islice, takewhile
 from pathlib import Path
 
 import structlog
@@ -20,6 +21,7 @@ from bus.messages import RewardGiven
 from storage.store.group_database import GroupDatabase
 from storage.store.index import RowIndex
 from storage.store.late_rewards import Key, LateRewards
+from storage.store.settled import Settled, settle_more
 
 log = structlog.get_logger()
 
@@ -29,26 +31,36 @@ class CompleteGroups:
 
     def __init__(self, directory: Path, *, writable: bool) -> None:
         self.order: list[int] = []
-        """Leases in the order in which their groups became complete; it only grows. Do not modify."""
+        """Leases in the order in which their groups became complete, without the first `forgotten` ones."""
+        self.forgotten = 0
+        self.youngest = -1
+        """The highest lease of a complete group."""
+        self.closed_short = 0
+        """Groups that were closed though trajectories were missing."""
         self._directory = directory
         self._database = GroupDatabase(directory, writable=writable)
         self.rewards = LateRewards(self._database)
         self._index = RowIndex()
+        self._settled = Settled()
         self._closed: set[int] = set()
         self._unplaced: list[int] = []
         """Complete groups whose place could not be kept yet, since the disk refused."""
 
-    def load(self, index: RowIndex) -> None:
+    def load(self, index: RowIndex, settled: Settled) -> None:
         """Read what the database says of the groups in `index`. Raises `StorageError` if it is damaged."""
-        self.rewards.load()
+        self.rewards.load(settled)
+        noted = settled.forgotten + len(settled.order)
         with self._database.reading() as sql:
-            query = "SELECT lease_id, place, closed FROM places ORDER BY place"
-            kept = [] if sql is None else sql.execute(query).fetchall()
-        places = {lease_id: place for lease_id, place, _ in kept}
-        full = index.full_groups()
+            query = "SELECT lease_id, place FROM places WHERE place >= ? ORDER BY place"
+            kept = [] if sql is None else sql.execute(query, (noted,)).fetchall()
+        closed = self.closed()
+        places = {lease_id: place - noted for lease_id, place in kept}
+        full = index.full_groups(from_row=settled.rows)
         regular = [n for n in full if n not in places and not self.rewards.is_late(n)]
-        self._index, self._closed = index, {lease_id for lease_id, _, closed in kept if closed}
-        self.order = in_order(regular, places)
+        self._index, self._settled = index, settled
+        self._closed, self.closed_short = {n for n in closed if not settled.covers(n)}, len(closed)
+        self.order, self.forgotten = [*settled.order, *in_order(regular, places)], settled.forgotten
+        self.youngest = max([settled.youngest, *self.order])
         # A crash came between the last trajectory of these and their place.
         self._unplaced = [
             n for n in full if n not in places and self.rewards.is_late(n) and not self.rewards.is_missing(n)
@@ -60,10 +72,21 @@ class CompleteGroups:
 
     # --- questions ---
 
-    @property
-    def closed_short(self) -> int:
-        """Return the number of groups that were closed though trajectories were missing."""
-        return len(self._closed)
+    def closed(self) -> list[int]:
+        """Return every group that was closed short, by asking the disk."""
+        with self._database.reading() as sql:
+            found = [] if sql is None else sql.execute("SELECT lease_id FROM places WHERE closed").fetchall()
+        return [lease_id for (lease_id,) in found]
+
+    def is_forgotten(self, lease_id: int) -> bool:
+        """Tell whether a group is settled, and known to the disk alone."""
+        return self._settled.covers(lease_id) and lease_id not in self._index
+
+    def is_late(self, lease_id: int) -> bool:
+        """Tell whether a reward of this group was due when it was stored; the disk may be asked."""
+        return self.rewards.is_late(lease_id) or (
+            self.is_forgotten(lease_id) and self.rewards.was_late(lease_id)
+        )
 
     def is_closed(self, lease_id: int) -> bool:
         """Tell whether the group was closed short, and takes no more trajectories."""
@@ -71,7 +94,7 @@ class CompleteGroups:
 
     def is_full(self, lease_id: int) -> bool:
         """Tell whether all trajectories that the group will ever have are stored; rewards may be due."""
-        return lease_id in self._closed or self._index.holds_all(lease_id)
+        return lease_id in self._closed or self._index.holds_all(lease_id) or self.is_forgotten(lease_id)
 
     def is_complete(self, lease_id: int) -> bool:
         """Tell whether the group is full and has all its rewards."""
@@ -124,8 +147,13 @@ class CompleteGroups:
         that has its reward; then nothing is kept.
         """
         for given in rewards:
-            self._refuse_not_due(given)
+            if not self.is_forgotten(given.lease_id):
+                self._refuse_not_due(given)
         fresh, counts = self.rewards.first_of(rewards)
+        too_late = [key for key in fresh if self.is_forgotten(key[0])]
+        for key in too_late:  # nobody will read it: its group was rejected
+            del fresh[key]
+        counts.update({"taken": -len(too_late), "too_late": len(too_late)} if too_late else {})
         completed = [n for n in self.rewards.settled_by(fresh) if self.is_full(n)]
         self._complete(completed, rewards=fresh)
         return completed, counts
@@ -149,7 +177,7 @@ class CompleteGroups:
         rewards = rewards or {}
         places = [
             (lease_id, place, lease_id in closed)
-            for place, lease_id in enumerate(lease_ids, len(self.order))
+            for place, lease_id in enumerate(lease_ids, self.forgotten + len(self.order))
             if lease_id in closed or self.rewards.is_late(lease_id)
         ]
         if places or rewards:
@@ -158,7 +186,49 @@ class CompleteGroups:
                 sql.executemany("INSERT INTO places VALUES (?, ?, ?)", places)
         self.rewards.forget(rewards)
         self._closed |= closed
+        self.closed_short += len(closed)
         self.order += lease_ids
+        self.youngest = max([self.youngest, *lease_ids])
+
+    # --- settled groups ---
+
+    def note(self, through: int, unsettled: Iterable[int], *, seen: int) -> Settled | None:
+        """Return what to note of these settled leases; None while the disk lacks places of groups.
+
+        Args:
+            through: leases below this one are settled, but for
+            unsettled: these.
+            seen: complete groups that the dispatcher has seen, the first of the order.
+        """
+        if self._unplaced:
+            return None
+        new = settle_more(self._settled, through, unsettled)
+        past = takewhile(new.covers, self.order[: max(0, seen - self.forgotten)])
+        gone = sum(1 for _ in past)
+        return replace(
+            new,
+            rows=self._index.total,
+            forgotten=self.forgotten + gone,
+            order=tuple(self.order[gone:]),
+            youngest=self.youngest,
+        )
+
+    def forget(self, settled: Settled) -> None:
+        """Keep what is known of settled groups on the disk alone, which has `settled` now."""
+        self.order, self.forgotten = list(settled.order), settled.forgotten
+        self._closed = {n for n in self._closed if not settled.covers(n)}
+        self._settled = settled  # in this order: who asks meanwhile finds a group in one place or the other
+        self._index.forget(settled)
+        self.rewards.forget_settled(settled)
+
+    def remove_places(self) -> None:
+        """Remove the places that no restart needs any more."""
+        with self._database.reading() as sql:
+            query = "SELECT 1 FROM places WHERE NOT closed AND place < ? LIMIT 1"
+            if sql is None or sql.execute(query, (self.forgotten,)).fetchone() is None:
+                return
+        with self._database.transaction() as sql:
+            sql.execute("DELETE FROM places WHERE NOT closed AND place < ?", (self.forgotten,))
 
 
 def in_order(regular: Iterable[int], places: Mapping[int, int]) -> list[int]:

@@ -1,7 +1,8 @@
-"""Which samples of which groups a shard holds, and in which row: what is known of 10^6 trajectories in 65 MB.
+"""Which samples of which groups a shard holds, and in which row: 10^6 trajectories in 73 MB.
 
 A trajectory's row counts from 0 over the whole shard, in the order of writing; merging segments and retiring
-them changes no row. The index is arrays: four columns that are kept on disk, and two that follow from them.
+them changes no row. The index is arrays: five columns that are kept on disk, and two that follow from them.
+Groups that are settled are forgotten (storage/store/settled.py).
 """
 
 import io
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from bus.errors import LostDataError, StorageError
 from storage.disk.atomic_files import write_file
+from storage.store.settled import Settled
 
 LARGEST_GROUP = int(np.iinfo(np.int32).max)
 """Samples that a group may have."""
@@ -45,12 +47,34 @@ class Columns:
     def __len__(self) -> int:
         return len(self.leases)
 
-    def __getitem__(self, rows: slice) -> "Columns":
+    @property
+    def lease_range(self) -> range:
+        """Return the leases from the lowest to the highest."""
+        return range(int(self.leases.min()), int(self.leases.max()) + 1) if len(self) else range(0)
+
+    def __getitem__(self, rows: slice | NDArray[np.bool_]) -> "Columns":
         return Columns(self.leases[rows], self.samples[rows], self.group_sizes[rows], self.tokens[rows])
 
 
-def save_columns(path: Path, columns: Columns, ends: Sequence[int]) -> None:
-    """Replace `path` durably. `ends` says where each segment's rows end, by the segment's number."""
+@dataclass(frozen=True)
+class IndexFile:
+    """What the index file of a store says: rows, and the entries that they lie in."""
+
+    columns: Columns
+    rows: NDArray[np.int64]
+    """[N], the row of each in the store; those of settled groups are left out."""
+    entries: NDArray[np.int64]
+    """[E, 4]: last segment, row at which it ends, and the lowest and highest lease of each entry."""
+
+    def lease_range(self, numbers: range) -> range:
+        """Return the leases of the entries that end within these segment numbers, lowest to highest."""
+        within = (self.entries[:, 0] >= numbers.start) & (self.entries[:, 0] < numbers.stop)
+        found = self.entries[within & (self.entries[:, 3] >= 0)]
+        return range(int(found[:, 2].min()), int(found[:, 3].max()) + 1) if len(found) else range(0)
+
+
+def save_columns(path: Path, columns: Columns, **more: Any) -> None:
+    """Replace `path` durably. Raises `StorageError` when the disk refuses."""
     buffer = io.BytesIO()
     np.savez(
         buffer,
@@ -58,7 +82,7 @@ def save_columns(path: Path, columns: Columns, ends: Sequence[int]) -> None:
         samples=columns.samples,
         group_sizes=columns.group_sizes,
         tokens=columns.tokens,
-        ends=np.asarray(ends, np.int64),
+        **more,
     )
     try:
         write_file(path, buffer.getvalue())
@@ -66,52 +90,95 @@ def save_columns(path: Path, columns: Columns, ends: Sequence[int]) -> None:
         raise StorageError(f"cannot write {path}: {error}") from error
 
 
-def load_columns(path: Path) -> tuple[Columns, NDArray[np.int64]]:
+def load_columns(path: Path) -> tuple[Columns, dict[str, NDArray[np.int64]]]:
     """Return what `save_columns` wrote. Raises `StorageError` when it is missing or anything in it has
     changed."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as found:  # checks their checksums
-            leases = found["leases"]
-            tokens = found["tokens"] if "tokens" in found else np.zeros(len(leases), np.int32)
-            columns = Columns(leases, found["samples"], found["group_sizes"], tokens)
-            ends = found["ends"]
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as loaded:  # checks their checksums
+            found = {name: loaded[name] for name in loaded.files}
+            leases = found.pop("leases")
+            tokens = found.pop("tokens", np.zeros(len(leases), np.int32))
+            columns = Columns(leases, found.pop("samples"), found.pop("group_sizes"), tokens)
     except (FileNotFoundError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise LostDataError(f"{path} cannot be used ({error}): restore it") from error
     except OSError as error:
         raise StorageError(f"{path} cannot be read ({error})") from error
-    lengths = {len(columns.samples), len(columns.group_sizes), len(columns.tokens), *ends[-1:].tolist()}
+    lengths = {len(columns.samples), len(columns.group_sizes), len(columns.tokens)}
     if lengths - {len(columns)}:
         raise LostDataError(f"{path} cannot be used (its columns differ in length): restore it")
-    return columns, ends
+    return columns, found
+
+
+def load_index(path: Path) -> IndexFile:
+    """Return what an index file says. Raises `StorageError` when it cannot be used."""
+    columns, more = load_columns(path)
+    rows, entries = more.get("rows"), more.get("entries")
+    if rows is None or entries is None or len(rows) != len(columns) or entries.shape[1:] != (4,):
+        raise LostDataError(f"{path} cannot be used (it is another build's): it is made anew")
+    return IndexFile(columns, rows, entries)
 
 
 class RowIndex:
-    """Rows by group; each row knows the one before it of the same group, and how many there are so far."""
+    """Rows by group; each knows the one before it of the same group, and how many there are so far.
 
-    def __init__(self, columns: Columns | None = None) -> None:
+    The rows that are known have positions, in their order: the columns are by position."""
+
+    def __init__(
+        self, columns: Columns | None = None, rows: NDArray[np.int64] | None = None, total: int | None = None
+    ) -> None:
+        """Know these trajectories, which lie in these rows (None: the first ones) of `total`."""
         columns = columns or Columns.none()
+        self._total = len(columns) if total is None else total
+        self._learn(columns, np.arange(len(columns)) if rows is None else rows)
+
+    def _learn(self, columns: Columns, rows: NDArray[np.int64]) -> None:
         self._leases = _as_array("q", columns.leases)
         self._samples = _as_array("i", columns.samples)
         self._sizes = _as_array("i", columns.group_sizes)
         self._tokens = _as_array("i", columns.tokens)
+        self._rows = _as_array("q", rows)
         previous, ordinal, last = _chains(columns.leases)
         self._previous = _as_array("q", previous)
-        """Row of the group's sample stored before this one, or -1."""
+        """Position of the group's sample stored before this one, or -1."""
         self._ordinal = _as_array("i", ordinal)
         """How many samples of the group were stored with this one."""
         self._last: dict[int, int] = dict(zip(columns.leases[last].tolist(), last.tolist(), strict=True))
 
+    @property
+    def total(self) -> int:
+        """Rows ever, known or forgotten."""
+        return self._total
+
     def __len__(self) -> int:
+        """Rows that are known."""
         return len(self._leases)
 
-    def columns(self, rows: slice = slice(None)) -> Columns:
-        """Return a copy."""
+    def __contains__(self, lease_id: int) -> bool:
+        """Tell whether anything of a group is known."""
+        return lease_id in self._last
+
+    def columns(self) -> Columns:
+        """Return a copy of what is known."""
         return Columns(
-            np.array(self._leases[rows], np.int64),
-            np.array(self._samples[rows], np.int32),
-            np.array(self._sizes[rows], np.int32),
-            np.array(self._tokens[rows], np.int32),
+            np.array(self._leases, np.int64),
+            np.array(self._samples, np.int32),
+            np.array(self._sizes, np.int32),
+            np.array(self._tokens, np.int32),
         )
+
+    def rows(self) -> NDArray[np.int64]:
+        """Return the rows that are known."""
+        return np.array(self._rows, np.int64)
+
+    def settled(self, settled: Settled) -> int:
+        """Count the rows that `forget` would forget."""
+        return int(np.count_nonzero(settled.which(np.array(self._leases, np.int64))))
+
+    def forget(self, settled: Settled) -> None:
+        """Know no more of groups that are settled."""
+        columns, rows = self.columns(), self.rows()
+        keep = ~settled.which(columns.leases)
+        self._learn(columns[keep], rows[keep])
 
     def add(self, lease_id: int, sample: int, group_size: int, tokens: int) -> bool:
         """Index the next row; return whether the group has all its samples now."""
@@ -122,14 +189,17 @@ class RowIndex:
         self._samples.append(sample)
         self._sizes.append(group_size)
         self._tokens.append(tokens)
+        self._rows.append(self._total)
         self._previous.append(last)
         self._ordinal.append(ordinal)
+        self._total += 1
         return ordinal >= group_size
 
-    def full_groups(self) -> list[int]:
-        """Return the groups that have all their samples, in the order in which the last ones were stored."""
+    def full_groups(self, *, from_row: int = 0) -> list[int]:
+        """Return the groups whose last sample of all was stored in `from_row` or later, in that order."""
         ordinal, sizes = np.array(self._ordinal, np.int32), np.array(self._sizes, np.int32)
-        leases: list[int] = np.array(self._leases, np.int64)[ordinal == sizes].tolist()
+        whole = (ordinal == sizes) & (self.rows() >= from_row)
+        leases: list[int] = np.array(self._leases, np.int64)[whole].tolist()
         return leases
 
     def holds_all(self, lease_id: int) -> bool:
@@ -148,13 +218,13 @@ class RowIndex:
 
     def stored(self, lease_id: int) -> list[int]:
         """Return the rows of the samples that are stored, by sample."""
-        rows = list(self._chain(self._last.get(lease_id, -1)))
-        rows.sort(key=self._samples.__getitem__)
-        return rows
+        found = list(self._chain(self._last.get(lease_id, -1)))
+        found.sort(key=self._samples.__getitem__)
+        return [self._rows[at] for at in found]
 
     def tokens(self, lease_id: int) -> int:
         """Return the number of tokens of all stored samples of a group."""
-        return sum(self._tokens[row] for row in self._chain(self._last.get(lease_id, -1)))
+        return sum(self._tokens[at] for at in self._chain(self._last.get(lease_id, -1)))
 
     def holds(self, lease_id: int, sample: int) -> bool:
         """Return whether this sample of the group is stored."""
@@ -164,7 +234,7 @@ class RowIndex:
     def _holds(self, last: int, sample: int) -> bool:
         if self._ordinal[last] == self._sizes[last]:
             return True
-        return any(self._samples[row] == sample for row in self._chain(last))
+        return any(self._samples[at] == sample for at in self._chain(last))
 
     def _chain(self, last: int) -> Iterable[int]:
         while last >= 0:

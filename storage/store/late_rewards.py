@@ -13,6 +13,7 @@ import structlog
 
 from bus.messages import RewardGiven
 from storage.store.group_database import GroupDatabase
+from storage.store.settled import Settled
 
 log = structlog.get_logger()
 _FIND = "SELECT reward FROM rewards WHERE lease_id = ? AND sample = ?"
@@ -31,13 +32,17 @@ class LateRewards:
         self._late: set[int] = set()
         """Leases that had a reward due."""
 
-    def load(self) -> None:
-        """Read what is there; nothing is made. Raises `StorageError` for a file that is no such database."""
+    def load(self, settled: Settled) -> None:
+        """Read what is there of groups that are not settled; nothing is made.
+
+        Raises `StorageError` for a file that is no such database."""
         with self._database.reading() as sql:
             if sql is None:
                 return
-            rows = sql.execute("SELECT lease_id, sample FROM due").fetchall()
-            given = set(sql.execute("SELECT lease_id, sample FROM rewards JOIN due USING (lease_id, sample)"))
+            rows = [
+                key for key in sql.execute("SELECT lease_id, sample FROM due") if not settled.covers(key[0])
+            ]
+            given = {key for key in rows if sql.execute(_FIND, key).fetchone()}
         self._late, self._missing = {lease_id for lease_id, _ in rows}, {}
         for lease_id, sample in rows:
             if (lease_id, sample) not in given:
@@ -46,8 +51,14 @@ class LateRewards:
     # --- questions ---
 
     def is_late(self, lease_id: int) -> bool:
-        """Tell whether a reward of this group was due when it was stored."""
+        """Tell whether a reward of this group, which is not settled, was due when it was stored."""
         return lease_id in self._late
+
+    def was_late(self, lease_id: int) -> bool:
+        """Tell the same of any group, by asking the disk."""
+        with self._database.reading() as sql:
+            query = "SELECT 1 FROM due WHERE lease_id = ? LIMIT 1"
+            return sql is not None and sql.execute(query, (lease_id,)).fetchone() is not None
 
     def is_missing(self, lease_id: int) -> bool:
         """Tell whether a reward of this group is due and not here."""
@@ -134,6 +145,21 @@ class LateRewards:
             "INSERT INTO rewards VALUES (?, ?, ?, ?, ?)",
             [(*key, given.reward, given.source, now) for key, given in fresh.items()],
         )
+
+    def forget_settled(self, settled: Settled) -> None:
+        """Keep what is known of settled groups on the disk alone."""
+        self._late = {n for n in self._late if not settled.covers(n)}
+        self._missing = {n: samples for n, samples in self._missing.items() if not settled.covers(n)}
+
+    def remove(self, lease_ids: Iterable[int]) -> None:
+        """Remove what the disk has of these groups, whose trajectories are gone for good."""
+        with self._database.reading() as sql:
+            if sql is None:
+                return
+        keys = [(lease_id,) for lease_id in lease_ids]
+        with self._database.transaction() as sql:
+            sql.executemany("DELETE FROM rewards WHERE lease_id = ?", keys)
+            sql.executemany("DELETE FROM due WHERE lease_id = ?", keys)
 
     def forget(self, keys: Iterable[Key]) -> None:
         """Count these rewards as missing no more."""

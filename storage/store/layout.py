@@ -7,7 +7,6 @@ segment of the same numbers: so one rename switches, and whatever a crash leaves
 """
 
 import re
-from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -45,6 +44,8 @@ class SegmentEntry:
     size_bytes: int = 0
     written_s: float = 0.0
     """When its newest trajectory was written, in seconds since the epoch."""
+    leases: range = range(0)
+    """From the lowest lease of its trajectories to the highest."""
 
     @property
     def name(self) -> str:
@@ -136,22 +137,42 @@ def merged(entries: Collection[SegmentEntry], size_bytes: int = 0) -> SegmentEnt
     """Return the entry that replaces these neighbours."""
     ordered = sorted(entries, key=lambda entry: entry.first)
     written_s = max(entry.written_s for entry in entries)
-    return SegmentEntry(ordered[0].first, ordered[-1].last, size_bytes=size_bytes, written_s=written_s)
+    return SegmentEntry(
+        ordered[0].first,
+        ordered[-1].last,
+        size_bytes=size_bytes,
+        written_s=written_s,
+        leases=hull([entry.leases for entry in entries]),
+    )
+
+
+def hull(ranges: Iterable[range]) -> range:
+    """Return the smallest range that holds all of these."""
+    held = [each for each in ranges if each]
+    return range(min(r.start for r in held), max(r.stop for r in held)) if held else range(0)
 
 
 def covered_entries(
-    entries: Sequence[SegmentEntry], found: Sequence[Summary | None], ends: NDArray[np.int64]
-) -> int:
-    """Count the first entries that an index with these `ends` covers; 0 if it is of other segments."""
-    begin = 0
-    for n, (entry, summary) in enumerate(zip(entries, found, strict=True)):
-        if entry.last >= len(ends):
-            return n
-        end = int(ends[entry.last])
-        if summary is not None and summary.trajectories != end - begin:
-            return 0
-        begin = end
-    return len(entries)
+    entries: Sequence[SegmentEntry], found: Sequence[Summary | None], indexed: NDArray[np.int64]
+) -> tuple[int, list[int]]:
+    """Count the first entries that an index covers, 0 if it is of other segments; and say where each ends.
+
+    Args:
+        entries: what the directory holds.
+        found: what each says of itself.
+        indexed: `IndexFile.entries`; some may have been merged since.
+    """
+    end_of = dict(indexed[:, :2].tolist())
+    newest = max(end_of, default=-1)
+    ends: list[int] = []
+    for entry, summary in zip(entries, found, strict=True):
+        if entry.last > newest:
+            break
+        end = end_of.get(entry.last)
+        if end is None or (summary is not None and summary.trajectories != end - (ends or [0])[-1]):
+            return 0, []
+        ends.append(end)
+    return len(ends), ends
 
 
 class Layout:
@@ -160,15 +181,10 @@ class Layout:
     def __init__(
         self, directory: Path, entries: Sequence[SegmentEntry] = (), rows: Sequence[int] = ()
     ) -> None:
-        begins = list(accumulate(rows, initial=0))
         self.entries = list(entries)
-        self.ends: array[int] = array(
-            "q", (end for entry, end in zip(entries, begins[1:], strict=True) for _ in entry.numbers)
-        )
-        """Row at which each segment ever written ends; it is exact wherever an entry ends."""
         self._directory = directory
-        self._begins = begins[:-1]
-        """First row of each entry."""
+        *self._begins, self.end = accumulate(rows, initial=0)
+        """First row of each entry, and the row after the last one's."""
         self._mapped: MappedSegments[int] = MappedSegments(MAPPED_SEGMENTS)  # by their entry's first segment
 
     def path(self, entry: SegmentEntry) -> Path:
@@ -178,8 +194,8 @@ class Layout:
     def add(self, entry: SegmentEntry, end: int) -> None:
         """The next segment, with the rows from the last one's end to `end`."""
         self.entries.append(entry)
-        self._begins.append(self.ends[-1] if self.ends else 0)
-        self.ends.append(end)
+        self._begins.append(self.end)
+        self.end = end
 
     def switch(self, old: Sequence[SegmentEntry], new: SegmentEntry) -> None:
         """Read from `new` from now on what was read from these neighbours: the same rows."""
@@ -189,10 +205,27 @@ class Layout:
         for entry in old:
             self._mapped.drop(entry.first)
 
-    def rows_of(self, entry: SegmentEntry) -> slice:
-        """Return the rows that an entry holds, or held."""
-        begin = self._begins[bisect_left(self.entries, entry.first, key=lambda p: p.first)]
-        return slice(begin, self.ends[entry.last])
+    @property
+    def segments(self) -> int:
+        """Return the number of segments ever written."""
+        return self.entries[-1].last + 1 if self.entries else 0
+
+    def table(self) -> NDArray[np.int64]:
+        """Return `IndexFile.entries`."""
+        ends = [*self._begins[1:], self.end]
+        rows = [
+            (p.last, end, p.leases.start, p.leases.stop - 1)
+            for p, end in zip(self.entries, ends, strict=False)
+        ]
+        return np.array(rows, np.int64).reshape(-1, 4)
+
+    def placed(self) -> list[tuple[SegmentEntry, int]]:
+        """Return every entry and its first row."""
+        return list(zip(self.entries, self._begins, strict=True))
+
+    def position(self, entry: SegmentEntry) -> int:
+        """Return where an entry is among all."""
+        return bisect_left(self.entries, entry.first, key=lambda p: p.first)
 
     def place_of(self, row: int) -> tuple[SegmentEntry, int]:
         """Return the entry that a row lies in, and its row there. Raises `StorageError` when that was
@@ -208,8 +241,12 @@ class Layout:
     def segment_of(self, row: int) -> tuple[Segment, range]:
         """Return the mapped segment of a row, and its rows. Raises `StorageError` as `place_of`."""
         entry, at = self.place_of(row)
-        segment = self._mapped.get(entry.first, lambda: Segment(self.path(entry)))
-        return segment, range(row - at, self.ends[entry.last])
+        segment = self.mapped(entry)
+        return segment, range(row - at, row - at + segment.summary.trajectories)
+
+    def mapped(self, entry: SegmentEntry) -> Segment:
+        """Return the mapped segment of an entry that is not retired."""
+        return self._mapped.get(entry.first, lambda: Segment(self.path(entry)))
 
     def close(self) -> None:
         """Unmap everything."""

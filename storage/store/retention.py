@@ -1,8 +1,9 @@
-"""Housekeeping of one shard in the background: segments merged, settled ones archived and removed."""
+"""Housekeeping of one shard in the background: segments are merged, settled ones forgotten and removed."""
 
 import asyncio
 import time
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Self
 
@@ -15,12 +16,14 @@ from bus.requests import Unsettled, UnsettledRequest
 from bus.waiting import set_within
 from storage.config import ReplayConfig
 from storage.store.archive import check_archive
-from storage.store.layout import SegmentEntry
+from storage.store.layout import SegmentEntry, choose_retirement
 from storage.store.replay import ReplayStore
 
 log = structlog.get_logger()
 PERIOD_S = 10.0
 ANSWER_TIMEOUT_S = 10.0
+ROWS_IN_MEMORY = 256
+"""Trajectories in memory from which a shard asks which of them it may forget."""
 
 
 @dataclass(frozen=True)
@@ -49,39 +52,40 @@ class Retention:
             await asyncio.to_thread(check_archive, self.archive)
 
 
-async def keep_house(bus: Bus, store: ReplayStore, retention: Retention, stop: asyncio.Event) -> None:
-    """Merge and retire until `stop`. What fails is tried again later: storing goes on meanwhile."""
+async def keep_house(
+    bus: Bus, store: ReplayStore, retention: Retention, stop: asyncio.Event, *, shard: int
+) -> None:
+    """Merge, forget and retire until `stop`. What fails is tried again later: storing goes on meanwhile."""
     while not stop.is_set():
         try:
             while not stop.is_set() and await asyncio.to_thread(store.compact):
                 pass
-            await retire_settled(bus, store, retention, stop)
+            await let_go_of_settled(bus, store, retention, stop, shard=shard)
         except (StorageError, BusError) as error:
             log.warning("replay_not_tidied", store=str(store.directory), reason=str(error))
         await set_within(stop, PERIOD_S)
 
 
-async def retire_settled(bus: Bus, store: ReplayStore, retention: Retention, stop: asyncio.Event) -> None:
-    """Archive and remove what is over the limits, as far as the dispatcher says that it is settled."""
+async def let_go_of_settled(
+    bus: Bus, store: ReplayStore, retention: Retention, stop: asyncio.Event, *, shard: int
+) -> None:
+    """Forget what the dispatcher says is settled, and archive and remove what is over the limits of it."""
     oldest_s = -inf if retention.retain_age_s is None else time.time() - retention.retain_age_s
-    overdue = store.overdue(
-        retain_bytes=retention.retain_bytes, oldest_s=oldest_s, settled=lambda entry: True
-    )
-    if not overdue:
+    choose = partial(choose_retirement, retain_bytes=retention.retain_bytes, oldest_s=oldest_s)
+    if not choose(store.entries, settled=lambda entry: True) and store.rows_in_memory < ROWS_IN_MEMORY:
         return
     present = set(store.entries)  # what comes later may hold leases that the answer does not know
-    answer = await bus.request(
-        bus.subject("rpc", "unsettled"), UnsettledRequest(), Unsettled, timeout_s=ANSWER_TIMEOUT_S
-    )
+    subject, request = bus.subject("rpc", "unsettled"), UnsettledRequest(shard=shard)
+    answer = await bus.request(subject, request, Unsettled, timeout_s=ANSWER_TIMEOUT_S)
+    await asyncio.to_thread(store.settle, answer.next_id, answer.lease_ids, seen=answer.seen)
     unsettled = np.array(answer.lease_ids, np.int64)
 
     def settled(entry: SegmentEntry) -> bool:
-        return entry in present and not np.isin(unsettled, store.leases_of(entry)).any()
+        within = unsettled[(unsettled >= entry.leases.start) & (unsettled < entry.leases.stop)]
+        needed = len(within) and np.isin(within, store.leases_of(entry)).any()
+        return entry in present and not needed
 
-    chosen = await asyncio.to_thread(
-        store.overdue, retain_bytes=retention.retain_bytes, oldest_s=oldest_s, settled=settled
-    )
-    for entry in chosen:
+    for entry in await asyncio.to_thread(choose, store.entries, settled=settled):
         if stop.is_set():
             return
         await asyncio.to_thread(store.retire, entry, retention.archive)

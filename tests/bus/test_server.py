@@ -32,6 +32,22 @@ async def test_taken_port_is_refused_before_anything_starts(server: NatsServer, 
 
 
 @pytest.mark.nats
+async def test_the_log_of_a_server_that_runs_for_long_has_a_bound(
+    tmp_path: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bus.server, "LOG_BYTES", 2048)
+    async with NatsServer(tmp_path) as server:
+        for _ in range(100):  # each is an error that the server notes
+            reader, writer = await asyncio.open_connection(server.host, server.port)
+            writer.write(b"nonsense\r\n" * 20)
+            await asyncio.wait_for(reader.read(), 10.0)
+            writer.close()
+        logs = [p for p in await asyncio.to_thread(tmp_path.iterdir) if p.name.startswith("nats.log")]
+        assert len(logs) == 2
+        assert sum(log.stat().st_size for log in logs) < 3 * 2048
+
+
+@pytest.mark.nats
 async def test_stop_leaves_no_process(tmp_path: Path):
     async with NatsServer(tmp_path) as server:
         pid = server.pid

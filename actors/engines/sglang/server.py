@@ -5,6 +5,7 @@ A child process has a log file and never outlives this process."""
 import asyncio
 import json
 import os
+import platform
 import signal
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from actors.engines.sglang.launcher import UNKNOWN_SETTING
 from actors.engines.sglang.settings import interpreter, server_environment, server_settings
 from bus.errors import ConfigError, EngineError
 from bus.server import free_port
+from storage.disk.log_files import keep_newest, rotated
 
 log = structlog.get_logger()
 HOST = "127.0.0.1"
@@ -28,6 +30,8 @@ POLL_S = 0.25
 LAUNCHER = Path(__file__).with_name("launcher.py")
 TAIL_BYTES = 32 << 10
 TAIL_LINES = 15
+LOGS_KEPT = 64
+"""Log files of engines that a host keeps: each actor process names its own, those of the dead go."""
 GONE_POLL_S = 0.05
 GONE_S = 30.0
 """The kernel may take so long to release a killed process's GPU memory."""
@@ -61,6 +65,7 @@ class ServerProcess:
     ) -> Self:
         """Start a server; it writes to the end of `log`. Raises `ConfigError` if it cannot be executed."""
         log.parent.mkdir(parents=True, exist_ok=True)
+        keep_newest(log.parent, f"engine-*-{platform.node()}-*.log*", LOGS_KEPT)
         with log.open("ab") as output:
             start = output.tell()
             try:
@@ -96,6 +101,11 @@ class ServerProcess:
     async def wait(self) -> None:
         """Return when it has ended."""
         await self._process.wait()
+
+    async def keep_log_short(self) -> None:
+        """Continue a log that has become long in an empty file."""
+        if await asyncio.to_thread(rotated, self._log):
+            self._log_start = 0
 
     async def kill(self) -> None:
         """End all of its processes at once: it keeps nothing that would be worth a farewell.
@@ -192,6 +202,7 @@ class OwnServer:
             async with asyncio.timeout(within_s):
                 await process.wait()
         except TimeoutError:
+            await process.keep_log_short()
             return ""
         return f"it ended with status {process.status}: see {self._log_file}"
 

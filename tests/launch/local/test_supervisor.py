@@ -17,6 +17,7 @@ from launch.config import SupervisionConfig
 from launch.local import supervisor as supervising
 from launch.local.supervisor import Part, Supervisor
 from launch.process.runtime import KILLED, SUPERVISOR, complaints
+from storage.disk import log_files
 
 WAIT_S = 20.0
 IMPATIENT = SupervisionConfig(restarts=2, window_s=60, first_pause_s=0.01)
@@ -135,7 +136,7 @@ async def test_a_part_whose_bus_is_away_is_started_again_however_often(superviso
 async def test_a_long_log_is_continued_in_an_empty_file(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(supervising, "LOG_BYTES", 5000)
+    monkeypatch.setattr(log_files, "LOG_BYTES", 5000)
     monkeypatch.setattr(supervising, "LOG_CHECK_S", 0.01)
     program = """
         import time

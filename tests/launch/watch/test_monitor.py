@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from dataclasses import replace
+from itertools import pairwise
 from math import isnan, nan
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from bus.codec import encode
 from bus.connection import Bus
 from bus.messages import EvaluationResult, Metrics
 from bus.publish import Publisher
+from launch.watch import history as histories
 from launch.watch.history import History
 from launch.watch.monitor import RunMonitor, watch
 from launch.watch.view import News
@@ -152,6 +154,23 @@ def test_numbers_of_another_type_than_expected_do_no_harm():
     assert monitor.trajectories_published == 0
     assert monitor.generated_tokens_per_s == 0
     assert isnan(monitor.history.recent_reward())
+
+
+def test_the_history_of_a_long_run_is_thinned_out_and_its_latest_steps_are_whole(monkeypatch):
+    monkeypatch.setattr(histories, "MOST", 100)
+    monkeypatch.setattr(histories, "LATEST", 20)
+    history, sizes = History(), []
+    for step in range(1, 2001):
+        history.add(metrics_record(metrics(step, reward=step)))
+        sizes.append(len(history.steps))
+    assert max(sizes) == 100
+    assert min(sizes[100:]) >= 40
+    steps = list(history.steps)
+    assert steps[0] == 1
+    assert steps[-20:] == list(range(1981, 2001))
+    assert max(b - a for a, b in pairwise(steps)) <= 64
+    assert history.recent_reward() == 1995.5
+    assert history.last.step == 2000
 
 
 def test_recent_reward_is_the_mean_of_the_last_ten_steps():

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from bus.errors import ConfigError, LostDataError
+from storage.disk import run_directory
 from storage.disk.run_directory import RunDirectory, write_json
 
 
@@ -54,6 +55,16 @@ def test_a_garbled_provenance_names_the_file_and_the_remedy(tmp_path, garbled):
         ):
             read()
     assert run.provenance.read_bytes() == garbled
+
+
+def test_provenance_of_a_run_that_starts_often_keeps_the_first_and_the_latest(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_directory, "STARTS_KEPT", 2)
+    numbers = iter(range(5))
+    monkeypatch.setattr(run_directory, "provenance", lambda: {"n": next(numbers)})
+    run = RunDirectory(tmp_path, "a")
+    for _ in range(5):
+        run.write_provenance()
+    assert [start["n"] for start in json.loads(run.provenance.read_text())] == [0, 3, 4]
 
 
 def test_provenance_keeps_every_start_and_no_password(tmp_path, monkeypatch):

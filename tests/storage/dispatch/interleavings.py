@@ -250,7 +250,7 @@ class World:
         sampler = self.config.sampler
         assert len(set(groups)) == len(groups) == self.config.groups_per_step
         uses = {n: sum(n in given for given in self.before(step)) for n in groups}
-        for use in self.ledger.steps[step]:
+        for use in self.ledger.uses(step):
             assert step - 1 - use.group.policy_version <= self.config.max_staleness
             assert step - 1 - self.sampled[use.lease_id] <= self.config.max_staleness
             assert uses[use.lease_id] < sampler.max_reuse
@@ -292,9 +292,9 @@ class World:
         account = self.ledger.account()
         assert account.balanced()
         uses = self.ledger.samples
-        assert uses == sum(len(groups) for groups in self.ledger.steps.values())
+        assert uses == sum(len(self.ledger.uses(step)) for step in range(1, self.step + 4))
         for step, groups in self.trained.items():
-            assert [use.lease_id for use in self.ledger.steps[step]] == groups
+            assert [use.lease_id for use in self.ledger.uses(step)] == groups
         sampler = self.config.sampler
         if sampler.max_reuse == 1:
             assert account.trained == uses

@@ -216,6 +216,36 @@ def test_rolled_back_uses_are_given_again_and_counted_once(sql):
     assert sorted(again.used(0)) == [(group, 2) for group, _ in sorted(again.used(0))]
 
 
+def in_memory(ledger: Ledger) -> int:
+    """Groups that the ledger knows without the disk."""
+    known = sum(map(len, ledger._given._groups.values()))
+    return known + sum(map(len, ledger.steps.values())) + len(ledger.stored) + len(ledger.rolling_out)
+
+
+@pytest.mark.parametrize("max_reuse", [1, 2])
+def test_memory_holds_the_groups_since_the_last_checkpoint_however_long_a_run_goes_on(sql, max_reuse):
+    sampler = FifoSampler(max_reuse=max_reuse, min_samples_per_insert=max_reuse)
+    run = Run(sql, config(groups=4, staleness=2, sampler=sampler))
+    most, given = [], {}
+    for step in range(1, 301):
+        run.store(*run.ledger.rolling_out)
+        given[step] = run.batch(step)
+        run.ledger.flush()
+        run.publish(step)
+        if step % 10 == 0:
+            run.admission.commit(step, "a")
+            assert not run.ledger.steps
+        most.append(in_memory(run.ledger))
+    assert max(most[-100:]) == max(most[100:200]) < 200
+    assert {step: [use.lease_id for use in run.ledger.uses(step)] for step in given} == given
+    run.ledger.flush()
+    assert in_memory(Ledger(sql)) <= most[-1]
+    assert run.admission.resume(150, "b") == 4 * 150  # from far back, all is there again
+    if max_reuse == 1:  # else groups that came later fill it
+        assert run.batch(151) == given[151]
+    assert run.ledger.account().balanced()
+
+
 def test_a_damaged_group_is_refunded_and_its_step_gets_others(sql):
     run = Run(sql, config(staleness=1))
     run.store(0, 1, 2)

@@ -20,7 +20,8 @@ from storage.disk.atomic_files import remove
 from storage.store import compressed, layout
 from storage.store.archive import restore
 from storage.store.layout import SegmentEntry, choose_merge, choose_retirement
-from storage.store.replay import INDEX_FILE, ReplayStore
+from storage.store.loading import INDEX_FILE
+from storage.store.replay import ReplayStore
 from storage.store.segments import FILE, TOKEN_ARRAYS
 from storage.store.zipped import map_entries
 

@@ -144,7 +144,7 @@ def test_group_whose_place_a_crash_prevented_gets_one_at_the_next_start(tmp_path
     with opened(tmp_path) as store:
         store.give(rewards_of(4))
         store.append(late(6))
-        store._groups._complete = None  # the crash: it comes after the segment, before the place
+        store._held.groups._complete = None  # the crash: it comes after the segment, before the place
         with pytest.raises(TypeError):
             store.append([*late(4), *scored(2)])
     for _ in range(2):

@@ -21,7 +21,8 @@ from bus.codec import encode
 from bus.errors import SchemaError, StorageError
 from bus.messages import group_name
 from bus.trajectory import Parent, Trajectory, Turn
-from storage.store import layout, replay, zipped
+from storage.store import layout, zipped
+from storage.store.loading import INDEX_FILE
 from storage.store.replay import ReplayStore
 from storage.store.segments import FILE, RECORD_FIELDS, ROW_COLUMNS, TOKEN_ARRAYS, Segment
 from storage.store.zipped import map_entries
@@ -356,7 +357,7 @@ def test_the_tokens_of_a_group_are_known_after_reopening_and_merging(tmp_path, m
         assert {lease: store.tokens_of(lease) for lease in store.completed} == expected
         assert store.compact()
     if not from_index:
-        (tmp_path / replay.INDEX_FILE).unlink()
+        (tmp_path / INDEX_FILE).unlink()
     with closing(ReplayStore.open(tmp_path)) as store:
         assert {lease: store.tokens_of(lease) for lease in store.completed} == expected
 
@@ -364,9 +365,9 @@ def test_the_tokens_of_a_group_are_known_after_reopening_and_merging(tmp_path, m
 def test_an_index_from_before_tokens_were_counted_says_zero(tmp_path):
     with closing(ReplayStore.open(tmp_path)) as store:
         store.append(group(0))
-    with np.load(tmp_path / replay.INDEX_FILE) as found:
+    with np.load(tmp_path / INDEX_FILE) as found:
         older = {name: found[name] for name in found.files if name != "tokens"}
-    with (tmp_path / replay.INDEX_FILE).open("wb") as file:
+    with (tmp_path / INDEX_FILE).open("wb") as file:
         np.savez(file, **older)
     with closing(ReplayStore.open(tmp_path)) as store:
         assert (store.completed, store.tokens_of(0)) == ([0], 0)
@@ -391,6 +392,7 @@ APPENDING = """
 import sys
 sys.path[:0] = [{root!r}, {here!r}]
 from pathlib import Path
+from storage.store.loading import INDEX_FILE
 from storage.store.replay import ReplayStore
 from test_replay import trajectory
 store = ReplayStore.open(Path({directory!r}))

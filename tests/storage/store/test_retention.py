@@ -22,7 +22,7 @@ def quick_housekeeping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def housekeeping(bus, storage, how: Retention):
-    async with running(lambda stop: keep_house(bus, storage.stores[0], how, stop)):
+    async with running(lambda stop: keep_house(bus, storage.stores[0], how, stop, shard=0)):
         yield
 
 
@@ -111,6 +111,6 @@ async def test_a_dispatcher_that_does_not_answer_keeps_everything(bus, tmp_path)
         storage.ledger.issue(2, 0)
         await send_groups(bus, [0])
         await until(lambda: store.completed == [0])
-    async with running(lambda stop: keep_house(bus, store, ALL, stop)):
+    async with running(lambda stop: keep_house(bus, store, ALL, stop, shard=0)):
         await asyncio.sleep(0.2)
     assert not store.entries[0].retired

@@ -67,7 +67,7 @@ async def test_nothing_is_removed_while_the_server_is_away_and_all_is_archived_w
         await learner.commit(1)
         object_store.kill()
         with capture_logs() as said:
-            async with running(lambda stop: keep_house(bus, store, how, stop)):
+            async with running(lambda stop: keep_house(bus, store, how, stop, shard=0)):
                 await until(lambda: sum(refusal in entry.get("reason", "") for entry in said) >= 2)
                 assert not store.entries[0].retired
                 assert len(store.read([0])) == 2

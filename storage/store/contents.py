@@ -1,0 +1,100 @@
+"""What a store holds: which groups, in which rows, in which segments; and reads of them."""
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from bus.trajectory import Trajectory
+from storage.store.complete_groups import CompleteGroups
+from storage.store.forgotten import complete_leases, find_rows, refuse_missing
+from storage.store.index import RowIndex
+from storage.store.layout import Layout
+from storage.store.loading import Loaded
+from storage.store.settled import Settled
+
+
+class StoreContents:
+    """The segments of one store and the groups in them.
+
+    Whoever changes or reads `layout`, `index`, `groups` or `settled` holds `mutex`, which is never held while
+    the disk works. Whoever reads mapped segments or replaces them holds `reading`, and takes it first."""
+
+    def __init__(self, directory: Path, *, writable: bool) -> None:
+        self.layout = Layout(directory)
+        self.index = RowIndex()
+        self.groups = CompleteGroups(directory, writable=writable)
+        self.settled = Settled()
+        self.mutex = threading.Lock()
+        self.reading = threading.RLock()
+
+    def become(self, loaded: Loaded) -> None:
+        """Hold what was found in the directory."""
+        with self.reading, self.mutex:
+            self.layout.close()
+            self.layout, self.index, self.settled = loaded.layout, loaded.index, loaded.settled
+            self.groups.load(loaded.index, loaded.settled)
+
+    def close(self) -> None:
+        """Unmap every file, and let the database go."""
+        with self.reading, self.mutex:
+            self.layout.close()
+        self.groups.close()
+
+    def completed(self) -> list[int]:
+        """Return the leases of all complete groups; settled ones as far as their segments are here."""
+        with self.reading:
+            with self.mutex:
+                order, forgotten, placed = self.groups.order, self.groups.forgotten, self.layout.placed()
+            if not forgotten:
+                return order
+            found = complete_leases(placed, self.layout.mapped, self.groups.closed())
+        past = found[self.settled.which(found)].tolist()
+        return [*sorted(set(past).difference(order)), *order]
+
+    def stored(self, lease_id: int) -> list[int]:
+        """Return the rows of what is here of a group, complete or not, by sample."""
+        with self.mutex:
+            if not self.groups.is_forgotten(lease_id):
+                return self.index.stored(lease_id)
+        return [row for *_, row in self._find([lease_id])[lease_id]]
+
+    def rows(self, leases: Sequence[int]) -> list[int]:
+        """Return the rows of complete groups, each by sample; settled ones are looked up in the segments.
+
+        Raises `StorageError` for a group that is unknown, incomplete or, if it is settled, retired."""
+        with self.mutex:
+            past = {lease for lease in leases if self.groups.is_forgotten(lease)}
+            rows = {lease: self.groups.rows(lease) for lease in leases if lease not in past}
+        if past:
+            rows |= self._rows_of_settled(past)
+        return [row for lease in leases for row in rows[lease]]
+
+    def _rows_of_settled(self, leases: Iterable[int]) -> dict[int, list[int]]:
+        found, closed = self._find(leases), set(self.groups.closed())
+        with self.mutex:
+            placed = self.layout.placed()
+        for lease, samples in found.items():
+            refuse_missing(placed, lease, samples, closed=lease in closed)
+        return {lease: [row for *_, row in samples] for lease, samples in found.items()}
+
+    def _find(self, leases: Iterable[int]) -> dict[int, list[tuple[int, int, int]]]:
+        with self.reading:
+            with self.mutex:
+                placed = self.layout.placed()
+            return find_rows(placed, self.layout.mapped, leases)
+
+    def read_rows(self, rows: Iterable[int]) -> list[Trajectory]:
+        """Return the trajectories in these rows, with rewards that came later. `reading` is held."""
+        found: list[Trajectory] = []
+        held = range(0)  # rows of the segment that the last one lay in, where the next one mostly lies
+        for row in rows:
+            if row not in held:
+                segment, held = self.layout.segment_of(row)
+            trajectory = segment.trajectory(row - held.start)
+            found.append(self._rewarded(trajectory) if trajectory.reward_due else trajectory)
+        return found
+
+    def _rewarded(self, trajectory: Trajectory) -> Trajectory:
+        reward = self.groups.rewards.reward_of(trajectory.lease_id, trajectory.sample)
+        return trajectory if reward is None else replace(trajectory, reward=reward, reward_due=False)

@@ -1,0 +1,66 @@
+"""Finds settled groups in the segments: nothing of them is in memory but which leases each segment spans."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.errors import LostDataError, StorageError
+from storage.store.layout import SegmentEntry
+from storage.store.segments import Segment
+
+Placed = Sequence[tuple[SegmentEntry, int]]
+"""Every entry of a store and its first row."""
+_LEASE, _SAMPLE, _SIZE = 2, 3, 4
+"""Columns of a segment's rows."""
+
+
+def find_rows(
+    placed: Placed, mapped: Callable[[SegmentEntry], Segment], lease_ids: Iterable[int]
+) -> dict[int, list[tuple[int, int, int]]]:
+    """Return sample, group size and row of each trajectory of these groups that is here, by sample.
+
+    Raises `StorageError` when a segment cannot be read."""
+    wanted = np.array(sorted(set(lease_ids)), np.int64)
+    found: dict[int, list[tuple[int, int, int]]] = {int(lease_id): [] for lease_id in wanted}
+    for entry, begin in placed:
+        if entry.retired or not _any_within(wanted, entry.leases):
+            continue
+        rows = mapped(entry).rows
+        for at in np.flatnonzero(np.isin(rows[:, _LEASE], wanted)).tolist():
+            row = rows[at].tolist()
+            found[row[_LEASE]].append((row[_SAMPLE], row[_SIZE], begin + at))
+    return {lease_id: sorted(samples) for lease_id, samples in found.items()}
+
+
+def refuse_missing(
+    placed: Placed, lease_id: int, found: Sequence[tuple[int, int, int]], *, closed: bool
+) -> None:
+    """Raise `StorageError` unless a settled group is here whole, or as it was when it was closed short."""
+    if found and (closed or len(found) == found[0][1]):
+        return
+    for entry, _ in placed:
+        if entry.retired and lease_id in entry.leases:
+            raise LostDataError(
+                f"{entry.name} was retired to save space, and what it held of the group of lease {lease_id} "
+                "with it: restore its segments from the archive"
+            )
+    what = f"{len(found)} of its {found[0][1]} trajectories are" if found else "nothing of it is"
+    raise StorageError(f"group of lease {lease_id} cannot be read: {what} stored")
+
+
+def complete_leases(
+    placed: Placed, mapped: Callable[[SegmentEntry], Segment], closed: Sequence[int]
+) -> NDArray[np.int64]:
+    """Return the leases of all groups in the segments that are whole or `closed` short, ascending."""
+    parts = [mapped(entry).rows[:, [_LEASE, _SIZE]].copy() for entry, _ in placed if not entry.retired]
+    rows = np.concatenate([np.empty((0, 2), np.int64), *parts])
+    leases, first, counts = np.unique(rows[:, 0], return_index=True, return_counts=True)
+    whole = (counts == rows[first, 1]) | np.isin(leases, np.array(closed, np.int64))
+    complete: NDArray[np.int64] = leases[whole]
+    return complete
+
+
+def _any_within(ordered: NDArray[np.int64], leases: range) -> bool:
+    at = int(np.searchsorted(ordered, leases.start))
+    return at < len(ordered) and int(ordered[at]) < leases.stop

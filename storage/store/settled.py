@@ -1,0 +1,98 @@
+"""Which groups of a shard are settled: no step will be given them, so nothing of them is stored any more.
+
+A shard hears it from the dispatcher, and keeps it on its disk, in a file of the size of what is open. What is
+settled leaves the memory: it is looked up in the segments when somebody reads it, and a trajectory of it that
+the bus delivers once more is refused by its lease's number alone.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.errors import LostDataError, StorageError
+from storage.disk.atomic_files import read_json, write_json
+
+FILE = ".settled"
+_REMEDY = "restore it with the segments beside it"
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Leases that are settled, and the store as it was when that was noted."""
+
+    through: int = 0
+    """Leases below this one are settled, but for `open`."""
+    open: frozenset[int] = frozenset()
+    rows: int = 0
+    """Trajectories that were stored."""
+    forgotten: int = 0
+    """Complete groups that are known no more: the first ones in the order of completion."""
+    order: tuple[int, ...] = ()
+    """The leases of the complete groups after those, in that order."""
+    youngest: int = -1
+    """The highest lease of a complete group."""
+
+    def covers(self, lease_id: int) -> bool:
+        """Tell whether a lease is settled."""
+        return 0 <= lease_id < self.through and lease_id not in self.open
+
+    def which(self, leases: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return the mask of those of these leases that are settled."""
+        return (leases < self.through) & ~np.isin(leases, np.array(sorted(self.open), np.int64))
+
+    def covers_all(self, leases: range) -> bool:
+        """Tell whether every lease from the first to the last of `leases` is settled."""
+        return leases.stop <= self.through and not any(lease in leases for lease in self.open)
+
+
+def settle_more(before: Settled, through: int, unsettled: Iterable[int]) -> Settled:
+    """Return what is settled besides what was `before`.
+
+    That stays, though a learner that resumes from further back may be given such a group once more: it is
+    whole and takes no more trajectories, and it is read from the segments."""
+    if through < before.through:  # an older answer
+        return before
+    still_open = frozenset(n for n in unsettled if n < through and not before.covers(n))
+    return replace(before, through=through, open=still_open)
+
+
+def save_settled(directory: Path, settled: Settled) -> None:
+    """Replace the file durably. Raises `StorageError` when the disk refuses."""
+    path = directory / FILE
+    try:
+        write_json(
+            path,
+            {
+                "through": settled.through,
+                "open": [*sorted(settled.open)],
+                "rows": settled.rows,
+                "forgotten": settled.forgotten,
+                "order": list(settled.order),
+                "youngest": settled.youngest,
+            },
+        )
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error}") from error
+
+
+def load_settled(directory: Path) -> Settled:
+    """Return what is noted in a store's directory. Raises `LostDataError` for a garbled file."""
+    path = directory / FILE
+    if not path.exists():
+        return Settled()
+    found: dict[str, Any] = read_json(path, _REMEDY)
+    try:
+        return Settled(
+            through=int(found["through"]),
+            open=frozenset(map(int, found["open"])),
+            rows=int(found["rows"]),
+            forgotten=int(found["forgotten"]),
+            order=tuple(map(int, found["order"])),
+            youngest=int(found["youngest"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise LostDataError(f"{path} cannot be used ({error!r}): {_REMEDY}") from error

@@ -1,0 +1,66 @@
+"""The log files of SGLang's servers, with a small program in a server's place."""
+
+import asyncio
+import os
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors.config import SglangEngineConfig
+from actors.engines.sglang import server as servers
+from actors.engines.sglang.server import OwnServer, ServerProcess
+from storage.disk import log_files
+
+TALKS = """
+import time
+while True:
+    print("x" * 99, flush=True)
+    time.sleep(0.001)
+"""
+
+
+@pytest.fixture
+def talking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The program in a server's place; its log is to be short."""
+    program = tmp_path / "talks.py"
+    program.write_text(TALKS)
+    monkeypatch.setattr(servers, "LAUNCHER", program)
+    monkeypatch.setattr(log_files, "LOG_BYTES", 5000)
+    return program
+
+
+def names(*paths: list[Path]) -> set[str]:
+    return {path.name for several in paths for path in several}
+
+
+async def test_a_server_that_talks_for_long_keeps_two_short_logs(tmp_path: Path, talking: Path):
+    log = tmp_path / "logs" / "engine.log"
+    server = OwnServer(SglangEngineConfig(), tmp_path, log, 0)
+    server.process = await ServerProcess.start(Path(sys.executable), {}, os.environ, log)
+    before, begun = log.with_name("engine.log.1"), set()
+    async with asyncio.timeout(20.0):
+        while len(begun) < 3:
+            assert await server.ended(within_s=0.02) == ""
+            begun |= {before.stat().st_mtime_ns} if before.exists() else set()
+        while not server.process.tail():  # nothing yet since the log was emptied
+            await server.ended(within_s=0.02)
+    await server.kill()
+    assert sorted(path.name for path in log.parent.iterdir()) == ["engine.log", "engine.log.1"]
+    assert server.process.tail().startswith("x")
+
+
+async def test_logs_of_engines_long_gone_are_removed_and_those_of_other_hosts_stay(
+    tmp_path: Path, talking: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(servers, "LOGS_KEPT", 3)
+    here = [tmp_path / f"engine-0-actor-{platform.node()}-{n}.log" for n in range(6)]
+    elsewhere = [tmp_path / f"engine-0-actor-another-{n}.log" for n in range(6)]
+    for age, path in enumerate([*here, *elsewhere]):
+        path.touch()
+        os.utime(path, (age, age))
+    process = await ServerProcess.start(Path(sys.executable), {}, os.environ, here[5])
+    await process.kill()
+    assert {path.name for path in await asyncio.to_thread(tmp_path.iterdir)} >= names(here[3:], elsewhere)
+    assert not names(here[:3]) & {path.name for path in await asyncio.to_thread(tmp_path.iterdir)}
