@@ -282,7 +282,7 @@ def soak(
     ----------
     minutes
         How long faults are injected, 15 by default; it goes on until there were seven faults a minute. With
-        --compressed, how long the run takes, 60 by default.
+        --compressed, how long the run takes, 60 by default; longer where its restarts are slow.
     seed
         Seed of the random choice of faults and of their times.
     outages

@@ -15,7 +15,7 @@ from launch.chaos.growth.statements import Stated, judged, negligible, stated_of
 
 SIX_WEEKS_STEPS = 6 * 7 * 86400 // 30
 """Steps of a run of six weeks with one step in 30 s."""
-OF_THE_RUN = ("disk", "bus")
+OF_THE_RUN = ("disk", "nats")
 """First words of the series that outlive processes."""
 REACHED_SHARE = 0.8
 """Share of its bound from which a series has reached it: the oldest go in blocks."""

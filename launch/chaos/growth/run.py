@@ -113,16 +113,17 @@ def _made(directory: Path) -> Path:
 
 
 async def _go_through(going: CompressedRun, began: float, minutes: float, stop: asyncio.Event) -> None:
-    deadline = began + 60 * minutes
-    calm_from = began + RESTARTS_SHARE * 60 * minutes
-    await _restart_parts(going, calm_from, stop)
+    restarts_s = RESTARTS_SHARE * 60 * minutes
+    await _restart_parts(going, began + restarts_s, stop)
     going.calm = True
-    pause_s = max(LEAST_PAUSE_S, (deadline - time.monotonic()) / CHANGES)
+    calm_s = 60 * minutes - restarts_s  # all of it, also where restarts took longer than their part
+    deadline = time.monotonic() + calm_s
     while not stop.is_set() and time.monotonic() < deadline:
         going.local.raise_if_ended()
         await _change_prompts(going)
         await _let_actor_come_and_go(going)
-        await set_within(stop, min(pause_s, max(0.0, deadline - time.monotonic())))
+        pause_s = min(max(LEAST_PAUSE_S, calm_s / CHANGES), deadline - time.monotonic())
+        await set_within(stop, max(0.0, pause_s))
 
 
 async def _restart_parts(going: CompressedRun, until: float, stop: asyncio.Event) -> None:

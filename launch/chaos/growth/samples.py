@@ -36,7 +36,7 @@ class Sample:
     """For each part, which process it was."""
     values: dict[str, float]
     """The series by name, such as `storage memory_bytes`, `disk replay/segment bytes` or
-    `bus TASKS messages`. What could not be asked is missing."""
+    `nats TASKS messages`. What could not be asked is missing."""
 
 
 def last_step(run: RunDirectory) -> int:
@@ -134,12 +134,12 @@ def sample_bus(port: int) -> dict[str, float]:
     except (OSError, HTTPException, ValueError):  # it is being restarted
         return {}
     values = {
-        "bus connections": float(server["connections"]),
-        "bus subscriptions": float(server["subscriptions"]),
-        "bus slow consumers": float(server.get("slow_consumers", 0)),
-        "bus streams": float(streams.get("streams", 0)),
-        "bus consumers": float(streams.get("consumers", 0)),
-        "bus store bytes": float(streams.get("storage", 0)),
+        "nats connections": float(server["connections"]),
+        "nats subscriptions": float(server["subscriptions"]),
+        "nats slow consumers": float(server.get("slow_consumers", 0)),
+        "nats streams": float(streams.get("streams", 0)),
+        "nats consumers": float(streams.get("consumers", 0)),
+        "nats store bytes": float(streams.get("storage", 0)),
     }
     return values | dict(_of_streams(streams.get("account_details", [])))
 
@@ -153,10 +153,10 @@ def _of_streams(accounts: Iterable[dict[str, Any]]) -> Iterator[tuple[str, float
     for account in accounts:
         for stream in account.get("stream_detail", ()):
             name = "keys" if stream["name"].startswith("KV_") else stream["name"].rpartition("-")[2]
-            yield f"bus {name} messages", float(stream["state"]["messages"])
-            yield f"bus {name} bytes", float(stream["state"]["bytes"])
+            yield f"nats {name} messages", float(stream["state"]["messages"])
+            yield f"nats {name} bytes", float(stream["state"]["bytes"])
             consumers = stream.get("consumer_detail") or ()
             pending = sum(one.get("num_ack_pending", 0) + one.get("num_pending", 0) for one in consumers)
             pulls = sum(one.get("num_waiting", 0) for one in consumers)
-            yield f"bus {name} unacked messages", float(pending)
-            yield f"bus {name} waiting pulls", float(pulls)
+            yield f"nats {name} unacked messages", float(pending)
+            yield f"nats {name} waiting pulls", float(pulls)

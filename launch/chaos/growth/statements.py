@@ -47,7 +47,7 @@ STATED = (
     Stated("disk logs bytes", "64 MiB, and as much before it in `<name>.log.1`", at_most=4 * 128 * MIB),
 )
 """Series that are not named here may not grow."""
-IN_BYTES = re.compile(r"bus (WEIGHTS|FILES|EVENTS|DEAD) messages|disk bus/jetstream files")
+IN_BYTES = re.compile(r"nats (WEIGHTS|FILES|EVENTS|DEAD) messages|disk bus/jetstream files")
 """Series whose bound is stated in bytes: those of the same stream are judged, and these are not."""
 NEGLIGIBLE = {
     "memory_bytes": 32.0 * MIB,
@@ -75,9 +75,9 @@ def stated_of(series: str, stream_bounds: Mapping[str, int]) -> Stated:
     """
     bound = "`bus.streams.*_mib`"
     for name, size_bytes in stream_bounds.items():
-        if series == f"bus {name} bytes":
+        if series == f"nats {name} bytes":
             return Stated(re.escape(series), bound, at_most=float(size_bytes))
-    if series in ("bus store bytes", "disk bus/jetstream bytes"):
+    if series in ("nats store bytes", "disk bus/jetstream bytes"):
         return Stated(re.escape(series), bound, at_most=float(sum(stream_bounds.values())))
     return next((one for one in STATED if re.fullmatch(one.series, series)), Stated(re.escape(series), ""))
 
