@@ -10,10 +10,10 @@ from launch.config import Layer
 
 RUN = "growth"
 GROUPS, SAMPLES, MAX_STALENESS, SHARDS = 2, 2, 4, 2
-EACH_STEP = {"step": 1.0, "trajectory": float(GROUPS * SAMPLES)}
-"""How many of each there are in a step."""
 EVERY_VERSIONS = 50
 """Versions from one evaluation to the next."""
+EACH_STEP = {"step": 1.0, "group": float(GROUPS), "evaluation": 1 / EVERY_VERSIONS}
+"""How many of each there are in a step."""
 PROMPTS, HELDOUT = 500, 16
 STREAM_MIB = 16
 """Largest size of each stream: the smallest that there is."""

@@ -23,7 +23,7 @@ class Stated:
     sentence: str
     """The words of docs/operations.md, which a test looks for there."""
     per: str = "step"
-    """What the amount grows by: step or trajectory."""
+    """What the amount grows by: step, group or evaluation."""
     amount: float = 0.0
     """Growth for each of them; infinite where no figure is stated."""
     at_most: float | None = None
@@ -34,15 +34,18 @@ class Stated:
         return self.amount if self.amount == inf else ABOUT * self.amount * each_step[self.per]
 
 
-STEP = "metrics.jsonl and lineage.jsonl, by about 1 KB a step"
 STATED = (
-    Stated("storage memory_bytes", "about 0.8 KB for each stored trajectory", "trajectory", 800.0),
-    Stated("local memory_bytes", "a screen's memory, by about 0.3 KB a step", amount=300.0),
-    Stated("disk (metrics|lineage) bytes", STEP, amount=1000.0),
-    Stated("disk progress bytes", "progress.json, by evaluations", amount=inf),
-    Stated("disk ledger bytes", "the ledger", amount=inf),
-    Stated("disk data (bytes|files)", "data/, by a copy of each set of prompts", amount=inf),
-    Stated("disk replay/segment bytes", "`replay.retain_bytes`, and", at_most=UNSETTLED * RETAIN_BYTES),
+    Stated("local memory_bytes", "20,000, of about 0.4 KB each: older ones are thinned out", amount=400.0),
+    Stated("disk (metrics|lineage) bytes", "about 1 KB a step each", amount=1000.0),
+    Stated("disk progress bytes", "about 60 and 300 bytes an evaluation", "evaluation", 60.0),
+    Stated("disk ledger bytes", "about 60 bytes a group", "group", 60.0),
+    Stated("disk replay/retired bytes", "one file for neighbours, of 50 bytes a segment", amount=50.0),
+    Stated("disk data (bytes|files)", "the prompts of each change of the data", amount=inf),
+    Stated(
+        "disk replay/segment bytes",
+        "`replay.retain_bytes`, and those that are not settled yet",
+        at_most=UNSETTLED * RETAIN_BYTES,
+    ),
     Stated("disk counters bytes", "32 MiB, and as much before it in counters.1.jsonl", at_most=64 * MIB),
     Stated("disk logs bytes", "64 MiB, and as much before it in `<name>.log.1`", at_most=4 * 128 * MIB),
 )

@@ -107,18 +107,17 @@ def test_what_outlives_processes_is_fitted_once_restarts_are_over():
 
 
 @pytest.mark.parametrize(
-    ("bytes_a_trajectory", "words"),
-    [(0.0, "does not grow"), (800.0, "grows as stated"), (2000.0, "grows beyond what is stated")],
+    ("bytes_a_group", "words"),
+    [(0.0, "does not grow"), (60.0, "grows as stated"), (150.0, "grows beyond what is stated")],
 )
-def test_storage_may_grow_with_trajectories_as_far_as_is_stated(bytes_a_trajectory, words):
-    values = 200 * MIB + 4 * bytes_a_trajectory * STEPS + noise(4)
-    found = verdict("storage memory_bytes", values)
+def test_the_ledger_may_grow_with_groups_as_far_as_is_stated(bytes_a_group, words):
+    found = verdict("disk ledger bytes", MIB + 2 * bytes_a_group * STEPS)
     assert found.words == words
-    assert found.stated_by_six_weeks == pytest.approx(1.5 * 800 * 4 * SIX_WEEKS_STEPS)
+    assert found.stated_by_six_weeks == pytest.approx(1.5 * 60 * 2 * SIX_WEEKS_STEPS)
 
 
 def test_growth_that_is_stated_without_a_figure_breaks_nothing():
-    found = verdict("disk ledger bytes", 1000.0 * STEPS)
+    found = verdict("disk data bytes", 1000.0 * STEPS)
     assert (found.words, found.stated_by_six_weeks) == ("grows as stated", inf)
     assert found.to_json()["stated_by_six_weeks"] is None
 
