@@ -21,9 +21,10 @@ from learner.checkpoint.commit import (
     save_checkpoint,
 )
 from learner.checkpoint.newest import newest_whole
+from learner.config.correction import SecondMoment
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import BatchConfig, LearnerConfig
-from learner.config.loss import PPOClipLoss
+from learner.config.loss import ClipCovLoss, KLCovLoss, PPOClipLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.publication.host_copy import HostCopy, copy_weights, host_tensors
 from storage.disk.checkpoints import latest as latest_checkpoint
@@ -38,7 +39,14 @@ LOSSES = {
         "reference": ReferenceConfig(kl_coef=0.2),
         "batch": BatchConfig(tokens_per_micro_batch=16, logprob_tokens_per_micro_batch=30, updates=2),
     },
+    "second moment": {
+        "rejection": SecondMoment(largest_moment=9.0),
+        "batch": BatchConfig(tokens_per_micro_batch=16, updates=2),
+    },
+    "kl-cov": {"loss": KLCovLoss(picked_fraction=0.2), "rejection": SecondMoment(largest_moment=9.0)},
+    "clip-cov": {"loss": ClipCovLoss(picked_fraction=0.1, lowest_covariance=0.0)},
 }
+FIGURES = ("rejected_fraction", "clipped_fraction", "importance_ratio_p99", "importance_ratio_max")
 SHARES = {1: [[0, 1, 2, 3]], 2: [[0, 1, 2, 3], []], 3: [[0, 3], [], [1, 2]]}
 """Groups of each rank, by the number of ranks; one has none."""
 
@@ -74,6 +82,7 @@ def step(loss: str) -> dict[str, list[float] | str]:
     after = torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()]).double()
     numbers = [
         result.loss, result.grad_norm, result.tokens, result.diagnostics["entropy_nats"],
+        *(result.diagnostics.get(name, 0.0) for name in FIGURES),
         batch.trajectories, batch.tokens, batch.reward_mean, batch.staleness_max, batch.staleness_mean,
         batch.response_tokens_mean, float(after.norm()), float(after.abs().sum()),
     ]  # fmt: skip
