@@ -4,7 +4,13 @@ from collections import Counter, deque
 from collections.abc import Iterable
 
 from bus.codec import Json
-from bus.episode_ends import infra_failed, infra_failed_fraction
+from bus.episode_ends import (
+    INFRA_FAILED_FRACTION,
+    RECENT_EPISODES,
+    RECENT_INFRA_FAILED,
+    infra_failed,
+    infra_failed_fraction,
+)
 from bus.trajectory import End
 
 RECENT = 1000
@@ -32,9 +38,12 @@ class EpisodeEnds:
     @property
     def metrics(self) -> dict[str, Json]:
         """Return the actor's numbers for the run's record; the fraction is that of recent episodes."""
-        fraction = infra_failed_fraction(Counter(self._recent))
+        recent = Counter(self._recent)
+        fraction = infra_failed_fraction(recent)
         return {
             "rollout/episodes": self._all.total(),
             "rollout/infra_failed_episodes": infra_failed(self._all),
-            **({} if fraction is None else {"rollout/infra_failed_fraction": fraction}),
+            RECENT_EPISODES: recent.total(),
+            RECENT_INFRA_FAILED: infra_failed(recent),
+            **({} if fraction is None else {INFRA_FAILED_FRACTION: fraction}),
         }

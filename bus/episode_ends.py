@@ -4,6 +4,11 @@ from collections.abc import Mapping
 
 from bus.trajectory import TRUSTED_ENDS
 
+RECENT_EPISODES = "rollout/recent_episodes"
+RECENT_INFRA_FAILED = "rollout/recent_infra_failed_episodes"
+INFRA_FAILED_FRACTION = "rollout/infra_failed_fraction"
+"""Names of an actor's counters; over several actors the third is the second by the first, and no sum."""
+
 
 def infra_failed(ends: Mapping[str, int]) -> int:
     """Return the number of episodes whose end is not to be trusted, so that they are not trained on.

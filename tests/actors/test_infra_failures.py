@@ -174,14 +174,16 @@ async def test_a_rollout_that_fails_more_often_counts_as_failed_once(bus, engine
     assert (rejection.reason, rejection.detail) == ("rollout_failed", "RewardError: the judge is away")
     assert actor.worker.ends.status["ends"] == {"reward_error": 2}
     assert actor.worker.ends.metrics == {
-        "rollout/episodes": 2, "rollout/infra_failed_episodes": 2, "rollout/infra_failed_fraction": 1.0,
+        "rollout/episodes": 2, "rollout/infra_failed_episodes": 2,
+        "rollout/recent_episodes": 2, "rollout/recent_infra_failed_episodes": 2,
+        "rollout/infra_failed_fraction": 1.0,
     }  # fmt: skip
 
 
 def test_the_fraction_is_that_of_recent_episodes(monkeypatch):
     monkeypatch.setattr("actors.episode_ends.RECENT", 4)
     ends = EpisodeEnds()
-    assert ends.metrics == {"rollout/episodes": 0, "rollout/infra_failed_episodes": 0}
+    assert set(ends.metrics.values()) == {0}  # and no fraction
     ends.add(["completed"] * 9)
     ends.add(["timeout", "length"])
     assert ends.metrics["rollout/infra_failed_fraction"] == 0.25
