@@ -22,7 +22,7 @@ class EpisodeEnds:
 
     def __init__(self) -> None:
         self._all: Counter[str] = Counter()
-        self._recent: deque[End] = deque(maxlen=RECENT)
+        self._recent: deque[str] = deque(maxlen=RECENT)
 
     def add(self, ends: Iterable[End]) -> None:
         """Count further episodes."""

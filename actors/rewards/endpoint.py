@@ -120,7 +120,9 @@ class Endpoint:
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._config.concurrency),
+                connector=aiohttp.TCPConnector(
+                    limit=0
+                ),  # `_places` has the limit: waiting costs no `timeout_s`
                 timeout=aiohttp.ClientTimeout(total=self._config.timeout_s),
             )
         return self._session

@@ -25,10 +25,12 @@ def recent_ends(actors: Iterable[Mapping[str, Json]]) -> dict[str, int]:
 
 
 def ends_text(ends: Mapping[str, int]) -> str:
-    """Return the fraction of episodes that something around the policy broke, and by which ends."""
+    """Return the fraction of episodes that something around the policy broke, and by which ends.
+
+    Before an episode has ended it is `UNKNOWN`."""
     fraction = infra_failed_fraction(ends)
     if fraction is None:
-        return f"{UNKNOWN} infra failed, no episode has ended"
+        return UNKNOWN
     failed = sorted((-number, end) for end, number in ends.items() if end not in TRUSTED_ENDS)
     why = ", ".join(f"{-number} {end}" for number, end in failed)
     return f"{share(fraction)} infra failed of {count(sum(ends.values()))} recent" + (
