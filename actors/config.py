@@ -8,6 +8,8 @@ from pydantic import Field, JsonValue, model_validator
 
 from actors.engines.fleet.config import FleetConfig
 from actors.environments.length_config import LengthProfileConfig
+from actors.group_config import GroupLimitsConfig, RetriesConfig
+from actors.rewards.config import RewardConfig
 from bus.config import Config
 from storage.weights.transport_config import RelayConfig
 
@@ -252,21 +254,11 @@ class SglangEngineConfig(Config):
 EngineConfig = Annotated[EmbeddedEngineConfig | SglangEngineConfig, Field(discriminator="type")]
 
 
-class SingleTurnConfig(Config):
+class SingleTurnConfig(RewardConfig):
     """Environment in which an episode is one prompt, one completion and one reward."""
 
     type: Literal["single_turn"] = "single_turn"
     """Name of the environment."""
-
-    reward: str = "exact"
-    """Name of a built-in reward, or a function of your own as `my_pkg.my_module:function`."""
-
-    reward_timeout_s: float = Field(30.0, gt=0)
-    """Longest time that one call of the reward may take before the rollout counts as failed."""
-
-    reward_threads: int = Field(16, ge=1)
-    """Threads in which a plain (not async) reward of your own is called; 1 for one that only one thread may
-    call at a time."""
 
 
 class PluginEnvironmentConfig(Config):
@@ -320,6 +312,12 @@ class ActorsConfig(Config):
 
     group_filter: str = "none"
     """Filter of groups that are worth training on: none, zero_variance, or `my_pkg.my_module:function`."""
+
+    group_limits: GroupLimitsConfig = GroupLimitsConfig()
+    """Bounds on rewards and lengths of groups that are trained on, which apply before the filter."""
+
+    retries: RetriesConfig = RetriesConfig()
+    """How often a rollout that something around the policy failed is repeated."""
 
     groups_at_once: int = Field(64, ge=1)
     """Most prompt leases that this process rolls out at the same time."""

@@ -1,11 +1,12 @@
 """The siblings of one lease while an actor gathers them: stored by another, finished here, sent or not."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 
 from actors.environments.base import AgentTrajectory, Episode, FailedEpisode
+from actors.rewards.group_filters import EpisodeSize
 from bus.codec import decode, encode
 from bus.errors import SchemaError
 from bus.messages import Lease, trajectory_name
@@ -60,6 +61,22 @@ class Group:
             if part.is_trained
         ]
         return [*before, *here]
+
+    @property
+    def sizes(self) -> dict[tuple[str, str, int], EpisodeSize]:
+        """Return how much each agent sampled in the episodes finished here, by policy, agent and rollout."""
+        parts: dict[tuple[str, str, int], list[AgentTrajectory]] = {}
+        for _, rollout, part in self._parts(sorted(self.episodes)):
+            if part.is_trained:
+                parts.setdefault((part.policy, part.agent, rollout), []).append(part)
+        return {whose: _size(found) for whose, found in parts.items()}
+
+    @property
+    def unfailed(self) -> dict[int, Episode]:
+        """Return the episodes finished here that did not fail, by sample."""
+        return {
+            sample: self.episodes[sample] for sample in sorted(self.episodes.keys() - self.failures.keys())
+        }
 
     @property
     def rewards_due(self) -> bool:
@@ -194,3 +211,11 @@ class Group:
             moe_layers=layers,
             experts_per_token=per_token,
         )
+
+
+def _size(parts: Sequence[AgentTrajectory]) -> EpisodeSize:
+    """Return how much an agent sampled in the trajectories of one episode."""
+    return EpisodeSize(
+        tokens=sum(turn.stop - turn.start for part in parts for turn in part.turns),
+        truncated=any(part.end in ("length", "turn_limit") for part in parts),
+    )

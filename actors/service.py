@@ -21,7 +21,7 @@ from actors.engines.build import build_engine, evaluation_engine
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
-from actors.environments.base import Environment
+from actors.environments.base import Closable, Environment
 from actors.environments.build import build_environment
 from actors.evaluation.engines import EvaluationEngines, OwnEngine, RolloutEngines
 from actors.evaluation.evaluator import Evaluator
@@ -64,11 +64,13 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
     await follow_pace(bus)
     warn_of_cut_off_sampling(settings.sampling)
     environment = build_environment(settings.actors.environment)
-    keep = load_filter(settings.actors.group_filter)
+    keep = load_filter(settings.actors.group_filter, settings.actors.group_limits)
     manifest = await _first_policy(bus, settings.actors.patience_s, stop)
     if manifest is None:
         return
     async with AsyncExitStack() as open_parts:
+        if isinstance(environment, Closable):
+            open_parts.push_async_callback(environment.close)
         directory = open_parts.enter_context(tempfile.TemporaryDirectory(prefix="sluice-model-"))
         blobs = await open_parts.enter_async_context(blob_source(bus, settings.actors.weights))
         model = await obtain_model(
@@ -122,6 +124,7 @@ def _actor(
         name=actor_name(),
         share_after_s=settings.actors.share_after_s,
     )
+    worker.retries = settings.actors.retries
     at_once = settings.actors.evaluation.prompts_at_once
     answering: EvaluationEngines = (
         RolloutEngines(bus, engine, follower, prompts_at_once=at_once)
@@ -210,6 +213,7 @@ class _Actor:
             "engine/tokens": engine.tokens_generated,
             "engine/pause_s": self._follower.pause_s,
             "engine/receive_s": self._follower.receive_s,
+            **self._worker.ends.metrics,
             **({"engine/probe_nats": max(self._probe.nats.values())} if self._probe.nats else {}),
         }
 
@@ -237,6 +241,7 @@ class _Actor:
             "engines": engine.engines,
             "alarm": "; ".join(self._probe.alarms.values()),
             **self._worker.counts,
+            **self._worker.ends.status,
         }
 
 

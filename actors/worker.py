@@ -3,14 +3,25 @@
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Mapping
+from itertools import count
 
 import structlog
 
-from actors.environments.base import Environment, Episode, FailedEpisode, Task, raised_by_environment
+from actors.environments.base import (
+    Environment,
+    Episode,
+    FailedEpisode,
+    ScoresGroups,
+    Task,
+    raised_by_environment,
+)
+from actors.episode_ends import EpisodeEnds
 from actors.group import NOTHING, Group
+from actors.group_config import RetriesConfig
 from actors.log_throttle import LogThrottle
 from actors.policy.policy import Policy
-from actors.rewards.base import InvalidRewardError, RewardError
+from actors.rewards.base import BudgetSpentError, InvalidRewardError, RewardError
 from actors.rewards.group_filters import GroupFilter, reason_to_drop
 from actors.weights.follow import PolicyFollower
 from bus.codec import encode
@@ -22,7 +33,7 @@ from bus.messages import GroupRejected, Lease
 from bus.publish import Publisher, together
 from bus.requests import GroupStatus, GroupStatusRequest, LeaseRequest, LeaseState
 from bus.topology import shard_of
-from bus.trajectory import End
+from bus.trajectory import TRUSTED_ENDS, End
 from storage.dispatch.lease_status import FREE_DELIVERIES, is_suspect
 
 log = structlog.get_logger()
@@ -55,6 +66,10 @@ def end_after(error: BaseException) -> End:
     return "environment_error"
 
 
+def _failed(error: BaseException) -> FailedEpisode:
+    return FailedEpisode(end_after(error), f"{type(error).__name__}: {error}")
+
+
 class Worker:
     """Takes leases, rolls each prompt out, and publishes the group or rejects it."""
 
@@ -63,6 +78,9 @@ class Worker:
         follower: PolicyFollower, keep: GroupFilter, shards: int, name: str, share_after_s: float | None,
     ) -> None:  # fmt: skip
         self.counts: Counter[str] = Counter()
+        self.ends = EpisodeEnds()
+        self.retries = RetriesConfig()
+        """How often a failed rollout is repeated before it counts as failed."""
         self._bus = bus
         self._policy = policy
         self._environment = environment
@@ -120,7 +138,8 @@ class Worker:
             group.stored = await self._stored(lease)
             self.counts["reused"] += len(group.stored.samples)
         await self._gather(group, version)
-        self.counts["failed_episodes"] += len(group.failures)
+        await self._score(group)
+        self._count(group)
         if group.failures and not group.is_usable:
             await self._reject(lease.lease_id, "rollout_failed", group.failures[min(group.failures)].reason)
         elif reason := self._reason_to_drop(group):
@@ -135,7 +154,32 @@ class Worker:
         if group.rewards_due:
             self.counts["groups_with_rewards_due"] += 1
             return None
-        return reason_to_drop(self._keep, group.rewards)
+        return reason_to_drop(self._keep, group.rewards, group.sizes)
+
+    async def _score(self, group: Group) -> None:
+        """Give the episodes the rewards that depend on all of the group, where the environment has such."""
+        episodes = group.unfailed
+        if not episodes or not isinstance(self._environment, ScoresGroups):
+            return
+        scored: Mapping[int, Episode | FailedEpisode]
+        try:
+            scored = await self._environment.score_group(episodes)
+        except (EngineLostError, HandBackError, MemoryError):
+            raise
+        # Whatever an environment raises costs its own group alone.
+        except Exception as error:  # noqa: BLE001
+            self._tell_of_failure(self._task(group.lease, min(episodes)), error)
+            scored = dict.fromkeys(episodes, _failed(error))
+        for sample, outcome in scored.items():
+            if outcome is not episodes[sample]:
+                group.add(sample, outcome)
+
+    def _count(self, group: Group) -> None:
+        """Count how the episodes ended that were rolled out here."""
+        self.counts["failed_episodes"] += len(group.failures)
+        self.ends.add(episode.end for episode in group.episodes.values())
+        if len(group.failures) < len(group.episodes):
+            self._invalid_rewards = 0
 
     async def _gather(self, group: Group, version: int) -> None:
         """Roll out what is missing, and send what is finished ahead of siblings that take long.
@@ -168,6 +212,16 @@ class Worker:
                     await self._publish(group)
 
     async def _episode(self, lease: Lease, sample: int, version: int) -> Episode | FailedEpisode:
+        """Return the episode, or why there is none. A failed rollout is repeated as the settings say."""
+        for repeated in count():
+            outcome = await self._rollout(lease, sample, version)
+            trusted = outcome.end in TRUSTED_ENDS
+            if trusted or repeated >= self.retries.of(outcome.end) or self._stop.is_set():
+                return outcome
+            self.counts["repeated_episodes"] += 1
+        raise AssertionError("count() does not end")
+
+    async def _rollout(self, lease: Lease, sample: int, version: int) -> Episode | FailedEpisode:
         """Return the episode, or why there is none: a failed rollout is data, not a crash."""
         task = self._task(lease, sample)
         while True:
@@ -180,8 +234,7 @@ class Worker:
                 if isinstance(error, asyncio.CancelledError) and _is_cancelled():
                     raise
                 self._tell_of_failure(task, error)
-                return FailedEpisode(end_after(error), f"{type(error).__name__}: {error}")
-            self._invalid_rewards = 0
+                return _failed(error)
             if all(trajectory.oldest_version >= version for trajectory in episode.trajectories):
                 return episode
             log.info("rolled_out_again", task=task.task_id, reason="a resumed learner's older weights came")
@@ -196,7 +249,9 @@ class Worker:
             version = lowered
 
     def _tell_of_failure(self, task: Task, error: BaseException) -> None:
-        """Log a failed rollout, at most one a second. Raises `ConfigError` when rewards are never valid."""
+        """Log a failed rollout, at most one a second.
+
+        Raises `ConfigError` when rewards are never valid, or cost more than the run allows."""
         reason = f"{type(error).__name__}: {error}"
         if times := self._failures.due(time.monotonic()):
             log.warning(
@@ -207,6 +262,8 @@ class Worker:
                 reason=reason[:LOGGED_CHARACTERS],
                 exc_info=raised_by_environment(error),
             )
+        if isinstance(error, BudgetSpentError):
+            raise ConfigError(str(error))
         if not isinstance(error, InvalidRewardError):
             return  # a service that a reward asks may be away
         self._invalid_rewards += 1

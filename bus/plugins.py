@@ -44,6 +44,17 @@ def restrict_imports(policy: ImportPolicy) -> None:
     _policy = policy
 
 
+def refuse_of_record(what: str, name: str) -> None:
+    """Raise ConfigError for a name that this host did not give itself, where others write the run's record.
+
+    Args:
+        what: describes the name in the error.
+        name: of something on this host that the run would use, such as an environment variable.
+    """
+    if _policy.refusal and name not in _policy.own:
+        raise ConfigError(f"{what} {name!r} {_policy.refusal}")
+
+
 def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) -> Callable[P, R]:
     """Return the built-in `name`, or import `my_pkg.my_module:function` (the working directory counts).
 

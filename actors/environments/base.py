@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from bus.trajectory import DEFAULT_POLICY, TRUSTED_ENDS, YOUNGEST, End, Turn
 
 if TYPE_CHECKING:
     from actors.policy.policy import Policy
+    from actors.rewards.base import Answer
 
 DEFAULT_AGENT = "solver"
 JSON: TypeAlias = bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"] | None
@@ -105,6 +106,15 @@ class Episode:
     trajectories: tuple[AgentTrajectory, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log, by `area/name_unit`."""
+    answer: "Answer | None" = None
+    """What was scored, where `score_group` of its environment is to score it again."""
+
+    @property
+    def end(self) -> End:
+        """Return the first end of a trained trajectory that is not to be trusted, or else how the first
+        trajectory ended."""
+        ends = [part.end for part in self.trajectories if part.trainable] or [self.trajectories[0].end]
+        return next((end for end in ends if end not in TRUSTED_ENDS), ends[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,3 +167,21 @@ class Environment(Protocol):
         """Roll `task` out once, recording on `policy.fresh(task.task_id)`: `policy` serves many rollouts.
 
         Raises SluiceError (EngineError, RewardError, ...) for a rollout that failed."""
+
+
+@runtime_checkable
+class ScoresGroups(Protocol):
+    """An environment whose final rewards depend on all episodes of a group."""
+
+    async def score_group(self, episodes: Mapping[int, Episode]) -> Mapping[int, Episode | FailedEpisode]:
+        """Return the episodes of a group, by sample, with their final rewards, or why they have none.
+
+        It gets those that did not fail, once all of the group have ended. What it raises fails them all."""
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """An environment, or a part of one, that holds connections or processes."""
+
+    async def close(self) -> None:
+        """Give them up."""

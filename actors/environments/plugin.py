@@ -1,12 +1,20 @@
 """Environments of the user's own: built with checked settings, and kept from ending the actor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from pydantic import BaseModel, ValidationError
 
 from actors.config import PluginEnvironmentConfig
-from actors.environments.base import Environment, Episode, EpisodeError, Task
+from actors.environments.base import (
+    Closable,
+    Environment,
+    Episode,
+    EpisodeError,
+    FailedEpisode,
+    ScoresGroups,
+    Task,
+)
 from actors.policy.policy import Policy
 from bus.errors import ConfigError, EngineLostError, HandBackError, SluiceError
 from bus.plugins import load_function
@@ -41,6 +49,30 @@ class PluginEnvironment:
                 "policy.trajectories(reward)"
             )
         return episode
+
+    async def score_group(self, episodes: Mapping[int, Episode]) -> Mapping[int, Episode | FailedEpisode]:
+        """Return the episodes with their final rewards; as they are where the environment leaves it at that.
+
+        Raises `EpisodeError` for whatever the user's code raises by itself."""
+        if not isinstance(self._environment, ScoresGroups):
+            return episodes
+        try:
+            scored = await self._environment.score_group(episodes)
+        except SluiceError:
+            raise
+        except Exception as error:
+            raise EpisodeError(f"environment {self._name} raised {error!r} on a group's rewards") from error
+        if not isinstance(scored, Mapping) or scored.keys() != episodes.keys():
+            raise EpisodeError(
+                f"environment {self._name}: score_group returned {scored!r}: return an episode for each of "
+                f"the samples {sorted(episodes)}"
+            )
+        return scored
+
+    async def close(self) -> None:
+        """Have the environment give up what it holds, if it knows how."""
+        if isinstance(self._environment, Closable):
+            await self._environment.close()
 
     def _failed(self, task: Task, error: Exception) -> EpisodeError:
         return EpisodeError(f"environment {self._name} raised {error!r} on task {task.task_id}")

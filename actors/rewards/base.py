@@ -26,6 +26,17 @@ class Answer:
     """Further fields of the task."""
     token_count: int = 0
     """Number of sampled tokens, special ones included."""
+    reward: float | None = None
+    """Reward that the answer has alone, where a group reward gives the final one; else None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A reward and its parts, as a reward function may return them."""
+
+    reward: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Parts by name, for the record; `reward_weights` makes another reward of them."""
 
 
 class Later(Enum):
@@ -38,9 +49,12 @@ LATER = Later.LATER
 """The reward of this answer comes later, by `launch reward` or `storage.client.rewards.give_reward`."""
 Late = Literal[Later.LATER]
 
-Reward = Callable[[Answer], float | Late | Awaitable[float | Late]]
-"""Any function from an answer to a finite number or `LATER`. A plain one runs in a thread, unless it is built
-in."""
+Result = float | Mapping[str, float] | Scored | Late
+"""What a reward returns: a finite number, its parts by name, both, or `LATER`."""
+Reward = Callable[[Answer], Result | Awaitable[Result]]
+"""Any function from an answer to a `Result`. A plain one runs in a thread, unless it is built in."""
+GroupReward = Callable[[Sequence[Answer]], Sequence[Result] | Awaitable[Sequence[Result]]]
+"""Any function from the answers of a group, with the rewards they have alone, to a `Result` for each."""
 
 
 class RewardError(SluiceError):
@@ -49,3 +63,16 @@ class RewardError(SluiceError):
 
 class InvalidRewardError(RewardError):
     """A reward function returned what is no reward, as one that is wrong does each time."""
+
+
+class BudgetSpentError(RewardError):
+    """A reward needs more calls or tokens of a server than the run allows: no later one can succeed."""
+
+
+def label_of(answer: Answer) -> str:
+    """Return what to compare the answer with. Raises RewardError for a task without a label."""
+    if answer.label is None:
+        raise RewardError(
+            f"task {answer.task_id} has no label to compare with: give it one, or another reward"
+        )
+    return answer.label

@@ -3,14 +3,14 @@
 import re
 from decimal import Decimal, InvalidOperation
 
-from actors.rewards.base import Answer, RewardError
+from actors.rewards.base import Answer, RewardError, label_of
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 
 
 def exact(answer: Answer) -> float:
     """Score 1 for an answer that is the label and nothing else, and that the policy ended by itself."""
-    return float(answer.finish_reason == "stop" and answer.text.strip() == _label(answer).strip())
+    return float(answer.finish_reason == "stop" and answer.text.strip() == label_of(answer).strip())
 
 
 def last_number(answer: Answer) -> float:
@@ -21,25 +21,17 @@ def last_number(answer: Answer) -> float:
 
 def final_answer(answer: Answer) -> float:
     """Score 1 when the text after the last `=` equals the label's and the policy ended the answer itself."""
-    found, wanted = (text.rpartition("=")[2].strip() for text in (answer.text, _label(answer)))
+    found, wanted = (text.rpartition("=")[2].strip() for text in (answer.text, label_of(answer)))
     return float(answer.finish_reason == "stop" and found == wanted)
 
 
 def contains(answer: Answer) -> float:
     """Score 1 when the label occurs in the text."""
-    return float(_label(answer) in answer.text)
-
-
-def _label(answer: Answer) -> str:
-    if answer.label is None:
-        raise RewardError(
-            f"task {answer.task_id} has no label to compare with: give it one, or another reward"
-        )
-    return answer.label
+    return float(label_of(answer) in answer.text)
 
 
 def _label_number(answer: Answer) -> Decimal:
-    label = _label(answer)
+    label = label_of(answer)
     try:
         return _number(label)
     except InvalidOperation as error:

@@ -1,19 +1,51 @@
 """The rewards that come with Sluice, by name, and loading of a user's own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import cast
 
-from actors.rewards.base import Reward
+from actors.rewards.base import GroupReward, Reward
+from actors.rewards.config import RewardConfig
+from actors.rewards.dapo import dapo
+from actors.rewards.gpqa import gpqa
+from actors.rewards.instructions.reward import instructions
+from actors.rewards.judge import Judge
 from actors.rewards.matching import contains, exact, final_answer, last_number
+from actors.rewards.math_answer import DeepScaleR, MathAnswer
+from actors.rewards.remote import Remote
+from actors.rewards.word_overlap import exact_match, f1
 from bus.plugins import load_function
 
 REWARDS: Mapping[str, Reward] = {
     "contains": contains,
+    "dapo": dapo,
     "exact": exact,
+    "exact_match": exact_match,
+    "f1": f1,
     "final_answer": final_answer,
+    "gpqa": gpqa,
+    "instructions": instructions,
     "last_number": last_number,
 }
+"""Quick functions without settings."""
+
+CONFIGURED: Mapping[str, Callable[[RewardConfig], Reward]] = {
+    "deepscaler": DeepScaleR,
+    "judge": Judge,
+    "math": MathAnswer,
+    "remote": Remote,
+}
+"""Rewards with processes or connections, which are opened when they are first needed. They limit the time of
+a call themselves."""
 
 
-def load_reward(name: str) -> Reward:
+def load_reward(name: str, config: RewardConfig | None = None) -> Reward:
     """Return a built-in reward or `my_pkg.my_module:function`; raises ConfigError if it cannot be loaded."""
-    return load_function("reward", name, REWARDS)
+    if name in CONFIGURED:
+        return CONFIGURED[name](config or RewardConfig())
+    known = {**REWARDS, **cast(Mapping[str, Reward], CONFIGURED)}
+    return load_function("reward", name, known)
+
+
+def load_group_reward(name: str) -> GroupReward:
+    """Return the group reward `my_pkg.my_module:function`; raises ConfigError if it cannot be loaded."""
+    return load_function("group reward", name, {})

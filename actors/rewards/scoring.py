@@ -1,139 +1,148 @@
-"""Calls a reward so that it cannot block the event loop, hang a rollout or return something invalid."""
+"""Scores answers: with one reward, or with the one that each prompt chooses."""
 
-import asyncio
-import inspect
-import threading
-from collections.abc import Awaitable, Callable, Sequence
-from math import ceil
-from numbers import Real
-from typing import cast
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Self
 
-from actors.rewards.base import LATER, Answer, InvalidRewardError, Late, Reward, RewardError
-from actors.rewards.registry import REWARDS, load_reward
-from bus.trajectory import LARGEST_REWARD
-from bus.waiting import set_within
+from actors.environments.base import Closable
+from actors.rewards.base import (
+    LATER,
+    Answer,
+    GroupReward,
+    InvalidRewardError,
+    Late,
+    Reward,
+    RewardError,
+    Scored,
+)
+from actors.rewards.calls import BoundedCalls
+from actors.rewards.config import RewardConfig
+from actors.rewards.registry import CONFIGURED, REWARDS, load_group_reward, load_reward
+from actors.rewards.results import checked
 
-Outcome = object
-"""Return value of a reward, or the exception that it raised."""
+CHOICE = "reward"
+"""Field of a prompt's metadata that names the reward of its answers."""
 
 
 class Scorer:
-    """Scores answers with one reward.
-
-    Built-in rewards run inline, async ones on the event loop, and the user's plain functions in daemon
-    threads, `threads` at a time, each of which scores its share of the answers that wait. The timeout applies
-    to a single call. A thread that is stuck in a call is left behind, and a new thread scores the answers
-    after it."""
+    """Scores answers with one reward, each call within a time. Built-in rewards are known to be quick."""
 
     def __init__(
-        self, name: str, *, timeout_s: float, threads: int = 16, reward: Reward | None = None
-    ) -> None:
+        self, name: str, *,
+        timeout_s: float | None, threads: int = 16, reward: Reward | None = None,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
         self._name = name
         self._timeout_s = timeout_s
+        self._weights = weights or {}
         self._reward = reward or load_reward(name)
-        self._inline = name in REWARDS and reward is None
-        self._async = _is_async(self._reward)
-        self._pending: list[tuple[Answer, asyncio.Future[Outcome]]] = []
-        self._threads = threads
-        self._drains: set[asyncio.Task[None]] = set()
+        inline = name in REWARDS and reward is None
+        self._calls = BoundedCalls(name, self._reward, timeout_s=timeout_s, threads=threads, inline=inline)
+
+    @classmethod
+    def from_config(cls, name: str, config: RewardConfig) -> Self:
+        """Build the scorer of one of the run's rewards; raises ConfigError for one that cannot be loaded."""
+        return cls(
+            name,
+            timeout_s=None
+            if name in CONFIGURED
+            else config.reward_timeout_s,  # those have limits of their own
+            threads=config.reward_threads,
+            reward=load_reward(name, config) if name not in REWARDS else None,
+            weights=config.reward_weights,
+        )
 
     async def score(self, answer: Answer) -> float | Late:
         """Return the finite reward of an answer, or `LATER`; raises RewardError."""
-        if self._inline:
-            outcome = _call(self._reward, answer)
-        elif self._async:
-            outcome = await self._await(answer)
-        else:
-            outcome = await self._in_thread(answer)
-        return self._checked(outcome, answer)
+        found = await self.scored(answer)
+        return found.reward if isinstance(found, Scored) else found
 
-    async def _await(self, answer: Answer) -> Outcome:
-        reward = cast(Callable[[Answer], Awaitable[float | Late]], self._reward)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await reward(answer)
-        except TimeoutError as error:
-            return error
-        # A user's reward may raise anything; `_checked` raises it again, as a `RewardError` with this cause.
-        except Exception as error:  # noqa: BLE001
-            return error
-
-    async def _in_thread(self, answer: Answer) -> Outcome:
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._pending.append((answer, future))
-        if len(self._drains) < self._threads:
-            drain = asyncio.create_task(self._drain_pending(), name=f"reward {self._name}")
-            self._drains.add(drain)
-            drain.add_done_callback(self._drains.discard)
-        return await future
-
-    async def _drain_pending(self) -> None:
-        while self._pending:
-            share = ceil(len(self._pending) / self._threads)
-            batch, self._pending = self._pending[:share], self._pending[share:]
-            outcomes = await _run_in_thread(self._reward, [answer for answer, _ in batch], self._timeout_s)
-            for (_, future), outcome in zip(batch, outcomes, strict=False):
-                if not future.done():
-                    future.set_result(outcome)
-            self._pending = batch[len(outcomes) :] + self._pending  # the answers after the one that hung
-
-    def _checked(self, outcome: Outcome, answer: Answer) -> float | Late:
+    async def scored(self, answer: Answer) -> Scored | Late:
+        """Return the reward of an answer with its parts, or `LATER`; raises RewardError."""
+        outcome = await self._calls.call(answer)
         where = f"reward {self._name} on task {answer.task_id}"
-        if isinstance(outcome, RewardError):
-            raise outcome
-        if isinstance(outcome, TimeoutError):
-            raise RewardError(f"{where}: no result within {self._timeout_s} s") from outcome
+        return checked(outcome, where, weights=self._weights, timeout_s=self._timeout_s)
+
+    async def close(self) -> None:
+        """Give up the reward's connections and processes."""
+        if isinstance(self._reward, Closable):
+            await self._reward.close()
+
+
+class RewardChoice:
+    """Scores each answer with the reward that its prompt chooses, or else with the first one."""
+
+    def __init__(self, scorers: Mapping[str, Scorer]) -> None:
+        self._scorers = scorers
+        self._default = next(iter(scorers))
+
+    @classmethod
+    def from_config(cls, config: RewardConfig) -> Self:
+        """Build every reward that the run allows; raises ConfigError for one that cannot be loaded."""
+        return cls({name: Scorer.from_config(name, config) for name in config.names})
+
+    async def scored(self, answer: Answer) -> Scored | Late:
+        """Return the reward of an answer with its parts, or `LATER`; raises RewardError."""
+        chosen = answer.metadata.get(CHOICE, self._default)
+        if problem := refused_choice(chosen, tuple(self._scorers)):
+            raise InvalidRewardError(f"task {answer.task_id}: {problem}")
+        return await self._scorers[str(chosen)].scored(answer)
+
+    async def close(self) -> None:
+        """Give up the connections and processes of all rewards."""
+        for scorer in self._scorers.values():
+            await scorer.close()
+
+
+def refused_choice(chosen: object, allowed: Sequence[str]) -> str | None:
+    """Return why a prompt cannot choose this reward, and the remedy; None if it can."""
+    if chosen in allowed:
+        return None
+    close = difflib.get_close_matches(str(chosen), allowed, 1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return (
+        f"its metadata choose the reward {chosen!r}: {hint}the run allows {', '.join(allowed)}; "
+        "name others in actors.environment.rewards"
+    )
+
+
+class GroupScorer:
+    """Gives the answers of a group their final rewards."""
+
+    def __init__(
+        self, name: str, *,
+        timeout_s: float, threads: int = 16, weights: Mapping[str, float] | None = None,
+        reward: GroupReward | None = None,
+    ) -> None:  # fmt: skip
+        self._name = name
+        self._timeout_s = timeout_s
+        self._weights = weights or {}
+        function = reward or load_group_reward(name)
+        self._calls = BoundedCalls(name, function, timeout_s=timeout_s, threads=threads)
+
+    @classmethod
+    def from_config(cls, config: RewardConfig) -> Self | None:
+        """Build it; None where the run has no group reward. Raises ConfigError if it cannot be loaded."""
+        if config.group_reward is None:
+            return None
+        return cls(
+            config.group_reward,
+            timeout_s=config.reward_timeout_s,
+            threads=config.reward_threads,
+            weights=config.reward_weights,
+        )
+
+    async def scored(self, answers: Sequence[Answer]) -> list[Scored]:
+        """Return the reward of each answer; raises RewardError, which concerns all of them."""
+        outcome = await self._calls.call(answers)
+        where = f"group reward {self._name} on {len(answers)} answers, the first {answers[0].task_id},"
         if isinstance(outcome, Exception):
-            raise RewardError(f"{where} raised {outcome!r}") from outcome
-        if outcome is LATER:
-            return LATER
-        outcome = _without_dimensions(outcome)
-        if not isinstance(outcome, Real) or not abs(cast(float, outcome)) <= LARGEST_REWARD:
-            raise InvalidRewardError(
-                f"{where} returned {outcome!r}: a reward is a finite number that float32 holds, or LATER"
-            )
-        return float(outcome)
-
-
-async def _run_in_thread(reward: Reward, answers: Sequence[Answer], timeout_s: float) -> list[Outcome]:
-    """Score answers in order in a new daemon thread.
-
-    Returns their outcomes. If a call takes longer than `timeout_s`, the list ends there with TimeoutError."""
-    loop, ended, outcomes = asyncio.get_running_loop(), asyncio.Event(), list[Outcome]()
-    abandoned = threading.Event()
-
-    def work() -> None:
-        for answer in answers:
-            outcomes.append(_call(reward, answer))
-            if abandoned.is_set():
-                return
-        loop.call_soon_threadsafe(ended.set)
-
-    threading.Thread(target=work, name="reward", daemon=True).start()
-    while True:
-        before = len(outcomes)
-        if await set_within(ended, timeout_s):
-            return outcomes
-        if len(outcomes) == before:  # still the same call as one timeout ago
-            abandoned.set()
-            return [*outcomes[:before], TimeoutError()]
-
-
-def _call(reward: Reward, answer: Answer) -> Outcome:
-    try:
-        return reward(answer)
-    # A user's reward may raise anything; `_checked` raises it again, as a `RewardError` with this cause.
-    except Exception as error:  # noqa: BLE001
-        return error
-
-
-def _without_dimensions(outcome: Outcome) -> Outcome:
-    """Return the number in a tensor or array of no dimensions, and anything else as it is."""
-    if getattr(outcome, "shape", None) == () and callable(item := getattr(outcome, "item", None)):
-        return cast(Outcome, item())
-    return outcome
-
-
-def _is_async(function: object) -> bool:
-    called = getattr(function, "__call__", None)  # noqa: B004  # an object may be called asynchronously
-    return any(inspect.iscoroutinefunction(f) for f in (function, called, getattr(function, "func", None)))
+            checked(outcome, where, weights={}, timeout_s=self._timeout_s)  # raises
+        if callable(to_list := getattr(outcome, "tolist", None)):  # an array, a tensor
+            outcome = to_list()
+        if not isinstance(outcome, list | tuple) or len(outcome) != len(answers):
+            raise InvalidRewardError(f"{where} returned {outcome!r}: return a list with a reward for each")
+        found = [checked(one, where, weights=self._weights, timeout_s=self._timeout_s) for one in outcome]
+        if any(one is LATER for one in found):
+            raise RewardError(f"{where} returned LATER: a group's rewards have to be known together")
+        return [one for one in found if isinstance(one, Scored)]

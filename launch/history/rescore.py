@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.config import SingleTurnConfig
+from actors.rewards.config import RewardConfig
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.topology import shard_of
@@ -94,19 +94,19 @@ async def run_rescore(
     run = RunDirectory(directory, run_name)
     config = recorded_config(run)
     path = scores_path(run.path, name or reward.replace(":", "."))
-    from actors.rewards.registry import load_reward
     from actors.rewards.scoring import Scorer
 
-    load_reward(reward)  # a wrong name shows before torch is loaded
-    with _stores(run, config.replay.shards) as stores:
+    environment = config.actors.environment
+    settings = environment if isinstance(environment, RewardConfig) else RewardConfig()
+    scorer = Scorer.from_config(reward, settings)  # a wrong name shows before torch is loaded
+    async with AsyncExitStack() as open_parts:
+        open_parts.push_async_callback(scorer.close)
+        stores = open_parts.enter_context(_stores(run, config.replay.shards))
         leases, skipped = _leases(run, stores, interval)
         from actors.rewards.rescoring import Rescored, rescore
 
         chat = _chat(model or config.model.path or run.path / "model")
         prompts = PastPrompts(facts_of(run.ledger), run.data)
-        environment = config.actors.environment
-        scored = environment if isinstance(environment, SingleTurnConfig) else SingleTurnConfig()
-        scorer = Scorer(reward, timeout_s=scored.reward_timeout_s)
         found = Rescored()
         for first in range(0, len(leases), AT_ONCE):
             groups = await asyncio.to_thread(_read, stores, leases[first : first + AT_ONCE])

@@ -13,7 +13,9 @@ import structlog
 from rich.console import Console
 
 from actors.environments.build import build_environment
+from actors.rewards.config import RewardConfig
 from actors.rewards.group_filters import load_filter
+from actors.rewards.prompt_choices import refuse_unknown_choices
 from bus.child_process import module_command
 from bus.codec import Json
 from bus.config import URL_VARIABLE
@@ -64,11 +66,14 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
 def _check_early(config: RunConfig, run: RunDirectory) -> None:
     """Check what can be wrong before anything starts, and write generated prompts once."""
     build_environment(config.actors.environment)
-    load_filter(config.actors.group_filter)
+    load_filter(config.actors.group_filter, config.actors.group_limits)
     if config.model.path is not None and not (config.model.path / "config.json").is_file():
         raise ConfigError(f"model.path: {config.model.path} is not a model directory: it has no config.json")
     refuse_missing(config.metrics)
-    read_prompts(config.data, run, config.seed)
+    prompts = read_prompts(config.data, run, config.seed)
+    if isinstance(config.actors.environment, RewardConfig):
+        refuse_unknown_choices(prompts.training, config.actors.environment, where=prompts.source)
+        refuse_unknown_choices(prompts.heldout, config.actors.environment, where="held-out prompts")
     if config.warmup.steps and config.warmup.demonstrations is not None:
         load_demonstrations(config.warmup.demonstrations)
 

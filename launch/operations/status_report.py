@@ -5,9 +5,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bus.codec import Json
+from bus.episode_ends import infra_failed_fraction
 from bus.messages import Status
 from launch.operations.run_status import RunState
 from launch.operations.waiting_reasons import of_role, problems, stage, waits
+from launch.watch.episode_ends import ends_text, recent_ends
 from launch.watch.units import UNKNOWN, count, duration, size
 from storage.metrics.records import integer, number
 
@@ -32,6 +34,7 @@ def report(state: RunState) -> Report:
         "members": [*map(_member, _ordered(state)), *_silent(state)],
         "versions": _versions(state),
         "leases": _leases(state),
+        "episodes": _episodes(state),
         "streams": {
             name: {
                 "messages": info.state.messages,
@@ -129,6 +132,12 @@ def _leases(state: RunState) -> Report:
     }
 
 
+def _episodes(state: RunState) -> Report:
+    """Return how recent episodes ended, and the fraction that something around the policy broke."""
+    ends = recent_ends(actor.values for actor in of_role(state, "actor"))
+    return {"recent_ends": ends, "infra_failed_fraction": infra_failed_fraction(ends)}
+
+
 def _rates(state: RunState) -> Report:
     """Return rates over the learner's recent steps; tokens are those of the last second or step."""
     steps, learner = state.steps, _values(state, "learner")
@@ -205,6 +214,7 @@ def _figures(found: Report) -> Iterator[tuple[str, str]]:
             f"{_known(leases['rejected_groups'])} rejected"
         ),
     )
+    yield "episodes", ends_text(found["episodes"]["recent_ends"])
     yield (
         "a minute",
         (

@@ -14,6 +14,8 @@ from bus.process_state import ProcessState
 BY_LABEL = {
     "reasons": ("rejected_groups", "reason"),
     "dead_reasons": ("dead_messages", "reason"),
+    "ends": ("episodes", "end"),
+    "recent_ends": ("recent_episodes", "end"),
     "late_rewards": ("late_rewards", "state"),
     "trajectories_by_shard": ("shard_trajectories", "shard"),
 }
@@ -30,6 +32,8 @@ RENAMED = {
 COUNTERS = {
     "leases_issued", "rejected_groups", "closed_short", "late_siblings",
     "tokens_generated", "groups", "groups_with_rewards_due", "settled", "reused", "failed_episodes",
+    "repeated_episodes", "episodes",
+    "rollout_episodes", "rollout_infra_failed_episodes",
     "trajectories", "rejected",
     "engine_busy_seconds", "engine_request_seconds", "engine_tokens",
     "replay_read_mapped", "replay_read_mapped_bytes", "replay_read_bus", "replay_read_bus_bytes",

@@ -256,7 +256,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
             return
         config = with_own_engine(bus, config, overrides)
         build_environment(config.actors.environment)  # before torch loads: a wrong name shows at once
-        load_filter(config.actors.group_filter)
+        load_filter(config.actors.group_filter, config.actors.group_limits)
         bus.state.wait_for("its libraries to be loaded")
         log.info("actors_starting", run=config.run)
         from actors.service import ActorSettings, run_actors

@@ -18,6 +18,7 @@ from bus.messages import EvaluationResult, Metrics, Status
 from bus.stream_reader import Place, StreamReader
 from bus.waiting import set_within
 from launch.config import RunConfig
+from launch.watch.episode_ends import recent_ends
 from launch.watch.history import History
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.recorder import decoded_event, recorded_place
@@ -220,6 +221,11 @@ class RunMonitor:
         """Return the tokens that all actors generate per second, without silent ones."""
         rates = (number(actor.status.values, "generated_tokens_per_s") for actor in self.actors())
         return sum(rate for rate in rates if rate == rate)
+
+    @property
+    def recent_ends(self) -> dict[str, int]:
+        """Return how many recent episodes of the actors that are not silent ended how."""
+        return recent_ends(actor.status.values for actor in self.actors())
 
     @property
     def trajectories_published(self) -> int:

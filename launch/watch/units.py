@@ -21,6 +21,11 @@ def fraction(value: float | None) -> str:
     return UNKNOWN if value is None or not isfinite(value) else f"{value:.3f}"
 
 
+def share(value: float | None) -> str:
+    """Format a fraction as a percentage: 0.25%, 12.5%."""
+    return UNKNOWN if value is None or not isfinite(value) else f"{100 * value:.3g}%"
+
+
 def size(value_bytes: float) -> str:
     """Format a size in binary units: 512 B, 1.4 GiB."""
     for suffix in ("B", "KiB", "MiB"):

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from bus.codec import Json
 from bus.waiting import set_within
+from launch.watch.episode_ends import ends_text
 from launch.watch.history import Evaluation, Step
 from launch.watch.monitor import Process, RunMonitor
 from launch.watch.units import UNKNOWN, count, duration, fraction, size
@@ -20,7 +21,7 @@ from storage.metrics.records import integer, number
 REFRESH_S = 0.5
 LINE_S = 5.0
 """Time between two lines where there is no terminal; important changes are printed at once."""
-MAX_LINES = 20
+MAX_LINES = 21
 LABEL = 11
 NAME = 18
 STAGES = {
@@ -115,6 +116,7 @@ def _rows(monitor: RunMonitor) -> Iterator[Text]:
     short = f"; {count(closed)} groups closed short" if closed else ""
     yield _row("rollouts", f"{published} trajectories published, {used} trained on{short}")
     yield _row("rejected", _rejected(storage))
+    yield _row("episodes", ends_text(monitor.recent_ends))
 
 
 def _row(label: str, text: str) -> Text:
@@ -271,6 +273,7 @@ def status_line(monitor: RunMonitor) -> str:
         f"groups {integer(storage, 'rolling_out')} rolling out {integer(storage, 'stored')} stored",
         *(f"{p.status.source}: {p.status.doing}" for p in monitor.shown() if p.status.role == "learner"),
         f"{len(monitor.actors())} actors",
+        f"episodes {ends_text(monitor.recent_ends)}",
     ]
     return " | ".join(parts)
 

@@ -6,6 +6,7 @@ from math import isfinite
 from time import monotonic
 
 from bus.codec import Json
+from bus.episode_ends import INFRA_FAILED_FRACTION, RECENT_EPISODES, RECENT_INFRA_FAILED
 from storage.metrics.records import Record, integer, is_counters, number
 
 COUNTERS_PERIOD_S = 10.0
@@ -65,6 +66,9 @@ class Points:
         for _, latest in self._counters.values():
             for name, value in _numbers(latest):
                 sums[f"actors/{name}"] = sums.get(f"actors/{name}", 0.0) + value
+        if episodes := sums.get(f"actors/{RECENT_EPISODES}"):
+            failed = sums.get(f"actors/{RECENT_INFRA_FAILED}", 0.0)
+            sums[f"actors/{INFRA_FAILED_FRACTION}"] = failed / episodes
         yield Point("actors/policy_version", integer(row, "step"), number(row, "time_s"), sums)
 
 

@@ -1,8 +1,10 @@
 """Group filters keep or drop with a reason."""
 
 import pytest
+from pydantic import ValidationError
 
-from actors.rewards.group_filters import FILTERS, load_filter, reason_to_drop
+from actors.group_config import GroupLimitsConfig
+from actors.rewards.group_filters import FILTERS, AgentRewards, EpisodeSize, load_filter, reason_to_drop
 from bus.errors import ConfigError
 from bus.trajectory import AgentReward
 
@@ -36,3 +38,46 @@ def test_an_unknown_filter_names_the_nearest():
         ConfigError, match="no group filter named 'zero_varianse': did you mean 'zero_variance'"
     ):
         load_filter("zero_varianse")
+
+
+def sized(*sizes):
+    return AgentRewards([1.0] * len(sizes), [size and EpisodeSize(*size) for size in sizes])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "limits", "reason"),
+    [
+        (AgentRewards([0.0, 0.5]), {"mean_reward_min": 0.25}, None),
+        (AgentRewards([0.0, 0.5]), {"mean_reward_min": 0.3}, "reward_too_low"),
+        (AgentRewards([0.0, 0.5]), {"mean_reward_max": 0.2}, "reward_too_high"),
+        (AgentRewards([0.0, 0.5]), {"mean_reward_min": 0.1, "mean_reward_max": 0.9}, None),
+        (sized((4, False), (8, True)), {"mean_tokens_min": 6, "mean_tokens_max": 6}, None),
+        (sized((4, False), (8, True)), {"mean_tokens_min": 6.5}, "too_short"),
+        (sized((4, False), (8, True)), {"mean_tokens_max": 5.5}, "too_long"),
+        (sized((9, False), None), {"mean_tokens_max": 5.5}, "too_long"),
+        (sized(None, None), {"mean_tokens_min": 6.5}, None),
+        (sized((8, True), (8, True)), {"drop_all_truncated": True}, "all_truncated"),
+        (sized((8, True), (8, False)), {"drop_all_truncated": True}, None),
+        (sized((8, True), None), {"drop_all_truncated": True}, None),
+        (sized((8, True), (8, True)), {}, None),
+    ],
+)
+def test_limits_drop_with_a_reason(rewards, limits, reason):
+    assert load_filter("none", GroupLimitsConfig(**limits))(rewards) == reason
+
+
+def test_limits_come_before_the_filter_and_bounds_that_keep_nothing_are_refused():
+    keep = load_filter("zero_variance", GroupLimitsConfig(mean_reward_max=0.5))
+    assert keep(AgentRewards([1.0, 1.0])) == "reward_too_high"
+    assert keep(AgentRewards([0.0, 0.0])) == "zero_variance"
+    with pytest.raises(ValidationError, match=r"mean_reward_min=1 above mean_reward_max=0\.5 would reject"):
+        GroupLimitsConfig(mean_reward_min=1.0, mean_reward_max=0.5)
+
+
+def test_a_filter_sees_rewards_as_a_sequence_and_sizes_beside_them():
+    seen = []
+    sizes = {("default", "solver", 1): EpisodeSize(3, truncated=True)}
+    assert reason_to_drop(seen.append, rewards_of(solver=[0.0, 1.0], critic=[]), sizes) is None
+    [rewards] = seen
+    assert (list(rewards), rewards[1], len(rewards), min(rewards)) == ([0.0, 1.0], 1.0, 2, 0.0)
+    assert rewards.sizes == [None, EpisodeSize(3, truncated=True)]

@@ -77,7 +77,8 @@ async def test_whole_run_is_healthy_and_its_figures_are_those_of_the_bus(bus: Bu
         await publisher.publish(bus.subject("events", "metrics"), encode(metrics), message_id=f"m{step}")
     await publisher.publish(bus.subject("events", "evaluation"), b"another kind", message_id="e")
     await publisher.publish(bus.subject("tasks", "rollout", 5), b"x" * 500, message_id="lease-5")
-    async with speaking(bus, storage(), learner(), actor(0), actor(1, policy_version=19)):
+    ended = actor(0, recent_ends={"completed": 97, "timeout": 2, "engine_error": 1})
+    async with speaking(bus, storage(), learner(), ended, actor(1, policy_version=19)):
         began = time.monotonic()
         found = await looked(where)
         took_s = time.monotonic() - began
@@ -91,12 +92,15 @@ async def test_whole_run_is_healthy_and_its_figures_are_those_of_the_bus(bus: Bu
     assert found["rates"]["trained_trajectories_per_minute"] == 192
     assert found["rates"]["generated_tokens_per_minute"] == 60 * 2 * 4321
     assert found["staleness"] == {"last_step": 2, "worst": 3, "bound": 4}
+    assert found["episodes"]["infra_failed_fraction"] == 0.03
+    assert found["episodes"]["recent_ends"] == {"completed": 97, "timeout": 2, "engine_error": 1}
     assert took_s < 3
     assert json.loads(json.dumps(found)) == found
     lines = screen(found).splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert len(lines) <= 24
     assert lines[0] == "test  rl  healthy"
+    assert "episodes   3% infra failed of 100 recent: 2 timeout, 1 engine_error" in lines
 
 
 async def test_what_answers_nothing_is_named_and_the_rest_is_told(bus: Bus, where: RunConfig):

@@ -50,6 +50,7 @@ def test_screen_says_where_the_run_stands_and_who_waits():
         "queues     64 groups rolling out, 12 stored; on the bus 31 tasks, 2 results",
         "rollouts   5216 trajectories published, 5120 trained on",
         "rejected   groups: 84 zero_variance, 6 rollout_failed",
+        "episodes   -",
         "learner            waiting for the batch: group 640, rolling out since version",
         "                   17, must be trained by version 21 (0.977 GiB)",
         "storage            all that the bound allows is rolling out (200 MiB)",
@@ -70,6 +71,18 @@ def test_screen_writes_no_line_for_an_actor_that_does_not_fit(monkeypatch: pytes
     monitor, _ = make_monitor(actors=1000)
     assert shown(monitor)[-1] == "... and 992 more"
     assert len(written) < 3 * MAX_LINES
+
+
+def test_every_screen_says_what_share_of_episodes_the_surroundings_broke():
+    monitor, clock = make_monitor(actors=0)
+    monitor.on_status(actor(0, recent_ends={"completed": 90, "length": 10, "reward_error": 3}))
+    monitor.on_status(actor(1, recent_ends={"completed": 90, "timeout": 7, "tool_error": "many"}))
+    clock.now_s += 1
+    text = "5% infra failed of 200 recent: 7 timeout, 3 reward_error"
+    assert f"episodes   {text}" in shown(monitor)
+    assert status_line(monitor).endswith(f"2 actors | episodes {text}")
+    clock.now_s += 100  # silent actors are not counted
+    assert "episodes   -" in shown(monitor)
 
 
 def test_screen_before_anybody_spoke():

@@ -74,6 +74,21 @@ def test_counters_are_summed_over_the_actors():
     assert point.values == {"actors/count": 3, "actors/engine/busy_s": 12, "actors/engine/tokens": 300}
 
 
+def test_the_share_of_broken_episodes_is_that_of_all_actors_and_no_sum():
+    points, both = Points(), {}
+    for source, episodes, failed in (("a", 100, 50), ("b", 900, 0)):
+        points._drawn_s -= 60
+        row = COUNTED | {
+            "source": source,
+            "rollout/recent_episodes": episodes,
+            "rollout/recent_infra_failed_episodes": failed,
+            "rollout/infra_failed_fraction": failed / episodes,
+        }
+        [point] = points.of(row)
+        both[source] = point.values["actors/rollout/infra_failed_fraction"]
+    assert both == {"a": 0.5, "b": 0.05}
+
+
 def log_records(data: bytes) -> Iterator[bytes]:
     """Records of a LevelDB log that begins with a header of 7 bytes."""
     at, record = 7, b""

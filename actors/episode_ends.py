@@ -1,0 +1,49 @@
+"""Counts how the episodes of an actor ended."""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from bus.codec import Json
+from bus.episode_ends import (
+    INFRA_FAILED_FRACTION,
+    RECENT_EPISODES,
+    RECENT_INFRA_FAILED,
+    infra_failed,
+    infra_failed_fraction,
+)
+from bus.trajectory import End
+
+RECENT = 1000
+"""Episodes that screens show: a judge that fails after a day is to be seen at once."""
+
+
+class EpisodeEnds:
+    """Ends of all episodes since the actor's start, and of the last `RECENT` ones."""
+
+    def __init__(self) -> None:
+        self._all: Counter[str] = Counter()
+        self._recent: deque[str] = deque(maxlen=RECENT)
+
+    def add(self, ends: Iterable[End]) -> None:
+        """Count further episodes."""
+        for end in ends:
+            self._all[end] += 1
+            self._recent.append(end)
+
+    @property
+    def status(self) -> dict[str, Json]:
+        """Return the tables of the actor's status: how many episodes ended how."""
+        return {"ends": dict(self._all), "recent_ends": dict(Counter(self._recent))}
+
+    @property
+    def metrics(self) -> dict[str, Json]:
+        """Return the actor's numbers for the run's record; the fraction is that of recent episodes."""
+        recent = Counter(self._recent)
+        fraction = infra_failed_fraction(recent)
+        return {
+            "rollout/episodes": self._all.total(),
+            "rollout/infra_failed_episodes": infra_failed(self._all),
+            RECENT_EPISODES: recent.total(),
+            RECENT_INFRA_FAILED: infra_failed(recent),
+            **({} if fraction is None else {INFRA_FAILED_FRACTION: fraction}),
+        }

@@ -1,0 +1,65 @@
+"""Settings of the groups of an actor: which are kept, and how often failed rollouts are repeated.
+
+Loads without torch."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from bus.config import Config
+from bus.trajectory import End
+
+
+class GroupLimitsConfig(Config):
+    """Bounds that keep groups from which little can be learnt from being trained on.
+
+    They hold for each agent. A group is rejected when no agent's part of it is within them."""
+
+    mean_reward_min: float | None = Field(None, allow_inf_nan=False)
+    """Least mean reward; a group below it is rejected as `reward_too_low`."""
+
+    mean_reward_max: float | None = Field(None, allow_inf_nan=False)
+    """Largest mean reward; a group above it is rejected as `reward_too_high`."""
+
+    mean_tokens_min: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Least mean number of sampled tokens of an episode; a group below it is rejected as `too_short`."""
+
+    mean_tokens_max: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Largest mean number of sampled tokens of an episode; a group above it is rejected as `too_long`."""
+
+    drop_all_truncated: bool = False
+    """Whether a group all of whose episodes were cut off at a limit of tokens or turns is rejected, as
+    `all_truncated`."""
+
+    @model_validator(mode="after")
+    def _can_be_kept(self) -> Self:
+        for name in ("mean_reward", "mean_tokens"):
+            low, high = getattr(self, f"{name}_min"), getattr(self, f"{name}_max")
+            if low is not None and high is not None and low > high:
+                raise ValueError(f"{name}_min={low:g} above {name}_max={high:g} would reject every group")
+        return self
+
+
+class RetriesConfig(Config):
+    """How often a rollout that failed is repeated under the same lease before it counts as failed.
+
+    It is repeated with the same seeds, so that the repetition favours no other answers."""
+
+    timeout: int = Field(0, ge=0)
+    """Repetitions of a rollout that took too long."""
+
+    environment_error: int = Field(0, ge=0)
+    """Repetitions of a rollout whose environment failed."""
+
+    tool_error: int = Field(0, ge=0)
+    """Repetitions of a rollout that a tool failed."""
+
+    reward_error: int = Field(0, ge=0)
+    """Repetitions of a rollout whose reward failed; the answer is sampled again, too."""
+
+    engine_error: int = Field(0, ge=0)
+    """Repetitions of a rollout whose engine failed, beyond those of the fleet."""
+
+    def of(self, end: End) -> int:
+        """Return how often a rollout is repeated that ended so."""
+        return int(getattr(self, end, 0))

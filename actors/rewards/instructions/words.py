@@ -1,0 +1,109 @@
+"""Instructions about words, letters and length, each a function from a text to whether it follows."""
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+Relation = Literal["at least", "less than"]
+_WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
+_SENTENCE_END = re.compile(r"[.!?]+[\"'\u201d\u2019)\]]*(?=\s|$)")
+_ABBREVIATION = re.compile(
+    r"(?:\b(?:mr|mrs|ms|dr|prof|st|vs|e\.g|i\.e|etc|no|inc|jr|sr)|\b[A-Za-z])\.$", re.IGNORECASE
+)
+PARAGRAPHS = "***"
+"""Line that separates paragraphs where the instruction says so."""
+
+
+def holds(count: int, relation: Relation, bound: int) -> bool:
+    """Return whether a count is `at least` the bound, or `less than` it. Raises ValueError for others."""
+    if relation not in ("at least", "less than"):
+        raise ValueError(f"the relation {relation!r} is neither 'at least' nor 'less than'")
+    return count >= bound if relation == "at least" else count < bound
+
+
+def occurrences(text: str, word: str) -> int:
+    """Count a word or phrase, not as a part of longer words and whatever its case."""
+    return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
+
+
+def keywords_exist(text: str, *, keywords: Sequence[str]) -> bool:
+    """Every keyword occurs."""
+    return all(occurrences(text, word) for word in _listed(keywords))
+
+
+def keyword_frequency(text: str, *, keyword: str, frequency: int, relation: Relation) -> bool:
+    """The keyword occurs so often."""
+    return holds(occurrences(text, keyword), relation, frequency)
+
+
+def forbidden_words(text: str, *, forbidden_words: Sequence[str]) -> bool:
+    """None of the words occurs."""
+    return not any(occurrences(text, word) for word in _listed(forbidden_words))
+
+
+def letter_frequency(text: str, *, letter: str, let_frequency: int, let_relation: Relation) -> bool:
+    """The letter occurs so often, in either case."""
+    if len(letter) != 1:
+        raise ValueError(f"{letter!r} is not one letter")
+    return holds(text.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def number_of_words(text: str, *, num_words: int, relation: Relation) -> bool:
+    """The text has so many words."""
+    return holds(len(_WORD.findall(text)), relation, num_words)
+
+
+def number_of_sentences(text: str, *, num_sentences: int, relation: Relation) -> bool:
+    """The text has so many sentences."""
+    return holds(count_sentences(text), relation, num_sentences)
+
+
+def count_sentences(text: str) -> int:
+    """Count sentences: runs of text up to `.`, `!` or `?`, but not up to the dot of an abbreviation."""
+    ends = [
+        match.end() for match in _SENTENCE_END.finditer(text) if not _ABBREVIATION.search(text[: match.end()])
+    ]
+    parts = [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+    return sum(any(map(str.isalnum, part)) for part in parts)
+
+
+def number_of_paragraphs(text: str, *, num_paragraphs: int) -> bool:
+    """Lines of `***` separate exactly so many paragraphs, none of which is empty."""
+    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
+    inner = parts[bool(not parts[0]) : len(parts) - bool(not parts[-1])]  # separators at the ends are allowed
+    return all(inner) and len(inner) == num_paragraphs
+
+
+def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Blank lines separate exactly so many paragraphs, and the nth of them, from 1, begins with the word."""
+    parts = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
+    if len(parts) != num_paragraphs or not 1 <= nth_paragraph <= len(parts):
+        return False
+    begin = _WORD.search(parts[nth_paragraph - 1])
+    return begin is not None and begin[0].lower() == first_word.strip().lower()
+
+
+def capital_word_frequency(text: str, *, capital_frequency: int, capital_relation: Relation) -> bool:
+    """So many words have capital letters only."""
+    return holds(sum(word.isupper() for word in _WORD.findall(text)), capital_relation, capital_frequency)
+
+
+def all_capital(text: str) -> bool:
+    """Every letter is a capital."""
+    return text.isupper()
+
+
+def all_lowercase(text: str) -> bool:
+    """No letter is a capital."""
+    return text.islower()
+
+
+def no_comma(text: str) -> bool:
+    """There is no comma."""
+    return "," not in text
+
+
+def _listed(words: Sequence[str]) -> Sequence[str]:
+    if isinstance(words, str) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{words!r} is no list of words")
+    return words
