@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from actors.engines.fleet.config import FleetConfig
 from actors.environments.length_config import LengthProfileConfig
+from actors.environments.tools_config import ToolsConfig
 from bus.config import Config
 from storage.weights.transport_config import RelayConfig
 
@@ -283,7 +284,8 @@ class PluginEnvironmentConfig(Config):
 
 
 EnvironmentConfig = Annotated[
-    SingleTurnConfig | LengthProfileConfig | PluginEnvironmentConfig, Field(discriminator="type")
+    SingleTurnConfig | ToolsConfig | LengthProfileConfig | PluginEnvironmentConfig,
+    Field(discriminator="type"),
 ]
 
 
