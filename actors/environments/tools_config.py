@@ -47,8 +47,7 @@ class ToolsConfig(Config):
     """Longest time that an episode may take before it ends as `timeout`."""
 
     reward: str = "exact"
-    """Name of a built-in reward, or a function of your own as `my_pkg.my_module:function`. It sees the last
-    answer."""
+    """Name of a built-in reward, or a function of your own as `my_pkg.my_module:function`."""
 
     reward_timeout_s: float = Field(30.0, gt=0)
     """Longest time that one call of the reward may take before the rollout counts as failed."""

@@ -236,7 +236,7 @@ async def test_a_tool_that_fails_ends_the_episode_as_tool_error_and_not_with_a_r
 
 async def test_an_episode_that_takes_too_long_ends_as_timeout(told, tokenizer):
     environment = told(hang, timeout_s=0.05)
-    with pytest.raises(EpisodeError, match="took longer than 0.05 s") as raised:
+    with pytest.raises(EpisodeError, match=r"took longer than 0\.05 s") as raised:
         await rolled_out(environment, tokenizer, "<tool>x</tool><|end|>")
     assert end_after(raised.value) == "timeout"
 
