@@ -4,7 +4,6 @@ import asyncio
 import json
 import string
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from actors.environments.base import EpisodeError, Task
 from actors.environments.build import build_environment
 from actors.environments.tools import ToolChat
 from actors.environments.tools_config import ToolsConfig
-from actors.policy.answers import AnswerReader
 from actors.policy.policy import Policy
 from actors.tools.base import ToolError, ToolResult
 from actors.worker import end_after
@@ -247,19 +245,6 @@ async def test_a_tools_output_of_100_mb_is_cut(told, tokenizer):
     assert f"<result>{'x' * 8}\n[99999984 characters left out]\n{'x' * 8}</result>" in model.saw[1]
 
 
-class ReadingPolicy(Policy):
-    """Reads tool calls out of what it samples."""
-
-    async def chat(self, messages, *args, tools=None, **settings):
-        completion = await super().chat(messages, *args, tools=tools, **settings)
-        read = AnswerReader("<tool_call>").read(
-            completion.text, in_reasoning=False, tools=tools or (), number=completion.number
-        )
-        return replace(
-            completion, content=read.content, tool_calls=read.tool_calls, malformed_calls=read.malformed_calls
-        )
-
-
 def native(name, arguments):
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return f'<tool_call>{{"name": "{name}", "arguments": {text}}}</tool_call><|end|>'
@@ -268,7 +253,7 @@ def native(name, arguments):
 async def test_native_calls_come_from_the_policy_and_results_go_back_by_their_ids(told, tokenizer):
     environment = told(ToolResult("done"), calls="native")
     model = Model(tokenizer, native("tool", {"x": "a", "n": 2}), ANSWER)
-    policy = ReadingPolicy(ScriptedEngine(model), tokenizer, Sampling(max_new_tokens=200))
+    policy = Policy(ScriptedEngine(model), tokenizer, Sampling(max_new_tokens=200))
     episode = await environment.run(Task(task_id="t", prompt="go", label="42"), policy)
     assert model.saw[0] == "<|system|>tool <|user|>go<|assistant|>"  # the template is told of the tools
     assert model.saw[1].endswith("</tool_call><|end|><|tool|>done<|assistant|>")
@@ -292,7 +277,7 @@ async def test_native_calls_come_from_the_policy_and_results_go_back_by_their_id
 async def test_wrong_native_calls_are_told_to_the_model_and_counted(told, tokenizer, call, said):
     environment = told(ToolError("was called"), calls="native")
     model = Model(tokenizer, call, ANSWER)
-    policy = ReadingPolicy(ScriptedEngine(model), tokenizer, Sampling(max_new_tokens=200))
+    policy = Policy(ScriptedEngine(model), tokenizer, Sampling(max_new_tokens=200))
     episode = await environment.run(Task(task_id="t", prompt="go", label="42"), policy)
     assert said in model.saw[1]
     assert counted(episode, "malformed_calls", "tool_calls", "reward") == [1, 0, 1]
