@@ -50,6 +50,7 @@ class ToolChat:
     def __init__(self, config: ToolsConfig, tools: Mapping[str, Tool], scorer: Scorer) -> None:
         self._config = config
         self._scorer = scorer
+        self._stops = tuple(f"</{name}>" for name in tools) if config.stop_at_call else ()
         self._style: CallStyle = (
             TaggedCalls(tools)
             if config.calls == "tags"
@@ -122,7 +123,8 @@ class ToolChat:
         if room < 1:
             chat.end = "length"
             return None
-        sampling = replace(policy.sampling, max_new_tokens=room)
+        asked = policy.sampling
+        sampling = replace(asked, max_new_tokens=room, stop=(*asked.stop, *self._stops))
         try:
             return await policy.chat(chat.messages, tools=self._style.schemas, sampling=sampling)
         except RequestRefusedError:

@@ -22,6 +22,10 @@ class ToolsConfig(Config):
     `<name>argument</name>` in its text, for tools with one text argument; results come as
     `<result>...</result>` from the user."""
 
+    stop_at_call: bool = False
+    """Whether a completion ends with its first call, as in Search-R1 (arXiv:2503.09516), for models that do
+    not end their turn there. For `tags` alone."""
+
     system: str | None = None
     """System message before the prompt, where that has none. With `tags` it should say how to call the
     tools."""
@@ -55,6 +59,12 @@ class ToolsConfig(Config):
     reward_threads: int = Field(16, ge=1)
     """Threads in which a plain (not async) reward of your own is called; 1 for one that only one thread may
     call at a time."""
+
+    @model_validator(mode="after")
+    def _only_tags_end_a_completion(self) -> Self:
+        if self.stop_at_call and self.calls != "tags":
+            raise ValueError('stop_at_call is for calls = "tags": leave it out, or set calls = "tags"')
+        return self
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:

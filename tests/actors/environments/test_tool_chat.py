@@ -139,6 +139,20 @@ async def test_one_that_always_calls_comes_to_the_turn_limit_and_is_scored(token
     assert (len(model.saw), counted(episode, "tool_calls")) == (3, [2])
 
 
+async def test_a_completion_may_end_with_its_first_call(tokenizer):
+    rambling = "<calculator>6*7</calculator> is 41, so 41<|end|>"
+    episode, model = await rolled_out(environment_of(stop_at_call=True), tokenizer, rambling, ANSWER)
+    [trajectory] = episode.trajectories
+    assert "41" not in model.saw[-1]
+    assert (
+        tokenizer.decode(trajectory.token_ids[trajectory.loss_mask])
+        == f"<calculator>6*7</calculator>{ANSWER}"
+    )
+    assert trajectory.reward == 1.0
+    with pytest.raises(ValueError, match="stop_at_call is for calls"):
+        environment_of(calls="native", stop_at_call=True)
+
+
 async def test_the_token_budget_counts_over_turns(tokenizer):
     tokens = len(tokenizer.encode(CALL))
     environment = environment_of(token_budget=tokens + 3)
