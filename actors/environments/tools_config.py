@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors.tools.config import PluginToolConfig, ToolConfig
+from actors.tools.config import McpConfig, PluginToolConfig, ToolConfig
 from bus.config import Config
 
 
@@ -15,7 +15,8 @@ class ToolsConfig(Config):
     """Name of the environment."""
 
     tools: tuple[ToolConfig, ...] = Field(min_length=1)
-    """Tools that the model may call, each a table with its `type`: python, calculator, search or plugin."""
+    """Tools that the model may call, each a table with its `type`: python, calculator, search, mcp or
+    plugin."""
 
     calls: Literal["native", "tags"] = "native"
     """How the model calls a tool. `native`: as its chat template says, which is told of the tools. `tags`: as
@@ -68,7 +69,7 @@ class ToolsConfig(Config):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
-        names = [tool.name for tool in self.tools if not isinstance(tool, PluginToolConfig)]
+        names = [tool.name for tool in self.tools if not isinstance(tool, PluginToolConfig | McpConfig)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"tools has two named {', '.join(twice)}: give them a `name` each")
         return self

@@ -1,6 +1,7 @@
 """The tools that a configuration names."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import cast
 
 from pydantic import BaseModel, ValidationError
@@ -9,6 +10,7 @@ from actors.tools.base import Tool
 from actors.tools.calculator import Calculator
 from actors.tools.config import (
     CalculatorConfig,
+    McpConfig,
     PluginToolConfig,
     PythonToolConfig,
     SearchConfig,
@@ -17,7 +19,7 @@ from actors.tools.config import (
 from actors.tools.python import PythonTool
 from actors.tools.search import SearchTool
 from bus.errors import ConfigError
-from bus.plugins import load_function
+from bus.plugins import load_function, refuse_program
 
 PARTS = ("name", "description", "parameters", "call", "close")
 
@@ -25,23 +27,35 @@ PARTS = ("name", "description", "parameters", "call", "close")
 def build_tools(configs: Sequence[ToolConfig]) -> dict[str, Tool]:
     """Build them, by name. Raises ConfigError for one that cannot work here, or a name used twice."""
     tools: dict[str, Tool] = {}
-    for config in configs:
-        tool = _build(config)
+    for tool in chain.from_iterable(map(_build, configs)):
         if tool.name in tools:
             raise ConfigError(f"actors.environment.tools has two named {tool.name!r}: name one otherwise")
         tools[tool.name] = tool
     return tools
 
 
-def _build(config: ToolConfig) -> Tool:
+def _build(config: ToolConfig) -> Sequence[Tool]:
     match config:
         case PythonToolConfig():
-            return PythonTool.from_config(config)
+            return [PythonTool.from_config(config)]
         case CalculatorConfig():
-            return Calculator(config.name)
+            return [Calculator(config.name)]
         case SearchConfig():
-            return SearchTool(config)
-    return _plugin(config)
+            return [SearchTool(config)]
+        case McpConfig():
+            return _mcp(config)
+    return [_plugin(config)]
+
+
+def _mcp(config: McpConfig) -> Sequence[Tool]:
+    """Connect to a server and return its tools. Raises ConfigError where that fails, or may not be done."""
+    try:
+        from actors.tools.mcp import McpServer
+    except ImportError as error:
+        raise ConfigError("tools of MCP servers need mcp: pip install 'sluice-rl[mcp]'") from error
+    if config.command:
+        refuse_program(f"MCP server {config.server!r}", config.command)
+    return McpServer(config).tools
 
 
 def _plugin(config: PluginToolConfig) -> Tool:

@@ -1,9 +1,9 @@
 """Settings of tools. Loads without torch."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from bus.config import Config
 
@@ -90,7 +90,45 @@ class PluginToolConfig(Config):
     """Settings of the tool, which its nested class `Settings` declares."""
 
 
+class McpConfig(Config):
+    """All tools, or some, of a server that speaks the Model Context Protocol."""
+
+    type: Literal["mcp"] = "mcp"
+    """Name of the tool's kind."""
+
+    command: tuple[str, ...] = ()
+    """Program that the actor starts, with its arguments; it speaks over its standard input and output."""
+
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of that program, beside PATH and HOME."""
+
+    url: str | None = None
+    """Address of a server that runs already, as http://host:port/mcp (streamable HTTP)."""
+
+    allowed: tuple[str, ...] = ()
+    """Names of the server's tools that the model may call; without any it may call all."""
+
+    start_timeout_s: float = Field(60.0, gt=0)
+    """Longest time until the server has said which tools it has."""
+
+    @model_validator(mode="after")
+    def _names_one_server(self) -> Self:
+        if bool(self.command) == (self.url is not None):
+            raise ValueError(
+                f"command={list(self.command)} with url={self.url!r}: name a program to start or an address, "
+                "one of the two"
+            )
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url={self.url!r} is no URL: write it as http://host:port/mcp")
+        return self
+
+    @property
+    def server(self) -> str:
+        """Name of the server in messages."""
+        return self.url or " ".join(self.command)
+
+
 ToolConfig = Annotated[
-    PythonToolConfig | CalculatorConfig | SearchConfig | PluginToolConfig,
+    PythonToolConfig | CalculatorConfig | SearchConfig | McpConfig | PluginToolConfig,
     Field(discriminator="type"),
 ]

@@ -188,7 +188,7 @@ def _product_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[
     call = f"<calc>{question}</calc>"
     if rng.random() < 0.5:
         return chat, call
-    result = {"role": "user", "content": f"<result>{product}</result>"}
+    result: Json = {"role": "user", "content": f"<result>{product}</result>"}
     return [*chat, {"role": "assistant", "content": call}, result], product
 
 
