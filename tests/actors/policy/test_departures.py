@@ -307,3 +307,9 @@ async def test_special_marks_of_calls_are_read_though_text_leaves_them_out():
     answer = await policy.chat([ONE], tools=TOOLS)
     assert [call.name for call in answer.tool_calls] == ["add"]
     assert answer.text == ' [{"name": "add", "arguments": {"a": 1}}]'
+
+
+async def test_the_format_of_tool_calls_can_be_set():
+    policy = scripted('[TOOL_CALLS]add[ARGS]{"a": 1}<|im_end|>', tool_calls="mistral")
+    answer = await policy.chat([ONE], tools=TOOLS)
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [("add", '{"a": 1}')]
