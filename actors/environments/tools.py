@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Self
@@ -17,8 +17,13 @@ from actors.rewards.scoring import Scorer
 from actors.tools.base import Arguments, Tool, ToolError, ToolResult, function_schema
 from actors.tools.build import build_tools
 from actors.tools.output import shortened
+from bus.codec import Json
 from bus.errors import RequestRefusedError
 from bus.trajectory import End
+
+COUNTED = ("tool_calls", "tool_failures", "malformed_calls")
+"""What is counted in an episode, and kept with its trajectories: calls carried out, those of them that failed
+by the model's mistake, and those that could not be carried out."""
 
 
 @dataclass(slots=True)
@@ -87,9 +92,12 @@ class ToolChat:
         )
         late = scored is LATER
         reward = 0.0 if scored is LATER else scored
-        trajectories = policy.trajectories(reward, end=chat.end)
+        metadata: dict[str, Json] = {name: chat.counts[name] for name in COUNTED}
         return Episode(
-            trajectories=tuple(replace(trajectory, reward_due=late) for trajectory in trajectories),
+            trajectories=tuple(
+                replace(part, reward_due=late, metadata={**part.metadata, **metadata})
+                for part in policy.trajectories(reward, end=chat.end)
+            ),
             metrics={**({} if late else {"rollout/reward": reward}), **_metrics(chat)},
         )
 
@@ -165,12 +173,11 @@ class ToolChat:
 
 
 def _metrics(chat: Conversation) -> dict[str, float]:
-    counted: Sequence[str] = ("tool_calls", "tool_failures", "malformed_calls")
     truncated = chat.end == "length" or chat.completions[-1].finish_reason == "length"
     return {
         "rollout/completion_tokens": float(chat.sampled),
         "rollout/truncated": float(truncated),
         "rollout/turns": float(len(chat.completions)),
         "rollout/tool_time_s": chat.tool_time_s,
-        **{f"rollout/{name}": float(chat.counts[name]) for name in counted},
+        **{f"rollout/{name}": float(chat.counts[name]) for name in COUNTED},
     }

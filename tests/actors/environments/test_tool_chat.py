@@ -130,6 +130,8 @@ async def test_several_calls_are_carried_out_in_order_up_to_a_limit(tokenizer):
 async def test_a_call_that_is_not_closed_is_told_to_the_model_and_counted(tokenizer):
     episode, model = await rolled_out(environment_of(), tokenizer, "<calculator>6*7<|end|>", ANSWER)
     assert "<result>error: <calculator> has no </calculator></result>" in model.saw[1]
+    kept = {"tool_calls": 0, "tool_failures": 0, "malformed_calls": 1}
+    assert [dict(trajectory.metadata) for trajectory in episode.trajectories] == [kept]
     assert counted(episode, "malformed_calls", "turns", "reward") == [1, 2, 1]
 
 
