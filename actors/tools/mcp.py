@@ -42,7 +42,12 @@ class McpServer:
                 f"MCP server {config.server}: no list of its tools within {config.start_timeout_s:g} s "
                 f"({_reason(error)}): check command and url in actors.environment.tools"
             ) from error
-        self.tools = [McpTool(self, tool) for tool in self._chosen(found)]
+        self._found = self._chosen(found)
+
+    @property
+    def tools(self) -> list["McpTool"]:
+        """The tools that may be called; each keeps the connection open."""
+        return [McpTool(self, tool) for tool in self._found]
 
     def _chosen(self, found: Sequence[Tool]) -> list[Tool]:
         names = [tool.name for tool in found]

@@ -11,7 +11,7 @@ import os
 import socket
 import subprocess
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import BinaryIO, Literal, NamedTuple
@@ -186,6 +186,16 @@ async def _read(stream: BinaryIO, limit: int, stop: Callable[[], None]) -> bytes
     return bytes(data)
 
 
+def _refusal(answer: Mapping[str, str]) -> str:
+    """Return what the user can do, by what the sandbox's process said."""
+    if "missing" in answer:
+        return (
+            f"a package of the sandbox cannot be loaded ({answer['missing']}): install it for the actor, or "
+            "leave it out of the tool's `packages`"
+        )
+    return f"this host allows no sandbox ({answer['refused']}): {REMEDY}"
+
+
 def _started(limits: Limits) -> _Server:
     """Start the process that starts programs. Raises ConfigError where it cannot do its work."""
     if not supported():
@@ -210,8 +220,8 @@ def _started(limits: Limits) -> _Server:
     except OSError as error:
         server.end()
         raise ConfigError(f"the sandbox's process did not start within {START_TIMEOUT_S:g} s") from error
-    if "refused" in answer:
+    if "ready" not in answer:
         server.end()
-        raise ConfigError(f"this host allows no sandbox ({answer['refused']}): {REMEDY}")
+        raise ConfigError(_refusal(answer))
     control.setblocking(False)
     return server

@@ -48,8 +48,12 @@ def main() -> None:
     try:
         for name in limits.preload:
             importlib.import_module(name)
+    except ImportError as error:
+        control.send(json.dumps({"missing": str(error)}).encode())
+        return
+    try:
         enter(limits.package_directories, host)
-    except (OSError, ImportError, KeyError) as error:
+    except OSError as error:
         control.send(json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode())
         return
     control.send(json.dumps({"ready": os.getpid()}).encode())
