@@ -19,7 +19,9 @@ CALL = (
 )
 
 
-@pytest.fixture(scope="module", params=["as started", "as ordinary user"])
+@pytest.fixture(
+    scope="module", params=["as started", pytest.param("as ordinary user", marks=pytest.mark.slow)]
+)
 def sandbox(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLUICE_BUS", SECRET)
