@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from actors.engines.fleet.config import FleetConfig
 from actors.environments.length_config import LengthProfileConfig
+from actors.environments.tools_config import ToolsConfig
 from actors.group_config import GroupLimitsConfig, RetriesConfig
 from actors.rewards.config import RewardConfig
 from bus.config import Config
@@ -275,7 +276,8 @@ class PluginEnvironmentConfig(Config):
 
 
 EnvironmentConfig = Annotated[
-    SingleTurnConfig | LengthProfileConfig | PluginEnvironmentConfig, Field(discriminator="type")
+    SingleTurnConfig | ToolsConfig | LengthProfileConfig | PluginEnvironmentConfig,
+    Field(discriminator="type"),
 ]
 
 

@@ -23,6 +23,7 @@ from actors.log_throttle import LogThrottle
 from actors.policy.policy import Policy
 from actors.rewards.base import BudgetSpentError, InvalidRewardError, RewardError
 from actors.rewards.group_filters import GroupFilter, reason_to_drop
+from actors.tools.base import ToolError
 from actors.weights.follow import PolicyFollower
 from bus.codec import encode
 from bus.connection import Bus
@@ -61,6 +62,8 @@ def end_after(error: BaseException) -> End:
         return "reward_error"
     if isinstance(error, EngineError):
         return "engine_error"
+    if isinstance(error, ToolError):
+        return "tool_error"
     if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
         return "timeout"
     return "environment_error"

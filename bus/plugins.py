@@ -6,7 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -53,6 +53,16 @@ def refuse_of_record(what: str, name: str) -> None:
     """
     if _policy.refusal and name not in _policy.own:
         raise ConfigError(f"{what} {name!r} {_policy.refusal}")
+
+
+def refuse_program(what: str, command: Sequence[str]) -> None:
+    """Raise ConfigError if this process may not start a program for the run: it is no module of a directory.
+
+    What this host named itself it may start."""
+    if _policy.own.issuperset(command) or not (_policy.directories or _policy.refusal):
+        return
+    reason = _policy.refusal or "is a program, and --plugins-from allows modules only"
+    raise ConfigError(f"{what} {reason}; or name it in this host's own settings")
 
 
 def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) -> Callable[P, R]:

@@ -6,6 +6,8 @@ from actors.environments.length_config import LengthProfileConfig
 from actors.environments.length_profile import LengthProfile
 from actors.environments.plugin import plugin_environment
 from actors.environments.single_turn import SingleTurn
+from actors.environments.tools import ToolChat
+from actors.environments.tools_config import ToolsConfig
 
 
 def build_environment(config: EnvironmentConfig) -> Environment:
@@ -14,4 +16,6 @@ def build_environment(config: EnvironmentConfig) -> Environment:
         return plugin_environment(config)
     if isinstance(config, LengthProfileConfig):
         return LengthProfile.from_config(config)
+    if isinstance(config, ToolsConfig):
+        return ToolChat.from_config(config)
     return SingleTurn.from_config(config)

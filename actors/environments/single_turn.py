@@ -1,13 +1,13 @@
 """Prompt, one completion, reward."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Self
 
 from actors.config import SingleTurnConfig
+from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.base import Episode, FailedEpisode, Task
 from actors.policy.policy import Policy
-from actors.rewards.base import Answer, RewardError, Scored
+from actors.rewards.base import Answer
 from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
 
 
@@ -15,8 +15,7 @@ class SingleTurn:
     """Asks once and scores the answer; a group reward scores the answers of a group again."""
 
     def __init__(self, scorer: Scorer | RewardChoice, group_scorer: GroupScorer | None = None) -> None:
-        self._scorer = scorer
-        self._group_scorer = group_scorer
+        self._scoring = AnswerScoring(scorer, group_scorer)
         self.trajectories_per_episode: int | None = 1 if group_scorer is None else None
         """With a group reward, None: an answer has no reward before its siblings have ended, so that none is
         sent ahead."""
@@ -39,47 +38,16 @@ class SingleTurn:
             metadata=task.metadata,
             token_count=len(completion.token_ids),
         )
-        found = await self._scorer.scored(answer)
-        late = not isinstance(found, Scored)
-        if late and self._group_scorer is not None:
-            raise RewardError(f"task {task.task_id}: its reward comes later, and a group reward needs it now")
-        scored = found if isinstance(found, Scored) else Scored(0.0)
-        recorded = policy.trajectories(scored.reward, reward_components=scored.components)
-        return Episode(
-            trajectories=tuple(replace(part, reward_due=late) for part in recorded),
-            metrics={
-                **({} if late else {"rollout/reward": scored.reward}),
-                "rollout/completion_tokens": float(len(completion.token_ids)),
-                "rollout/truncated": float(completion.finish_reason == "length"),
-            },
-            answer=replace(answer, reward=scored.reward) if self._group_scorer else None,
-        )
+        metrics = {
+            "rollout/completion_tokens": float(len(completion.token_ids)),
+            "rollout/truncated": float(completion.finish_reason == "length"),
+        }
+        return await self._scoring.episode(policy, answer, metrics)
 
     async def score_group(self, episodes: Mapping[int, Episode]) -> Mapping[int, Episode | FailedEpisode]:
         """Return the episodes of a group with their final rewards; raises RewardError."""
-        answers = {n: episode.answer for n, episode in episodes.items() if episode.answer is not None}
-        if self._group_scorer is None or not answers:
-            return episodes
-        found = await self._group_scorer.scored(list(answers.values()))
-        scored = dict(zip(answers, found, strict=True))
-        return {
-            n: _rewarded(episode, scored[n]) if n in scored else episode for n, episode in episodes.items()
-        }
+        return await self._scoring.score_group(episodes)
 
     async def close(self) -> None:
         """Give up the rewards' connections and processes."""
-        await self._scorer.close()
-
-
-def _rewarded(episode: Episode, scored: Scored) -> Episode:
-    """Return the episode with another reward. Parts that only the first reward has stay on the record."""
-    return replace(
-        episode,
-        trajectories=tuple(
-            replace(
-                part, reward=scored.reward, reward_components={**part.reward_components, **scored.components}
-            )
-            for part in episode.trajectories
-        ),
-        metrics={**episode.metrics, "rollout/reward": scored.reward},
-    )
+        await self._scoring.close()

@@ -27,8 +27,9 @@ class Task:
 
     problem: Callable[[int], tuple[str, str]]
     """Function from a number to the prompt and label of that problem."""
-    demonstration: Callable[[int, Random, bool], str]
-    """Function from a number to a worked answer of that problem, right or plausibly wrong."""
+    demonstration: Callable[[int, Random, bool], str | tuple[list[Json], str]]
+    """Function from a number to a worked answer of that problem, right or plausibly wrong; in a task of
+    several turns to the chat before one of them, and that turn."""
     problems: int
     """Number of problems, counted from 0."""
     wrong_share: float
@@ -111,22 +112,23 @@ def _write(task: Task, files: TaskFiles, seed: int) -> None:
     _write_rows(files.demonstrations, _demonstration_rows(task, held, rng))
 
 
-def _prompt_row(task: Task, number: int) -> dict[str, str]:
+def _prompt_row(task: Task, number: int) -> dict[str, Json]:
     prompt, label = task.problem(number)
     return {"prompt": prompt, "label": label}
 
 
-def _demonstration_rows(task: Task, held: frozenset[int], rng: Random) -> Iterator[dict[str, str]]:
+def _demonstration_rows(task: Task, held: frozenset[int], rng: Random) -> Iterator[dict[str, Json]]:
     written = 0
     while written < task.demonstrations:
         number = rng.randrange(task.problems)
         if number not in held:
-            response = task.demonstration(number, rng, rng.random() < task.wrong_share)
-            yield {"prompt": task.problem(number)[0], "response": response}
+            worked = task.demonstration(number, rng, rng.random() < task.wrong_share)
+            prompt, response = (task.problem(number)[0], worked) if isinstance(worked, str) else worked
+            yield {"prompt": prompt, "response": response}
             written += 1
 
 
-def _write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
+def _write_rows(path: Path, rows: Iterable[dict[str, Json]]) -> None:
     write_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
@@ -167,7 +169,31 @@ def _addition_demonstration(number: int, rng: Random, wrong: bool) -> str:
     return f"{columns}={10 * tens + units % 10:03d}"
 
 
+# --- product: four digits by two, which takes a calculator ---
+
+
+def _product_problem(number: int) -> tuple[str, str]:
+    a, b = 1000 + number // 90, 10 + number % 90
+    return f"{a}*{b}", str(a * b)
+
+
+def _product_demonstration(number: int, rng: Random, wrong: bool) -> tuple[list[Json], str]:
+    """Return a turn of a chat with the tool `calc`: the call, or the answer that copies its result.
+
+    A wrong first turn guesses, which only luck makes right."""
+    question, product = _product_problem(number)
+    chat: list[Json] = [{"role": "user", "content": question}]
+    if wrong:
+        return chat, str(rng.randrange(10_000, 10**6))
+    call = f"<calc>{question}</calc>"
+    if rng.random() < 0.5:
+        return chat, call
+    result: Json = {"role": "user", "content": f"<result>{product}</result>"}
+    return [*chat, {"role": "assistant", "content": call}, result], product
+
+
 TASKS = {
     "sort": Task(_sort_problem, _sort_demonstration, problems=10**6, wrong_share=0.7),
     "addition": Task(_addition_problem, _addition_demonstration, problems=10**4, wrong_share=0.5),
+    "product": Task(_product_problem, _product_demonstration, problems=9000 * 90, wrong_share=0.5),
 }

@@ -24,7 +24,7 @@ from actors.rewards.scoring import GroupScorer, Scorer
 from bus.codec import encode
 from bus.errors import ConfigError, EngineError
 from bus.publish import Publisher
-from learner.config.algorithm import GRPOAdvantage
+from learner.config.advantage import GRPOAdvantage
 from learner.data.batches import make_step_batch
 from tests.actors.test_worker import GROUPS, REJECTED, TIMEOUT_S, Actor, answer_with, leaf
 from tests.factories import make_lease

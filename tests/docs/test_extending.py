@@ -22,6 +22,8 @@ from actors.environments.build import build_environment
 from actors.policy.policy import Policy
 from actors.rewards.base import Answer
 from actors.rewards.group_filters import load_filter
+from actors.tools.base import ToolError, ToolResult
+from actors.tools.build import build_tools
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
@@ -126,6 +128,15 @@ async def test_the_environment_asks_again():
     episode = await environment.run(Task(task_id="t", prompt="sort 21", label="12"), policy)
     assert {trajectory.reward for trajectory in episode.trajectories} == {0.9}
     assert sum(len(trajectory.turns) for trajectory in episode.trajectories) == 2
+
+
+async def test_the_tool_answers_and_says_what_the_model_did_wrong():
+    [tool] = build_tools(settings_of("my_tool").actors.environment.tools).values()
+    assert await tool.call({"article": "bolts"}) == ToolResult("7")
+    assert (await tool.call({"article": "nuts"})).failed
+    await tool.close()
+    with pytest.raises(ToolError, match="counted"):
+        await tool.call({"article": "bolts"})
 
 
 @pytest.mark.parametrize("settings", [{"tries": 0}, {"tryes": 3}])

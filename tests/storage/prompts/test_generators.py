@@ -1,4 +1,5 @@
 import json
+from random import Random
 
 import pytest
 
@@ -25,7 +26,9 @@ def test_a_task_writes_the_promised_numbers_of_distinct_prompts(generated):
     prompts, heldout = load_prompts(files.prompts, KEYS), load_prompts(files.heldout, KEYS)
     assert len({p.content for p in heldout}) == len(heldout) == 256
     assert (
-        len({p.content for p in prompts}) == len(prompts) == {"sort": 20_000, "addition": 10**4 - 256}[name]
+        len({p.content for p in prompts})
+        == len(prompts)
+        == {"sort": 20_000, "addition": 10**4 - 256, "product": 20_000}[name]
     )
 
 
@@ -33,7 +36,8 @@ def test_heldout_prompts_appear_in_no_training_file_and_depend_on_no_seed(genera
     name, files = generated
     heldout = {p.content for p in load_prompts(files.heldout, KEYS)}
     assert heldout.isdisjoint(p.content for p in load_prompts(files.prompts, KEYS))
-    assert heldout.isdisjoint(prompt.content for prompt, _ in load_demonstrations(files.demonstrations))
+    demonstrations = load_demonstrations(files.demonstrations)
+    assert heldout.isdisjoint(question_of(prompt.content) for prompt, _ in demonstrations)
     other = generate_task(name, tmp_path, seed=2)
     assert other.heldout.read_bytes() == files.heldout.read_bytes()
     assert other.prompts.read_bytes() != files.prompts.read_bytes()
@@ -42,14 +46,26 @@ def test_heldout_prompts_appear_in_no_training_file_and_depend_on_no_seed(genera
 def test_demonstrations_are_wrong_in_the_promised_share(generated):
     name, files = generated
     demonstrations = load_demonstrations(files.demonstrations)
-    wrong = sum(final(response) != label_of(prompt.content) for prompt, response in demonstrations)
+    wrong = sum(not is_right(prompt.content, response) for prompt, response in demonstrations)
     assert len(demonstrations) == 26_000
     assert wrong / 26_000 == pytest.approx(TASKS[name].wrong_share, abs=0.015)
+
+
+def is_right(content, response: str) -> bool:
+    question = question_of(content)
+    return response == f"<calc>{question}</calc>" or final(response) == label_of(question)
+
+
+def question_of(content) -> str:
+    return content if isinstance(content, str) else content[0]["content"]
 
 
 def label_of(content: str) -> str:
     if content.startswith("sort "):
         return "".join(sorted(content.removeprefix("sort ")))
+    if "*" in content:
+        a, b = content.split("*")
+        return str(int(a) * int(b))
     a, b = content.removesuffix("=").split("+")
     return f"{int(a) + int(b):03d}"
 
@@ -67,6 +83,23 @@ def test_the_tasks_look_as_documented():
     assert addition.demonstration(4785, None, True) == "75012 48012 =122"
     assert addition.demonstration(1205, None, False) == "25007 10001 =017"
     assert addition.demonstration(1205, None, True) == "25007 10102 =027"
+
+
+def test_demonstrations_of_products_are_turns_of_a_chat_with_a_calculator(tmp_path):
+    product = TASKS["product"]
+    assert product.problem(0) == ("1000*10", "10000")
+    assert product.problem(9000 * 90 - 1) == ("9999*99", "989901")
+    question = {"role": "user", "content": "1000*10"}
+    told = {"role": "user", "content": "<result>10000</result>"}
+    turns = [product.demonstration(0, Random(seed), False) for seed in range(20)]
+    first = ([question], "<calc>1000*10</calc>")
+    second = ([question, {"role": "assistant", "content": "<calc>1000*10</calc>"}, told], "10000")
+    assert all(turn in (first, second) for turn in turns)
+    assert first in turns
+    assert second in turns
+    chat, guess = product.demonstration(0, Random(0), True)
+    assert chat == [question]
+    assert guess.isdecimal()
 
 
 def test_wrong_sorts_are_half_descending_and_half_copied(tmp_path):

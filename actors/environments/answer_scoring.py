@@ -1,0 +1,86 @@
+"""Makes an episode of what was recorded and of the reward of its answer, by itself or within its group."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Self
+
+from actors.environments.base import Episode, FailedEpisode
+from actors.policy.policy import Policy
+from actors.rewards.base import Answer, RewardError, Scored
+from actors.rewards.config import RewardConfig
+from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
+from bus.codec import Json
+from bus.trajectory import End
+
+NOTHING: Mapping[str, Json] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerScoring:
+    """Scores the answers of an environment; a group reward scores those of a group again."""
+
+    scorer: Scorer | RewardChoice
+    group_scorer: GroupScorer | None = None
+
+    @classmethod
+    def from_config(cls, config: RewardConfig) -> Self:
+        """Build with the configured rewards; raises ConfigError for one that cannot be loaded."""
+        return cls(RewardChoice.from_config(config), GroupScorer.from_config(config))
+
+    async def episode(
+        self, policy: Policy, answer: Answer, metrics: Mapping[str, float], *,
+        end: End | None = None, metadata: Mapping[str, Json] = NOTHING,
+    ) -> Episode:  # fmt: skip
+        """Return what `policy` recorded with the reward of `answer`; raises RewardError.
+
+        Args:
+            policy: of the rollout.
+            answer: what is scored.
+            metrics: numbers of the episode, to which its reward is added.
+            end: why the episode has no more turns; by default each trajectory's last turn says it.
+            metadata: what is kept with each trajectory besides."""
+        found = await self.scorer.scored(answer)
+        late = not isinstance(found, Scored)
+        if late and self.group_scorer is not None:
+            raise RewardError(
+                f"task {answer.task_id}: its reward comes later, and a group reward needs it now"
+            )
+        scored = found if isinstance(found, Scored) else Scored(0.0)
+        recorded = policy.trajectories(scored.reward, end=end, reward_components=scored.components)
+        return Episode(
+            trajectories=tuple(
+                replace(part, reward_due=late, metadata={**part.metadata, **metadata}) for part in recorded
+            ),
+            metrics={**({} if late else {"rollout/reward": scored.reward}), **metrics},
+            answer=replace(answer, reward=scored.reward) if self.group_scorer else None,
+        )
+
+    async def score_group(self, episodes: Mapping[int, Episode]) -> Mapping[int, Episode | FailedEpisode]:
+        """Return the episodes of a group with their final rewards; raises RewardError."""
+        answers = {n: episode.answer for n, episode in episodes.items() if episode.answer is not None}
+        if self.group_scorer is None or not answers:
+            return episodes
+        found = await self.group_scorer.scored(list(answers.values()))
+        scored = dict(zip(answers, found, strict=True))
+        return {
+            n: _rewarded(episode, scored[n]) if n in scored else episode for n, episode in episodes.items()
+        }
+
+    async def close(self) -> None:
+        """Give up the rewards' connections and processes."""
+        await self.scorer.close()
+
+
+def _rewarded(episode: Episode, scored: Scored) -> Episode:
+    """Return the episode with another reward. Parts that only the first reward has stay on the record."""
+    return replace(
+        episode,
+        trajectories=tuple(
+            replace(
+                part, reward=scored.reward, reward_components={**part.reward_components, **scored.components}
+            )
+            for part in episode.trajectories
+        ),
+        metrics={**episode.metrics, "rollout/reward": scored.reward},
+    )

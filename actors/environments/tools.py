@@ -1,0 +1,180 @@
+"""A chat in which the model calls tools until it answers; the answer is scored."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from time import monotonic
+from typing import Self
+
+from actors.environments.answer_scoring import AnswerScoring
+from actors.environments.base import ChatMessage, Episode, EpisodeError, FailedEpisode, Task
+from actors.environments.call_styles import CallStyle, FoundCall, MalformedCall, NativeCalls, TaggedCalls
+from actors.environments.tools_config import ToolsConfig
+from actors.policy.messages import Completion
+from actors.policy.policy import Policy
+from actors.rewards.base import Answer
+from actors.tools.base import Arguments, Tool, ToolError, ToolResult, function_schema
+from actors.tools.build import build_tools
+from actors.tools.output import shortened
+from bus.codec import Json
+from bus.errors import RequestRefusedError
+from bus.trajectory import End
+
+COUNTED = ("tool_calls", "tool_failures", "malformed_calls")
+"""What is counted in an episode, and kept with its trajectories: calls carried out, those of them that failed
+by the model's mistake, and those that could not be carried out."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A chat while it goes on."""
+
+    messages: list[ChatMessage]
+    completions: list[Completion] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    tool_time_s: float = 0.0
+    end: End | None = None
+    """How it ended; None where the finish reason of the last completion says it."""
+
+    @property
+    def sampled(self) -> int:
+        """Return the number of tokens that the model sampled so far."""
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+
+class ToolChat:
+    """Lets a policy call tools over several turns.
+
+    A wrong call is answered with what is wrong with it, and counted. Where a tool itself fails, the rollout
+    fails as `tool_error`, since its reward would say nothing about the policy."""
+
+    trajectories_per_episode: int | None = None
+    """A chat template may rewrite earlier turns, and then an episode has more than one."""
+
+    def __init__(self, config: ToolsConfig, tools: Mapping[str, Tool], scoring: AnswerScoring) -> None:
+        self._config = config
+        self._scoring = scoring
+        self._stops = tuple(f"</{name}>" for name in tools) if config.stop_at_call else ()
+        self._style: CallStyle = (
+            TaggedCalls(tools)
+            if config.calls == "tags"
+            else NativeCalls(tools, [function_schema(tool) for tool in tools.values()])
+        )
+
+    @classmethod
+    def from_config(cls, config: ToolsConfig) -> Self:
+        """Build with its tools and its reward; raises ConfigError for what cannot work on this host."""
+        return cls(config, build_tools(config.tools), AnswerScoring.from_config(config))
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """Roll `task` out once. Raises EngineError, RewardError, ToolError or EpisodeError."""
+        policy = policy.fresh(task.task_id)
+        chat = Conversation(self._opening(task))
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                await self._converse(chat, policy)
+        except TimeoutError as error:
+            limit = self._config.timeout_s
+            raise EpisodeError(f"the episode of {task.task_id} took longer than {limit:g} s") from error
+        last = chat.completions[-1]
+        answer = Answer(
+            task_id=task.task_id,
+            messages=task.messages,
+            text=last.content,
+            finish_reason=last.finish_reason,
+            label=task.label,
+            metadata=task.metadata,
+            token_count=chat.sampled,
+        )
+        counts: dict[str, Json] = {name: chat.counts[name] for name in COUNTED}
+        return await self._scoring.episode(policy, answer, _metrics(chat), end=chat.end, metadata=counts)
+
+    async def score_group(self, episodes: Mapping[int, Episode]) -> Mapping[int, Episode | FailedEpisode]:
+        """Return the episodes of a group with their final rewards; raises RewardError."""
+        return await self._scoring.score_group(episodes)
+
+    async def close(self) -> None:
+        """Give up the rewards' connections and processes."""
+        await self._scoring.close()
+
+    def _opening(self, task: Task) -> list[ChatMessage]:
+        messages, system = list(task.messages), self._config.system
+        if system is not None and messages[0].get("role") != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        return messages
+
+    async def _converse(self, chat: Conversation, policy: Policy) -> None:
+        """Let the model speak until it answers, or comes to a limit."""
+        while True:
+            completion = await self._completion(chat, policy)
+            if completion is None:
+                return
+            chat.completions.append(completion)
+            calls = self._style.calls(completion) if completion.finish_reason == "stop" else []
+            if not calls:
+                return
+            if len(chat.completions) == self._config.max_turns:
+                chat.end = "turn_limit"
+                return
+            answered = [(call, await self._answer(n, call, chat)) for n, call in enumerate(calls)]
+            chat.messages += [completion.message, *self._style.results(answered)]
+
+    async def _completion(self, chat: Conversation, policy: Policy) -> Completion | None:
+        """Return the next completion, or None where budget or context leave no room for one."""
+        room = policy.sampling.max_new_tokens
+        if self._config.token_budget is not None:
+            room = min(room, self._config.token_budget - chat.sampled)
+        if room < 1:
+            chat.end = "length"
+            return None
+        asked = policy.sampling
+        sampling = replace(asked, max_new_tokens=room, stop=(*asked.stop, *self._stops))
+        try:
+            return await policy.chat(chat.messages, tools=self._style.schemas, sampling=sampling)
+        except RequestRefusedError:
+            if not chat.completions:
+                raise  # the prompt itself is too long
+            chat.end = "length"  # the model and its tools have filled the context
+            return None
+
+    async def _answer(self, number: int, call: FoundCall, chat: Conversation) -> ToolResult:
+        if isinstance(call, MalformedCall):
+            chat.counts["malformed_calls"] += 1
+            return ToolResult(f"error: {call.reason}", failed=True)
+        if number >= self._config.calls_per_turn:
+            chat.counts["malformed_calls"] += 1
+            limit = self._config.calls_per_turn
+            return ToolResult(f"error: only {limit} calls are carried out at a time", failed=True)
+        chat.counts["tool_calls"] += 1
+        started = monotonic()
+        result = await self._result(call.tool, call.arguments)
+        chat.tool_time_s += monotonic() - started
+        chat.counts["tool_failures"] += result.failed
+        return replace(result, text=shortened(result.text, self._config.output_characters))
+
+    async def _result(self, tool: Tool, arguments: Arguments) -> ToolResult:
+        """Call a tool. Raises ToolError for whatever is not the model's mistake."""
+        limit = self._config.tool_timeout_s
+        try:
+            async with asyncio.timeout(limit) as clock:
+                result = await tool.call(arguments)
+        except ToolError:
+            raise
+        except Exception as error:  # a tool of the user's own may raise anything
+            said = f"took longer than {limit:g} s" if clock.expired() else f"raised {error!r}"
+            raise ToolError(f"the tool {tool.name!r} {said}") from error
+        if not (isinstance(result, ToolResult) and isinstance(result.text, str)):
+            raise ToolError(f"the tool {tool.name!r} returned {type(result).__name__}, not a ToolResult")
+        return result
+
+
+def _metrics(chat: Conversation) -> dict[str, float]:
+    truncated = chat.end == "length" or chat.completions[-1].finish_reason == "length"
+    return {
+        "rollout/completion_tokens": float(chat.sampled),
+        "rollout/truncated": float(truncated),
+        "rollout/turns": float(len(chat.completions)),
+        "rollout/tool_time_s": chat.tool_time_s,
+        **{f"rollout/{name}": float(chat.counts[name]) for name in COUNTED},
+    }

@@ -1,0 +1,65 @@
+"""Settings of the environment in which a model calls tools. Loads without torch."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from actors.rewards.config import RewardConfig
+from actors.tools.config import McpConfig, PluginToolConfig, ToolConfig
+
+
+class ToolsConfig(RewardConfig):
+    """Environment in which an episode is a chat with tools, until the model answers without calling one."""
+
+    type: Literal["tools"]
+    """Name of the environment."""
+
+    tools: tuple[ToolConfig, ...] = Field(min_length=1)
+    """Tools that the model may call, each a table with its `type`: python, calculator, search, mcp or
+    plugin."""
+
+    calls: Literal["native", "tags"] = "native"
+    """How the model calls a tool. `native`: as its chat template says, which is told of the tools. `tags`: as
+    `<name>argument</name>` in its text, for tools with one text argument; results come as
+    `<result>...</result>` from the user."""
+
+    stop_at_call: bool = False
+    """Whether a completion ends with its first call, as in Search-R1 (arXiv:2503.09516), for models that do
+    not end their turn there. For `tags` alone."""
+
+    system: str | None = None
+    """System message before the prompt, where that has none. With `tags` it should say how to call the
+    tools."""
+
+    max_turns: int = Field(8, ge=1)
+    """Completions of an episode; one whose last completion calls a tool ends as `turn_limit`."""
+
+    token_budget: int | None = Field(None, ge=1)
+    """Tokens that the model may sample in an episode, over all turns; one that has used them up ends as
+    `length`. `None`: as many as turns and context allow."""
+
+    calls_per_turn: int = Field(4, ge=1)
+    """Calls in one completion that are carried out; further ones are answered with an error."""
+
+    output_characters: int = Field(4000, ge=16)
+    """Length to which a tool's answer is cut, in the middle and with a note."""
+
+    tool_timeout_s: float = Field(120.0, gt=0)
+    """Longest time that one call may take before the rollout ends as `tool_error`; above the limits that the
+    tool sets itself, which the model is told of."""
+
+    timeout_s: float = Field(1800.0, gt=0)
+    """Longest time that an episode may take before it ends as `timeout`."""
+
+    @model_validator(mode="after")
+    def _only_tags_end_a_completion(self) -> Self:
+        if self.stop_at_call and self.calls != "tags":
+            raise ValueError('stop_at_call is for calls = "tags": leave it out, or set calls = "tags"')
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> Self:
+        names = [tool.name for tool in self.tools if not isinstance(tool, PluginToolConfig | McpConfig)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"tools has two named {', '.join(twice)}: give them a `name` each")
+        return self

@@ -1,0 +1,55 @@
+"""Contract of tools: what they are called with, what they return and how they fail."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from actors.environments.base import JSON
+from bus.errors import SluiceError
+
+Arguments = Mapping[str, JSON]
+"""Arguments of a call, by name, as its JSON had them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool answers the model."""
+
+    text: str
+    failed: bool = False
+    """True where the call was wrong, such as a division by zero: the model reads why, and it is counted."""
+
+
+class ToolError(SluiceError):
+    """What a tool depends on failed, through no fault of the model: this rollout has no reward."""
+
+
+class Tool(Protocol):
+    """Something that a model may call. One instance serves many rollouts at once."""
+
+    name: str
+    """Name by which the model calls it."""
+    description: str
+    """What it does and when to call it, for the model."""
+    parameters: Mapping[str, JSON]
+    """JSON schema of its arguments: an object."""
+
+    async def call(self, arguments: Arguments) -> ToolResult:
+        """Do what is asked; `arguments` fit `parameters`. What the model did wrong is a result that says so.
+
+        Raises ToolError for whatever is not the model's fault: the episode is then never trained as 0."""
+
+    async def close(self) -> None:
+        """Free what the tool holds."""
+
+
+def function_schema(tool: Tool) -> dict[str, JSON]:
+    """Return a tool in the shape of OpenAI's functions, as chat templates take it."""
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": dict(tool.parameters),
+        },
+    }

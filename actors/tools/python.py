@@ -1,0 +1,76 @@
+"""The tool that runs a model's Python code in the sandbox."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from actors.environments.base import JSON
+from actors.tools.base import Arguments, ToolResult
+from actors.tools.config import PythonToolConfig
+from actors.tools.sandbox.limits import Limits
+from actors.tools.sandbox.sandbox import Ran, Sandbox
+
+MEGABYTE = 1 << 20
+
+
+class PythonTool:
+    """Runs each call's code as a program of its own, and answers with what it printed."""
+
+    description = (
+        "Runs a Python program and returns what it prints. Each call starts afresh: no variables or files "
+        "are kept. There is no network."
+    )
+    parameters: Mapping[str, JSON] = {
+        "type": "object",
+        "properties": {"code": {"type": "string", "description": "Python code that prints its results"}},
+        "required": ["code"],
+        "additionalProperties": False,
+    }
+
+    def __init__(self, name: str, sandbox: Sandbox, *, wall_s: float) -> None:
+        self.name = name
+        self._sandbox = sandbox
+        self._wall_s = wall_s
+
+    @classmethod
+    def from_config(cls, config: PythonToolConfig) -> Self:
+        """Build with a sandbox of its own. Raises ConfigError where the host allows none."""
+        limits = Limits(
+            wall_s=config.wall_s,
+            cpu_s=config.cpu_s,
+            memory_bytes=config.memory_mb * MEGABYTE,
+            processes=config.processes,
+            file_bytes=config.file_mb * MEGABYTE,
+            preload=config.packages,
+            package_directories=_package_directories() if config.packages else (),
+        )
+        sandbox = Sandbox(limits, at_once=config.at_once, output_bytes=config.output_kb * 1024)
+        return cls(config.name, sandbox, wall_s=config.wall_s)
+
+    async def call(self, arguments: Arguments) -> ToolResult:
+        """Run the code. Raises ToolError where the sandbox failed."""
+        ran = await self._sandbox.run(str(arguments["code"]))
+        failed = ran.end != "exited" or ran.status != 0
+        parts = (ran.stdout, ran.stderr, self._note(ran))
+        return ToolResult("\n".join(part.rstrip("\n") for part in parts if part) or "[no output]", failed)
+
+    def _note(self, ran: Ran) -> str:
+        """Return what the model should know about the program's end, beyond what the program said."""
+        if ran.end == "exited":
+            return f"[ended by signal {-ran.status}]" if ran.status < 0 else ""
+        return {
+            "time": f"[stopped after {self._wall_s:g} s]",
+            "cpu": "[stopped: it used up its processor time]",
+            "output": "[stopped: it printed too much]",
+        }[ran.end]
+
+    async def close(self) -> None:
+        """End the sandbox."""
+        await self._sandbox.close()
+
+
+def _package_directories() -> tuple[str, ...]:
+    """Return the directories of installed packages that this process imports from."""
+    names = ("site-packages", "dist-packages")
+    return tuple(path for path in sys.path if Path(path).name in names and Path(path).is_dir())

@@ -1,0 +1,98 @@
+"""The file system and namespaces of the sandbox: Python's own files read-only, a small /tmp, and no network.
+
+`enter` is called once by the process that starts programs, `private_namespaces` once for each program.
+Neither needs privileges, where the kernel lets ordinary users make namespaces."""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+from actors.tools.sandbox import kernel
+
+NOBODY = 65534
+"""User and group that programs run as on the host, where the actor runs as root."""
+INSIDE = 1000
+"""User and group that a program sees itself as."""
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
+
+
+class Host:
+    """The host's /proc, held open: inside there is none, and maps of users are written there."""
+
+    def __init__(self) -> None:
+        self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def write(self, name: str, text: str) -> None:
+        """Write one of this process's own files in /proc. Raises OSError."""
+        descriptor = os.open(f"self/{name}", os.O_WRONLY, dir_fd=self._proc)
+        try:
+            os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+
+
+def python_directories(packages: Iterable[str]) -> list[str]:
+    """Return the directories that Python programs need, each once and none below another."""
+    own = sysconfig.get_path("stdlib"), f"{sys.base_prefix}/lib", f"{sys.base_exec_prefix}/lib"
+    there = [path for path in (*SYSTEM_LIBRARIES, *own, *packages) if Path(path).is_dir()]
+    named = {*there, *(str(Path(path).resolve()) for path in there)}
+    return sorted(path for path in named if not any(path.startswith(f"{other}/") for other in named))
+
+
+def enter(packages: Iterable[str], host: Host) -> None:
+    """Leave the host's network, processes' messages and files for good.
+
+    Raises OSError naming the call that this host does not allow."""
+    flags = kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    user, group = os.geteuid(), os.getegid()
+    if user == 0:
+        kernel.unshare(flags, "unshare of mounts and network as root")
+        os.setgroups([])
+    else:
+        kernel.unshare(flags | kernel.CLONE_NEWUSER, "unshare of users, mounts and network")
+        _map_ids(host, (user, user), (group, group))
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    _build_tree(python_directories(packages))
+
+
+def _map_ids(host: Host, user: tuple[int, int], group: tuple[int, int]) -> None:
+    """Map one user and one group into the user namespace of this process: (inside, outside) each."""
+    host.write("setgroups", "deny")
+    host.write("uid_map", f"{user[0]} {user[1]} 1")
+    host.write("gid_map", f"{group[0]} {group[1]} 1")
+
+
+def _build_tree(directories: list[str]) -> None:
+    shown = [(path, kernel.read_only_copy(path)) for path in directories]
+    shown += [(path, kernel.read_only_copy(path, devices=True)) for path in DEVICES]
+    root = "/tmp"  # it is there on every host, and hidden for this process alone
+    plain = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("sandbox", root, "tmpfs", plain, "size=1m,nr_inodes=1k,mode=755")
+    for path, tree in shown:
+        target = Path(root + path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path in DEVICES:
+            target.touch()
+        else:
+            target.mkdir(exist_ok=True)
+        kernel.attach(tree, str(target))
+    Path(root, "tmp").mkdir(exist_ok=True)
+    kernel.become_root(root)
+    kernel.mount("none", "/", None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | plain)
+
+
+def private_namespaces(host: Host, *, file_bytes: int, files: int) -> None:
+    """Give the process of one program its own users, processes to come, and an empty /tmp. Raises OSError."""
+    user, group = os.geteuid(), os.getegid()
+    if user == 0:
+        user = group = NOBODY
+        os.setresgid(group, group, group)
+        os.setresuid(user, user, user)
+        kernel.set_dumpable(True)  # else its files in /proc are root's
+    kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID, "unshare of a program")
+    _map_ids(host, (INSIDE, user), (INSIDE, group))
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+    kernel.mount("program", "/tmp", "tmpfs", flags, f"size={file_bytes},nr_inodes={files + 1},mode=700")

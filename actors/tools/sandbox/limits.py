@@ -1,0 +1,42 @@
+"""What a program in the sandbox may use, and where its modules are; travels as JSON to the sandbox's process.
+
+Read by a process that loads nothing but the standard library and this room."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one program."""
+
+    wall_s: float = 10.0
+    """Time from its start to its end."""
+    cpu_s: int = 10
+    """Processor time of each of its processes."""
+    memory_bytes: int = 1 << 29
+    """Address space of each of its processes."""
+    processes: int = 1
+    """Processes and threads at a time."""
+    open_files: int = 64
+    file_bytes: int = 1 << 24
+    """Size of one file, and of all of them together."""
+    files: int = 256
+    """Files and directories in its working directory."""
+    preload: tuple[str, ...] = ()
+    """Modules loaded once, before any program starts."""
+    package_directories: tuple[str, ...] = ()
+    """Directories outside the standard library that it may import from."""
+
+    def to_json(self) -> str:
+        """Return the limits as text for `from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the limits that `to_json` wrote."""
+        fields = json.loads(text)
+        for name in ("preload", "package_directories"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)

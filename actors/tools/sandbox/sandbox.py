@@ -1,0 +1,227 @@
+"""Python programs of a model in processes without network, files and privileges, within limits.
+
+sandbox = Sandbox(Limits())
+ran = await sandbox.run("print(6 * 7)")     # ran.stdout == "42\\n"
+"""
+
+import asyncio
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import BinaryIO, Literal, NamedTuple
+
+from actors.tools.base import ToolError
+from actors.tools.output import decoded
+from actors.tools.sandbox.limits import Limits
+from actors.tools.sandbox.system_calls import supported
+from bus.child_process import module_command
+from bus.errors import ConfigError
+
+START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 10.0
+GRACE_S = 10.0
+"""Longest time after a program's own limit until its end is reported."""
+CHUNK_BYTES = 1 << 16
+LARGEST_ANSWER = 4096
+SERVER_ENVIRONMENT = {"LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Nothing of the actor's environment, which may hold passwords, comes near a program."""
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+REMEDY = (
+    "a container needs --security-opt seccomp=unconfined --security-opt apparmor=unconfined, Ubuntu "
+    "sysctl kernel.apparmor_restrict_unprivileged_userns=0, other hosts sysctl "
+    "user.max_user_namespaces=10000, and all of them Linux 5.12 or later"
+)
+
+ProgramEnd = Literal["exited", "time", "cpu", "output"]
+"""How a program ended: by itself, or at its limit of time, processor time or output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a program did."""
+
+    stdout: str
+    stderr: str
+    end: ProgramEnd
+    status: int
+    """Exit status; negative for the signal that ended it."""
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """The process that starts programs, and the socket that it listens on."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+
+    def end(self) -> None:
+        """Have it end, which it does once its socket is closed."""
+        self.control.close()
+        try:
+            self.process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Sandbox:
+    """Runs programs, `at_once` at a time; further ones wait. Its process ends with it, or by `close`.
+
+    Raises ConfigError where the host allows no sandbox: there is no weaker one."""
+
+    def __init__(self, limits: Limits, *, at_once: int = 4, output_bytes: int = 1 << 16) -> None:
+        self._limits = limits
+        self._output_bytes = output_bytes
+        self._slots = asyncio.Semaphore(at_once)
+        self._starting = asyncio.Lock()
+        self._start()
+
+    def _start(self) -> None:
+        self._server = _started(self._limits)
+        self._end = weakref.finalize(self, self._server.end)
+
+    async def run(self, code: str, stdin: str = "") -> Ran:
+        """Run a program. Raises ToolError where the sandbox, not the program, failed."""
+        async with self._slots:
+            try:
+                await self._ensure_server()
+                return await self._run(code, stdin)
+            except (OSError, ConfigError, TimeoutError) as error:
+                raise ToolError(f"the sandbox failed: {error!r}") from error
+
+    async def close(self) -> None:
+        """End the sandbox's process. Programs that run end at their limit of time at the latest."""
+        await asyncio.to_thread(self._end)
+
+    async def _ensure_server(self) -> None:
+        """Start the sandbox's process again if something ended it."""
+        async with self._starting:
+            if self._server.process.poll() is not None:
+                await asyncio.to_thread(self._end)
+                await asyncio.to_thread(self._start)
+
+    async def _run(self, code: str, stdin: str) -> Ran:
+        with ExitStack() as ours:
+            report, theirs = socket.socketpair()
+            ours.enter_context(report)
+            with ExitStack() as sent:
+                sent.enter_context(theirs)
+                out, err = _pipe(ours, sent), _pipe(ours, sent)
+                code_file, stdin_file = _sealed_file(code, sent), _sealed_file(stdin, sent)
+                descriptors = [code_file, stdin_file, out.write_end, err.write_end, theirs.fileno()]
+                socket.send_fds(self._server.control, [b"run"], descriptors)
+            async with asyncio.timeout(self._limits.wall_s + GRACE_S):
+                return await self._outcome(report, [out.read_end, err.read_end])
+
+    async def _outcome(self, report: socket.socket, streams: Sequence[BinaryIO]) -> Ran:
+        """Read what the program writes and how it ended; it is stopped when it has written too much."""
+        reader, writer = await asyncio.open_connection(sock=report)
+        try:
+            reading = [_read(stream, self._output_bytes, writer.write_eof) for stream in streams]
+            out, err, packet = await asyncio.gather(*reading, reader.read())
+        finally:
+            writer.close()  # a program that still runs is killed
+        if not packet:
+            raise ToolError("the sandbox failed: the process that watches a program was ended")
+        outcome = json.loads(packet)
+        if "broken" in outcome:
+            raise ToolError(f"the sandbox failed: {outcome['broken']}")
+        if outcome["end"] == "killed":
+            raise ToolError("a program was killed by its host, which may be short of memory")
+        too_much = max(len(out), len(err)) > self._output_bytes
+        return Ran(
+            stdout=decoded(out[: self._output_bytes]),
+            stderr=decoded(err[: self._output_bytes]),
+            end="output" if too_much else outcome["end"],
+            status=outcome["status"],
+            took_s=outcome["took_s"],
+        )
+
+
+class _Pipe(NamedTuple):
+    """A pipe from a program to the actor."""
+
+    read_end: BinaryIO
+    write_end: int
+
+
+def _pipe(ours: ExitStack, sent: ExitStack) -> _Pipe:
+    """Open a pipe; each end is closed by its stack."""
+    read_end, write_end = os.pipe()
+    sent.callback(os.close, write_end)
+    return _Pipe(ours.enter_context(os.fdopen(read_end, "rb", buffering=0)), write_end)
+
+
+def _sealed_file(text: str, sent: ExitStack) -> int:
+    """Return a file in memory, closed by `sent`, that nobody can change."""
+    descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    sent.callback(os.close, descriptor)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    return descriptor
+
+
+async def _read(stream: BinaryIO, limit: int, stop: Callable[[], None]) -> bytes:
+    """Return all that comes, or, after calling `stop`, somewhat more than `limit` bytes of it."""
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, stream)
+    data = bytearray()
+    try:
+        while len(data) <= limit and (chunk := await reader.read(CHUNK_BYTES)):
+            data += chunk
+    finally:
+        transport.close()
+    if len(data) > limit:
+        stop()
+    return bytes(data)
+
+
+def _refusal(answer: Mapping[str, str]) -> str:
+    """Return what the user can do, by what the sandbox's process said."""
+    if "missing" in answer:
+        return (
+            f"a package of the sandbox cannot be loaded ({answer['missing']}): install it for the actor, or "
+            "leave it out of the tool's `packages`"
+        )
+    return f"this host allows no sandbox ({answer['refused']}): {REMEDY}"
+
+
+def _started(limits: Limits) -> _Server:
+    """Start the process that starts programs. Raises ConfigError where it cannot do its work."""
+    if not supported():
+        raise ConfigError(
+            "the sandbox for Python programs needs Linux on x86_64 or aarch64: run the actors there, or "
+            "leave the python tool out of actors.environment.tools"
+        )
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            module_command("actors.tools.sandbox.server", limits.to_json()),
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            env=SERVER_ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,
+        )
+    server = _Server(process, control)
+    try:
+        control.settimeout(START_TIMEOUT_S)
+        answer = json.loads(control.recv(LARGEST_ANSWER) or b'{"refused": "its process ended"}')
+    except OSError as error:
+        server.end()
+        raise ConfigError(f"the sandbox's process did not start within {START_TIMEOUT_S:g} s") from error
+    if "ready" not in answer:
+        server.end()
+        raise ConfigError(_refusal(answer))
+    control.setblocking(False)
+    return server

@@ -1,0 +1,162 @@
+"""The process that starts programs: it enters the sandbox once and forks for each program.
+
+    python bus/run_module.py actors.tools.sandbox.server LIMITS
+
+Its standard input is a socket of the actor's. Each packet on it carries four descriptors: the code, the
+program's standard output and error, and a socket for how it ended. Loads the standard library and this room.
+"""
+
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from typing import NamedTuple
+
+from actors.tools.sandbox.jail import Host, enter, private_namespaces
+from actors.tools.sandbox.limits import Limits
+from actors.tools.sandbox.program import become_program, run_code
+
+LARGEST_PACKET = 4096
+BEGUN = b"1"
+MOST_DESCRIPTORS = 1 << 16
+LIKELIEST_TO_BE_KILLED = "1000"
+"""Score by which the kernel picks what to kill when memory is short: a program goes before the actor."""
+
+
+class Descriptors(NamedTuple):
+    """What a request to run a program brings along."""
+
+    code: int
+    stdin: int
+    stdout: int
+    stderr: int
+    report: int
+
+
+def main() -> None:
+    """Enter the sandbox, say whether that worked, and start a program for each packet that comes."""
+    limits = Limits.from_json(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is for the actor, which ends this
+    control = socket.socket(fileno=os.dup(0))
+    host = Host()
+    try:
+        for name in limits.preload:
+            importlib.import_module(name)
+    except ImportError as error:
+        control.send(json.dumps({"missing": str(error)}).encode())
+        return
+    try:
+        enter(limits.package_directories, host)
+    except OSError as error:
+        control.send(json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode())
+        return
+    control.send(json.dumps({"ready": os.getpid()}).encode())
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait for programs
+    gc.freeze()  # what is loaded stays shared with every program
+    while True:
+        packet, received, _, _ = socket.recv_fds(control, LARGEST_PACKET, len(Descriptors._fields))
+        if not packet:
+            return
+        given = Descriptors(*received)
+        if os.fork() == 0:
+            control.close()
+            _end(_supervise(given, limits, host))
+        for descriptor in given:
+            os.close(descriptor)
+
+
+def _end(status: int) -> None:
+    """End a forked process without running what the process that it was forked from would run at its end."""
+    os._exit(status)
+
+
+def _supervise(given: Descriptors, limits: Limits, host: Host) -> int:
+    """Run one program, see to its end, and report it. This process stays outside the program's reach."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with socket.socket(fileno=given.report) as report:
+        try:
+            outcome = _run(given, limits, host, report)
+        except OSError as error:
+            outcome = {"broken": f"{type(error).__name__}: {error}"}
+        try:
+            report.send(json.dumps(outcome).encode())
+        except OSError:
+            return 1  # the actor no longer wants to know
+    return 0
+
+
+def _run(given: Descriptors, limits: Limits, host: Host, report: socket.socket) -> dict[str, object]:
+    source = _read_all(given.code)
+    private_namespaces(host, file_bytes=limits.file_bytes, files=limits.files)
+    host.write("oom_score_adj", LIKELIEST_TO_BE_KILLED)
+    begun, begins = os.pipe()
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os.close(begun)
+        _be_the_program(given, limits, source, begins)
+    os.close(begins)
+    for descriptor in (given.code, given.stdin, given.stdout, given.stderr):
+        os.close(descriptor)
+    stopped = _wait(child, report, limits.wall_s)
+    _, status, usage = os.wait4(child, 0)
+    took_s = time.monotonic() - started
+    if os.read(begun, 1) != BEGUN:
+        return {"broken": "the program's process ended before the program began"}
+    return {
+        "end": stopped or _end_of(status, usage, limits),
+        "status": os.waitstatus_to_exitcode(status),
+        "took_s": took_s,
+    }
+
+
+def _read_all(descriptor: int) -> str:
+    size = os.fstat(descriptor).st_size
+    return os.pread(descriptor, size, 0).decode("utf-8", "surrogatepass")
+
+
+def _wait(child: int, report: socket.socket, wall_s: float) -> str | None:
+    """Wait for the program; kill it, with all it started, after `wall_s` or when the actor hangs up.
+
+    Returns why it was killed, None if it was not."""
+    ended = os.pidfd_open(child)
+    poll = select.poll()
+    poll.register(ended, select.POLLIN)
+    poll.register(report, select.POLLIN)
+    ready = {descriptor for descriptor, _ in poll.poll(wall_s * 1000)}
+    os.close(ended)
+    if ended in ready:
+        return None
+    os.kill(child, signal.SIGKILL)
+    return "stopped" if ready else "time"
+
+
+def _end_of(status: int, usage: resource.struct_rusage, limits: Limits) -> str:
+    """Return how a program ended that was not killed from here."""
+    if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
+        return "exited"
+    # inside nothing can kill the namespace's first process: it was the limit, or the host
+    return "cpu" if usage.ru_utime + usage.ru_stime >= limits.cpu_s - 0.5 else "killed"
+
+
+def _be_the_program(given: Descriptors, limits: Limits, source: str, begins: int) -> None:
+    status = 1
+    try:
+        become_program(limits, given.stdin, given.stdout, given.stderr)
+        os.write(begins, BEGUN)  # it fails if the watching process died before its death would end this one
+        os.closerange(3, MOST_DESCRIPTORS)
+        status = run_code(source, limits.package_directories)
+    except OSError as error:
+        os.write(2, f"{error}\n".encode())
+    finally:
+        _end(status)
+
+
+if __name__ == "__main__":
+    main()

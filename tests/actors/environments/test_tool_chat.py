@@ -1,0 +1,317 @@
+"""Chats with tools on a scripted engine: turns, ends, wrong calls, tools that fail."""
+
+import asyncio
+import json
+import string
+import sys
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from actors.engines.base import Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.environments.base import EpisodeError, Task
+from actors.environments.build import build_environment
+from actors.environments.tools import ToolChat
+from actors.environments.tools_config import ToolsConfig
+from actors.policy.policy import Policy
+from actors.tools.base import ToolError, ToolResult
+from actors.worker import end_after
+from bus.errors import ConfigError, RequestRefusedError
+
+LONG = Sampling(max_new_tokens=100)
+SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>", "<|unk|>")
+TEMPLATE = (
+    "{% if tools %}<|system|>{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    '{% for c in m.tool_calls %}<tool_call>{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments }}}</tool_call>{% endfor %}"
+    "{% if m.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    vocabulary = {token: n for n, token in enumerate((*SPECIALS, *string.printable))}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    raw.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|end|>", unk_token="<|unk|>",
+        additional_special_tokens=list(SPECIALS[1:5]), clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+class Model:
+    """Answers each chat, by how many times it was asked; keeps the chats that it saw."""
+
+    def __init__(self, tokenizer, *answers):
+        self._tokenizer = tokenizer
+        self.answers = answers
+        self.saw = []
+
+    def __call__(self, token_ids):
+        self.saw.append(self._tokenizer.decode(list(token_ids)))
+        return self._tokenizer.encode(self.answers[(len(self.saw) - 1) % len(self.answers)])
+
+
+def environment_of(*tools, **settings):
+    return build_environment(
+        ToolsConfig.model_validate(
+            {"type": "tools", "calls": "tags", "tools": tools or [{"type": "calculator"}], **settings}
+        )
+    )
+
+
+async def rolled_out(environment, tokenizer, *answers, label="42", sampling=LONG):
+    model = Model(tokenizer, *answers)
+    policy = Policy(ScriptedEngine(model), tokenizer, sampling)
+    episode = await environment.run(Task(task_id="t", prompt="6*7", label=label), policy)
+    return episode, model
+
+
+def counted(episode, *names):
+    return [episode.metrics[f"rollout/{name}"] for name in names]
+
+
+CALL, ANSWER = "<calculator>6*7</calculator><|end|>", "42<|end|>"
+
+
+async def test_a_chat_with_a_tool_is_one_trajectory_whose_results_are_not_trained(tokenizer):
+    episode, _ = await rolled_out(environment_of(), tokenizer, CALL, ANSWER)
+    [trajectory] = episode.trajectories
+    text = tokenizer.decode(trajectory.token_ids)
+    assert text == f"<|user|>6*7<|assistant|>{CALL}<|user|><result>42</result><|assistant|>{ANSWER}"
+    trained = tokenizer.decode(trajectory.token_ids[trajectory.loss_mask])
+    assert trained == CALL + ANSWER
+    assert (trajectory.reward, trajectory.end, len(trajectory.turns)) == (1.0, "completed", 2)
+    assert not np.any(trajectory.behaviour_logprobs[~trajectory.loss_mask])
+    assert counted(episode, "reward", "turns", "tool_calls", "tool_failures", "malformed_calls") == [
+        1,
+        2,
+        1,
+        0,
+        0,
+    ]
+    assert counted(episode, "completion_tokens", "truncated") == [len(CALL) - 6 + len(ANSWER) - 6, 0]
+
+
+async def test_an_answer_without_a_call_ends_it(tokenizer):
+    episode, model = await rolled_out(environment_of(), tokenizer, ANSWER)
+    assert (episode.trajectories[0].reward, len(model.saw)) == (1.0, 1)
+
+
+async def test_a_system_message_precedes_a_prompt_that_has_none(tokenizer):
+    environment = environment_of(system="be brief")
+    _, model = await rolled_out(environment, tokenizer, ANSWER)
+    assert model.saw == ["<|system|>be brief<|user|>6*7<|assistant|>"]
+    policy = Policy(ScriptedEngine(model), tokenizer, Sampling())
+    prompt = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
+    await environment.run(Task(task_id="t", prompt=prompt, label="42"), policy)
+    assert model.saw[1] == "<|system|>own<|user|>x<|assistant|>"
+
+
+async def test_several_calls_are_carried_out_in_order_up_to_a_limit(tokenizer):
+    calls = "<calculator>1</calculator> and <calculator>1/0</calculator><calculator>3</calculator><|end|>"
+    episode, model = await rolled_out(environment_of(calls_per_turn=2), tokenizer, calls, ANSWER)
+    shown = model.saw[1].partition("<|end|>")[2]
+    assert shown == (
+        "<|user|><result>1</result>\n<result>error: division by zero</result>\n"
+        "<result>error: only 2 calls are carried out at a time</result><|assistant|>"
+    )
+    assert counted(episode, "tool_calls", "tool_failures", "malformed_calls") == [2, 1, 1]
+
+
+async def test_a_call_that_is_not_closed_is_told_to_the_model_and_counted(tokenizer):
+    episode, model = await rolled_out(environment_of(), tokenizer, "<calculator>6*7<|end|>", ANSWER)
+    assert "<result>error: <calculator> has no </calculator></result>" in model.saw[1]
+    kept = {"tool_calls": 0, "tool_failures": 0, "malformed_calls": 1}
+    assert [dict(trajectory.metadata) for trajectory in episode.trajectories] == [kept]
+    assert counted(episode, "malformed_calls", "turns", "reward") == [1, 2, 1]
+
+
+async def test_one_that_always_calls_comes_to_the_turn_limit_and_is_scored(tokenizer):
+    episode, model = await rolled_out(environment_of(max_turns=3), tokenizer, CALL)
+    assert [(t.end, t.reward, t.is_trained) for t in episode.trajectories] == [("turn_limit", 0.0, True)]
+    assert (len(model.saw), counted(episode, "tool_calls")) == (3, [2])
+
+
+async def test_a_completion_may_end_with_its_first_call(tokenizer):
+    rambling = "<calculator>6*7</calculator> is 41, so 41<|end|>"
+    episode, model = await rolled_out(environment_of(stop_at_call=True), tokenizer, rambling, ANSWER)
+    [trajectory] = episode.trajectories
+    assert "41" not in model.saw[-1]
+    assert (
+        tokenizer.decode(trajectory.token_ids[trajectory.loss_mask])
+        == f"<calculator>6*7</calculator>{ANSWER}"
+    )
+    assert trajectory.reward == 1.0
+    with pytest.raises(ValueError, match="stop_at_call is for calls"):
+        environment_of(calls="native", stop_at_call=True)
+
+
+async def test_the_token_budget_counts_over_turns(tokenizer):
+    tokens = len(tokenizer.encode(CALL))
+    environment = environment_of(token_budget=tokens + 3)
+    episode, _ = await rolled_out(environment, tokenizer, CALL, "42 is it<|end|>")
+    [trajectory] = episode.trajectories
+    assert (trajectory.end, int(trajectory.loss_mask.sum())) == ("length", tokens + 3)
+    episode, model = await rolled_out(environment_of(token_budget=tokens), tokenizer, CALL)
+    assert (episode.trajectories[0].end, len(model.saw), counted(episode, "truncated")) == ("length", 1, [1])
+
+
+async def test_a_cut_completion_ends_the_chat_and_calls_nothing(tokenizer):
+    tokens = len(tokenizer.encode(CALL))
+    cut = Sampling(max_new_tokens=tokens - 1)
+    episode, model = await rolled_out(environment_of(), tokenizer, CALL, sampling=cut)
+    assert (episode.trajectories[0].end, len(model.saw), counted(episode, "tool_calls")) == ("length", 1, [0])
+
+
+class SmallContext(ScriptedEngine):
+    async def generate(self, request):
+        if len(request.token_ids) > 60:
+            raise RequestRefusedError("does not fit the context")
+        return await super().generate(request)
+
+
+async def test_a_chat_that_fills_the_context_ends_as_length_and_a_prompt_that_does_is_refused(tokenizer):
+    model = Model(tokenizer, CALL)
+    policy = Policy(SmallContext(model), tokenizer, Sampling(max_new_tokens=100))
+    episode = await environment_of().run(Task(task_id="t", prompt="6*7", label="42"), policy)
+    assert [(t.end, t.reward) for t in episode.trajectories] == [("length", 0.0)]
+    with pytest.raises(RequestRefusedError):
+        await environment_of().run(Task(task_id="t", prompt="6" * 99, label="42"), policy)
+
+
+class Tool:
+    """A tool of the user's that does what it is told."""
+
+    name, description = "tool", "Does what it is told."
+    parameters = {  # noqa: RUF012
+        "type": "object",
+        "properties": {"x": {"type": "string"}, "n": {"type": "integer"}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    result = ToolResult("done")
+
+    async def call(self, arguments):
+        if isinstance(self.result, BaseException):
+            raise self.result
+        if callable(self.result):
+            return await self.result()
+        return self.result
+
+    async def close(self):
+        pass
+
+
+@pytest.fixture
+def told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "users_tools", sys.modules[__name__])
+
+    def build(result, **settings):
+        monkeypatch.setattr(Tool, "result", staticmethod(result) if callable(result) else result)
+        return environment_of({"type": "plugin", "tool": "users_tools:Tool"}, **settings)
+
+    return build
+
+
+async def hang():
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (ToolError("no connection"), "no connection"),
+        (KeyError("x"), r"the tool 'tool' raised KeyError\('x'\)"),
+        (TimeoutError(), "raised TimeoutError"),
+        (ExceptionGroup("several", [OSError()]), "raised ExceptionGroup"),
+        (hang, "took longer than 0.05 s"),
+        (None, "returned NoneType"),
+        ("text", "returned str"),
+        (ToolResult(None), "returned ToolResult"),
+    ],
+)
+async def test_a_tool_that_fails_ends_the_episode_as_tool_error_and_not_with_a_reward(
+    told, tokenizer, result, said
+):
+    environment = told(result, tool_timeout_s=0.05)
+    with pytest.raises(ToolError, match=said) as raised:
+        await rolled_out(environment, tokenizer, "<tool>x</tool><|end|>")
+    assert end_after(raised.value) == "tool_error"
+
+
+async def test_an_episode_that_takes_too_long_ends_as_timeout(told, tokenizer):
+    environment = told(hang, timeout_s=0.05)
+    with pytest.raises(EpisodeError, match=r"took longer than 0\.05 s") as raised:
+        await rolled_out(environment, tokenizer, "<tool>x</tool><|end|>")
+    assert end_after(raised.value) == "timeout"
+
+
+async def test_a_tools_output_of_100_mb_is_cut(told, tokenizer):
+    environment = told(ToolResult("x" * 100_000_000), output_characters=16)
+    _, model = await rolled_out(environment, tokenizer, "<tool>x</tool><|end|>", ANSWER)
+    assert f"<result>{'x' * 8}\n[99999984 characters left out]\n{'x' * 8}</result>" in model.saw[1]
+
+
+def native(name, arguments):
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return f'<tool_call>{{"name": "{name}", "arguments": {text}}}</tool_call><|end|>'
+
+
+async def test_native_calls_come_from_the_policy_and_results_go_back_by_their_ids(told, tokenizer):
+    environment = told(ToolResult("done"), calls="native")
+    model = Model(tokenizer, native("tool", {"x": "a", "n": 2}), ANSWER)
+    policy = Policy(ScriptedEngine(model), tokenizer, Sampling(max_new_tokens=200))
+    episode = await environment.run(Task(task_id="t", prompt="go", label="42"), policy)
+    assert model.saw[0] == "<|system|>tool <|user|>go<|assistant|>"  # the template is told of the tools
+    assert model.saw[1].endswith("</tool_call><|end|><|tool|>done<|assistant|>")
+    [trajectory] = episode.trajectories
+    assert (trajectory.reward, len(trajectory.turns)) == (1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (native("tol", {"x": "a"}), "<|tool|>error: there is no tool 'tol'; there are: tool"),
+        (native("tool", {}), "<|tool|>error: tool: the argument 'x' is missing"),
+        (native("tool", {"x": 1}), "the argument 'x' is 1, which is not of type string"),
+        (native("tool", {"x": "a", "n": True}), "the argument 'n' is True, which is not of type integer"),
+        (native("tool", {"x": "a", "n": 1.5}), "the argument 'n' is 1.5"),
+        (native("tool", {"x": "a", "y": 1}), "there is no argument 'y'; there are: x, n"),
+        (native("tool", [1]), "error"),
+        ("<tool_call>{not json}</tool_call><|end|>", "<|user|>error: this is no tool call"),
+    ],
+)
+async def test_wrong_native_calls_are_told_to_the_model_and_counted(told, tokenizer, call, said):
+    environment = told(ToolError("was called"), calls="native")
+    model = Model(tokenizer, call, ANSWER)
+    policy = Policy(ScriptedEngine(model), tokenizer, Sampling(max_new_tokens=200))
+    episode = await environment.run(Task(task_id="t", prompt="go", label="42"), policy)
+    assert said in model.saw[1]
+    assert counted(episode, "malformed_calls", "tool_calls", "reward") == [1, 0, 1]
+
+
+def test_tags_need_tools_of_one_text(told):
+    assert isinstance(told(ToolResult("")), ToolChat)
+    Tool.parameters["required"].append("n")
+    try:
+        with pytest.raises(ConfigError, match="'tool' does not take exactly one text"):
+            told(ToolResult(""))
+    finally:
+        Tool.parameters["required"].remove("n")
+
+
+async def test_a_program_is_written_run_and_answered(tokenizer):
+    environment = environment_of({"type": "python"}, reward="last_number")
+    code = "<python>n = 1\nfor k in range(2, 6): n *= k\nprint(n)</python><|end|>"
+    episode, model = await rolled_out(environment, tokenizer, code, "it is 120<|end|>", label="120")
+    assert "<result>120</result>" in model.saw[1]
+    assert episode.trajectories[0].reward == 1.0

@@ -1,0 +1,118 @@
+"""Tools of MCP servers, over stdio and HTTP, with real servers."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors.tools.base import ToolError, ToolResult
+from actors.tools.build import build_tools
+from actors.tools.config import McpConfig
+from bus.errors import ConfigError
+from bus.plugins import ImportPolicy, restrict_imports
+
+SERVER = str(Path(__file__).with_name("mcp_server.py"))
+STDIO = (sys.executable, SERVER, "stdio")
+
+
+@pytest.mark.slow
+async def test_a_servers_tools_are_called_over_stdio(monkeypatch):
+    monkeypatch.setenv("SLUICE_BUS", "nats://user:password@host")
+    tools = build_tools([McpConfig(command=STDIO, environment={"OWN": "1"})])
+    try:
+        assert set(tools) == {"add", "fail", "die", "environment"}
+        assert tools["add"].description == "Add two numbers."
+        assert set(tools["add"].parameters["properties"]) == {"a", "b"}
+        assert await tools["add"].call({"a": 2, "b": 3}) == ToolResult("5")
+        failed = await tools["fail"].call({})
+        assert failed.failed
+        assert "fail" in failed.text
+        assert (await tools["add"].call({"a": "x"})).failed
+        names = (await tools["environment"].call({})).text.split()
+        assert "OWN" in names
+        assert "SLUICE_BUS" not in names
+        with pytest.raises(ToolError, match=r"mcp_server\.py stdio"):
+            await tools["die"].call({})
+        assert await tools["add"].call({"a": 1, "b": 1}) == ToolResult("2")  # it is started again
+    finally:
+        await tools["add"].close()
+
+
+@pytest.mark.slow
+async def test_a_servers_tools_are_called_over_http():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, SERVER, "http", str(port)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220  # it returns at once
+    try:
+        await_port(port, process)
+        [tool] = build_tools([McpConfig(url=f"http://127.0.0.1:{port}/mcp", allowed=("add",))]).values()
+        assert await tool.call({"a": 2, "b": 3}) == ToolResult("5")
+        process.kill()
+        process.wait(10)
+        with pytest.raises(ToolError):
+            await tool.call({"a": 2, "b": 3})
+        await tool.close()
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def await_port(port, process):
+    while process.poll() is None:
+        with socket.socket() as probe:
+            probe.settimeout(1)
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+    pytest.fail("the server ended")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"command": ("no-such-program",)}, "FileNotFoundError"),
+        ({"command": (sys.executable, "-c", "pass")}, "MCP server .*: no list of its tools"),
+        (
+            {"command": (sys.executable, "-c", "import time; time.sleep(60)"), "start_timeout_s": 0.3},
+            "TimeoutError",
+        ),
+        ({"url": "http://127.0.0.1:9/mcp"}, "no list of its tools"),
+        ({"command": STDIO, "allowed": ("sub",)}, "has no tool sub; there are: add, fail, die, environment"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_a_config_error(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        build_tools([McpConfig(**settings)])
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (ImportPolicy(refusal="comes from the run's record"), "comes from the run's record"),
+        (ImportPolicy(directories=(Path("/"),)), "allows modules only"),
+    ],
+)
+def test_a_stranger_cannot_have_a_program_started(policy, said):
+    try:
+        restrict_imports(policy)
+        with pytest.raises(ConfigError, match=said):
+            build_tools([McpConfig(command=STDIO)])
+    finally:
+        restrict_imports(ImportPolicy())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "name a program to start or an address"),
+        ({"command": ("x",), "url": "http://x"}, "one of the two"),
+        ({"url": "localhost:1"}, "is no URL"),
+    ],
+)
+def test_an_mcp_server_is_a_program_or_an_address(settings, said):
+    with pytest.raises(ValueError, match=said):
+        McpConfig(**settings)
