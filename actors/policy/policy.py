@@ -126,6 +126,10 @@ class Policy:
         call = Call(next(self._completions), agent, sampling or self.sampling, trainable, policy)
         return await self._complete(token_ids, call, None)
 
+    async def count_tokens(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None) -> int:
+        """Return the number of tokens of a chat up to where the policy would answer; nothing is recorded."""
+        return len(self._format.encode_chat(messages, tools)[1])
+
     def reward_turn(self, completion: Completion, reward: float) -> None:
         """Note the reward of this turn alone, beside that of the outcome."""
         self._turn_rewards[completion.number] = reward
@@ -169,7 +173,10 @@ class Policy:
                 generation.token_ids.tolist(), skip_special_tokens=False
             )
         text = self._format.decode(generation.token_ids.tolist())
-        return Completion(text, generation.token_ids, generation.finish_reason, call.number, content=text)
+        return Completion(
+            text, generation.token_ids, generation.finish_reason, call.number, content=text,
+            prompt_tokens=len(token_ids),
+        )  # fmt: skip
 
     def _seeded(self, call: Call) -> Sampling:
         """Return the sampling of a call, whose seed is other than its siblings' and always the same."""
