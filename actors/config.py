@@ -7,7 +7,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from actors.engines.fleet.config import FleetConfig
+from actors.environments.agent_config import AgentConfig
 from actors.environments.length_config import LengthProfileConfig
+from actors.rewards.config import RewardConfig
 from bus.config import Config
 from storage.weights.transport_config import RelayConfig
 
@@ -252,21 +254,11 @@ class SglangEngineConfig(Config):
 EngineConfig = Annotated[EmbeddedEngineConfig | SglangEngineConfig, Field(discriminator="type")]
 
 
-class SingleTurnConfig(Config):
+class SingleTurnConfig(RewardConfig):
     """Environment in which an episode is one prompt, one completion and one reward."""
 
     type: Literal["single_turn"] = "single_turn"
     """Name of the environment."""
-
-    reward: str = "exact"
-    """Name of a built-in reward, or a function of your own as `my_pkg.my_module:function`."""
-
-    reward_timeout_s: float = Field(30.0, gt=0)
-    """Longest time that one call of the reward may take before the rollout counts as failed."""
-
-    reward_threads: int = Field(16, ge=1)
-    """Threads in which a plain (not async) reward of your own is called; 1 for one that only one thread may
-    call at a time."""
 
 
 class PluginEnvironmentConfig(Config):
@@ -283,7 +275,8 @@ class PluginEnvironmentConfig(Config):
 
 
 EnvironmentConfig = Annotated[
-    SingleTurnConfig | LengthProfileConfig | PluginEnvironmentConfig, Field(discriminator="type")
+    SingleTurnConfig | LengthProfileConfig | AgentConfig | PluginEnvironmentConfig,
+    Field(discriminator="type"),
 ]
 
 

@@ -21,7 +21,7 @@ from actors.engines.build import build_engine, evaluation_engine
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
-from actors.environments.base import Environment
+from actors.environments.base import Closable, Environment
 from actors.environments.build import build_environment
 from actors.evaluation.engines import EvaluationEngines, OwnEngine, RolloutEngines
 from actors.evaluation.evaluator import Evaluator
@@ -67,6 +67,8 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
     if manifest is None:
         return
     async with AsyncExitStack() as open_parts:
+        if isinstance(environment, Closable):
+            open_parts.push_async_callback(environment.close)
         directory = open_parts.enter_context(tempfile.TemporaryDirectory(prefix="sluice-model-"))
         blobs = await open_parts.enter_async_context(blob_source(bus, settings.actors.weights))
         model = await obtain_model(

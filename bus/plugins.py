@@ -79,6 +79,19 @@ def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) 
     return cast(Callable[P, R], function)
 
 
+def refuse_command(setting: str, command: str) -> None:
+    """Raise `ConfigError` for a command of the run's record that this host does not let a run execute."""
+    if command in _policy.own:
+        return
+    if _policy.directories:
+        raise ConfigError(
+            f"{setting}={command!r} comes from the run's record, and this host allows a run only what lies "
+            f"in {', '.join(map(str, _policy.directories))}: give it on this host"
+        )
+    if _policy.refusal:
+        raise ConfigError(f"{setting}={command!r} {_policy.refusal}")
+
+
 def _refuse_outside(what: str, module_name: str) -> None:
     """Import a module from the allowed directories, its packages first.
 

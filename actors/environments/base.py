@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -157,3 +157,11 @@ class Environment(Protocol):
         """Roll `task` out once, recording on `policy.fresh(task.task_id)`: `policy` serves many rollouts.
 
         Raises SluiceError (EngineError, RewardError, ...) for a rollout that failed."""
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """An environment, or a part of one, that holds connections or processes."""
+
+    async def close(self) -> None:
+        """Give them up."""

@@ -1,5 +1,6 @@
 """One rollout as the requests of an agent see it: caps, retries and what the agent left behind."""
 
+import asyncio
 import secrets
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from actors.policy.messages import Completion
 from actors.policy.policy import Policy
 from bus.errors import EngineError, HandBackError, RequestRefusedError, SluiceError
 from bus.trajectory import End
+from bus.waiting import set_within
 
 log = structlog.get_logger()
 DIFFERENCES_LOG_PERIOD_S = 10.0
@@ -55,6 +57,7 @@ class Session:
         self._exchanges = Exchanges(config.retry_grace_s)
         self._failures: dict[bytes, SluiceError] = {}
         """What failed for reasons other than the request, by its digest, until its retry succeeds."""
+        self._rewarded = asyncio.Event()
         self._is_closed = False
         self._cap: End | None = None
         self._is_over_long = False
@@ -92,6 +95,11 @@ class Session:
         if not self.posts_rewards:
             raise RefusedError(403, "reward_not_wanted", "this run computes rewards itself: post none")
         self.reward = posted
+        self._rewarded.set()
+
+    async def rewarded_within(self, timeout_s: float) -> bool:
+        """Wait for a posted reward for at most the given time; return whether there is one."""
+        return self._rewarded.is_set() or await set_within(self._rewarded, timeout_s)
 
     async def close(self) -> None:
         """Refuse what comes, and end what is under way at the engine."""
