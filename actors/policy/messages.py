@@ -15,6 +15,19 @@ Tool: TypeAlias = Mapping[str, JSON]
 """A function that the policy may call, in the shape of OpenAI's `tools`."""
 
 
+def tool_name(tool: Tool) -> str:
+    """Return the name of a tool. Raises `MessagesError` for what is none."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise MessagesError(f'{tool!r} is no tool: write {{"type": "function", "function": {{"name": ...}}}}')
+    return name
+
+
+class MessagesError(SluiceError, ValueError):
+    """These messages or tools cannot be rendered for the policy: whoever made them must change them."""
+
+
 class ToolCallError(SluiceError, ValueError):
     """The policy wrote a tool call that cannot be carried out; the message is fit to be shown to it."""
 

@@ -1,0 +1,111 @@
+"""Reads an answer: reasoning first, then tool calls; nothing inside reasoning is a call."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from actors.policy.messages import Tool, ToolCall
+from actors.policy.tool_calls import CallFormat, Found, WrittenCall, call_format, parameters_of
+
+REASONING = (("[THINK]", "[/THINK]"), ("<think>", "</think>"))
+"""Marks around reasoning; a template that does not show the first has the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer, taken apart."""
+
+    content: str
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+    malformed_calls: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What was read so far."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[WrittenCall] = field(default_factory=list)
+    malformed: list[str] = field(default_factory=list)
+
+    @property
+    def is_blank(self) -> bool:
+        """Return whether no content came yet."""
+        return not any(map(str.strip, self.content))
+
+    def take(self, found: Found) -> int:
+        """Note what a reader found; return where the text goes on."""
+        self.calls.extend(found.calls)
+        if found.malformed:
+            self.malformed.append(found.malformed.strip())
+        return found.end
+
+
+class AnswerReader:
+    """Takes answers apart in the way that a chat template's model writes them."""
+
+    def __init__(self, template: str, tool_calls: str = "auto") -> None:
+        """Read tool calls in the format of that name; "auto" tells it from the template's text."""
+        self._calls: CallFormat = call_format(template, tool_calls)
+        shown = [marks for marks in REASONING if marks[0] in template]
+        self._think, self._thought = shown[0] if shown else REASONING[-1]
+        self._openings = re.compile("|".join(map(re.escape, (self._think, *self._calls.openings))))
+        self._thinking = re.compile(re.escape(self._think))
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Return the texts that have a meaning here: special tokens of these texts must not be left out."""
+        return frozenset((self._think, self._thought, *self._calls.openings, *self._calls.marks))
+
+    def opens_reasoning(self, rendered: str) -> bool:
+        """Return whether a rendered prompt ends inside of reasoning, so that the answer begins there."""
+        return rendered.rstrip().endswith(self._think)
+
+    def read(self, text: str, *, in_reasoning: bool, tools: Sequence[Tool], number: int) -> Answer:
+        """Take `text` apart. Calls are looked for only if there are tools.
+
+        Reasoning that does not end takes all that follows. `number` is that of the completion: it makes the
+        ids of calls unique in a rollout, in nine letters and digits, as Mistral's template wants them."""
+        parts, at = _Parts(), 0
+        if in_reasoning:
+            at = self._read_reasoning(text, 0, parts)
+        openings = self._openings if tools else self._thinking
+        schemas = parameters_of(tools)
+        while at < len(text):
+            if tools and self._calls.bare and parts.is_blank and text[at:].lstrip().startswith("{"):
+                found = self._calls.read(text, at, schemas)
+                if found.end > at:
+                    at = parts.take(found)
+                    continue
+            opening = openings.search(text, at)
+            parts.content.append(text[at : opening.start() if opening else len(text)])
+            if opening is None:
+                break
+            if opening[0] == self._think:
+                at = self._read_reasoning(text, opening.end(), parts)
+            else:
+                at = parts.take(self._calls.read(text, opening.start(), schemas))
+        return _answer(parts, text, number)
+
+    def _read_reasoning(self, text: str, at: int, parts: _Parts) -> int:
+        """Note the reasoning that began before `at`; return where the text goes on."""
+        end = text.find(self._thought, at)
+        parts.reasoning.append(text[at : end if end >= 0 else len(text)])
+        return end + len(self._thought) if end >= 0 else len(text)
+
+
+def _answer(parts: _Parts, text: str, number: int) -> Answer:
+    content = "".join(parts.content)
+    reasoning = "\n".join(part.strip() for part in parts.reasoning if part.strip())
+    calls = (
+        ToolCall(f"{number % 16**6:06x}{index % 16**3:03x}", call.name, call.arguments)
+        for index, call in enumerate(parts.calls)
+    )
+    return Answer(
+        content if content == text else content.strip(),
+        reasoning or None,
+        tuple(calls),
+        tuple(parts.malformed),
+    )
