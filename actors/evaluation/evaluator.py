@@ -10,7 +10,8 @@ import structlog
 from actors.engines.base import Engine, Sampling
 from actors.environments.base import Environment, Episode, Task, raised_by_environment
 from actors.evaluation.engines import EvaluationEngines
-from actors.policy.policy import Policy, Tokenizer
+from actors.policy.chat_format import Tokenizer
+from actors.policy.policy import Policy
 from bus.blobs import get_blob
 from bus.codec import decode, encode
 from bus.connection import Bus

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import structlog
-from jinja2 import TemplateError
 
 from actors.environments.base import EpisodeError
 from actors.gateway.config import GatewayConfig
@@ -19,7 +18,7 @@ from actors.gateway.refusal import RefusedError, invalid
 from actors.gateway.retries import Attempt, Exchanges
 from actors.gateway.tool_hooks import ToolHook, passed
 from actors.log_throttle import LogThrottle
-from actors.policy.messages import Completion
+from actors.policy.messages import Completion, MessagesError
 from actors.policy.policy import Policy
 from bus.errors import EngineError, HandBackError, RequestRefusedError, SluiceError
 from bus.trajectory import End
@@ -87,8 +86,8 @@ class Session:
         self._refuse_if_over()
         try:
             return await self._policy.count_tokens(ask.messages, ask.tools or None)
-        except TemplateError as error:
-            raise _no_conversation(error) from error
+        except MessagesError as error:
+            raise invalid(str(error)) from error
 
     def post_reward(self, posted: PostedReward) -> None:
         """Take the reward of the outcome, which replaces an earlier one. Raises `RefusedError`."""
@@ -128,8 +127,8 @@ class Session:
         except RequestRefusedError as error:
             self._is_over_long = True
             raise RefusedError(400, "context_length_exceeded", str(error)) from error
-        except TemplateError as error:
-            raise _no_conversation(error) from error
+        except MessagesError as error:
+            raise invalid(str(error)) from error
         except (EngineError, HandBackError) as error:
             self._failures[digest] = error
             reason = f"the policy cannot answer: {error}"
@@ -191,7 +190,3 @@ def _before_stop(content: str, stops: tuple[str, ...]) -> tuple[str, bool]:
     """Return the content before the first of these texts, and whether there was one."""
     found = [place for place in (content.find(stop) for stop in stops) if place >= 0]
     return (content[: min(found)], True) if found else (content, False)
-
-
-def _no_conversation(error: TemplateError) -> RefusedError:
-    return invalid(f"the model's chat template refuses these messages: {error}")

@@ -8,10 +8,13 @@ import numpy as np
 
 from actors.engines.base import Generation, Sampling
 from actors.environments.base import AgentTrajectory, Fork
+from actors.policy.conversation import Conversation
 from bus.trajectory import End, FinishReason, Turn
 
 ENDS: dict[FinishReason, End] = {"stop": "completed", "length": "length", "abort": "cancelled"}
 """How a trajectory ended, by its last turn, where the environment does not say."""
+COMPARED = 1024
+"""Tokens that are compared at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +24,10 @@ class Call:
     number: int
     """Counts the completions of the rollout from 0."""
     agent: str
-    sampling: Sampling
-    trainable: bool
     policy: str
     """Name of the policy that is trained on it."""
+    sampling: Sampling
+    trainable: bool
 
     @property
     def is_trained(self) -> bool:
@@ -42,8 +45,8 @@ class Strand:
     policy: str
     fork: Fork | None
     """The earlier strand that its context departs from, if any."""
-    rendered: str | None = None
-    """The chat so far as text, if it came from one."""
+    conversation: Conversation | None = None
+    """The chat so far, if it is one."""
     tokens: list[int] = field(default_factory=list)
     sampled: list[tuple[int, Call, Generation]] = field(default_factory=list)
     """Completions, where they start and how they were asked for."""
@@ -88,6 +91,7 @@ class Strand:
             policy=self.policy,
             fork=self.fork,
             trainable=bool(mask.any()),
+            metadata=dict(self.conversation.departures) if self.conversation else {},
             routed_experts=self._experts(),
         )
 
@@ -122,4 +126,8 @@ def forked_from(token_ids: Sequence[int], strands: Sequence[Strand]) -> Fork | N
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the number of tokens that both begin with."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    begin = 0
+    while (piece := list(one[begin : begin + COMPARED])) and piece == list(other[begin : begin + COMPARED]):
+        begin += len(piece)
+    pairs = zip(piece, other[begin : begin + COMPARED], strict=False)
+    return begin + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from actors.environments.base import Task
-from actors.policy.policy import ChatFormat
+from actors.policy.chat_format import ChatFormat
 from actors.rewards.base import LATER, Answer, RewardError
 from actors.rewards.scoring import Scorer
 from bus.errors import ConfigError
@@ -64,7 +64,7 @@ def answer_of(trajectory: Trajectory, prompt: Prompt, chat: ChatFormat) -> Answe
     begin, end = int(sampled[0]), int(sampled[-1]) + 1
     if end - begin != len(sampled):
         raise ConfigError(f"{name} has several turns: only single-turn answers can be scored again")
-    _, prompt_ids = chat.encode_chat(task.messages)
+    prompt_ids = chat.encode_chat(task.messages)
     if tuple(trajectory.token_ids[:begin].tolist()) != prompt_ids:
         raise ConfigError(
             f"{name} does not answer the prompt that its lease has in these files: the prompts, their keys, "

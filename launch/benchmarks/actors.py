@@ -6,7 +6,7 @@ Both do the same requests, all at once, in turns in one run; log-probs are compa
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.settings import interpreter
 from actors.environments.base import ChatMessage
 from actors.environments.single_turn import SingleTurn
+from actors.policy.chat_format import SpecialToken
 from actors.policy.messages import Tool
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import load_filter
@@ -79,6 +80,9 @@ class ActorLoad:
 
 class Characters:
     """A tokenizer whose tokens are the code points below 256."""
+
+    chat_template = ""
+    added_tokens_decoder: Mapping[int, SpecialToken] = {}
 
     def apply_chat_template(
         self, conversation: list[ChatMessage], *, tools: list[Tool] | None,

@@ -20,7 +20,7 @@ from storage.prompts.data_sets import PastPrompts
 from storage.store.replay import ReplayStore
 
 if TYPE_CHECKING:  # loads torch
-    from actors.policy.policy import ChatFormat
+    from actors.policy.chat_format import ChatFormat
 
 AT_ONCE = 64
 """Number of groups in memory at a time."""
@@ -165,7 +165,7 @@ def _leases(run: RunDirectory, stores: Sequence[ReplayStore], interval: Interval
 def _chat(model: Path) -> "ChatFormat":
     from transformers import AutoTokenizer
 
-    from actors.policy.policy import ChatFormat
+    from actors.policy.chat_format import ChatFormat
 
     if not (model / "config.json").is_file():
         raise ConfigError(f"{model} is no model directory: name one with the run's tokenizer by --model")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from tomllib import loads
 from types import ModuleType
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -101,6 +102,9 @@ def test_reward_and_filter():
 
 class Characters:
     """A tokenizer of one token per character, of which 0 ends an answer: quick to import."""
+
+    chat_template = ""
+    added_tokens_decoder: ClassVar[dict] = {}
 
     def apply_chat_template(
         self, conversation: list, *, tools: None, tokenize: bool, add_generation_prompt: bool

@@ -38,6 +38,7 @@ class _Message(Body):
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class _Declared(Body):
@@ -114,8 +115,8 @@ def declared(tool: _Tool) -> Tool:
 def _message(given: _Message) -> ChatMessage:
     role = "system" if given.role == "developer" else given.role
     message: Shown = {"role": role, "content": text_of(given.content)}
-    if given.reasoning_content is not None:
-        message["reasoning_content"] = given.reasoning_content
+    if (reasoning := given.reasoning_content or given.reasoning) is not None:
+        message["reasoning_content"] = reasoning
     if given.tool_calls:
         message["tool_calls"] = [
             ToolCall(call.id, call.function.name, call.function.arguments).as_json

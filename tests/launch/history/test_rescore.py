@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.policy.policy import ChatFormat
+from actors.policy.chat_format import ChatFormat
 from bus.errors import ConfigError, StorageError
 from bus.trajectory import Trajectory
 from launch.cli.main import main
@@ -36,7 +36,7 @@ SIZES = ScratchModel(hidden_size=8, layers=1, heads=1, kv_heads=1, intermediate_
 def answered(lease_id: int, sample: int, text: str) -> Trajectory:
     """Make a trajectory as an actor records it: a prompt's tokens, then those of the answer."""
     index = PromptOrder(len(PROMPTS), seed=0, shuffle=True).index(lease_id)
-    _, prompt = CHAT.encode_chat(({"role": "user", "content": PROMPTS[index]["prompt"]},))
+    prompt = CHAT.encode_chat(({"role": "user", "content": PROMPTS[index]["prompt"]},))
     answer = [*CHAT.encode(text), TOKENIZER.eos_token_id]
     mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
     return replace(

@@ -1,0 +1,239 @@
+"""Chats as tokens and back: the template renders, the tokenizer encodes, in a thread of their own."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import ParamSpec, Protocol, TypeVar
+
+import numpy as np
+import structlog
+from jinja2 import TemplateError
+
+from actors.environments.base import ChatMessage
+from actors.policy.answers import Answer, AnswerReader
+from actors.policy.chat_messages import Fingerprint, checked_messages, checked_tools, digest, fingerprint
+from actors.policy.conversation import Boundary, Conversation, continued
+from actors.policy.messages import MessagesError, Tool, tool_name
+from actors.policy.tail import TailRenderer
+
+log = structlog.get_logger()
+P = ParamSpec("P")
+T = TypeVar("T")
+PROMPTS_REMEMBERED = 512
+REFUSED = TemplateError, TypeError, ValueError, KeyError, AttributeError
+"""What a template raises for messages that it does not foresee."""
+
+
+class SpecialToken(Protocol):
+    """The part of a token of transformers that is used here."""
+
+    special: bool
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is used here."""
+
+    @property
+    def chat_template(self) -> str | Mapping[str, str] | None:
+        """Return the template, or templates by name."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, SpecialToken]:
+        """Return the tokens that were added to the vocabulary, special ones among them."""
+
+    def apply_chat_template(
+        self, conversation: list[ChatMessage], *, tools: list[Tool] | None,
+        tokenize: bool, add_generation_prompt: bool,
+    ) -> str:  # fmt: skip
+        """Render a chat as text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Turn text into token ids."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Turn token ids into text."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Context:
+    """The context of a completion: the beginning of a strand, and what follows."""
+
+    strand: int | None
+    """Number of the strand whose tokens it begins with; None where it is rendered as a whole."""
+    kept: int
+    """Number of those tokens."""
+    added: np.ndarray
+    """int32 [N], the tokens that follow."""
+    in_reasoning: bool
+    """The answer begins inside of reasoning."""
+    conversation: Conversation
+    """What it repeats of the strand."""
+    messages: tuple[Fingerprint, ...]
+    """Messages that follow."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prompt:
+    """A chat that was rendered as a whole."""
+
+    token_ids: np.ndarray
+    in_reasoning: bool
+
+
+class ChatFormat:
+    """A tokenizer and its chat template.
+
+    Only one thread renders and encodes, beside the event loop: a group's prompt is encoded once, however many
+    siblings ask for it at the same time. Of a chat that goes on, only the tail is rendered and encoded."""
+
+    def __init__(self, tokenizer: Tokenizer, tool_calls: str = "auto") -> None:
+        """Read tool calls in that format; "auto" tells it from the chat template."""
+        self._tokenizer = tokenizer
+        template = tokenizer.chat_template or ""
+        self._reader = AnswerReader(
+            template if isinstance(template, str) else "\n".join(template.values()), tool_calls
+        )
+        self._thread = ThreadPoolExecutor(1, "chat-format")
+        self._prompts: dict[bytes, _Prompt] = {}
+        self._tools_unseen = False
+
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
+    ) -> tuple[int, ...]:
+        """Return the tokens of a chat up to where the assistant starts to speak. Raises `MessagesError`."""
+        prompt = self._prompt(checked_messages(messages), checked_tools(tools))
+        return tuple(prompt.token_ids.tolist())
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of rendered text, which spells out its special tokens: none is added.
+
+        Half a surrogate pair has no UTF-8 and becomes U+FFFD."""
+        if not text.isascii():
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    async def context(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None,
+        conversations: Sequence[tuple[int, Conversation]],
+    ) -> Context:  # fmt: skip
+        """Return a chat as the context of a completion. Raises `MessagesError`.
+
+        Args:
+            messages: the chat.
+            tools: what the policy may call.
+            conversations: those of earlier strands that it may go on with, by the number of the strand."""
+        return await self.in_thread(self._context, list(messages), tools, conversations)
+
+    async def read(
+        self, token_ids: np.ndarray, *, in_reasoning: bool, tools: Sequence[Tool] | None, number: int
+    ) -> tuple[str, Answer]:
+        """Return the text of an answer, and what it consists of."""
+        return await self.in_thread(self._read, token_ids.tolist(), in_reasoning, tools or (), number)
+
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function` where all that may take long runs."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, partial(function, *args, **kwargs))
+
+    def closed_by(self, token_ids: np.ndarray, stop_token_ids: Sequence[int]) -> int | None:
+        """Return the token by which the policy ended its answer; None where something else ended it."""
+        last = int(token_ids[-1]) if len(token_ids) else None
+        return last if last in self._special_ids or last in stop_token_ids else None
+
+    def _context(
+        self, messages: list[ChatMessage], tools: Sequence[Tool] | None,
+        conversations: Sequence[tuple[int, Conversation]],
+    ) -> Context:  # fmt: skip
+        checked, offered = checked_messages(messages), checked_tools(tools)
+        prints = tuple(map(fingerprint, checked, messages))
+        named = digest(offered)
+        if found := continued(prints, named, conversations):
+            number, part = found
+            repeated, boundary = len(part.messages), part.boundaries[-1]
+            tail = self._tails.tail(checked[: repeated - 1], boundary.answer, checked[repeated:], offered)
+            if tail is not None:
+                added = np.array(self._open_ended(self.encode(tail), boundary), np.int32)
+                opens = self._reader.opens_reasoning(tail)
+                return Context(number, boundary.tokens, added, opens, part, prints[repeated:])
+        prompt = self._prompt(checked, offered)
+        return Context(None, 0, prompt.token_ids, prompt.in_reasoning, Conversation(named), prints)
+
+    def _open_ended(self, tail: list[int], boundary: Boundary) -> list[int]:
+        """Leave out the token that ends the answer's turn if the policy has ended it itself.
+
+        It may have ended it by another token than the template does, such as <|eom_id|>."""
+        ended = boundary.closed_by is not None and tail[:1] in ([boundary.closed_by], [self._turn_end])
+        return tail[1:] if ended else tail
+
+    def _prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> _Prompt:
+        key = digest([messages, tools])
+        prompt = self._prompts.pop(key, None)
+        if prompt is None:
+            text = self._render(messages, tools)
+            self._look_for_tools(text, tools)
+            prompt = _Prompt(np.array(self.encode(text), np.int32), self._reader.opens_reasoning(text))
+            if len(self._prompts) >= PROMPTS_REMEMBERED:
+                del self._prompts[next(iter(self._prompts))]
+        self._prompts[key] = prompt  # the last one in it is the last one used
+        return prompt
+
+    def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], *, go_on: bool = True) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=go_on
+            )
+        except REFUSED as error:
+            raise MessagesError(f"the chat template refuses these messages: {error}") from error
+
+    def _look_for_tools(self, text: str, tools: Sequence[Tool]) -> None:
+        """Warn once of a template that does not show the tools to the policy."""
+        if not self._tools_unseen and any(name not in text for name in map(tool_name, tools)):
+            self._tools_unseen = True
+            log.warning("tools_not_in_prompt", remedy="describe them in a message, or use another template")
+
+    def _read(
+        self, token_ids: list[int], in_reasoning: bool, tools: Sequence[Tool], number: int
+    ) -> tuple[str, Answer]:
+        text = written = self.decode(token_ids)
+        if self._special_marks.intersection(token_ids):
+            left_out = self._special_ids - self._special_marks
+            kept = [token for token in token_ids if token not in left_out]
+            written = self.decode(kept, skip_special_tokens=False)
+        return text, self._reader.read(written, in_reasoning=in_reasoning, tools=tools, number=number)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(
+            number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
+        )
+
+    @cached_property
+    def _special_marks(self) -> frozenset[int]:
+        """Special tokens that belong to reasoning or tool calls."""
+        marks = self._reader.marks
+        return frozenset(
+            number for number in self._special_ids
+            if self.decode([number], skip_special_tokens=False).strip() in marks
+        )  # fmt: skip
+
+    @cached_property
+    def _tails(self) -> TailRenderer:
+        ends = self._special_ids - self._special_marks
+        texts = [self.decode([number], skip_special_tokens=False) for number in ends]
+        return TailRenderer(self._render, texts)
+
+    @cached_property
+    def _turn_end(self) -> int | None:
+        """The special token by which the template ends an answer, if it does."""
+        try:
+            closed = self._render(self._tails.closed_chat, (), go_on=False)
+        except MessagesError:
+            return None
+        first = self.encode(self._tails.closing(closed))[:1]
+        return first[0] if self._special_ids.issuperset(first) and first else None

@@ -1,0 +1,111 @@
+"""Which strand a chat continues: message by message, so that sampled tokens are never tokenised again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from actors.environments.base import ChatMessage
+from actors.policy.chat_messages import Fingerprint, checked_messages, own_fingerprint
+
+
+class Boundary(NamedTuple):
+    """The end of an answer in a strand."""
+
+    messages: int
+    """Number of messages up to the answer, which is the last of them."""
+    tokens: int
+    """Number of tokens up to its last one."""
+    closed_by: int | None
+    """The token by which the policy ended it; None where it was cut off."""
+    answer: ChatMessage
+    """The answer as a message of the policy's own, however it is repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages that a strand's tokens came from."""
+
+    tools: bytes
+    """Digest of the tools that the prompt names."""
+    messages: tuple[Fingerprint, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
+    """Answers of the policy whose tokens are in the strand as they were sampled."""
+    healed: frozenset[int] = frozenset()
+    """Numbers of messages that were repeated in another way of writing."""
+    realigned: frozenset[int] = frozenset()
+    """Numbers of answers that were repeated without reasoning, or as plain text."""
+
+    def shared(self, messages: Sequence[Fingerprint]) -> "Conversation | None":
+        """Return this conversation up to the last answer that `messages` repeat; None where there is none."""
+        repeated, healed, realigned = 0, set(self.healed), set(self.realigned)
+        for kept, given in zip(self.messages, messages, strict=False):
+            likeness = kept.likeness(given)
+            if likeness is None:
+                break
+            if likeness != "same":
+                (healed if likeness == "healed" else realigned).add(repeated)
+            repeated += 1
+        boundaries = tuple(boundary for boundary in self.boundaries if boundary.messages <= repeated)
+        if not boundaries:
+            return None
+        count = boundaries[-1].messages
+        return Conversation(
+            self.tools,
+            self.messages[:count],
+            boundaries,
+            frozenset(number for number in healed if number < count),
+            frozenset(number for number in realigned if number < count),
+        )
+
+    def answered(
+        self, messages: Sequence[Fingerprint], answer: ChatMessage, text: str, *,
+        tokens: int, closed_by: int | None,
+    ) -> "Conversation":  # fmt: skip
+        """Return the conversation with further `messages` and the policy's answer to them.
+
+        Args:
+            messages: what was said since.
+            answer: the policy's answer as a message.
+            text: all that it wrote.
+            tokens: number of tokens up to its end.
+            closed_by: the token by which the policy ended it, if it did."""
+        [checked] = checked_messages([answer])
+        all_messages = (*self.messages, *messages, own_fingerprint(checked, answer, text))
+        boundary = Boundary(len(all_messages), tokens, closed_by, checked)
+        return Conversation(
+            self.tools, all_messages, (*self.boundaries, boundary), self.healed, self.realigned
+        )
+
+    @property
+    def departures(self) -> dict[str, int]:
+        """Return how many messages were repeated in another way, for the trajectory's metadata."""
+        counts = {"healed_messages": len(self.healed), "realigned_messages": len(self.realigned)}
+        return {name: count for name, count in counts.items() if count}
+
+
+def continued(
+    messages: Sequence[Fingerprint], tools: bytes, conversations: Sequence[tuple[int, Conversation]]
+) -> tuple[int, Conversation] | None:
+    """Return the strand of which `messages` repeat most answers, by number, and what they repeat of it.
+
+    Among several it is one that ends there, then one with fewer messages written otherwise, then the newest.
+    """
+    found = [
+        (
+            len(part.messages),
+            len(part.messages) == len(whole.messages),
+            -_written_otherwise(part),
+            number,
+            part,
+        )
+        for number, whole in conversations
+        if whole.tools == tools and (part := whole.shared(messages)) is not None
+    ]
+    if not found:
+        return None
+    *_, number, part = max(found, key=lambda candidate: candidate[:4])
+    return number, part
+
+
+def _written_otherwise(conversation: Conversation) -> int:
+    return len(conversation.healed) + len(conversation.realigned)
