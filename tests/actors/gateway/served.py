@@ -105,7 +105,7 @@ async def served(answering: Answering = lambda _: "fine", **settings: object) ->
     await engine.start()
     gateway = Gateway(GatewayConfig(**settings))
     await gateway.start()
-    policy = Policy(engine, TOKENIZER, Sampling(max_new_tokens=64)).fresh("t.0")
+    policy = Policy(engine, TOKENIZER, Sampling(max_new_tokens=128)).fresh("t.0")
     try:
         async with aiohttp.ClientSession() as http, gateway.session(policy, "t.0") as session:
             yield Served(gateway, session, policy, engine, http)

@@ -140,7 +140,7 @@ async def test_sampling_is_pinned_and_only_fewer_tokens_can_be_asked_for():
         await s.chat("hi", temperature=0.0, top_p=0.5, max_tokens=64_000)
         await s.chat("hi", max_completion_tokens=3)
         first, second = (request.sampling for request in s.engine.requests)
-        assert (first.temperature, first.top_p, first.max_new_tokens) == (1.0, 1.0, 64)
+        assert (first.temperature, first.top_p, first.max_new_tokens) == (1.0, 1.0, 128)
         assert second.max_new_tokens == 3
         assert s.session.counts["requests_with_differences"] == 1
 
