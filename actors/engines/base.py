@@ -28,6 +28,9 @@ class Sampling:
     max_new_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the generation; the one sampled is its last token."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the generation with the token that completes one. Engines know tokens only: the policy
+    looks for them (`Policy.chat`, `Policy.generate`)."""
     seed: int | None = None
     """Seed of the tokens at a deterministic engine; other engines ignore it."""
 

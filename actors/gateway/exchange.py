@@ -23,7 +23,7 @@ class Ask:
     sampling: Mapping[str, float] = field(default_factory=dict)
     """What it asked for of temperature, top_p, top_k and max_new_tokens."""
     stop: tuple[str, ...] = ()
-    """Texts before which the shown answer ends."""
+    """Texts that end the answer."""
     unmet: tuple[str, ...] = ()
     """Names of what it asked for and does not get."""
     usage_in_stream: bool = False

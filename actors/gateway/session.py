@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import structlog
 
@@ -107,12 +108,13 @@ class Session:
 
     async def _turn(self, ask: Ask, agent: str, digest: bytes) -> Reply:
         sampling, lost = pinned(self._policy.sampling, ask.sampling, self._config.pinned)
+        sampling = replace(sampling, stop=(*sampling.stop, *ask.stop))
         self._note_differences(ask, lost)
         with self._refusing(digest):
             completion = await self._policy.chat(
                 ask.messages, agent, tools=ask.tools or None, sampling=sampling
             )
-            reply = self._shown(ask, completion)
+            reply = self._shown(completion)
         self._failures.pop(digest, None)
         self._is_over_long = False
         self.agents.add(agent)
@@ -139,20 +141,19 @@ class Session:
             self._failures[digest] = EpisodeError(f"the gateway failed: {error!r}")
             raise RefusedError(500, "internal_error", f"the gateway failed: {error!r}") from error
 
-    def _shown(self, ask: Ask, completion: Completion) -> Reply:
+    def _shown(self, completion: Completion) -> Reply:
         """Return what the agent gets of a completion, which is recorded whole."""
         self.counts["turns"] += 1
         self.counts["tokens"] += len(completion.token_ids)
-        content, is_cut = _before_stop(str(completion.message["content"]), ask.stop)
-        calls, words = passed(self._hook, () if is_cut else completion.tool_calls)
+        calls, words = passed(self._hook, completion.tool_calls)
         if words:
             self.counts["denied_calls"] += len(words)
             log.info("tool_calls_denied", session=self._name, reasons=words)
-        finish: Finish = "stop" if is_cut or completion.finish_reason == "stop" else "length"
+        finish: Finish = "stop" if completion.finish_reason == "stop" else "length"
         return Reply(
             reply_id=secrets.token_hex(12),
             created_s=int(time.time()),
-            content="\n".join(filter(None, [content, *words])),
+            content="\n".join(filter(None, [str(completion.message["content"]), *words])),
             reasoning=completion.reasoning,
             tool_calls=calls,
             finish="tool_calls" if calls and finish == "stop" else finish,
@@ -184,9 +185,3 @@ class Session:
                 asked_and_instead=lost,
                 without=list(ask.unmet),
             )
-
-
-def _before_stop(content: str, stops: tuple[str, ...]) -> tuple[str, bool]:
-    """Return the content before the first of these texts, and whether there was one."""
-    found = [place for place in (content.find(stop) for stop in stops) if place >= 0]
-    return (content[: min(found)], True) if found else (content, False)

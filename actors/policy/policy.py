@@ -11,6 +11,7 @@ from actors.environments.base import DEFAULT_AGENT, AgentTrajectory, ChatMessage
 from actors.policy.answers import Answer
 from actors.policy.chat_format import ChatFormat, Tokenizer
 from actors.policy.messages import Completion, Tool
+from actors.policy.stop_strings import first_end, generate_until
 from actors.policy.strand import Call, Strand, forked_from
 from actors.policy.version_masking import without_older_versions
 from bus.trajectory import DEFAULT_POLICY, End
@@ -138,13 +139,23 @@ class Policy:
         request_id = f"{next(self._calls)}-{self._rollout_id}"  # none is another's prefix, as SGLang needs
         experts_from = self._experts_from(call, token_ids)
         request = GenerationRequest(request_id, token_ids, self._seeded(call), experts_from)
-        generation = await self._engine.generate(request)
+        generation = await self._generate(request)
         strand = self._continued(call, token_ids)
         if strand is None:
             fork = forked_from(token_ids, self._of(call))
             self._strands.append(strand := Strand(len(self._strands), call.agent, call.policy, fork))
         strand.extend(token_ids, generation, call)
         return strand, generation
+
+    async def _generate(self, request: GenerationRequest) -> Generation:
+        stops = request.sampling.stop
+        if not stops:
+            return await self._engine.generate(request)
+
+        async def end(token_ids: Sequence[int]) -> int | None:
+            return await self._format.in_thread(first_end, token_ids, stops, self._format.decode)
+
+        return await generate_until(self._engine.generate, request, end)
 
     def _seeded(self, call: Call) -> Sampling:
         """Return the sampling of a call, whose seed is other than its siblings' and always the same."""
@@ -175,13 +186,14 @@ class Policy:
 def _completion(
     text: str, answer: Answer, generation: Generation, call: Call, prompt_tokens: int
 ) -> Completion:
-    """Put an answer together."""
+    """Put an answer together; a stop string that ended it is in its text, but not in its content."""
+    ends = (stop for stop in call.sampling.stop if answer.content.endswith(stop))
     return Completion(
         text,
         generation.token_ids,
         generation.finish_reason,
         call.number,
-        content=answer.content,
+        content=answer.content.removesuffix(max(ends, key=len, default="")),
         reasoning=answer.reasoning,
         tool_calls=answer.tool_calls,
         malformed_calls=answer.malformed_calls,

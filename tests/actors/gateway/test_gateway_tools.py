@@ -84,6 +84,9 @@ async def test_stop_text_ends_the_answer_before_it():
         _, answer = await s.chat("hi", stop=["Observation:"])
         [choice] = answer["choices"]
         assert (choice["message"]["content"], choice["finish_reason"]) == ("I think.", "stop")
+        await s.chat("hi", "I think.", "go on", stop=["Observation:"])
+        [trajectory] = s.policy.trajectories(1.0)
+        assert [turn.stop - turn.start for turn in trajectory.turns] == [len("I think.Observation:")] * 2
 
 
 async def test_tools_that_were_not_declared_are_not_looked_for():
