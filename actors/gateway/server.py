@@ -126,7 +126,7 @@ class Gateway:
         return app
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session, dialect, raw = self._session(request), dialect_of(request.path), await self._body(request)
+        session, dialect, raw = self._session(request), dialect_of(request), await self._body(request)
         ask = dialect.parse(raw)
         key, counted = request.headers.get("Idempotency-Key"), request.headers.get("x-stainless-retry-count")
         attempt = Attempt.of(request.path, raw, key, counted)
@@ -199,11 +199,11 @@ class Gateway:
             raise RefusedError(413, "request_too_large", reason) from error
 
 
-def dialect_of(path: str) -> Dialect:
-    """Return the dialect that a path speaks; OpenAI's where it speaks none."""
-    if path.endswith(COUNT_TOKENS):
-        return ANTHROPIC
-    return next((dialect for ending, dialect in DIALECTS.items() if path.endswith(ending)), OPENAI_CHAT)
+def dialect_of(request: web.Request) -> Dialect:
+    """Return the dialect of a request's path, or else that of its client."""
+    spoken = {**DIALECTS, COUNT_TOKENS: ANTHROPIC}
+    found = (dialect for ending, dialect in spoken.items() if request.path.endswith(ending))
+    return next(found, ANTHROPIC if "anthropic-version" in request.headers else OPENAI_CHAT)
 
 
 @web.middleware
@@ -231,7 +231,7 @@ def dialect_path(request: web.Request) -> str:
 
 def _refused(request: web.Request, refusal: RefusedError) -> web.Response:
     headers = {"x-should-retry": "true" if refusal.retry else "false"}  # both companies' clients heed it
-    body = dialect_of(request.path).error(refusal)
+    body = dialect_of(request).error(refusal)
     return web.json_response(body, status=refusal.status, headers=headers)
 
 

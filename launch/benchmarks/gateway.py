@@ -1,18 +1,16 @@
 """Tells what a request through the gateway costs beside one to the policy itself, both on a scripted engine.
 
-`python -m launch.benchmarks.gateway` prints milliseconds as JSON; with an argument it is the client, a process
-of its own. Each conversation has so many turns, and each turn repeats all those before it.
+`launch bench gateway` prints the figures. The client is a process of its own; each conversation has several
+turns, and each turn repeats all those before it. `cpu` is the time that this process spent on a request.
 """
 
 import asyncio
 import json
-import sys
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
 
-import aiohttp
 import numpy as np
 import uvloop
 
@@ -24,15 +22,15 @@ from actors.gateway.server import Gateway
 from actors.policy.policy import Policy
 from bus.child_process import module_command
 from bus.errors import EngineError
+from bus.waiting import cancelled
+from launch.benchmarks.gateway_client import QUESTION, TURNS
 from learner.scratch_model import character_tokenizer
 
-ONE_AFTER_ANOTHER = 20
+ALONE = 20
 """Sessions of which one at a time asks."""
 AT_ONCE = 256
 """Sessions that ask at the same time."""
-TURNS = 20
 ANSWER = "the answer has thirty two tokens"
-QUESTION = "and what is the next number of the row, if you go on?"
 TIMEOUT_S = 300.0
 LAG_PERIOD_S = 0.005
 Report = dict[str, dict[str, float]]
@@ -50,24 +48,19 @@ async def _bench() -> Report:
     policy = Policy(engine, tokenizer, Sampling(max_new_tokens=64))
     prompt = tokenizer.encode(QUESTION, add_special_tokens=False)
 
-    async def generate(number: int) -> None:
-        await engine.generate(GenerationRequest(f"r{number}", prompt, Sampling(max_new_tokens=64)))
-
-    report = {"engine_ms": _spread([await _timed(lambda n=n: generate(n)) for n in range(400)])}
-    spent = [time for n in range(ONE_AFTER_ANOTHER) for time in await _conversation(policy.fresh(f"p{n}"))]
-    report["policy_ms"] = _spread(spent)
-    one, _ = await _through_gateway(policy, ONE_AFTER_ANOTHER, at_once=1)
-    report["gateway_ms"] = _spread(one)
-    started = time.monotonic()
-    many, lag = await _through_gateway(policy, AT_ONCE, at_once=AT_ONCE)
-    report["gateway_of_many_ms"] = _spread(many)
-    report["event_loop_lag_of_many_ms"] = _spread(lag)
-    report["of_many"] = {
-        "sessions": AT_ONCE,
-        "requests": len(many),
-        "requests_per_s": round(len(many) / (time.monotonic() - started), 1),
+    report: Report = {
+        "engine_ms": _spread([await _timed(engine.generate(_request(n, prompt))) for n in range(400)])
     }
+    cpu = time.process_time()
+    spent = [took for n in range(ALONE) for took in await _conversation(policy.fresh(f"p{n}"))]
+    report["policy_ms"] = {**_spread(spent), "cpu": _mean_ms(time.process_time() - cpu, len(spent))}
+    for name, sessions, at_once in (("gateway", ALONE, 1), ("gateway_of_many", AT_ONCE, AT_ONCE)):
+        report.update(await _through_gateway(name, policy, sessions, at_once))
     return report
+
+
+def _request(number: int, prompt: list[int]) -> GenerationRequest:
+    return GenerationRequest(f"r{number}", prompt, Sampling(max_new_tokens=64))
 
 
 async def _conversation(policy: Policy) -> list[float]:
@@ -75,13 +68,13 @@ async def _conversation(policy: Policy) -> list[float]:
     spent = []
     for _ in range(TURNS):
         messages.append({"role": "user", "content": QUESTION})
-        spent.append(await _timed(lambda: policy.chat(messages)))
+        spent.append(await _timed(policy.chat(messages)))
         messages.append({"role": "assistant", "content": ANSWER})
     return spent
 
 
-async def _through_gateway(policy: Policy, sessions: int, *, at_once: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each request, and by how much the event loop was late meanwhile."""
+async def _through_gateway(name: str, policy: Policy, sessions: int, at_once: int) -> Report:
+    """Return what requests took, and by how much the event loop was late meanwhile."""
     gateway = Gateway(GatewayConfig())
     await gateway.start()
     lag: list[float] = []
@@ -92,16 +85,23 @@ async def _through_gateway(policy: Policy, sessions: int, *, at_once: int) -> tu
                 for n in range(sessions)
             ]
             watching = asyncio.create_task(_watch_lag(lag))
+            began, cpu = time.monotonic(), time.process_time()
             spent = await _client(urls, at_once)
-            watching.cancel()
-            return spent, lag
+            cpu, took = time.process_time() - cpu, time.monotonic() - began
+            await cancelled(watching)
     finally:
         await gateway.close()
+    load = {"sessions": at_once, "requests": len(spent), "requests_per_s": round(len(spent) / took, 1)}
+    return {
+        f"{name}_ms": {**_spread(spent), "cpu": _mean_ms(cpu, len(spent))},
+        f"{name}_event_loop_lag_ms": _spread(lag),
+        f"{name}_load": load,
+    }
 
 
 async def _client(urls: Sequence[str], at_once: int) -> list[float]:
     process = await asyncio.create_subprocess_exec(
-        *module_command("launch.benchmarks.gateway", str(at_once)), stdin=PIPE, stdout=PIPE
+        *module_command("launch.benchmarks.gateway_client", str(at_once)), stdin=PIPE, stdout=PIPE
     )
     async with asyncio.timeout(TIMEOUT_S):
         said, _ = await process.communicate(json.dumps(urls).encode())
@@ -111,29 +111,6 @@ async def _client(urls: Sequence[str], at_once: int) -> list[float]:
     return found
 
 
-async def _ask(urls: Sequence[str], at_once: int) -> list[float]:
-    """Hold the conversations, so many at a time; return the seconds of each request."""
-    spent: list[float] = []
-    slots = asyncio.Semaphore(at_once)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-
-        async def post(url: str, messages: list[ChatMessage]) -> None:
-            body = {"model": "policy", "messages": messages}
-            async with http.post(f"{url}/v1/chat/completions", json=body) as answer:
-                answer.raise_for_status()
-                messages.append((await answer.json())["choices"][0]["message"])
-
-        async def converse(url: str) -> None:
-            messages: list[ChatMessage] = []
-            async with slots:
-                for _ in range(TURNS):
-                    messages.append({"role": "user", "content": QUESTION})
-                    spent.append(await _timed(lambda: post(url, messages)))
-
-        await asyncio.gather(*map(converse, urls))
-    return spent
-
-
 async def _watch_lag(lag: list[float]) -> None:
     while True:
         due = time.perf_counter() + LAG_PERIOD_S
@@ -141,10 +118,14 @@ async def _watch_lag(lag: list[float]) -> None:
         lag.append(time.perf_counter() - due)
 
 
-async def _timed(call: Callable[[], Awaitable[object]]) -> float:
+async def _timed(call: Awaitable[object]) -> float:
     began = time.perf_counter()
-    await call()
+    await call
     return time.perf_counter() - began
+
+
+def _mean_ms(seconds: float, count: int) -> float:
+    return round(seconds * 1e3 / count, 3)
 
 
 def _spread(seconds: Sequence[float]) -> dict[str, float]:
@@ -153,7 +134,4 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        print(json.dumps(bench_gateway(), indent=2))  # noqa: T201 - the user's terminal
-    else:
-        print(json.dumps(uvloop.run(_ask(json.load(sys.stdin), int(sys.argv[1])))))  # noqa: T201 - a pipe
+    print(json.dumps(bench_gateway(), indent=2))  # noqa: T201 - the user's terminal

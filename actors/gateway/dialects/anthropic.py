@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue
 
 from actors.environments.base import ChatMessage
 from actors.gateway.dialects.base import (
+    MOST_STOPS,
     Body,
     Dialect,
     Part,
@@ -77,7 +78,7 @@ class _Request(Body):
     temperature: Annotated[float | None, Field(ge=0, le=1)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: int | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str] | None, Field(max_length=MOST_STOPS)] = None
 
 
 def _parse(raw: bytes) -> Ask:

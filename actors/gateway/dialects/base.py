@@ -12,6 +12,8 @@ from actors.gateway.exchange import Ask, Reply
 from actors.gateway.refusal import RefusedError, invalid
 
 B = TypeVar("B", bound="Body")
+MOST_STOPS = 16
+"""Stop texts of a request: each is looked for in every answer."""
 Shown = dict[str, JSON]
 """A body of JSON."""
 

@@ -7,6 +7,7 @@ from pydantic import Field, JsonValue
 
 from actors.environments.base import ChatMessage
 from actors.gateway.dialects.base import (
+    MOST_STOPS,
     Body,
     Dialect,
     Part,
@@ -69,7 +70,7 @@ class _Request(Body):
     top_k: int | None = None
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: JsonValue = None
