@@ -209,18 +209,14 @@ async def test_reward_by_agent_names_every_agent(agent: Setting):
         await agent.run("ask('hi'); reward({'reward': {'other': 0}})")
 
 
-async def test_only_so_many_programs_run_at_once(agent: Setting, tmp_path):
-    marks = tmp_path / "marks"
-    marks.mkdir()
-    program = f"""
-mine = {str(marks)!r} + "/" + str(os.getpid())
-open(mine, "w")
-reward(len(os.listdir({str(marks)!r})) + 0 * len(ask("hi")))
-os.remove(mine)
-"""
-    async with agent.running(program, programs_at_once=2) as environment:
-        episodes = await asyncio.gather(*(environment.run(TASK, agent.policy) for _ in range(4)))
-    assert max(episode.trajectories[0].reward for episode in episodes) <= 2
+async def test_only_so_many_programs_run_at_once(agent: Setting):
+    agent.engine.hold()
+    async with agent.running("reward(len(ask('hi')))", programs_at_once=2) as environment:
+        rollouts = [asyncio.create_task(environment.run(TASK, agent.policy)) for _ in range(3)]
+        await until(lambda: agent.engine.running == 2, "two programs")
+        assert len(environment._gateway._sessions) == 2  # one is opened before its program starts
+        agent.engine.release()
+        assert [(await rollout).trajectories[0].reward for rollout in rollouts] == [4.0] * 3
 
 
 def test_program_that_is_not_there_is_refused_at_start_up():
