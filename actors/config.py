@@ -321,6 +321,9 @@ class ActorsConfig(Config):
     """Time after its end at which a rollout is stored though others of its group still run, so that an
     actor's death costs only unfinished ones. `None` hands over complete groups only."""
 
+    tool_calls: Literal["auto", "hermes", "qwen3_coder", "llama3", "mistral"] = "auto"
+    """How the model writes tool calls; `auto` tells it from the chat template."""
+
     mask_older_versions: int | None = Field(None, ge=0)
     """Policy versions that a token may lag the newest token of its trajectory and still be trained on. Older
     tokens are masked, and recorded as such. `None` trains on all; the correction weighs them."""

@@ -113,6 +113,7 @@ def _actor(
             sampled,
             mask_older_versions=settings.actors.mask_older_versions,
             routed_experts=settings.actors.engine.routed_experts,
+            tool_calls=settings.actors.tool_calls,
         ),
         environment,
         follower=follower,
@@ -127,7 +128,10 @@ def _actor(
         if settings.actors.evaluates_on == "rollout"
         else OwnEngine(partial(evaluation_engine, settings.actors.engine, model), blobs)
     )
-    evaluator = Evaluator(bus, answering, tokenizer, environment, sampled=sampled, greedy=greedy)
+    evaluator = Evaluator(
+        bus, answering, tokenizer, environment,
+        sampled=sampled, greedy=greedy, tool_calls=settings.actors.tool_calls,
+    )  # fmt: skip
     admin = EngineAdmin(
         bus, engine, settings.actors.engine, model, claims,
         actor=actor_name(), colocated=settings.colocation.enabled,

@@ -38,7 +38,7 @@ class Evaluator:
 
     def __init__(
         self, bus: Bus, engines: EvaluationEngines, tokenizer: Tokenizer, environment: Environment, *,
-        sampled: Sampling, greedy: Sampling,
+        sampled: Sampling, greedy: Sampling, tool_calls: str = "auto",
     ) -> None:  # fmt: skip
         self.doing = ""
         self._bus = bus
@@ -46,6 +46,7 @@ class Evaluator:
         self._tokenizer = tokenizer
         self._sampled = sampled
         self._greedy = greedy
+        self._tool_calls = tool_calls
         self._environment = environment
         self._publisher = Publisher(bus)
         self._prompts: dict[str, Sequence[Prompt]] = {}
@@ -147,7 +148,7 @@ class Evaluator:
 
         Raises `HandBackError` when this process is to end before all prompts began and others can do it,
         and `EngineLostError` when no engine is left."""
-        policy = Policy(engine, self._tokenizer, sampling)
+        policy = Policy(engine, self._tokenizer, sampling, tool_calls=self._tool_calls)
         places = asyncio.Semaphore(self._engines.prompts_at_once or len(prompts))
 
         async def answer(task: Task) -> _Answer:

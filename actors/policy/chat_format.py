@@ -13,7 +13,14 @@ from jinja2 import TemplateError
 
 from actors.environments.base import ChatMessage
 from actors.policy.answers import Answer, AnswerReader
-from actors.policy.chat_messages import Fingerprint, checked_messages, checked_tools, digest, fingerprint
+from actors.policy.chat_messages import (
+    Fingerprint,
+    arguments_as_text,
+    checked_messages,
+    checked_tools,
+    digest,
+    fingerprint,
+)
 from actors.policy.conversation import Boundary, Conversation, continued
 from actors.policy.messages import MessagesError, Tool, tool_name
 from actors.policy.tail import TailRenderer
@@ -184,12 +191,16 @@ class ChatFormat:
         return prompt
 
     def _render(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], *, go_on: bool = True) -> str:
-        try:
-            return self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=go_on
-            )
-        except REFUSED as error:
-            raise MessagesError(f"the chat template refuses these messages: {error}") from error
+        """Render a chat; some templates take arguments of tool calls as objects, others as JSON text."""
+        refused: Exception | None = None
+        for chat in (list(messages), arguments_as_text(messages)):
+            try:
+                return self._tokenizer.apply_chat_template(
+                    chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=go_on
+                )
+            except REFUSED as error:
+                refused = refused or error
+        raise MessagesError(f"the chat template refuses these messages: {refused}") from refused
 
     def _look_for_tools(self, text: str, tools: Sequence[Tool]) -> None:
         """Warn once of a template that does not show the tools to the policy."""

@@ -115,6 +115,25 @@ def _object(arguments: JSON) -> JSON:
     return read if isinstance(read, dict) else arguments
 
 
+def arguments_as_text(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return checked messages with the arguments of tool calls as JSON text."""
+    return [
+        {**message, "tool_calls": [_with_text(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), Sequence)
+        else message
+        for message in messages
+    ]
+
+
+def _with_text(call: JSON) -> JSON:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
 class Fingerprint(NamedTuple):
     """What a message says, as digests."""
 

@@ -41,9 +41,20 @@ class TailRenderer:
                     text = self._render([*beginning, stand_in, *new], tools)
                 except MessagesError:  # the roles may have to alternate: the whole history is tried, too
                     continue
-                if (tail := self._behind(text, in_call="tool_calls" in stand_in)) is not None:
+                tail = self._behind(text, in_call="tool_calls" in stand_in)
+                in_place = bool(answer.get("tool_calls")) == ("tool_calls" in stand_in)
+                if tail is not None and (in_place or self._follows([*before, answer, *new], tools, tail)):
                     return tail
         return None
+
+    def _follows(self, chat: Sequence[ChatMessage], tools: Sequence[Tool], tail: str) -> bool:
+        """Return whether the whole chat ends so: a tool's answer may be rendered only behind its call.
+
+        A template that refuses the whole, such as one for single calls, has nothing better."""
+        try:
+            return self._render(chat, tools).endswith(tail)
+        except MessagesError:
+            return True
 
     def _stand_ins(self, answer: ChatMessage) -> Iterator[ChatMessage]:
         """Yield messages that end as `answer` does: with tool calls, or with text."""

@@ -186,6 +186,8 @@ def read_llama3(text: str, at: int, _: Mapping[str, Parameters]) -> Found:
     calls: list[WrittenCall] = []
     end = begin
     try:
+        if not tagged and not {"parameters", "arguments"}.intersection(_members(text, begin)[0]):
+            return Found(at)  # an object that has a name for something else
         while True:
             call, end = _json_call(text, end)
             calls.append(call)

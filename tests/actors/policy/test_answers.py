@@ -204,7 +204,12 @@ def test_a_schema_says_what_parameters_of_qwen3_coder_are():
 
 
 def test_json_that_is_no_call_is_an_answer_of_llama():
-    for text in ('{"answer": 4}', '{"a": {"name": "add"}}', '4 {"name": "add", "parameters": {}}'):
+    for text in (
+        '{"answer": 4}',
+        '{"name": "Ann", "age": 4}',
+        '{"a": {"name": "add"}}',
+        '4 {"name": "add", "parameters": {}}',
+    ):
         answer = read(text, "llama3")
         assert (answer.content, answer.tool_calls, answer.malformed_calls) == (text, (), ())
 

@@ -307,3 +307,55 @@ async def test_special_marks_of_calls_are_read_though_text_leaves_them_out():
     answer = await policy.chat([ONE], tools=TOOLS)
     assert [call.name for call in answer.tool_calls] == ["add"]
     assert answer.text == ' [{"name": "add", "arguments": {"a": 1}}]'
+
+
+async def test_the_format_of_tool_calls_can_be_set():
+    policy = scripted('[TOOL_CALLS]add[ARGS]{"a": 1}<|im_end|>', tool_calls="mistral")
+    answer = await policy.chat([ONE], tools=TOOLS)
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [("add", '{"a": 1}')]
+
+
+async def test_a_template_for_single_calls_goes_on_after_two():
+    llama = FAMILIES["llama3"].tokenizer
+    call = '{"name": "add", "parameters": {"a": 1}}'
+    policy = scripted(f"{call}; {call}<|eot_id|>", "ok<|eot_id|>", tokenizer=llama)
+    first = await policy.chat([ONE], tools=TOOLS)
+    answers = [{"role": "tool", "content": call.id, "tool_call_id": call.id} for call in first.tool_calls]
+    await policy.chat([ONE, first.message, *answers], tools=TOOLS)
+    [trajectory] = policy.trajectories(0.0)
+    heads = [f'<|start_header_id|>ipython<|end_header_id|>\n\n"00000000{n}"<|eot_id|>' for n in (0, 1)]
+    tail = "".join(heads) + "<|start_header_id|>assistant<|end_header_id|>\n\nok<|eot_id|>"
+    text = llama.decode(trajectory.token_ids, skip_special_tokens=False)
+    assert text.endswith(f"{call}; {call}<|eot_id|>" + tail)
+
+
+WITHIN_THE_TURN = """{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{ '<|im_start|>' + message.content }}
+{%- for call in message.tool_calls or [] %}{{ '(' + call.function.name + ')' }}{% endfor %}
+{%- for other in messages if message.tool_calls and other.role == 'tool' %}{{ '[' + other.content + ']' }}
+{%- endfor %}{% if not message.tool_calls %}{{ '<|im_end|>' }}{% endif %}
+{%- elif message.role == 'user' %}{{ '<|user|>' + message.content }}{% endif %}{% endfor %}"""
+
+
+async def test_a_tools_answer_that_is_rendered_only_behind_its_call_is_not_lost():
+    tokenizer = tokenizer_of(WITHIN_THE_TURN, "<|im_end|>")
+    policy = scripted(CALL, "ok<|im_end|>", tokenizer=tokenizer)
+    told = await called(policy)
+    await policy.chat(told, tools=TOOLS)
+    _, second = policy.trajectories(0.0)
+    assert tokenizer.decode(second.token_ids) == "<|user|>one<|im_start|>(add)[3]ok<|im_end|>"
+
+
+async def test_a_template_may_want_arguments_as_text():
+    template = QWEN3.replace("THINK", "true").replace(
+        "{{- call.arguments if call.arguments is string else call.arguments | tojson }}",
+        "{{- '' + call.arguments }}",
+    )
+    tokenizer = tokenizer_of(template, "<|im_end|>")
+    policy = scripted(CALL, "ok<|im_end|>", "ok<|im_end|>", tokenizer=tokenizer)
+    told = await called(policy)
+    await policy.chat(told, tools=TOOLS)
+    await policy.chat([SYSTEM, *told], tools=TOOLS)
+    grown, anew = policy.trajectories(0.0)
+    assert (len(grown.turns), len(anew.turns)) == (2, 1)
+    assert '"arguments": {"a": 1, "b": 2}}' in tokenizer.decode(anew.token_ids)
