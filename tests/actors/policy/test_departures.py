@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
@@ -359,3 +360,12 @@ async def test_a_template_may_want_arguments_as_text():
     grown, anew = policy.trajectories(0.0)
     assert (len(grown.turns), len(anew.turns)) == (2, 1)
     assert '"arguments": {"a": 1, "b": 2}}' in tokenizer.decode(anew.token_ids)
+
+
+async def test_a_template_that_does_not_show_the_tools_is_warned_of_once():
+    silent = tokenizer_of("{% for m in messages %}{{ m.content }}{% endfor %}", "<|im_end|>")
+    policy = scripted("a<|im_end|>", "b<|im_end|>", tokenizer=silent)
+    with capture_logs() as logs:
+        await policy.chat([ONE], tools=TOOLS)
+        await policy.fresh("other").chat([TWO], tools=TOOLS)
+    assert [entry["event"] for entry in logs] == ["tools_not_in_prompt"]
