@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from actors.engines.fleet.config import FleetConfig
+from actors.environments.agent_config import AgentConfig
 from actors.environments.length_config import LengthProfileConfig
 from actors.environments.tools_config import ToolsConfig
 from actors.group_config import GroupLimitsConfig, RetriesConfig
@@ -276,7 +277,7 @@ class PluginEnvironmentConfig(Config):
 
 
 EnvironmentConfig = Annotated[
-    SingleTurnConfig | ToolsConfig | LengthProfileConfig | PluginEnvironmentConfig,
+    SingleTurnConfig | ToolsConfig | AgentConfig | LengthProfileConfig | PluginEnvironmentConfig,
     Field(discriminator="type"),
 ]
 

@@ -1,6 +1,8 @@
 """The environment that a configuration names."""
 
 from actors.config import EnvironmentConfig, PluginEnvironmentConfig
+from actors.environments.agent import AgentEnvironment
+from actors.environments.agent_config import AgentConfig
 from actors.environments.base import Environment
 from actors.environments.length_config import LengthProfileConfig
 from actors.environments.length_profile import LengthProfile
@@ -18,4 +20,6 @@ def build_environment(config: EnvironmentConfig) -> Environment:
         return LengthProfile.from_config(config)
     if isinstance(config, ToolsConfig):
         return ToolChat.from_config(config)
+    if isinstance(config, AgentConfig):
+        return AgentEnvironment.from_config(config)
     return SingleTurn.from_config(config)

@@ -82,6 +82,8 @@ class Completion:
     tool_calls: tuple[ToolCall, ...] = ()
     malformed_calls: tuple[str, ...] = ()
     """What looked like a tool call and is none, as text."""
+    prompt_tokens: int = 0
+    """Number of tokens that it continues."""
 
     @property
     def message(self) -> ChatMessage:

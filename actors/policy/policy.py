@@ -75,7 +75,7 @@ class Policy:
         text, answer = await self._format.read(
             generation.token_ids, in_reasoning=context.in_reasoning, tools=tools, number=call.number
         )
-        completion = _completion(text, answer, generation, call)
+        completion = _completion(text, answer, generation, call, answer_end - len(generation.token_ids))
         strand.conversation = context.conversation.answered(
             context.messages,
             completion.message,
@@ -93,7 +93,13 @@ class Policy:
         call = self._call(agent, policy, sampling, trainable)
         _, generation = await self._complete(token_ids, call)
         text = self._format.decode(generation.token_ids.tolist())
-        return _completion(text, Answer(text, None, (), ()), generation, call)
+        return _completion(text, Answer(text, None, (), ()), generation, call, len(token_ids))
+
+    async def count_tokens(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None) -> int:
+        """Return the tokens of a chat up to where the policy would answer, recording nothing.
+
+        Raises MessagesError for no chat."""
+        return len(await self._format.in_thread(self._format.encode_chat, messages, tools))
 
     def reward_turn(self, completion: Completion, reward: float) -> None:
         """Note the reward of this turn alone, beside that of the outcome."""
@@ -177,7 +183,9 @@ class Policy:
         return [strand for strand in reversed(self._strands) if (strand.agent, strand.policy) == whose]
 
 
-def _completion(text: str, answer: Answer, generation: Generation, call: Call) -> Completion:
+def _completion(
+    text: str, answer: Answer, generation: Generation, call: Call, prompt_tokens: int
+) -> Completion:
     """Put an answer together; a stop string that ended it is in its text, but not in its content."""
     ends = (stop for stop in call.sampling.stop if answer.content.endswith(stop))
     return Completion(
@@ -189,4 +197,5 @@ def _completion(text: str, answer: Answer, generation: Generation, call: Call) -
         reasoning=answer.reasoning,
         tool_calls=answer.tool_calls,
         malformed_calls=answer.malformed_calls,
+        prompt_tokens=prompt_tokens,
     )

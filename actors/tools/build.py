@@ -19,7 +19,7 @@ from actors.tools.config import (
 from actors.tools.python import PythonTool
 from actors.tools.search import SearchTool
 from bus.errors import ConfigError
-from bus.plugins import load_function, refuse_program
+from bus.plugins import load_function, refuse_of_record, refuse_program
 
 PARTS = ("name", "description", "parameters", "call", "close")
 
@@ -41,6 +41,7 @@ def _build(config: ToolConfig) -> Sequence[Tool]:
         case CalculatorConfig():
             return [Calculator(config.name)]
         case SearchConfig():
+            refuse_of_record("the corpus", str(config.corpus))  # or a stranger would read a file of this host
             return [SearchTool(config)]
         case McpConfig():
             return _mcp(config)

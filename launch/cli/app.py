@@ -84,6 +84,7 @@ PluginsFrom = Annotated[list[Path] | None, Parameter(name="--plugins-from", grou
 Insecure = Annotated[bool, Parameter(name="--insecure", group=SHORT, negative=())]
 EnginePython = Annotated[Path | None, Parameter(name="--engine-python", group=SHORT)]
 RewardName = Annotated[str | None, Parameter(name="--reward", group=SHORT)]
+AgentCommand = Annotated[str | None, Parameter(name="--agent", group=SHORT)]
 
 
 def layers_of(
@@ -99,8 +100,9 @@ def layers_of(
 
 
 def short_forms(
-    bus: str | None = None, creds: Path | None = None, prompts: Path | None = None, reward: str | None = None
-) -> dict[str, Any]:
+    bus: str | None = None, creds: Path | None = None, prompts: Path | None = None,
+    reward: str | None = None, agent: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the settings that the short forms stand for; a bus that is not named is that of `creds`."""
     layer: dict[str, Any] = {}
     bus = bus or os.environ.get(URL_VARIABLE)
@@ -111,8 +113,11 @@ def short_forms(
         layer["bus"] = {"url": bus}
     if prompts is not None:
         layer["data"] = {"prompts": prompts}
+    environment = {"type": "agent", "command": agent, "reward": "posted"} if agent is not None else {}
     if reward is not None:
-        layer["actors"] = {"environment": {"reward": reward}}
+        environment["reward"] = reward
+    if environment:
+        layer["actors"] = {"environment": environment}
     return layer
 
 

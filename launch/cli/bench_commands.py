@@ -55,6 +55,20 @@ def bench_replay(*, as_json: AsJson = False) -> None:
     _measure(measured, as_json=as_json)
 
 
+@bench.command(name="gateway", usage="Usage: launch bench gateway [--json]")
+def bench_gateway(*, as_json: AsJson = False) -> None:
+    """Compare a request through the gateway with one to the policy itself, on a scripted engine.
+
+    Parameters
+    ----------
+    as_json
+        Print one JSON object on one line.
+    """
+    from launch.benchmarks.gateway import bench_gateway as measured
+
+    _measure(measured, as_json=as_json)
+
+
 @bench.command(name="learner", usage="Usage: launch bench learner [--json]")
 def bench_learner(*, as_json: AsJson = False) -> None:
     """Compare a training step with a bare megatron-core loop and transformers, on the GPU if there is one.

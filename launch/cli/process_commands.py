@@ -13,6 +13,7 @@ from launch.cli.app import (
     SHORT,
     USAGE,
     ActorsSettings,
+    AgentCommand,
     BusUrl,
     ConfigFile,
     CredsFile,
@@ -60,6 +61,7 @@ def local(
     creds: CredsFile = None,
     prompts: Prompts = None,
     reward: RewardName = None,
+    agent: AgentCommand = None,
     settings: Settings = RunConfig(),
 ) -> None:
     """Train on this machine: bus, storage, learner and actors as supervised processes, with a live view.
@@ -78,11 +80,14 @@ def local(
         Training prompts, .jsonl or .parquet.
     reward
         Name of a built-in reward, or a function of your own as my_pkg.my_module:function.
+    agent
+        Command of a program that is run for each episode, and asks the policy as it would ask OpenAI's or
+        Anthropic's servers. It posts its reward, unless --reward computes it.
     """
     from launch.local.local import run_local
 
     configure_logging("warning")
-    layers = layers_of(preset_name, config, short_forms(bus, creds, prompts, reward), settings)
+    layers = layers_of(preset_name, config, short_forms(bus, creds, prompts, reward, agent), settings)
     own_bus = "url" not in layers.get("bus", {})
     raise SystemExit(run(partial(run_local, resolve(layers), own_bus=own_bus)))
 
@@ -266,6 +271,7 @@ def actors(
     bus: RunBusUrl = None,
     creds: CredsFile = None,
     reward: RewardName = None,
+    agent: AgentCommand = None,
     plugins_from: PluginsFrom = None,
     engine_python: EnginePython = None,
     insecure: Insecure = False,
@@ -277,6 +283,9 @@ def actors(
     ----------
     reward
         Name of a built-in reward, or a function of your own as my_pkg.my_module:function.
+    agent
+        Command of a program that is run for each episode, and asks the policy as it would ask OpenAI's or
+        Anthropic's servers. It posts its reward, unless --reward computes it.
     plugins_from
         Directory of modules that the run may import on this host, and no others; may be given several times.
     engine_python
@@ -288,6 +297,9 @@ def actors(
     from launch.process.services import serve_actors
 
     configure_logging()
-    short = merge(short_forms(bus, creds, reward=reward), allowed_here(plugins_from, insecure, engine_python))
+    short = merge(
+        short_forms(bus, creds, reward=reward, agent=agent),
+        allowed_here(plugins_from, insecure, engine_python),
+    )
     given = with_bus_of_run(merge(short, flags(settings)))
     run(partial(serve_actors, *run_and_own_settings(given, {})))

@@ -1,0 +1,167 @@
+"""Anybody's agent: a program for each episode. It asks the gateway, whose recording is trained on."""
+
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
+
+import structlog
+
+from actors.environments.agent_config import POSTED, AgentConfig
+from actors.environments.agent_program import ProgramEnd, ProgramError, run_program
+from actors.environments.answer_scoring import AnswerScoring
+from actors.environments.base import Episode, EpisodeError, FailedEpisode, Task
+from actors.gateway.posted_reward import PostedReward
+from actors.gateway.server import Gateway
+from actors.gateway.session import Session
+from actors.policy.policy import Policy
+from actors.rewards.base import Answer, RewardError
+from bus.errors import ConfigError
+from bus.plugins import refuse_program
+
+log = structlog.get_logger()
+PRIVATE = ("SLUICE_", "OPENAI_", "ANTHROPIC_")
+"""Beginnings of variables that no program inherits: the bus's address and keys, and real servers' keys."""
+
+
+class AgentEnvironment:
+    """Starts the program for each task, and waits until it ends."""
+
+    trajectories_per_episode: int | None = None  # a program may rewrite its context, or have several
+
+    def __init__(self, config: AgentConfig, scoring: AnswerScoring | None) -> None:
+        self._config = config
+        self._scoring = scoring
+        """Computes rewards; None where programs post them."""
+        self._gateway = Gateway(config.gateway)
+        self._starting = asyncio.Lock()
+        self._is_serving = False
+        self._places = asyncio.Semaphore(config.programs_at_once)
+
+    @classmethod
+    def from_config(cls, config: AgentConfig) -> Self:
+        """Build. Raises `ConfigError` for a program that is not there, or that this host does not allow."""
+        refuse_program(f"actors.environment.command={config.command!r}", [config.command])
+        for name, value in config.variables.items():  # some of them decide what the program loads
+            refuse_program(f"actors.environment.variables.{name}={value!r}", [value])
+        program = config.arguments[0]
+        if shutil.which(program) is None:
+            raise ConfigError(f"actors.environment.command: there is no program {program!r}: give its path")
+        return cls(config, None if config.reward == POSTED else AnswerScoring.from_config(config))
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """Roll `task` out once. Raises EngineError, RewardError, or EpisodeError for what the program did."""
+        policy = policy.fresh(task.task_id)
+        await self._serve()
+        async with self._places, self._gateway.session(policy, task.task_id) as session:
+            session.posts_rewards = self._scoring is None
+            await self._run_program(task, session)
+            if session.last is None:
+                raise self._failed(task, "it asked the policy nothing: does it heed OPENAI_BASE_URL?")
+            metrics = {f"gateway/{name}": float(count) for name, count in session.counts.items()}
+            if self._scoring is None:
+                return self._posted(policy, session, await self._reward(task, session), metrics)
+            answer = Answer(
+                task_id=task.task_id,
+                messages=task.messages,
+                text=session.last.content,
+                finish_reason="stop" if session.end is None else "length",
+                label=task.label,
+                metadata=task.metadata,
+                token_count=session.counts["tokens"],
+            )
+            return await self._scoring.episode(policy, answer, metrics, end=session.end)
+
+    async def score_group(self, episodes: Mapping[int, Episode]) -> Mapping[int, Episode | FailedEpisode]:
+        """Return the episodes of a group with their final rewards; raises RewardError."""
+        return episodes if self._scoring is None else await self._scoring.score_group(episodes)
+
+    async def close(self) -> None:
+        """Close the gateway, and give up the rewards' connections and processes."""
+        await self._gateway.close()
+        if self._scoring is not None:
+            await self._scoring.close()
+
+    async def _serve(self) -> None:
+        async with self._starting:
+            if not self._is_serving:
+                await self._gateway.start()
+                self._is_serving = True
+
+    async def _run_program(self, task: Task, session: Session) -> None:
+        """Run the program; a failure of the engine explains every other one."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="sluice-agent-") as directory:
+                path = Path(directory) / "task.json"
+                path.write_text(json.dumps(self._described(task)))
+                ended = await run_program(
+                    self._config.arguments,
+                    self._variables(session, path),
+                    timeout_s=self._config.program_timeout_s,
+                    most_output_bytes=self._config.most_output_bytes,
+                )
+        except ProgramError as error:
+            raise session.failure or self._failed(task, str(error)) from error.__cause__
+        if session.failure is not None:
+            raise session.failure
+        if ended.status != 0:
+            self._look_at(task, session, ended)
+
+    def _look_at(self, task: Task, session: Session, ended: ProgramEnd) -> None:
+        """Raise `EpisodeError` for a program that failed, unless the gateway refused to go on with it."""
+        if session.end is None:
+            raise self._failed(task, f"status {ended.status}: {ended.output}")
+        log.info("agent_was_cut_off", task=task.task_id, end=session.end, status=ended.status)
+
+    async def _reward(self, task: Task, session: Session) -> PostedReward:
+        """Return the reward that the program posts. Raises RewardError where it posts none in time."""
+        if await session.rewarded_within(0.0 if session.end else self._config.reward_timeout_s):
+            assert session.reward is not None
+            return session.reward
+        if session.end and self._config.unfinished_reward is not None:
+            return PostedReward(reward=self._config.unfinished_reward)
+        raise RewardError(
+            f"the program posted no reward for task {task.task_id}: POST a number to SLUICE_REWARD_URL, or "
+            "set another actors.environment.reward"
+        )
+
+    @staticmethod
+    def _posted(
+        policy: Policy, session: Session, posted: PostedReward, metrics: Mapping[str, float]
+    ) -> Episode:
+        value = posted.value
+        if isinstance(value, Mapping) and (missing := session.agents - set(value)):
+            raise RewardError(f"the posted reward names no {', '.join(sorted(missing))}: name every agent")
+        recorded = policy.trajectories(value, end=session.end, reward_components=posted.components)
+        return Episode(recorded, metrics)
+
+    def _described(self, task: Task) -> dict[str, object]:
+        """Return the task for its program, with the label only if the program computes the reward."""
+        described = {"task_id": task.task_id, "prompt": task.prompt, "metadata": dict(task.metadata)}
+        return {**described, **({"label": task.label} if self._scoring is None else {})}
+
+    def _variables(self, session: Session, task: Path) -> dict[str, str]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
+        url = self._gateway.url_of(session)
+        near = ",".join(filter(None, [inherited.get("NO_PROXY"), urlsplit(url).hostname]))
+        return {
+            **inherited,
+            "NO_PROXY": near,
+            "no_proxy": near,
+            "OPENAI_BASE_URL": f"{url}/v1",
+            "OPENAI_API_KEY": session.key,
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": session.key,
+            "SLUICE_MODEL": self._config.gateway.model,
+            "SLUICE_REWARD_URL": f"{url}/reward",
+            "SLUICE_TASK": str(task),
+            **self._config.variables,
+        }
+
+    def _failed(self, task: Task, reason: str) -> EpisodeError:
+        return EpisodeError(f"the program {self._config.command!r} on task {task.task_id}: {reason}")

@@ -1,0 +1,136 @@
+"""Runs a program that others wrote: bounded in time and output, and ended with all of its process group."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from bus.child_process import die_with_parent
+from bus.errors import SluiceError
+from bus.waiting import cancelled
+
+TAIL_BYTES = 4096
+"""What is kept of a program's output: its end, which says what went wrong."""
+READ_BYTES = 1 << 16
+TERMINATE_S = 2.0
+"""Time that a program has to end after SIGTERM."""
+KILL_S = 5.0
+"""Longest time that the kernel may take to end a program."""
+LAST_OUTPUT_S = 1.0
+
+
+class ProgramError(SluiceError):
+    """A program could not be run to its end. After a timeout its cause is `TimeoutError`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramEnd:
+    """How a program ended by itself."""
+
+    status: int
+    """Exit status; negative for the signal that ended it."""
+    output: str
+    """The end of its output."""
+
+
+async def run_program(
+    arguments: Sequence[str], variables: Mapping[str, str], *, timeout_s: float, most_output_bytes: int
+) -> ProgramEnd:
+    """Run a program until it ends. Raises `ProgramError`.
+
+    However this ends, also by cancellation, no process of the program's group is left."""
+    async with _output(most_output_bytes) as (output, writing):
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=writing,
+                env=variables, start_new_session=True, preexec_fn=die_with_parent(signal.SIGKILL),
+            )  # fmt: skip
+        except OSError as error:
+            raise ProgramError(f"cannot start {arguments[0]!r}: {error.strerror}") from error
+        finally:
+            os.close(writing)
+        ending = asyncio.create_task(process.wait(), name=f"wait for {arguments[0]}")
+        try:
+            watched: set[asyncio.Future[Any]] = {ending, output.overflown}
+            done, _ = await asyncio.wait(watched, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _end_group(process.pid, ending)
+        await output.settle()
+        if ending in done:
+            return ProgramEnd(ending.result(), output.tail)
+        if output.overflown in done:
+            raise ProgramError(f"it wrote more than {most_output_bytes} bytes; the last: {output.tail}")
+        raise ProgramError(f"it ran for {timeout_s:g} s; its last output: {output.tail}") from TimeoutError()
+
+
+async def _end_group(pid: int, ending: asyncio.Task[int]) -> None:
+    """End what is left of the process group; its leader may have ended already."""
+    if not ending.done():
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGTERM)
+        await asyncio.wait([ending], timeout=TERMINATE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    await asyncio.wait([ending], timeout=KILL_S)
+
+
+class _Output:
+    """Reads what a program writes, and keeps the end of it."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.overflown: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the program has written more than it may."""
+        self._most_bytes = most_bytes
+        self._size = 0
+        self._tail = b""
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def tail(self) -> str:
+        """Return the end of the output; what is no UTF-8 is replaced."""
+        return self._tail.decode(errors="replace").strip()
+
+    def begin(self, reader: asyncio.StreamReader) -> None:
+        """Read until nobody can write any more."""
+        self._reading = asyncio.create_task(self._read(reader), name="output of a program")
+
+    async def settle(self) -> None:
+        """Wait a moment for what was written last; a process that left the group may hold the pipe open."""
+        if self._reading is not None:
+            await asyncio.wait([self._reading], timeout=LAST_OUTPUT_S)
+
+    async def close(self) -> None:
+        """Read no more."""
+        if self._reading is not None:
+            await cancelled(self._reading)
+        self.overflown.cancel()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while part := await reader.read(READ_BYTES):
+            self._size += len(part)
+            self._tail = (self._tail + part)[-TAIL_BYTES:]
+            if self._size > self._most_bytes and not self.overflown.done():
+                self.overflown.set_result(None)
+
+
+@asynccontextmanager
+async def _output(most_bytes: int) -> AsyncIterator[tuple[_Output, int]]:
+    """Yield a reader, and the descriptor of the pipe into which a program writes.
+
+    asyncio's own pipes would have `wait` last until every process that inherited one has ended."""
+    reading, writing = os.pipe()
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reading, "rb", buffering=0)
+    )
+    output = _Output(most_bytes)
+    output.begin(reader)
+    try:
+        yield output, writing
+    finally:
+        await output.close()
+        transport.close()

@@ -1,0 +1,47 @@
+"""Settings of the recording gateway. Loads without torch."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from bus.config import Config
+
+Pin = Literal["temperature", "top_p", "top_k"]
+
+
+class GatewayConfig(Config):
+    """HTTP server by which an agent written by somebody else asks the policy, which records it."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at. Requests travel in the clear: whoever can read them can speak for a session."""
+
+    port: int = Field(0, ge=0, le=65535)
+    """Port to listen on; 0 takes any that is free, which agents find in their environment."""
+
+    model: str = "policy"
+    """Name of the policy in `/v1/models`; requests may name any model."""
+
+    pinned: tuple[Pin, ...] = ("temperature", "top_p", "top_k")
+    """Sampling that an agent cannot change: the run's own holds. An agent may always ask for fewer tokens
+    than `sampling.max_new_tokens`, and never gets more."""
+
+    most_turns: int = Field(64, ge=1)
+    """Completions of one session. Further requests are refused, and its episode ends by `turn_limit`."""
+
+    most_tokens: int | None = Field(None, ge=1)
+    """Sampled tokens of one session. Requests after them are refused, and its episode ends by `length`."""
+
+    tool_hook: str | None = None
+    """Function that lets pass, changes or denies each tool call, as `my_pkg.my_module:function`."""
+
+    keep_alive_s: float = Field(5.0, gt=0)
+    """Time after which an answer that is still being generated says so to a client that streams."""
+
+    retry_grace_s: float = Field(2.0, ge=0)
+    """Time for which a generation goes on when its client has gone and may ask again; the retry joins it."""
+
+    most_body_bytes: int = Field(8 << 20, ge=1024)
+    """Largest body of a request."""
+
+    body_timeout_s: float = Field(30.0, gt=0)
+    """Longest time that a client may take to send a body."""

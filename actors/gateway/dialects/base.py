@@ -1,0 +1,89 @@
+"""What a dialect is: one API's requests, answers, streams and errors, as functions without state."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from actors.environments.base import JSON
+from actors.gateway.exchange import Ask, Reply
+from actors.gateway.refusal import RefusedError, invalid
+
+B = TypeVar("B", bound="Body")
+MOST_STOPS = 16
+"""Stop texts of a request: each is looked for in every answer."""
+Shown = dict[str, JSON]
+"""A body of JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One API over HTTP."""
+
+    parse: Callable[[bytes], Ask]
+    """Read a request; raises `RefusedError`."""
+    body: Callable[[Ask, Reply], Shown]
+    """Return the whole answer."""
+    events: Callable[[Ask, Reply], Iterator[bytes]]
+    """Yield the answer as server-sent events, to the last one."""
+    error: Callable[[RefusedError], Shown]
+    """Return a refusal in the API's own shape."""
+    error_event: Callable[[RefusedError], bytes]
+    """Return a refusal for a stream that has begun."""
+    keep_alive: bytes
+    """What a stream carries while nothing is known."""
+
+
+class Body(BaseModel):
+    """Part of a request. What it does not declare is ignored: clients send ever more."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+class Part(Body):
+    """One part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+def parsed(kind: type[B], raw: bytes) -> B:
+    """Read a body of JSON. Raises `RefusedError`, which names the field that is wrong."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise invalid(f"{where}: {first['msg']}" if where else first["msg"]) from error
+
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def text_of(content: str | Sequence[Part] | None) -> str:
+    """Return a message's content as text. Raises `RefusedError` for pictures and whatever else is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.type not in TEXT_PARTS:
+            raise invalid(f"content of type {part.type!r}: the policy reads text only")
+    return "".join(part.text or "" for part in content)
+
+
+def wanted(**asked: float | None) -> dict[str, float]:
+    """Return the sampling that a client set."""
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def unmet(asked: Mapping[str, JsonValue]) -> tuple[str, ...]:
+    """Return the names of settings that are set and not to what holds anyway."""
+    anyway = (None, 0, False, "auto", "none", {"type": "text"})
+    return tuple(name for name, value in asked.items() if value not in anyway)
+
+
+def data_event(content: Mapping[str, JSON], name: str | None = None) -> bytes:
+    """Return one server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(content)}\n\n".encode()

@@ -1,0 +1,196 @@
+"""OpenAI's chat completions."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue
+
+from actors.environments.base import ChatMessage
+from actors.gateway.dialects.base import (
+    MOST_STOPS,
+    Body,
+    Dialect,
+    Part,
+    Shown,
+    data_event,
+    parsed,
+    text_of,
+    unmet,
+    wanted,
+)
+from actors.gateway.exchange import Ask, Reply
+from actors.gateway.refusal import RefusedError, invalid
+from actors.policy.messages import Tool, ToolCall
+
+
+class _Function(Body):
+    name: str
+    arguments: str = ""
+
+
+class _Call(Body):
+    id: str = ""
+    function: _Function
+
+
+class _Message(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Declared(Body):
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+
+
+class _Tool(Body):
+    type: Literal["function"] = "function"
+    function: _Declared
+
+
+class _StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class _Request(Body):
+    model: str = ""
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: list[_Tool] | None = None
+    tool_choice: JsonValue = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: int | None = None
+    temperature: Annotated[float | None, Field(ge=0)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    top_k: int | None = None
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: JsonValue = None
+    logprobs: bool | None = None
+    response_format: JsonValue = None
+    seed: int | None = None
+
+
+def _parse(raw: bytes) -> Ask:
+    request = parsed(_Request, raw)
+    if request.n not in (None, 1):
+        raise invalid(f"n={request.n}: one completion at a time is recorded; send the request again for more")
+    tools = () if request.tool_choice == "none" else tuple(map(declared, request.tools or ()))
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    return Ask(
+        model=request.model,
+        messages=tuple(map(_message, request.messages)),
+        tools=tools,
+        stream=bool(request.stream),
+        sampling=wanted(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            max_new_tokens=request.max_completion_tokens or request.max_tokens,
+        ),
+        stop=tuple(filter(None, stop)),
+        unmet=unmet({name: getattr(request, name) for name in _UNMET}),
+        usage_in_stream=bool(request.stream_options and request.stream_options.include_usage),
+    )
+
+
+_UNMET = (
+    "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "response_format", "seed",
+    "tool_choice",
+)  # fmt: skip
+
+
+def declared(tool: _Tool) -> Tool:
+    """Return a tool as templates take it."""
+    return {"type": "function", "function": tool.function.model_dump(exclude_none=True)}
+
+
+def _message(given: _Message) -> ChatMessage:
+    role = "system" if given.role == "developer" else given.role
+    message: Shown = {"role": role, "content": text_of(given.content)}
+    if (reasoning := given.reasoning_content or given.reasoning) is not None:
+        message["reasoning_content"] = reasoning
+    if given.tool_calls:
+        message["tool_calls"] = [
+            ToolCall(call.id, call.function.name, call.function.arguments).as_json
+            for call in given.tool_calls
+        ]
+    if given.role == "tool":
+        message["tool_call_id"] = given.tool_call_id or ""
+    return message
+
+
+def _body(ask: Ask, reply: Reply) -> Shown:
+    message: Shown = {"role": "assistant", "content": reply.content or (None if reply.tool_calls else "")}
+    if reply.reasoning is not None:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["tool_calls"] = [call.as_json for call in reply.tool_calls]
+    choice: Shown = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish}
+    return {**_head(ask, reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+
+
+def _events(ask: Ask, reply: Reply) -> Iterator[bytes]:
+    head = _head(ask, reply, "chat.completion.chunk")
+    usage: Shown = {"usage": None} if ask.usage_in_stream else {}
+    for delta in _deltas(reply):
+        yield data_event({**head, "choices": [_chunk(delta, None)], **usage})
+    yield data_event({**head, "choices": [_chunk({}, reply.finish)], **usage})
+    if ask.usage_in_stream:
+        yield data_event({**head, "choices": [], "usage": _usage(reply)})
+    yield b"data: [DONE]\n\n"
+
+
+def _deltas(reply: Reply) -> Iterator[Shown]:
+    yield {"role": "assistant", "content": ""}
+    if reply.reasoning:
+        yield {"reasoning_content": reply.reasoning}
+    if reply.content:
+        yield {"content": reply.content}
+    for index, call in enumerate(reply.tool_calls):
+        yield {"tool_calls": [{"index": index, **call.as_json}]}
+
+
+def _chunk(delta: Shown, finish: str | None) -> Shown:
+    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+
+def _head(ask: Ask, reply: Reply, kind: str) -> Shown:
+    return {
+        "id": f"chatcmpl-{reply.reply_id}",
+        "object": kind,
+        "created": reply.created_s,
+        "model": ask.model,
+    }
+
+
+def _usage(reply: Reply) -> Shown:
+    """Return the counts; clients read the details unasked, so that none may be null."""
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.completion_tokens,
+        "total_tokens": reply.prompt_tokens + reply.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def error(refusal: RefusedError) -> Shown:
+    """Return a refusal in OpenAI's shape."""
+    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+    return {"error": {"message": str(refusal), "type": kind, "param": None, "code": refusal.code}}
+
+
+def _error_event(refusal: RefusedError) -> bytes:
+    return data_event(error(refusal))
+
+
+OPENAI_CHAT = Dialect(_parse, _body, _events, error, _error_event, keep_alive=b": keep-alive\n\n")

@@ -1,0 +1,251 @@
+"""The gateway over HTTP: finds the session of a request, and speaks the dialect of its path."""
+
+import asyncio
+import json
+import re
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+import structlog
+from aiohttp import web
+
+from actors.environments.base import DEFAULT_AGENT, JSON
+from actors.gateway.config import GatewayConfig
+from actors.gateway.dialects.anthropic import ANTHROPIC
+from actors.gateway.dialects.base import Dialect
+from actors.gateway.dialects.openai_chat import OPENAI_CHAT
+from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES
+from actors.gateway.event_stream import streamed
+from actors.gateway.posted_reward import posted_reward
+from actors.gateway.refusal import RefusedError, invalid
+from actors.gateway.retries import Attempt
+from actors.gateway.session import DIFFERENCES_LOG_PERIOD_S, Session
+from actors.gateway.tool_hooks import load_hook
+from actors.log_throttle import LogThrottle
+from actors.policy.policy import Policy
+from bus.errors import BusError, ConfigError
+
+log = structlog.get_logger()
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": OPENAI_CHAT,
+    "/v1/responses": OPENAI_RESPONSES,
+    "/v1/messages": ANTHROPIC,
+}
+COUNT_TOKENS = "/v1/messages/count_tokens"
+CLOSED_REMEMBERED = 4096
+"""Closed sessions whose late requests are told so."""
+BACKLOG = 1024
+"""Connections that the kernel keeps until they are accepted: agents begin in waves."""
+AGENT_HEADER = "X-Sluice-Agent"
+AGENT_NAME = re.compile(r"[\w.-]{1,64}")
+Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Gateway:
+    """Serves sessions, each of which records one rollout."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        self._hook = load_hook(config.tool_hook)
+        self._sessions: dict[str, Session] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._differences = LogThrottle(DIFFERENCES_LOG_PERIOD_S)
+        self._runner: web.AppRunner | None = None
+        self._url = ""
+
+    @property
+    def url(self) -> str:
+        """Return where it listens, as http://host:port."""
+        return self._url
+
+    async def start(self) -> None:
+        """Begin to serve. Raises `ConfigError` for an address that is not available."""
+        # A client that leaves cancels its handler, and with it what the engine does for it.
+        runner = web.AppRunner(
+            self._application(), access_log=None, handle_signals=False, handler_cancellation=True,
+            shutdown_timeout=1.0,
+        )  # fmt: skip
+        await runner.setup()
+        host, port = self._config.host, self._config.port
+        try:
+            await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise ConfigError(
+                f"gateway.port={port}: cannot listen at {host}:{port} ({error.strerror}): choose another, "
+                "or 0 for any that is free"
+            ) from error
+        self._runner = runner
+        shown = f"[{host}]" if ":" in host else host
+        self._url = f"http://{shown}:{runner.addresses[0][1]}"
+        log.info("gateway_ready", url=self._url)
+
+    async def close(self) -> None:
+        """Close all sessions and serve no longer."""
+        for session in list(self._sessions.values()):
+            await self._close(session)
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    @asynccontextmanager
+    async def session(self, policy: Policy, name: str) -> AsyncIterator[Session]:
+        """Let an agent use `policy`, which records what it does, while inside; `name` is for the log."""
+        if self._runner is None:
+            raise BusError("the gateway is closed: this process ends")
+        session = Session(policy, self._config, name=name, hook=self._hook, differences=self._differences)
+        self._sessions[session.key] = session
+        try:
+            yield session
+        finally:
+            await self._close(session)
+
+    def url_of(self, session: Session) -> str:
+        """Return the base URL of a session; OpenAI's clients want `/v1` behind it."""
+        return f"{self._url}/s/{session.key}"
+
+    async def _close(self, session: Session) -> None:
+        if self._sessions.pop(session.key, None) is not None:
+            self._closed[session.key] = None
+            if len(self._closed) > CLOSED_REMEMBERED:
+                self._closed.popitem(last=False)
+        await session.close()
+
+    def _application(self) -> web.Application:
+        app = web.Application(middlewares=[_in_shape], client_max_size=self._config.most_body_bytes)
+        app.router.add_get("/health", self._health)
+        for prefix in ("", "/s/{session}"):
+            for path in DIALECTS:
+                app.router.add_post(prefix + path, self._complete)
+            app.router.add_post(prefix + COUNT_TOKENS, self._count_tokens)
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
+            app.router.add_post(f"{prefix}/reward", self._reward)
+        return app
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        session, dialect, raw = self._session(request), dialect_of(request), await self._body(request)
+        ask = dialect.parse(raw)
+        key, counted = request.headers.get("Idempotency-Key"), request.headers.get("x-stainless-retry-count")
+        attempt = Attempt.of(request.path, raw, key, counted)
+        answer = session.answer(ask, _agent(request), attempt)
+        if ask.stream:
+            return await streamed(request, dialect, ask, answer, keep_alive_s=self._config.keep_alive_s)
+        return web.json_response(dialect.body(ask, await answer))
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        ask = ANTHROPIC.parse(await self._body(request))
+        return web.json_response({"input_tokens": await session.count_tokens(ask)})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        session.post_reward(posted_reward(await self._body(request)))
+        return web.json_response({"accepted": True})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session(request)
+        name, model = self._config.model, self._described()
+        page = {"has_more": False, "first_id": name, "last_id": name}
+        return web.json_response({"object": "list", "data": [model], **page})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        self._session(request)
+        return web.json_response({**self._described(), "id": request.match_info["model"]})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "sessions": len(self._sessions)})
+
+    def _described(self) -> dict[str, JSON]:
+        """Return the model with the fields of OpenAI's and of Anthropic's list."""
+        return {
+            "id": self._config.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "sluice",
+            "type": "model",
+            "display_name": self._config.model,
+            "created_at": "1970-01-01T00:00:00Z",
+        }
+
+    def _session(self, request: web.Request) -> Session:
+        """Find a request's session by its path, `X-Session-ID` or API key. Raises `RefusedError`."""
+        named = request.match_info.get("session")
+        keys = [named] if named is not None else _keys(request)
+        for key in keys:
+            if key in self._sessions:
+                return self._sessions[key]
+        if any(key in self._closed for key in keys):
+            raise RefusedError(403, "session_closed", "this session is closed: its episode has ended")
+        if named is not None:
+            raise RefusedError(
+                404, "unknown_session", "the URL names no session: use the base URL that you were given"
+            )
+        raise RefusedError(
+            401, "unknown_session", "the API key names no session: use the one that you were given"
+        )
+
+    async def _body(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self._config.body_timeout_s):
+                return await request.read()
+        except TimeoutError as error:
+            reason = f"the body did not come within {self._config.body_timeout_s:g} s"
+            raise RefusedError(408, "body_timeout", reason, retry=True) from error
+        except web.HTTPRequestEntityTooLarge as error:
+            reason = f"the body has more than {self._config.most_body_bytes} bytes"
+            raise RefusedError(413, "request_too_large", reason) from error
+
+
+def dialect_of(request: web.Request) -> Dialect:
+    """Return the dialect of a request's path, or else that of its client."""
+    spoken = {**DIALECTS, COUNT_TOKENS: ANTHROPIC}
+    found = (dialect for ending, dialect in spoken.items() if request.path.endswith(ending))
+    return next(found, ANTHROPIC if "anthropic-version" in request.headers else OPENAI_CHAT)
+
+
+@web.middleware
+async def _in_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer whatever goes wrong in the shape of the request's API."""
+    try:
+        return await handler(request)
+    except RefusedError as refusal:
+        return _refused(request, refusal)
+    except web.HTTPException as error:  # of the router
+        reason = f"{request.method} {request.path}: {error.reason}"
+        return _refused(request, RefusedError(error.status, "no_such_path", reason))
+    except ConnectionError:
+        raise
+    except Exception:  # a fault of ours costs this request, and not the connection of others
+        log.exception("gateway_request_failed", path=dialect_path(request))
+        return _refused(request, RefusedError(500, "internal_error", "the gateway failed: its log says why"))
+
+
+def dialect_path(request: web.Request) -> str:
+    """Return a path for the log, which must not hold a session's key."""
+    session = request.match_info.get("session")
+    return request.path.replace(session, "...") if session else request.path
+
+
+def _refused(request: web.Request, refusal: RefusedError) -> web.Response:
+    headers = {"x-should-retry": "true" if refusal.retry else "false"}  # both companies' clients heed it
+    body = dialect_of(request).error(refusal)
+    return web.json_response(body, status=refusal.status, headers=headers)
+
+
+def _keys(request: web.Request) -> list[str]:
+    """Return what may name the session: agents' frameworks send ids of their own in `X-Session-ID`."""
+    bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+    found = (request.headers.get("X-Session-ID"), request.headers.get("x-api-key"), bearer)
+    return [key for key in found if key]
+
+
+def _agent(request: web.Request) -> str:
+    name = request.headers.get(AGENT_HEADER, DEFAULT_AGENT)
+    if not AGENT_NAME.fullmatch(name):
+        raise invalid(
+            f"{AGENT_HEADER}: {json.dumps(name[:80])} is no name of at most 64 letters, digits, . _ -"
+        )
+    return name

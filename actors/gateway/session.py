@@ -1,0 +1,187 @@
+"""One rollout as the requests of an agent see it: caps, retries and what the agent left behind."""
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import structlog
+
+from actors.environments.base import EpisodeError
+from actors.gateway.config import GatewayConfig
+from actors.gateway.exchange import Ask, Finish, Reply
+from actors.gateway.pins import pinned
+from actors.gateway.posted_reward import PostedReward
+from actors.gateway.refusal import RefusedError, invalid
+from actors.gateway.retries import Attempt, Exchanges
+from actors.gateway.tool_hooks import ToolHook, passed
+from actors.log_throttle import LogThrottle
+from actors.policy.messages import Completion, MessagesError
+from actors.policy.policy import Policy
+from bus.errors import EngineError, HandBackError, RequestRefusedError, SluiceError
+from bus.trajectory import End
+from bus.waiting import set_within
+
+log = structlog.get_logger()
+DIFFERENCES_LOG_PERIOD_S = 10.0
+
+
+class Session:
+    """Answers requests by the policy of one rollout, which records them.
+
+    A request is checked before anything changes; one that is refused leaves the session as it was."""
+
+    def __init__(
+        self, policy: Policy, config: GatewayConfig, *, name: str, hook: ToolHook | None = None,
+        differences: LogThrottle | None = None,
+    ) -> None:  # fmt: skip
+        self.key = secrets.token_urlsafe(24)
+        """What the session is found by; only its agent knows it."""
+        self.reward: PostedReward | None = None
+        """What the agent posted last."""
+        self.posts_rewards = True
+        """Whether the agent may say its own reward."""
+        self.last: Reply | None = None
+        """The answer to the newest request that was answered."""
+        self.agents: set[str] = set()
+        """Names of the agents that got answers."""
+        self.counts: Counter[str] = Counter()
+        self._name = name
+        self._policy = policy
+        self._config = config
+        self._hook = hook
+        self._differences = differences or LogThrottle(DIFFERENCES_LOG_PERIOD_S)
+        self._exchanges = Exchanges(config.retry_grace_s)
+        self._failures: dict[bytes, SluiceError] = {}
+        """What failed for reasons other than the request, by its digest, until its retry succeeds."""
+        self._rewarded = asyncio.Event()
+        self._is_closed = False
+        self._cap: End | None = None
+        self._is_over_long = False
+
+    @property
+    def end(self) -> End | None:
+        """Return how the episode ended if the gateway ended it: a cap, or a context that does not fit."""
+        return self._cap or ("length" if self._is_over_long else None)
+
+    @property
+    def failure(self) -> SluiceError | None:
+        """Return what kept an answer from the agent, though its request was in order."""
+        return next(iter(self._failures.values()), None)
+
+    async def answer(self, ask: Ask, agent: str, attempt: Attempt) -> Reply:
+        """Answer a request, or give a retry the answer of its first attempt. Raises `RefusedError`."""
+        exchange = self._exchanges.earlier(attempt)
+        if exchange is None:
+            self._refuse_if_over()
+            exchange = self._exchanges.begin(attempt, self._turn(ask, agent, attempt.digest))
+        else:
+            self.counts["retries"] += 1
+        return await self._exchanges.answer(exchange)
+
+    async def count_tokens(self, ask: Ask) -> int:
+        """Return the tokens of a request's prompt; nothing is recorded."""
+        self._refuse_if_over()
+        try:
+            return await self._policy.count_tokens(ask.messages, ask.tools or None)
+        except MessagesError as error:
+            raise invalid(str(error)) from error
+
+    def post_reward(self, posted: PostedReward) -> None:
+        """Take the reward of the outcome, which replaces an earlier one. Raises `RefusedError`."""
+        if not self.posts_rewards:
+            raise RefusedError(403, "reward_not_wanted", "this run computes rewards itself: post none")
+        self.reward = posted
+        self._rewarded.set()
+
+    async def rewarded_within(self, timeout_s: float) -> bool:
+        """Wait for a posted reward for at most the given time; return whether there is one."""
+        return self._rewarded.is_set() or await set_within(self._rewarded, timeout_s)
+
+    async def close(self) -> None:
+        """Refuse what comes, and end what is under way at the engine."""
+        self._is_closed = True
+        await self._exchanges.close()
+
+    async def _turn(self, ask: Ask, agent: str, digest: bytes) -> Reply:
+        sampling, lost = pinned(self._policy.sampling, ask.sampling, self._config.pinned)
+        sampling = replace(sampling, stop=(*sampling.stop, *ask.stop))
+        self._note_differences(ask, lost)
+        with self._refusing(digest):
+            completion = await self._policy.chat(
+                ask.messages, agent, tools=ask.tools or None, sampling=sampling
+            )
+            reply = self._shown(completion)
+        self._failures.pop(digest, None)
+        self._is_over_long = False
+        self.agents.add(agent)
+        self.last = reply
+        return reply
+
+    @contextmanager
+    def _refusing(self, digest: bytes) -> Iterator[None]:
+        """Translate what the policy raises, and note what is not the request's fault."""
+        try:
+            yield
+        except RequestRefusedError as error:
+            self._is_over_long = True
+            raise RefusedError(400, "context_length_exceeded", str(error)) from error
+        except MessagesError as error:
+            raise invalid(str(error)) from error
+        except (EngineError, HandBackError) as error:
+            self._failures[digest] = error
+            reason = f"the policy cannot answer: {error}"
+            raise RefusedError(503, "policy_unavailable", reason, retry=True) from error
+        # A hook, a template or a parser may raise anything; the episode then says nothing of the policy.
+        except Exception as error:
+            log.exception("gateway_turn_failed", session=self._name)
+            self._failures[digest] = EpisodeError(f"the gateway failed: {error!r}")
+            raise RefusedError(500, "internal_error", f"the gateway failed: {error!r}") from error
+
+    def _shown(self, completion: Completion) -> Reply:
+        """Return what the agent gets of a completion, which is recorded whole."""
+        self.counts["turns"] += 1
+        self.counts["tokens"] += len(completion.token_ids)
+        calls, words = passed(self._hook, completion.tool_calls)
+        if words:
+            self.counts["denied_calls"] += len(words)
+            log.info("tool_calls_denied", session=self._name, reasons=words)
+        finish: Finish = "stop" if completion.finish_reason == "stop" else "length"
+        return Reply(
+            reply_id=secrets.token_hex(12),
+            created_s=int(time.time()),
+            content="\n".join(filter(None, [str(completion.message["content"]), *words])),
+            reasoning=completion.reasoning,
+            tool_calls=calls,
+            finish="tool_calls" if calls and finish == "stop" else finish,
+            prompt_tokens=completion.prompt_tokens,
+            completion_tokens=len(completion.token_ids),
+        )
+
+    def _refuse_if_over(self) -> None:
+        if self._is_closed:
+            raise RefusedError(403, "session_closed", "this session is closed: its episode has ended")
+        turns, tokens = self._config.most_turns, self._config.most_tokens
+        if self.counts["turns"] + self._exchanges.under_way >= turns:
+            self._cap = self._cap or "turn_limit"
+            raise RefusedError(403, "turn_limit", f"this session has had its {turns} completions")
+        if tokens is not None and self.counts["tokens"] >= tokens:
+            self._cap = self._cap or "length"
+            raise RefusedError(403, "token_limit", f"this session has had its {tokens} sampled tokens")
+
+    def _note_differences(self, ask: Ask, lost: dict[str, tuple[float, float]]) -> None:
+        """Log what the agent asked for and does not get: once in a while, since each request repeats it."""
+        if not (lost or ask.unmet):
+            return
+        self.counts["requests_with_differences"] += 1
+        if times := self._differences.due(time.monotonic()):
+            log.info(
+                "sampling_is_the_runs",
+                session=self._name,
+                times=times,
+                asked_and_instead=lost,
+                without=list(ask.unmet),
+            )

@@ -1,0 +1,258 @@
+"""A program of somebody's as an environment: what it finds, what it may not, and how its end is told."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.engines.base import Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.environments import agent_program
+from actors.environments.agent import AgentEnvironment
+from actors.environments.agent_config import AgentConfig
+from actors.environments.base import Episode, EpisodeError, Task
+from actors.environments.build import build_environment
+from actors.policy.policy import Policy
+from actors.rewards.base import RewardError
+from actors.worker import end_after
+from bus import plugins
+from bus.errors import ConfigError, EngineError
+from bus.plugins import ImportPolicy
+from tests.actors.gateway.served import TOKENIZER, script, until
+
+HEAD = """
+import json, os, sys, time, urllib.request
+def post(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=20))
+def ask(text):
+    body = {"model": os.environ["SLUICE_MODEL"], "messages": [{"role": "user", "content": text}]}
+    answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+    return answer["choices"][0]["message"]["content"]
+def reward(value):
+    post(os.environ["SLUICE_REWARD_URL"], value)
+task = json.load(open(os.environ["SLUICE_TASK"]))
+"""
+TASK = Task(task_id="g00000000.0", prompt="say fine", label="fine", metadata={"level": 1})
+
+
+class Setting:
+    """An environment around a program, with an engine that answers "fine"."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.engine = ScriptedEngine(script(lambda _: "fine"))
+        self.policy = Policy(self.engine, TOKENIZER, Sampling(max_new_tokens=64))
+
+    @asynccontextmanager
+    async def running(self, program: str, **settings) -> AsyncIterator[AgentEnvironment]:
+        self.path.write_text(HEAD + program)
+        command = f"{sys.executable} -S {self.path}"
+        environment = AgentEnvironment.from_config(
+            AgentConfig(**{"command": command, "reward": "posted", **settings})
+        )
+        try:
+            yield environment
+        finally:
+            await environment.close()
+
+    async def run(self, program: str, **settings) -> Episode:
+        async with self.running(program, **settings) as environment:
+            return await environment.run(TASK, self.policy)
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Setting:
+    return Setting(tmp_path / "agent.py")
+
+
+async def test_program_gets_its_task_and_is_recorded_with_the_reward_it_posts(agent: Setting):
+    episode = await agent.run("""
+assert task == {"task_id": "g00000000.0", "prompt": "say fine", "label": "fine", "metadata": {"level": 1}}
+reward({"reward": float(ask(task["prompt"]) == task["label"]), "components": {"style": 0.5}})
+""")
+    [trajectory] = episode.trajectories
+    assert (trajectory.reward, trajectory.end) == (1.0, "completed")
+    assert trajectory.reward_components == {"style": 0.5}
+    assert trajectory.loss_mask.sum() == 5
+
+
+async def test_reward_function_judges_the_last_answer_and_the_label_stays_here(agent: Setting):
+    episode = await agent.run('assert "label" not in task\nask("first")\nask("say")', reward="exact")
+    assert [trajectory.reward for trajectory in episode.trajectories] == [1.0, 1.0]
+
+
+async def test_program_inherits_neither_bus_nor_keys(agent: Setting, monkeypatch: pytest.MonkeyPatch):
+    for name in ("SLUICE_BUS", "SLUICE_CREDS", "OPENAI_ORG_ID", "ANTHROPIC_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    await agent.run(
+        """
+assert "secret" not in os.environ.values(), os.environ
+assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == os.environ["OPENAI_BASE_URL"]
+assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"]
+assert (os.environ["MINE"], sys.stdin.read()) == ("yes", "")
+ask("hi")
+reward(1)
+""",
+        variables={"MINE": "yes"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "reason", "end"),
+    [
+        ("ask('hi'); sys.exit('all is lost')", "status 1: all is lost", "environment_error"),
+        ("ask('hi'); os.kill(os.getpid(), 9)", "status -9", "environment_error"),
+        ("reward(1)", "asked the policy nothing", "environment_error"),
+        ("ask('hi')\nwhile True: print('x' * 999)", "wrote more than 4096 bytes", "environment_error"),
+        ("sys.stdout.buffer.write(b'\\xff'); sys.exit(3)", "status 3: \ufffd", "environment_error"),
+    ],
+)
+async def test_program_that_fails_is_no_episode_of_reward_0(agent: Setting, program, reason, end):
+    with pytest.raises(EpisodeError, match=reason) as failed:
+        await agent.run(program, most_output_bytes=4096)
+    assert end_after(failed.value) == end
+
+
+async def test_program_that_hangs_is_ended_with_its_children(agent: Setting, monkeypatch, tmp_path):
+    monkeypatch.setattr(agent_program, "TERMINATE_S", 0.05)
+    pids, program = tmp_path / "pids", tmp_path / "agent.sh"
+    program.write_text(f"trap '' TERM; sleep 60 & echo $$ $! > {pids}; echo still here; wait\n")
+    environment = AgentEnvironment.from_config(AgentConfig(command=f"sh {program}", program_timeout_s=0.5))
+    with pytest.raises(EpisodeError, match=r"it ran for 0\.5 s; its last output: still here") as failed:
+        await environment.run(TASK, agent.policy)
+    await environment.close()
+    assert end_after(failed.value) == "timeout"
+    assert all(ended(int(pid)) for pid in pids.read_text().split())
+
+
+async def test_child_that_outlives_its_program_is_ended_and_holds_nothing_up(agent: Setting, tmp_path):
+    pids = tmp_path / "pids"
+    await agent.run(f"""
+child = os.fork()
+if child == 0: time.sleep(60)
+open({str(pids)!r}, "w").write(str(child))
+ask("hi")
+reward(1)
+""")
+    assert ended(int(pids.read_text()))
+
+
+async def test_cancelled_rollout_ends_its_program(agent: Setting, tmp_path):
+    pids = tmp_path / "pids"
+    program = f'open({str(pids)!r}, "w").write(f"{{os.getpid()}} ")\ntime.sleep(60)'
+    async with agent.running(program) as environment:
+        rollout = asyncio.create_task(environment.run(TASK, agent.policy))
+        await until(lambda: pids.exists() and pids.read_text().endswith(" "), "the program")
+        rollout.cancel()
+        await asyncio.wait([rollout])
+        assert rollout.cancelled()
+        assert ended(int(pids.read_text()))
+
+
+def ended(pid: int) -> bool:
+    """A process is gone, or waits for a parent that reads its status."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+async def test_failure_of_the_engine_is_told_as_such_whatever_the_program_does(agent: Setting):
+    agent.engine.fail("broken")
+    for program in ("ask('hi')", "try: ask('hi')\nexcept OSError: reward(0)"):
+        with pytest.raises(EngineError, match="broken"):
+            await agent.run(program)
+
+
+async def test_program_that_posts_no_reward_has_none(agent: Setting):
+    with pytest.raises(RewardError, match="SLUICE_REWARD_URL"):
+        await agent.run("ask('hi')", reward_timeout_s=0.01)
+
+
+async def test_reward_may_come_after_the_program_has_ended(agent: Setting):
+    """A judge of its own posts it, whom the program told the address; it is no child of the program."""
+    async with agent.running("ask('hi')") as environment:
+        rollout = asyncio.create_task(environment.run(TASK, agent.policy))
+        sessions = environment._gateway._sessions
+        await until(lambda: any(session.last for session in sessions.values()), "the answer")
+        [session] = sessions.values()
+        url = environment._gateway.url_of(session)
+        post = f"import urllib.request as u; u.urlopen({url!r} + '/reward', b'0.5')"
+        posting = await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", post)
+        assert await posting.wait() == 0
+        [trajectory] = (await rollout).trajectories
+        assert trajectory.reward == 0.5
+
+
+@pytest.mark.parametrize("unfinished", [None, 0.0])
+async def test_program_that_a_limit_cut_off_has_the_reward_set_for_that(agent: Setting, unfinished):
+    settings = {"gateway": {"most_turns": 1}, "unfinished_reward": unfinished}
+    program = "ask('hi'); ask('ho')"  # the second is refused, and ends it
+    if unfinished is None:
+        with pytest.raises(RewardError):
+            await agent.run(program, **settings)
+    else:
+        [trajectory] = (await agent.run(program, **settings)).trajectories
+        assert (trajectory.end, trajectory.reward) == ("turn_limit", 0.0)
+
+
+async def test_reward_by_agent_names_every_agent(agent: Setting):
+    [trajectory] = (await agent.run("ask('hi'); reward({'reward': {'solver': 2, 'other': 0}})")).trajectories
+    assert trajectory.reward == 2.0
+    with pytest.raises(RewardError, match="names no solver"):
+        await agent.run("ask('hi'); reward({'reward': {'other': 0}})")
+
+
+async def test_only_so_many_programs_run_at_once(agent: Setting):
+    agent.engine.hold()
+    async with agent.running("reward(len(ask('hi')))", programs_at_once=2) as environment:
+        rollouts = [asyncio.create_task(environment.run(TASK, agent.policy)) for _ in range(3)]
+        await until(lambda: agent.engine.running == 2, "two programs")
+        assert len(environment._gateway._sessions) == 2  # one is opened before its program starts
+        agent.engine.release()
+        assert [(await rollout).trajectories[0].reward for rollout in rollouts] == [4.0] * 3
+
+
+def test_program_that_is_not_there_is_refused_at_start_up():
+    config = AgentConfig(command="no-such-program --fast")
+    with pytest.raises(ConfigError, match="no program 'no-such-program'"):
+        build_environment(config)
+
+
+@pytest.mark.parametrize("command", ["", "  ", "python 'agent.py"])
+def test_command_without_words_is_refused(command):
+    with pytest.raises(ValueError, match="command"):
+        AgentConfig(command=command)
+
+
+@pytest.mark.parametrize(
+    ("policy", "allowed"),
+    [
+        (ImportPolicy(refusal="comes from a stranger"), False),
+        (ImportPolicy(directories=(Path("/srv/plugins"),)), False),
+        (ImportPolicy(refusal="comes from a stranger", own=frozenset({"true"})), True),
+        (ImportPolicy(directories=(Path("/srv/plugins"),), own=frozenset({"true"})), True),
+        (ImportPolicy(), True),
+    ],
+)
+def test_command_of_a_strangers_record_is_refused(monkeypatch, policy, allowed):
+    monkeypatch.setattr(plugins, "_policy", policy)
+    if allowed:
+        build_environment(AgentConfig(command="true"))
+    else:
+        with pytest.raises(ConfigError, match=r"actors\.environment\.command='true'"):
+            build_environment(AgentConfig(command="true"))
+
+
+def test_variables_of_a_strangers_record_are_refused(monkeypatch):
+    monkeypatch.setattr(
+        plugins, "_policy", ImportPolicy(refusal="comes from a stranger", own=frozenset({"true"}))
+    )
+    with pytest.raises(ConfigError, match=r"variables\.LD_PRELOAD"):
+        build_environment(AgentConfig(command="true", variables={"LD_PRELOAD": "/tmp/evil.so"}))

@@ -1,0 +1,279 @@
+"""What each API's requests mean, and what its clients are shown, quirks of real clients among them."""
+
+import json
+
+import pytest
+
+from actors.engines.base import Sampling
+from actors.gateway.dialects.anthropic import ANTHROPIC
+from actors.gateway.dialects.openai_chat import OPENAI_CHAT
+from actors.gateway.dialects.openai_responses import OPENAI_RESPONSES
+from actors.gateway.exchange import Ask, Reply
+from actors.gateway.pins import pinned
+from actors.gateway.refusal import RefusedError
+from actors.gateway.tool_hooks import ToolHookError, passed
+from actors.policy.messages import ToolCall
+
+CALL = ToolCall("call_1", "add", '{"a": 40, "b": 2}')
+AS_JSON = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": CALL.arguments}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+DECLARED = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": SCHEMA}}
+ASK = Ask(model="gpt", messages=({"role": "user", "content": "40+2?"},))
+CONVERSATION = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "40+2?"},
+    {"role": "assistant", "content": "I add.", "reasoning_content": "hm", "tool_calls": [AS_JSON]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "42"},
+]
+
+
+def reply(**changes) -> Reply:
+    values = {
+        "reply_id": "r", "created_s": 7, "content": "42", "reasoning": None, "tool_calls": (),
+        "finish": "stop", "prompt_tokens": 5, "completion_tokens": 3,
+    }  # fmt: skip
+    return Reply(**{**values, **changes})
+
+
+CALLING = reply(content="", reasoning="hm", tool_calls=(CALL,), finish="tool_calls")
+
+
+def ask(dialect, **body) -> Ask:
+    return dialect.parse(json.dumps(body).encode())
+
+
+def events(dialect, what: Reply, asked: Ask = ASK) -> list[dict]:
+    """The data of an answer's events, each of which has a name that says its type, if it has one."""
+    found = []
+    for event in b"".join(dialect.events(asked, what)).decode().strip().split("\n\n"):
+        *name, data = event.split("\n")
+        if data != "data: [DONE]":
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name in ([], [f"event: {found[-1].get('type')}"])
+    return found
+
+
+def test_three_apis_say_the_same_conversation():
+    chat = ask(OPENAI_CHAT, messages=CONVERSATION, tools=[DECLARED])
+    anthropic = ask(
+        ANTHROPIC,
+        system=[{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "40+2?"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "recorded"},
+                    {"type": "text", "text": "I add."},
+                    {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 40, "b": 2}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "call_1",
+                        "content": [{"type": "text", "text": "42"}],
+                    }
+                ],
+            },
+        ],
+        tools=[{"name": "add", "description": "adds", "input_schema": SCHEMA}],
+        max_tokens=9,
+    )
+    responses = ask(
+        OPENAI_RESPONSES,
+        instructions="be brief",
+        input=[
+            {"role": "user", "content": [{"type": "input_text", "text": "40+2?"}]},
+            {
+                "type": "reasoning",
+                "id": "rs",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "hm"}],
+            },
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I add."}]},
+            {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": CALL.arguments},
+            {"type": "function_call_output", "call_id": "call_1", "output": "42"},
+        ],
+        tools=[
+            {"type": "function", "name": "add", "description": "adds", "parameters": SCHEMA, "strict": True}
+        ],
+    )
+    assert list(chat.messages) == list(anthropic.messages) == list(responses.messages) == CONVERSATION
+    assert chat.tools == anthropic.tools == responses.tools == (DECLARED,)
+
+
+def test_what_a_user_says_after_tool_results_follows_them():
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "42"}
+    said = {"type": "text", "text": "go on"}
+    messages = ask(ANTHROPIC, messages=[{"role": "user", "content": [result, said]}]).messages
+    assert [message["role"] for message in messages] == ["tool", "user"]
+
+
+def test_no_tools_are_no_tools_whatever_is_said_of_them():
+    """codex sends an empty list together with parallel_tool_calls."""
+    hello = [{"role": "user", "content": "hi"}]
+    assert ask(OPENAI_CHAT, messages=hello, tools=[], parallel_tool_calls=True).tools == ()
+    assert ask(OPENAI_RESPONSES, input="hi", tools=[], parallel_tool_calls=True).tools == ()
+    assert ask(OPENAI_CHAT, messages=hello, tools=[DECLARED], tool_choice="none").tools == ()
+    assert ask(OPENAI_CHAT, messages=hello, tools=None, stop=None, stream=None, n=None).tools == ()
+
+
+def test_developer_messages_are_system_messages():
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert ask(OPENAI_CHAT, messages=messages).messages[0]["role"] == "system"
+    assert ask(OPENAI_RESPONSES, input=messages).messages[0]["role"] == "system"
+
+
+def test_what_is_asked_for_and_not_done_is_named():
+    hello = [{"role": "user", "content": "hi"}]
+    asked = ask(OPENAI_CHAT, messages=hello, tool_choice="required", frequency_penalty=0.5, seed=0, stop="x")
+    assert (set(asked.unmet), asked.stop) == ({"tool_choice", "frequency_penalty"}, ("x",))
+    assert ask(OPENAI_CHAT, messages=hello, tool_choice="auto", presence_penalty=0.0).unmet == ()
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "reason"),
+    [
+        (OPENAI_CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        (ANTHROPIC, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        (ANTHROPIC, {"messages": [], "max_tokens": 1}, "messages"),
+        (ANTHROPIC, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}, "max_tokens"),
+        (
+            ANTHROPIC,
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "tools": [{"type": "web_search_1", "name": "search"}],
+            },
+            "web_search_1",
+        ),
+        (OPENAI_RESPONSES, {"input": "hi", "previous_response_id": "resp_1"}, "whole input"),
+        (OPENAI_RESPONSES, {"input": [{"type": "computer_call"}]}, "computer_call"),
+        (OPENAI_RESPONSES, {"input": "hi", "tools": [{"type": "web_search"}]}, "web_search"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(dialect, body, reason):
+    with pytest.raises(RefusedError, match=reason) as refused:
+        ask(dialect, **body)
+    assert refused.value.status == 400
+
+
+def test_chat_answer_has_no_null_where_clients_read():
+    """trae-agent dies of a prompt_tokens_details that is null."""
+    body = OPENAI_CHAT.body(ASK, CALLING)
+    [choice] = body["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == {
+        "role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [AS_JSON],
+    }  # fmt: skip
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert OPENAI_CHAT.body(ASK, reply(content=""))["choices"][0]["message"]["content"] == ""
+
+
+def test_chat_stream_says_what_the_whole_answer_says():
+    asked = ask(
+        OPENAI_CHAT, messages=[{"role": "user", "content": "a"}], stream_options={"include_usage": True}
+    )
+    what = reply(content="text", reasoning="hm", tool_calls=(CALL,), finish="tool_calls")
+    *chunks, last, usage = events(OPENAI_CHAT, what, asked)
+    merged: dict = {}
+    for chunk in chunks:
+        merged |= chunk["choices"][0]["delta"]
+    assert merged == {
+        "role": "assistant", "content": "text", "reasoning_content": "hm",
+        "tool_calls": [{"index": 0, **AS_JSON}],
+    }  # fmt: skip
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
+    assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 8)
+    assert "usage" not in events(OPENAI_CHAT, what)[-1]  # nobody asked
+
+
+def test_anthropic_shows_thinking_only_to_who_asked_for_it():
+    asked = ask(ANTHROPIC, messages=[{"role": "user", "content": "a"}], thinking={"type": "enabled"})
+    plain = ask(ANTHROPIC, messages=[{"role": "user", "content": "a"}])
+    assert [block["type"] for block in ANTHROPIC.body(asked, CALLING)["content"]] == ["thinking", "tool_use"]
+    body = ANTHROPIC.body(plain, CALLING)
+    assert body["content"] == [
+        {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 40, "b": 2}}
+    ]
+    assert (body["stop_reason"], body["usage"]["input_tokens"]) == ("tool_use", 5)
+
+
+def test_anthropic_stream_says_what_the_whole_answer_says():
+    asked = ask(ANTHROPIC, messages=[{"role": "user", "content": "a"}], thinking={"type": "enabled"})
+    what = reply(content="text", reasoning="hm", tool_calls=(CALL,), finish="tool_calls")
+    found = events(ANTHROPIC, what, asked)
+    kinds = [event["type"] for event in found]
+    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+    assert found[0]["message"]["usage"]["input_tokens"] == 5
+    blocks: list[dict] = []
+    for event in found:
+        match event["type"]:
+            case "content_block_start":
+                blocks.append(dict(event["content_block"], json=""))
+            case "content_block_delta":
+                for name, value in event["delta"].items():
+                    if name != "type":
+                        key = {"partial_json": "json"}.get(name, name)
+                        blocks[event["index"]][key] += value
+    for block in blocks:
+        if text := block.pop("json"):
+            block["input"] = json.loads(text)
+    assert blocks == ANTHROPIC.body(asked, what)["content"]
+    assert found[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_arguments_that_are_no_json_reach_an_anthropic_client_as_they_are():
+    broken = reply(tool_calls=(ToolCall("c", "add", "{a: 1"),), finish="tool_calls", content="")
+    assert ANTHROPIC.body(ASK, broken)["content"][0]["input"] == {"malformed_arguments": "{a: 1"}
+    shown = OPENAI_CHAT.body(ASK, broken)["choices"][0]["message"]
+    assert shown["tool_calls"][0]["function"]["arguments"] == "{a: 1"
+
+
+def test_responses_stream_says_what_the_whole_answer_says():
+    what = reply(content="text", reasoning="hm", tool_calls=(CALL,), finish="tool_calls")
+    found = events(OPENAI_RESPONSES, what)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    assert [event["type"] for event in found][:2] == ["response.created", "response.in_progress"]
+    done = [event["item"] for event in found if event["type"] == "response.output_item.done"]
+    assert [item["type"] for item in done] == ["reasoning", "message", "function_call"]
+    assert found[-1]["response"] == OPENAI_RESPONSES.body(ASK, what)
+    assert found[-1]["response"]["output"] == done
+    assert found[-1]["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "where", "word"),
+    [
+        (OPENAI_CHAT, lambda body: body["choices"][0]["finish_reason"], "length"),
+        (ANTHROPIC, lambda body: body["stop_reason"], "max_tokens"),
+        (OPENAI_RESPONSES, lambda body: body["incomplete_details"]["reason"], "max_output_tokens"),
+    ],
+)
+def test_an_answer_that_was_cut_off_says_so(dialect, where, word):
+    assert where(dialect.body(ASK, reply(finish="length"))) == word
+
+
+def test_pins_hold_and_what_they_changed_is_told():
+    own = Sampling(temperature=1.0, top_p=0.9, max_new_tokens=10)
+    asked = {"temperature": 0.2, "top_p": 0.9, "top_k": -1, "max_new_tokens": 64_000}
+    sampling, lost = pinned(own, asked, ("temperature", "top_p", "top_k"))
+    assert sampling == own
+    assert lost == {"temperature": (0.2, 1.0), "max_new_tokens": (64_000, 10)}
+    free, lost = pinned(own, {**asked, "max_new_tokens": 4}, ("top_p",))
+    assert (free.temperature, free.max_new_tokens, lost) == (0.2, 4, {})
+
+
+def test_hook_lets_pass_changes_and_denies_calls():
+    def hook(call: ToolCall) -> ToolCall | str:
+        return {"add": call, "run": ToolCall(call.id, "run", "{}")}.get(call.name, f"no {call.name} here")
+
+    calls = [CALL, ToolCall("2", "run", '{"rm": 1}'), ToolCall("3", "grade", "{}")]
+    assert passed(hook, calls) == ((CALL, ToolCall("2", "run", "{}")), ["no grade here"])
+    assert passed(None, calls) == (tuple(calls), [])
+    with pytest.raises(ToolHookError, match="returned None"):
+        passed(lambda call: None, calls)
+    with pytest.raises(ToolHookError, match=r"ZeroDivisionError.*'add'"):
+        passed(lambda call: 1 // 0, calls)

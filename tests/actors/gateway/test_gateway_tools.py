@@ -1,0 +1,120 @@
+"""Tool calls through the gateway: shown in each API's way, and one strand however they come back."""
+
+import json
+import sys
+
+import pytest
+
+from tests.actors.gateway.served import Served, encoded, served
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+WRITTEN = '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
+ASKED = {"role": "user", "content": "40+2?"}
+
+
+def answering(prompt: str) -> str:
+    return "42" if "tool 42" in prompt else f"I add.{WRITTEN}"
+
+
+def assert_one_strand(s: Served) -> None:
+    """Both answers are in one trajectory, as they were sampled."""
+    [trajectory] = s.policy.trajectories(1.0)
+    sampled = [trajectory.token_ids[turn.start : turn.stop].tolist() for turn in trajectory.turns]
+    end = encoded("<|im_end|>")
+    assert sampled == [encoded(f"I add.{WRITTEN}") + end, encoded("42") + end]
+
+
+@pytest.mark.parametrize("spaces", [(", ", ": "), (",", ":"), (" , ", " : ")])
+async def test_chat_client_that_writes_arguments_its_own_way_stays_on_one_strand(spaces):
+    async with served(answering) as s:
+        _, first = await s.post("/v1/chat/completions", {"messages": [ASKED], "tools": [TOOL]})
+        [choice] = first["choices"]
+        [call] = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "I add.")
+        assert json.loads(call["function"]["arguments"]) == {"a": 40, "b": 2}
+        arguments = json.dumps({"b": 2, "a": 40}, separators=spaces)
+        again = {**call, "function": {"name": "add", "arguments": arguments}}
+        messages = [
+            ASKED,
+            {"role": "assistant", "content": "I add.", "tool_calls": [again]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "42"},
+        ]
+        _, second = await s.post("/v1/chat/completions", {"messages": messages, "tools": [TOOL]})
+        assert second["choices"][0]["message"]["content"] == "42"
+        assert_one_strand(s)
+
+
+async def test_anthropic_client_calls_a_tool_on_one_strand():
+    tools = [{"name": "add", "input_schema": {"type": "object"}}]
+    async with served(answering) as s:
+        _, first = await s.post("/v1/messages", {"messages": [ASKED], "tools": tools, "max_tokens": 500})
+        text, call = first["content"]
+        assert (text["text"], call["input"], first["stop_reason"]) == (
+            "I add.",
+            {"a": 40, "b": 2},
+            "tool_use",
+        )
+        result = {"type": "tool_result", "tool_use_id": call["id"], "content": "42"}
+        messages = [
+            ASKED,
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": [result]},
+        ]
+        _, second = await s.post("/v1/messages", {"messages": messages, "tools": tools, "max_tokens": 500})
+        assert second["content"] == [{"type": "text", "text": "42"}]
+        assert_one_strand(s)
+
+
+async def test_responses_client_calls_a_tool_on_one_strand():
+    tools = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
+    async with served(answering) as s:
+        _, first = await s.post("/v1/responses", {"input": [ASKED], "tools": tools})
+        message, call = first["output"]
+        assert (message["content"][0]["text"], json.loads(call["arguments"])) == ("I add.", {"a": 40, "b": 2})
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
+        items = [ASKED, *first["output"], output]
+        _, second = await s.post("/v1/responses", {"input": items, "tools": tools})
+        assert second["output"][0]["content"][0]["text"] == "42"
+        assert_one_strand(s)
+
+
+async def test_stop_text_ends_the_answer_before_it():
+    """smolagents stops before its observations."""
+    async with served(lambda _: "I think.Observation: 7") as s:
+        _, answer = await s.chat("hi", stop=["Observation:"])
+        [choice] = answer["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("I think.", "stop")
+        await s.chat("hi", "I think.", "go on", stop=["Observation:"])
+        [trajectory] = s.policy.trajectories(1.0)
+        assert [turn.stop - turn.start for turn in trajectory.turns] == [len("I think.Observation:")] * 2
+
+
+async def test_tools_that_were_not_declared_are_not_looked_for():
+    async with served(answering) as s:
+        _, answer = await s.chat("40+2?", tools=[], parallel_tool_calls=True)
+        assert "tool_calls" not in answer["choices"][0]["message"]
+        assert answer["choices"][0]["message"]["content"] == f"I add.{WRITTEN}"
+
+
+async def test_hook_denies_a_call_before_the_agent_sees_it(tmp_path, monkeypatch):
+    (tmp_path / "gateway_hook.py").write_text("def deny(call): return f'{call.name} is not allowed'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with served(answering, tool_hook="gateway_hook:deny") as s:
+        _, answer = await s.post("/v1/chat/completions", {"messages": [ASKED], "tools": [TOOL]})
+        [choice] = answer["choices"]
+        assert choice["message"]["content"] == "I add.\nadd is not allowed"
+        assert ("tool_calls" in choice["message"], choice["finish_reason"]) == (False, "stop")
+        [trajectory] = s.policy.trajectories(1.0)
+        assert trajectory.token_ids[trajectory.turns[0].start : -1].tolist() == encoded(f"I add.{WRITTEN}")
+    sys.modules.pop("gateway_hook")
+
+
+async def test_hook_that_raises_costs_the_episode_and_not_the_server(tmp_path, monkeypatch):
+    (tmp_path / "broken_hook.py").write_text("def deny(call): return 1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with served(answering, tool_hook="broken_hook:deny") as s:
+        status, answer = await s.post("/v1/chat/completions", {"messages": [ASKED], "tools": [TOOL]})
+        assert (status, answer["error"]["code"]) == (500, "internal_error")
+        assert "ZeroDivisionError" in str(s.session.failure)
+        assert (await s.chat("hi"))[0] == 200
+    sys.modules.pop("broken_hook")
