@@ -1,13 +1,15 @@
 """Settings of the groups of an actor: which are kept, and how often failed rollouts are repeated.
 
-Loads without torch."""
+Loads without torch and numpy."""
 
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, model_validator
 
 from bus.config import Config
-from bus.trajectory import End
+
+if TYPE_CHECKING:  # it loads numpy, and --help is to be quick
+    from bus.trajectory import End
 
 
 class GroupLimitsConfig(Config):
@@ -60,6 +62,6 @@ class RetriesConfig(Config):
     engine_error: int = Field(0, ge=0)
     """Repetitions of a rollout whose engine failed, beyond those of the fleet."""
 
-    def of(self, end: End) -> int:
+    def of(self, end: "End") -> int:
         """Return how often a rollout is repeated that ended so."""
         return int(getattr(self, end, 0))
