@@ -43,7 +43,7 @@ OVER_TOKENS = Objective(ReinforceLoss(), TokenTIS())
 OVER_SEQUENCES = Objective(GSPOLoss())
 LIMITS: dict[str, Json] = {"step_over_bare": 0.95, "step_over_hf": 0.9, "sequences_over_tokens": 0.7}
 LIMITS_CUDA: dict[str, Json] = {
-    "step_over_bare": 2.0,
+    "step_over_bare": 1.8,
     "step_over_hf": 1.0,
     "sequences_over_tokens": 0.8,
     "mfu": 0.45,
