@@ -31,6 +31,10 @@ MAX_STALENESS, SHARDS, SAMPLES = 2, 2, 4
 FAULT_EVERY_S = 6.0
 """Average time between two faults of the run, and between two of the bus."""
 FAULTS_PER_MINUTE = 7.0
+TRAINED_BEFORE_SHARE = 0.5
+"""Share of the run's faults that strike it after another step; the others may strike it while it recovers."""
+RECOVERY_S = 30.0
+"""Longest wait for that step."""
 LEADER_EVERY_S = 60.0
 """Time between two deaths of a cluster's leader."""
 START_TIMEOUT_S = 300.0
@@ -136,6 +140,8 @@ async def _inject(target: Target, minutes: float, stop: asyncio.Event) -> None:
     async def keep_injecting(table: tuple[Fault, ...]) -> None:
         while goes_on():
             await asyncio.sleep(target.random.expovariate(1 / FAULT_EVERY_S))
+            if table is RUN_FAULTS and target.random.random() < TRAINED_BEFORE_SHARE:
+                await _trained_within(target.local, RECOVERY_S)
             await inject_one(target, table, deadline - time.monotonic())
             if table is RUN_FAULTS:  # the others may see it between its death and its restart
                 target.restarts += await target.local.go_on()
@@ -176,11 +182,18 @@ def known_length_p(run: RunDirectory) -> float:
 
 async def wait_for_a_step(local: LocalRun) -> None:
     """Return when the run has trained another step: it runs, or has recovered from the faults."""
-    deadline = time.monotonic() + START_TIMEOUT_S
+    if not await _trained_within(local, START_TIMEOUT_S):
+        raise SluiceError(f"no training step within {START_TIMEOUT_S:g} s: see {local.log}")
+
+
+async def _trained_within(local: LocalRun, timeout_s: float) -> bool:
+    """Wait for another step of the run for at most the given time; return whether there was one."""
+    deadline = time.monotonic() + timeout_s
     path = local.run.path / "lineage.jsonl"
     before = path.stat().st_size if path.exists() else 0
     while not path.exists() or path.stat().st_size <= before:
         await local.go_on()
         if time.monotonic() > deadline:
-            raise SluiceError(f"no training step within {START_TIMEOUT_S:g} s: see {local.log}")
+            return False
         await asyncio.sleep(0.2)
+    return True
