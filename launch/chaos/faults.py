@@ -49,8 +49,6 @@ class Target:
     """Shortest and longest time for which the bus is away."""
     random: random.Random
     faults: Counter[str] = field(default_factory=Counter)
-    restarts: int = 0
-    """Times that the run had to be started again because the bus was away when it started."""
     broken: list[str] = field(default_factory=list)
     """Promises that were seen broken at once."""
     slow_consumers: ExitStack = field(default_factory=ExitStack)

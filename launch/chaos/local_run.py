@@ -31,6 +31,8 @@ class LocalRun:
     process: asyncio.subprocess.Process | None = None
     killed: bool = False
     """Says whether it was killed since it was started last."""
+    restarts: int = 0
+    """Times that it was started again because the bus was away when it started."""
 
     @property
     def log(self) -> Path:
@@ -94,6 +96,7 @@ class LocalRun:
             self.raise_if_ended()
             return False
         await self.start()
+        self.restarts += 1
         return True
 
     def terminate(self, name: str) -> None:

@@ -94,7 +94,7 @@ async def run_soak(plan: SoakPlan, directory: Path, stop: asyncio.Event) -> dict
         "faults": sum(target.faults.values()),
         "faults_by_kind": dict(sorted(target.faults.items())),
         "damaged_segments": damaged,
-        "restarts_with_status_75": target.restarts,
+        "restarts_with_status_75": target.local.restarts,
         "broken_promises": [*target.broken, *segments_broken(damaged)],
         **found,
         "known_length_ks_p": known_length_p(run),
@@ -144,7 +144,7 @@ async def _inject(target: Target, minutes: float, stop: asyncio.Event) -> None:
                 await _trained_within(target.local, RECOVERY_S)
             await inject_one(target, table, deadline - time.monotonic())
             if table is RUN_FAULTS:  # the others may see it between its death and its restart
-                target.restarts += await target.local.go_on()
+                await target.local.go_on()
 
     async def keep_killing_leaders() -> None:
         while goes_on():

@@ -24,8 +24,10 @@ from actors.rewards.scoring import GroupScorer, Scorer
 from bus.codec import encode
 from bus.errors import ConfigError, EngineError
 from bus.publish import Publisher
+from bus.trajectory import DEFAULT_POLICY
+from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.config.advantage import GRPOAdvantage
-from learner.data.batches import make_step_batch
+from learner.data.batches import make_step_batch, recorded_samples
 from tests.actors.test_worker import GROUPS, REJECTED, TIMEOUT_S, Actor, answer_with, leaf
 from tests.factories import make_lease
 
@@ -90,7 +92,8 @@ async def trained(bus, engine, share, retries):
         worker._count(group)
         [(_, batch)] = group.unsent()
         groups.append(batch.trajectories)
-    samples = make_step_batch(groups, policy_version=4, advantage=GRPOAdvantage()).samples
+    advantages = estimate_advantages(GRPOAdvantage(), groups)
+    samples = make_step_batch(groups, recorded_samples(groups), advantages, policy_version=4).samples
     return groups, worker, np.array([float(one.streams["advantages"]) for one in samples])
 
 
@@ -146,7 +149,9 @@ class FailingAtFirst:
     async def run(self, task, policy):
         seeds = self.seeds.setdefault(task.task_id, [])
         episode = await self._inner.run(task, policy)
-        seeds.append(policy.fresh(task.task_id)._seeded(Call(0, "solver", policy.sampling, True)).seed)
+        seeds.append(
+            policy.fresh(task.task_id)._seeded(Call(0, "solver", DEFAULT_POLICY, policy.sampling, True)).seed
+        )
         if len(seeds) > self._times:
             return episode
         if self._end is None:
