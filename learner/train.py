@@ -74,6 +74,8 @@ class Learner:
         """Step and progress of the checkpoint that is being written."""
         self._saved_step = progress.step
         """Step of the checkpoint begun last."""
+        self._saving_since = 0.0
+        """Monotonic time at which that checkpoint was begun."""
         self._tasks = asyncio.TaskGroup()
         """What runs beside the loop. An error there ends the learner."""
         self._steps = StepReporter(bus, incarnation, self._tasks, settings.learner.diagnostics)
@@ -162,12 +164,17 @@ class Learner:
         progress, learner = self.progress, self._settings.learner
         while progress.stage == "rl" and progress.step < learner.steps and not self._stop.is_set():
             if await self._step():
-                if self._saving is not None and await self._world.call(Rank.written):
+                if self._saving is not None and (self._is_overdue or await self._world.call(Rank.written)):
                     await self._checkpointed()
                 if self._saving is None and self._checkpoint_is_due(learner.checkpoint.save_every):
                     await self._checkpoint()
                 if progress.target_reached_step is not None and await self._latest_reaches_target():
                     return
+
+    @property
+    def _is_overdue(self) -> bool:
+        """Return whether the checkpoint under way takes so long that its disk must be taken to hang."""
+        return time.monotonic() > self._saving_since + WRITING_TIMEOUT_S
 
     def _checkpoint_is_due(self, save_every: int) -> bool:
         """Return whether a multiple of `save_every` was passed since the checkpoint begun last. One that the
@@ -359,7 +366,7 @@ class Learner:
         await self._checkpointed()
         self._doing = "copying the state for a checkpoint"
         values = await asyncio.to_thread(values_to_save, self._settings, self.progress)
-        self._saved_step = self.progress.step
+        self._saved_step, self._saving_since = self.progress.step, time.monotonic()
         self._saving = self._saved_step, values
         await self._world.call(Rank.save, *self._saving)
 
@@ -369,9 +376,8 @@ class Learner:
             return
         self._doing = "finishing a checkpoint"
         (step, progress), self._saving = self._saving, None
-        deadline = time.monotonic() + WRITING_TIMEOUT_S
         # asked again and again, so that no collective waits for a disk
-        while not await self._world.call(Rank.written) and time.monotonic() < deadline:  # noqa: ASYNC110
+        while not await self._world.call(Rank.written) and not self._is_overdue:  # noqa: ASYNC110
             await asyncio.sleep(WRITTEN_POLL_S)
         await self._world.call(Rank.saved)
         await asyncio.to_thread(write_json, self._settings.progress, progress)

@@ -5,6 +5,7 @@ where the backend stands and what the caller wants kept with them. A directory g
 on disk.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,7 @@ class PendingCheckpoint:
         self._staged = staged
         self._publish = publish
         self._final = final
+        self._deadline = time.monotonic() + WRITING_TIMEOUT_S
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing = thread.submit(staged.write)
         thread.shutdown(wait=False)
@@ -81,7 +83,7 @@ class PendingCheckpoint:
     def _failure(self) -> str:
         """Return what went wrong on this rank, or nothing."""
         try:
-            error = self._writing.exception(WRITING_TIMEOUT_S)
+            error = self._writing.exception(max(0.0, self._deadline - time.monotonic()))
         except TimeoutError:
             return f"rank {dist.get_rank()} is not done after {WRITING_TIMEOUT_S:.0f} s"
         return f"rank {dist.get_rank()}: {error}" if error else ""

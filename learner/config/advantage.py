@@ -45,7 +45,8 @@ class GDPOAdvantage(Config):
     """Name of the estimator."""
 
     rewards: dict[str, float] = Field(min_length=1)
-    """Weights of the parts of the outcome's reward, by name (`reward_components` of a trajectory)."""
+    """Weights of the parts of the outcome's reward, by name (`reward_components` of a trajectory). A reward
+    that comes late has no parts, and so no effect."""
 
     std_floor: float = Field(1e-4, ge=0)
     """Added to the standard deviation before the division."""

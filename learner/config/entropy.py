@@ -11,7 +11,8 @@ class EntropyTargetConfig(Config):
 
     nats: float | None = Field(None, gt=0)
     """Mean entropy of the trained tokens below which the bonus is given; the authors had 0.2. `None` leaves
-    `entropy_coef` as it is."""
+    `entropy_coef` as it is. With a target that one is where the weight begins: afterwards the weight in the
+    checkpoint counts."""
 
     coef_step: float = Field(1e-4, gt=0)
     """Change of `entropy_coef` after each update."""

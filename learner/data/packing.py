@@ -44,7 +44,9 @@ class Sample:
         return replace(self, streams={**self.streams, **streams})
 
     def xxh3(self) -> int:
-        """Digest of all that is trained on but what passes have computed, 128 bits."""
+        """Digest of all that is trained on but what passes have computed, 128 bits.
+
+        A KL penalty in the reward enters the advantages, and so the digest, with what a pass has computed."""
         digest = xxhash.xxh3_128(self.token_ids.tobytes())
         digest.update(self.loss_mask.tobytes())
         for name in sorted(name for name in self.streams if STREAMS[name].recorded):

@@ -16,6 +16,7 @@ from learner import lineage
 from learner.algorithms.rl_step import train_on
 from learner.backends.base import Backend
 from learner.checkpoint.commit import read_extra
+from learner.config.advantage import GDPOAdvantage
 from learner.config.learner import LearnerConfig
 from learner.initial import Initial
 from learner.lineage import TrainedStep
@@ -87,6 +88,12 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
     Raises `ConfigError` when there is no checkpoint to start from or the lineage lacks a step, `StorageError`
     for groups that are no longer there and for a checkpoint that is damaged or of another history.
     """
+    used = changed or settings.learner
+    if reward is not None and isinstance(used.advantage, GDPOAdvantage):
+        raise ConfigError(
+            "other rewards have no effect with learner.advantage.type=gdpo, which takes the parts of the "
+            "reward that were recorded: name another advantage"
+        )
     backend, progress = _begin(settings, initial, from_step)
     lines = _lines(settings, progress.step, to_step)
     lineage.refuse_other_groups(settings.lineage, {int(s): g for s, g in progress.groups.items()})
@@ -100,7 +107,7 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
             hold_frozen_policies(backend, settings, changed, stage="rl", step=from_step)
         if reward is not None:
             groups = [[replace(t, reward=reward(t)) for t in group] for group in groups]
-        yield _train(backend, progress, changed or settings.learner, line, groups)
+        yield _train(backend, progress, used, line, groups)
     at_end(backend)
 
 

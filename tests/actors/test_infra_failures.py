@@ -177,7 +177,9 @@ async def test_a_rollout_that_fails_more_often_counts_as_failed_once(bus, engine
     actor.worker.retries = RetriesConfig(reward_error=1)
     [rejection] = await actor.roll_out(make_lease(0, samples=2, policy_version=4), result=REJECTED)
     assert (rejection.reason, rejection.detail) == ("rollout_failed", "RewardError: the judge is away")
-    assert actor.worker.ends.status["ends"] == {"reward_error": 2}
+    assert set(actor.worker.ends.status["ends"]) == {
+        "reward_error"
+    }  # a sibling may be stopped before its end
     assert actor.worker.ends.metrics == {
         "rollout/episodes": 2, "rollout/infra_failed_episodes": 2,
         "rollout/recent_episodes": 2, "rollout/recent_infra_failed_episodes": 2,
@@ -239,7 +241,7 @@ async def test_a_group_reward_that_fails_rejects_its_group(bus, engine, environm
     [rejection] = await actor.roll_out(make_lease(0, samples=2, policy_version=4), result=REJECTED)
     assert rejection.reason == "rollout_failed"
     assert why in rejection.detail
-    assert actor.worker.ends.status["ends"] == {"reward_error": 2}
+    assert set(actor.worker.ends.status["ends"]) == {"reward_error"}  # a sibling may be stopped before
 
 
 class OwnGroups:

@@ -45,7 +45,7 @@ def rae_advantages(
 
 
 def _name(trajectory: Trajectory, metadata_key: str | None) -> str:
-    name = f"{trajectory.policy}/{trajectory.agent}"
+    name = "/".join(map(_escaped, (trajectory.policy, trajectory.agent)))
     if metadata_key is None:
         return name
     if metadata_key not in trajectory.metadata:
@@ -53,4 +53,9 @@ def _name(trajectory: Trajectory, metadata_key: str | None) -> str:
             f"learner.advantage.metadata_key={metadata_key}, and the metadata of {trajectory.trajectory_id} "
             f"has {sorted(trajectory.metadata)}: have the environment set it, or name another"
         )
-    return f"{name}/{trajectory.metadata[metadata_key]}"
+    return f"{name}/{_escaped(str(trajectory.metadata[metadata_key]))}"
+
+
+def _escaped(part: str) -> str:
+    """Return a part of a name without the slash that joins parts."""
+    return part.replace("%", "%25").replace("/", "%2F")

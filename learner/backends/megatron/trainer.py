@@ -152,7 +152,8 @@ class Trainer:
             self.entropy_bonus = None
             return objective
         self.entropy_bonus = self.entropy_bonus or EntropyBonus(objective.entropy_coef)
-        return replace(objective, entropy_coef=self.entropy_bonus.used_coef)
+        largest = objective.entropy_target.largest_coef  # may be lower than before a checkpoint
+        return replace(objective, entropy_coef=min(self.entropy_bonus.used_coef, largest))
 
     def _update(self, names: list[str], totals: Tensor) -> tuple[dict[str, float], float]:
         """Update where the loss and the gradient allow it: the sums and the gradient's norm, as numbers.

@@ -59,6 +59,15 @@ def test_a_games_name_has_baselines_of_its_own():
         rae([game(0.0, 0.0)], {}, metadata_key="game")
 
 
+def test_names_with_slashes_are_not_taken_for_others():
+    made = group(1.0, 0.0)
+    one = replace(made[0], agent="a", rollout=0, metadata={"game": "b/c"})
+    other = replace(made[1], agent="a/b", rollout=0, metadata={"game": "c"})
+    baselines: dict[str, float] = {}
+    assert rae([[one, other]], baselines, metadata_key="game") == [[1.0, 0.0]]
+    assert baselines == {"default/a/b%2Fc": 0.5, "default/a%2Fb/c": 0.0}
+
+
 def test_what_is_not_trained_moves_no_baseline():
     baselines: dict[str, float] = {}
     broken = [replace(t, end="timeout") for t in game(9.0, 9.0)]

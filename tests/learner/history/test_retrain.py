@@ -12,6 +12,7 @@ import torch
 from bus.errors import ConfigError, StorageError
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import read_extra
+from learner.config.advantage import GDPOAdvantage
 from learner.config.loss import PPOClipLoss
 from learner.history.retrain import last_step, retrain_steps, summary
 from learner.initial import prepare
@@ -84,6 +85,12 @@ def test_another_objective_trains_on_the_same_groups_from_the_runs_own_weights(p
     assert [step.batch_equal for step in rewarded] == [False]
     assert summary(rewarded)["first_step_that_differs"] == 6
     assert rewarded[0].reward_mean == 1.0
+
+
+def test_other_rewards_that_the_advantage_would_not_look_at_are_refused(past: MiniRun):
+    parts = LEARNER.model_copy(update={"advantage": GDPOAdvantage(rewards={"right": 1.0})})
+    with pytest.raises(ConfigError, match=r"other rewards have no effect with .*gdpo"):
+        retrained(past, 5, 6, changed=parts, reward=lambda trajectory: float(trajectory.sample))
 
 
 def test_a_batch_that_is_another_than_then_is_noticed(past: MiniRun, tmp_path: Path):

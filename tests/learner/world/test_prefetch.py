@@ -12,8 +12,11 @@ from structlog.testing import capture_logs
 from transformers import Qwen3ForCausalLM
 
 from bus.connection import Bus
-from bus.errors import FencedError
+from bus.errors import FencedError, StorageError
+from learner import train
+from learner.backends.megatron.checkpoint.writer import Staged
 from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint import commit
 from learner.config.learner import CheckpointConfig, LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
@@ -176,6 +179,34 @@ async def test_training_goes_on_while_a_checkpoint_is_written_for_longer_than_it
             async with asyncio.timeout(20):
                 await training
     assert checkpoints.steps(tmp_path) == [1, 3]  # that of step 2 was left out
+
+
+async def test_a_checkpoint_whose_disk_hangs_ends_the_learner(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write, released = Staged.write, threading.Event()
+
+    def hang(staged: Staged) -> object:
+        assert released.wait(60)
+        return write(staged)
+
+    monkeypatch.setattr(Staged, "write", hang)
+    for module in (train, commit):
+        monkeypatch.setattr(module, "WRITING_TIMEOUT_S", 0.5)
+    with learning(bus, tmp_path, asyncio.Event(), save_every=1) as (learner, trainer, _):
+        trainer.released.set()
+        async with serving(bus, tmp_path / "storage"):
+            training = asyncio.create_task(learner.run())
+            await has(bus, "TASKS", 4)
+            await send_groups(bus, range(2))
+            await until(lambda: learner.progress.step == 1 and waits_for_a_batch(learner), seconds=20)
+            monkeypatch.setattr(learner, "_saving_since", -1.0)  # an hour later
+            await send_groups(bus, range(2, 4))
+            with pytest.raises(ExceptionGroup) as ended:
+                async with asyncio.timeout(20):
+                    await training
+    released.set()
+    assert ended.group_contains(StorageError, match="is not done after")
 
 
 def waits_for_a_batch(learner: Learner) -> bool:
