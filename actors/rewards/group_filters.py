@@ -34,7 +34,7 @@ class AgentRewards(Sequence[float]):
 
     rewards: Sequence[float]
     sizes: Sequence[EpisodeSize | None] = field(default=())
-    """Of the same episodes, in the same order; None for one that another actor has stored."""
+    """Sizes of the same episodes, in the same order; None for one that another actor has stored."""
 
     @overload
     def __getitem__(self, index: int) -> float: ...

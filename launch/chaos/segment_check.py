@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bus.codec import Json
 from bus.errors import SluiceError
-from launch.chaos.faults import damage
+from launch.chaos.bus_faults import damage
 from launch.chaos.local_run import LocalRun
 from launch.process.runtime import LOST_DATA
 from learner import lineage

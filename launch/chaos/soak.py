@@ -13,12 +13,14 @@ import numpy as np
 from bus.codec import Json
 from bus.errors import SluiceError
 from bus.waiting import set_within
+from launch.chaos.bus_faults import bus_faults, kill_leader
 from launch.chaos.clock import ShiftedClock
 from launch.chaos.disk import small_disk
-from launch.chaos.faults import RUN_FAULTS, Fault, Target, bus_faults, inject_one, kill_leader
+from launch.chaos.faults import Fault, Target, inject_one
 from launch.chaos.local_run import LocalRun
 from launch.chaos.paced_lengths import LONGEST, expected_lengths
 from launch.chaos.resume_check import ask_witness, retrain
+from launch.chaos.run_faults import RUN_FAULTS
 from launch.chaos.segment_check import check_segments, segments_broken
 from launch.chaos.servers import BusServers
 from launch.history.trajectory_account import account, ks_p

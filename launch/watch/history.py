@@ -81,7 +81,7 @@ class History:
         self.steps: dict[int, Step] = {}
         """Records by step, ascending."""
         self._every = 1
-        """Of the older steps only those are kept whose numbers this divides."""
+        """Number that divides the numbers of those older steps which are kept."""
         self.evaluations: dict[int, Evaluation] = {}
         """Records by policy version, ascending."""
         for record in records:
