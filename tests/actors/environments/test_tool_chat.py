@@ -146,6 +146,8 @@ async def test_a_completion_may_end_with_its_first_call(tokenizer):
     episode, model = await rolled_out(environment_of(stop_at_call=True), tokenizer, rambling, ANSWER)
     [trajectory] = episode.trajectories
     assert "41" not in model.saw[-1]
+    assert "<result>42</result>" in model.saw[-1]
+    assert counted(episode, "tool_calls", "malformed_calls") == [1, 0]
     assert (
         tokenizer.decode(trajectory.token_ids[trajectory.loss_mask])
         == f"<calculator>6*7</calculator>{ANSWER}"
