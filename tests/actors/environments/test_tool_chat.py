@@ -12,12 +12,16 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
+from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.base import EpisodeError, Task
 from actors.environments.build import build_environment
 from actors.environments.tools import ToolChat
 from actors.environments.tools_config import ToolsConfig
 from actors.policy.policy import Policy
+from actors.rewards.base import LATER, RewardError
+from actors.rewards.scoring import Scorer
 from actors.tools.base import ToolError, ToolResult
+from actors.tools.calculator import Calculator
 from actors.worker import end_after
 from bus.errors import ConfigError, RequestRefusedError
 
@@ -155,6 +159,14 @@ async def test_a_completion_may_end_with_its_first_call(tokenizer):
     assert trajectory.reward == 1.0
     with pytest.raises(ValueError, match="stop_at_call is for calls"):
         environment_of(calls="native", stop_at_call=True)
+
+
+async def test_a_reward_that_comes_later_is_refused_since_an_episode_may_have_several_trajectories(tokenizer):
+    scoring = AnswerScoring(Scorer("later", timeout_s=5, reward=lambda answer: LATER))
+    config = ToolsConfig.model_validate({"type": "tools", "tools": [{"type": "calculator"}]})
+    environment = ToolChat(config, {"calculator": Calculator("calculator")}, scoring)
+    with pytest.raises(RewardError, match="one trajectory an episode"):
+        await rolled_out(environment, tokenizer, ANSWER)
 
 
 async def test_the_token_budget_counts_over_turns(tokenizer):
