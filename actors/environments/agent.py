@@ -107,6 +107,8 @@ class AgentEnvironment:
                     timeout_s=self._config.program_timeout_s,
                     most_output_bytes=self._config.most_output_bytes,
                 )
+        except (OSError, ValueError) as error:  # no space for its files, no descriptors, a wrong variable
+            raise self._failed(task, f"cannot be run: {error!r}") from error
         except ProgramError as error:
             raise session.failure or self._failed(task, str(error)) from error.__cause__
         if session.failure is not None:

@@ -309,6 +309,14 @@ async def test_only_so_many_programs_run_at_once(agent: Setting):
         assert [(await rollout).trajectories[0].reward for rollout in rollouts] == [4.0] * 3
 
 
+async def test_a_host_that_cannot_hold_the_task_fails_the_episode(agent: Setting, monkeypatch, tmp_path):
+    async with agent.running("ask('hi')") as environment:
+        await environment._serve()
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+        with pytest.raises(EpisodeError, match="FileNotFoundError"):
+            await environment.run(TASK, agent.policy)
+
+
 def test_program_that_is_not_there_is_refused_at_start_up():
     config = AgentConfig(command="no-such-program --fast")
     with pytest.raises(ConfigError, match="no program 'no-such-program'"):
