@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
+from actors.environments.agent_config import AgentConfig
 from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.base import EpisodeError, Task
-from actors.environments.build import build_environment
+from actors.environments.build import build_environment, check_environment
 from actors.environments.tools import ToolChat
 from actors.environments.tools_config import ToolsConfig
 from actors.policy.policy import Policy
@@ -23,7 +24,9 @@ from actors.rewards.scoring import Scorer
 from actors.tools.base import ToolError, ToolResult
 from actors.tools.calculator import Calculator
 from actors.worker import end_after
+from bus import plugins
 from bus.errors import ConfigError, RequestRefusedError
+from bus.plugins import ImportPolicy
 
 LONG = Sampling(max_new_tokens=100)
 SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>", "<|unk|>")
@@ -267,6 +270,34 @@ async def test_an_episode_that_takes_too_long_ends_as_timeout(told, tokenizer):
     with pytest.raises(EpisodeError, match=r"took longer than 0\.05 s") as raised:
         await rolled_out(environment, tokenizer, "<tool>x</tool><|end|>")
     assert end_after(raised.value) == "timeout"
+
+
+async def test_its_tools_are_closed_with_it_and_also_after_a_check(told, monkeypatch):
+    closed = []
+
+    async def close(self):
+        closed.append(self)
+
+    monkeypatch.setattr(Tool, "close", close)
+    await told(ToolResult("done")).close()
+    assert len(closed) == 1
+    config = {"type": "tools", "tools": [{"type": "plugin", "tool": "users_tools:Tool"}]}
+    await check_environment(ToolsConfig.model_validate(config))
+    assert len(closed) == 2
+
+
+def test_the_reward_that_needs_reasoning_is_refused():
+    for rewards in ({"reward": "deepscaler"}, {"rewards": ("deepscaler",)}):
+        with pytest.raises(ValueError, match="use math"):
+            environment_of(**rewards)
+        with pytest.raises(ValueError, match="use math"):
+            AgentConfig(**{"command": "true", "reward": "exact", **rewards})
+
+
+def test_packages_that_a_strangers_record_names_are_refused(monkeypatch):
+    monkeypatch.setattr(plugins, "_policy", ImportPolicy(refusal="comes from a stranger"))
+    with pytest.raises(ConfigError, match="the package 'antigravity' comes from a stranger"):
+        environment_of({"type": "python", "packages": ["antigravity"]})
 
 
 async def test_a_tools_output_of_100_mb_is_cut(told, tokenizer):
