@@ -170,7 +170,9 @@ class Worker:
         except (EngineLostError, HandBackError, MemoryError):
             raise
         # Whatever an environment raises costs its own group alone.
-        except Exception as error:  # noqa: BLE001
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
             self._tell_of_failure(self._task(group.lease, min(episodes)), error)
             scored = dict.fromkeys(episodes, _failed(error))
         for sample, outcome in scored.items():

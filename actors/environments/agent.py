@@ -61,7 +61,9 @@ class AgentEnvironment:
         async with self._places, self._gateway.session(policy, task.task_id) as session:
             session.posts_rewards = self._scoring is None
             await self._run_program(task, session)
-            if session.last is None:
+            await session.close()  # what the program left behind at the engine is no part of its episode
+            last = session.last
+            if last is None:
                 raise self._failed(task, "it asked the policy nothing: does it heed OPENAI_BASE_URL?")
             metrics = {f"gateway/{name}": float(count) for name, count in session.counts.items()}
             if self._scoring is None:
@@ -69,8 +71,8 @@ class AgentEnvironment:
             answer = Answer(
                 task_id=task.task_id,
                 messages=task.messages,
-                text=session.last.content,
-                finish_reason="stop" if session.end is None else "length",
+                text=str(last.message["content"]),
+                finish_reason="stop" if session.end is None and last.finish_reason == "stop" else "length",
                 label=task.label,
                 metadata=task.metadata,
                 token_count=session.counts["tokens"],
@@ -105,6 +107,8 @@ class AgentEnvironment:
                     timeout_s=self._config.program_timeout_s,
                     most_output_bytes=self._config.most_output_bytes,
                 )
+        except (OSError, ValueError) as error:  # no space for its files, no descriptors, a wrong variable
+            raise self._failed(task, f"cannot be run: {error!r}") from error
         except ProgramError as error:
             raise session.failure or self._failed(task, str(error)) from error.__cause__
         if session.failure is not None:

@@ -62,6 +62,11 @@ class AgentConfig(RewardConfig):
         return command
 
     @model_validator(mode="after")
+    def _answers_have_no_reasoning(self) -> Self:
+        self.refuse_reasoning_rewards()
+        return self
+
+    @model_validator(mode="after")
     def _posted_rewards_are_final(self) -> Self:
         if self.reward == POSTED and (self.rewards or self.group_reward):
             raise ValueError(

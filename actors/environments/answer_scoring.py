@@ -22,6 +22,9 @@ class AnswerScoring:
 
     scorer: Scorer | RewardChoice
     group_scorer: GroupScorer | None = None
+    takes_late_rewards: bool = False
+    """Whether a reward may come later: storage then finds its trajectory by the number of the episode, which
+    is that of the trajectory only where each episode has one."""
 
     @classmethod
     def from_config(cls, config: RewardConfig) -> Self:
@@ -42,10 +45,8 @@ class AnswerScoring:
             metadata: what is kept with each trajectory besides."""
         found = await self.scorer.scored(answer)
         late = not isinstance(found, Scored)
-        if late and self.group_scorer is not None:
-            raise RewardError(
-                f"task {answer.task_id}: its reward comes later, and a group reward needs it now"
-            )
+        if late:
+            self._refuse_unless_late_is_possible(answer)
         scored = found if isinstance(found, Scored) else Scored(0.0)
         recorded = policy.trajectories(scored.reward, end=end, reward_components=scored.components)
         return Episode(
@@ -70,6 +71,17 @@ class AnswerScoring:
     async def close(self) -> None:
         """Give up the rewards' connections and processes."""
         await self.scorer.close()
+
+    def _refuse_unless_late_is_possible(self, answer: Answer) -> None:
+        if self.group_scorer is not None:
+            raise RewardError(
+                f"task {answer.task_id}: its reward comes later, and a group reward needs it now"
+            )
+        if not self.takes_late_rewards:
+            raise RewardError(
+                f"task {answer.task_id}: its reward comes later, which needs an environment with one "
+                "trajectory an episode: have the reward wait for its score, or set type=single_turn"
+            )
 
 
 def _rewarded(episode: Episode, scored: Scored) -> Episode:

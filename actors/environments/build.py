@@ -3,7 +3,7 @@
 from actors.config import EnvironmentConfig, PluginEnvironmentConfig
 from actors.environments.agent import AgentEnvironment
 from actors.environments.agent_config import AgentConfig
-from actors.environments.base import Environment
+from actors.environments.base import Closable, Environment
 from actors.environments.length_config import LengthProfileConfig
 from actors.environments.length_profile import LengthProfile
 from actors.environments.plugin import plugin_environment
@@ -23,3 +23,10 @@ def build_environment(config: EnvironmentConfig) -> Environment:
     if isinstance(config, AgentConfig):
         return AgentEnvironment.from_config(config)
     return SingleTurn.from_config(config)
+
+
+async def check_environment(config: EnvironmentConfig) -> None:
+    """Build it, and close it again. Raises `ConfigError` as `build_environment` does."""
+    environment = build_environment(config)
+    if isinstance(environment, Closable):
+        await environment.close()

@@ -98,6 +98,8 @@ class TaggedCalls:
         while begin := self._begin.search(text, place):
             name = begin[1]
             end = text.find(f"</{name}>", begin.end())
+            if end < 0 and completion.text.endswith(f"</{name}>"):
+                end = len(text)  # the closing tag ended the completion, and a content has no stop string
             if end < 0:
                 return [*found, MalformedCall(f"<{name}> has no </{name}>")]
             found.append(WantedCall(self._tools[name], {self._argument[name]: text[begin.end() : end]}))

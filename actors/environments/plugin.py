@@ -43,7 +43,7 @@ class PluginEnvironment:
             raise self._failed(task, errors) from errors
         except Exception as error:
             raise self._failed(task, error) from error
-        if not isinstance(episode, Episode) or not episode.trajectories:
+        if not _is_episode(episode):
             raise EpisodeError(
                 f"environment {self._name} returned {episode!r} for {task.task_id}: return an Episode with "
                 "policy.trajectories(reward)"
@@ -67,6 +67,12 @@ class PluginEnvironment:
                 f"environment {self._name}: score_group returned {scored!r}: return an episode for each of "
                 f"the samples {sorted(episodes)}"
             )
+        for sample, outcome in scored.items():
+            if not isinstance(outcome, FailedEpisode) and not _is_episode(outcome):
+                raise EpisodeError(
+                    f"environment {self._name}: score_group returned {outcome!r} for sample {sample}: "
+                    "return an Episode with trajectories, or a FailedEpisode"
+                )
         return scored
 
     async def close(self) -> None:
@@ -93,7 +99,13 @@ def plugin_environment(config: PluginEnvironmentConfig) -> PluginEnvironment:
     missing = [part for part in ("run", "trajectories_per_episode") if not hasattr(environment, part)]
     if missing:
         raise ConfigError(f"environment {name!r} has no {' and no '.join(missing)}: see docs/extending.md")
-    return PluginEnvironment(name, cast(Environment, environment))
+    built = cast(Environment, environment)
+    if isinstance(built, ScoresGroups) and built.trajectories_per_episode is not None:
+        raise ConfigError(
+            f"environment {name!r} has score_group, and its episodes would be sent before their group is "
+            "scored: set trajectories_per_episode = None"
+        )
+    return PluginEnvironment(name, built)
 
 
 def _checked_settings(config: PluginEnvironmentConfig, declared: type | None) -> list[BaseModel]:
@@ -113,6 +125,10 @@ def _checked_settings(config: PluginEnvironmentConfig, declared: type | None) ->
             for problem in error.errors()
         ]
         raise ConfigError("\n".join(problems)) from error
+
+
+def _is_episode(outcome: object) -> bool:
+    return isinstance(outcome, Episode) and bool(outcome.trajectories)
 
 
 def _first(errors: BaseExceptionGroup[Exception]) -> Exception:

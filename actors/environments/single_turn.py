@@ -15,7 +15,7 @@ class SingleTurn:
     """Asks once and scores the answer; a group reward scores the answers of a group again."""
 
     def __init__(self, scorer: Scorer | RewardChoice, group_scorer: GroupScorer | None = None) -> None:
-        self._scoring = AnswerScoring(scorer, group_scorer)
+        self._scoring = AnswerScoring(scorer, group_scorer, takes_late_rewards=group_scorer is None)
         self.trajectories_per_episode: int | None = 1 if group_scorer is None else None
         """With a group reward, None: an answer has no reward before its siblings have ended, so that none is
         sent ahead."""

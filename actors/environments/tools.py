@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Self
@@ -54,6 +55,7 @@ class ToolChat:
 
     def __init__(self, config: ToolsConfig, tools: Mapping[str, Tool], scoring: AnswerScoring) -> None:
         self._config = config
+        self._tools = tools
         self._scoring = scoring
         self._stops = tuple(f"</{name}>" for name in tools) if config.stop_at_call else ()
         self._style: CallStyle = (
@@ -95,8 +97,11 @@ class ToolChat:
         return await self._scoring.score_group(episodes)
 
     async def close(self) -> None:
-        """Give up the rewards' connections and processes."""
-        await self._scoring.close()
+        """Give up what the rewards and the tools hold."""
+        async with AsyncExitStack() as parts:  # each is closed, whatever another raises
+            for tool in self._tools.values():
+                parts.push_async_callback(tool.close)
+            parts.push_async_callback(self._scoring.close)
 
     def _opening(self, task: Task) -> list[ChatMessage]:
         messages, system = list(task.messages), self._config.system

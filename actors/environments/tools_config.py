@@ -58,6 +58,11 @@ class ToolsConfig(RewardConfig):
         return self
 
     @model_validator(mode="after")
+    def _answers_have_no_reasoning(self) -> Self:
+        self.refuse_reasoning_rewards()
+        return self
+
+    @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
         names = [tool.name for tool in self.tools if not isinstance(tool, PluginToolConfig | McpConfig)]
         if twice := sorted({name for name in names if names.count(name) > 1}):

@@ -16,7 +16,7 @@ from bus.blobs import get_blob
 from bus.codec import decode, encode
 from bus.connection import Bus
 from bus.consume import Inbox, consume
-from bus.errors import BusError, EngineError, EngineLostError, HandBackError, SluiceError, StorageError
+from bus.errors import BusError, EngineError, EngineLostError, HandBackError, StorageError
 from bus.messages import BlobRef, EvaluationResult, EvaluationTask, Prompt, PromptSet
 from bus.publish import Publisher, together
 
@@ -163,13 +163,14 @@ class Evaluator:
         """Answer one prompt. A rollout that fails, or whose reward is not known at once, has reward 0."""
         try:
             episode = await self._environment.run(task, policy.fresh(task.task_id))
-        except (EngineLostError, HandBackError):  # not the rollout's fault: another actor evaluates
+        except (EngineLostError, HandBackError, MemoryError):  # not the rollout's fault: another evaluates
             raise
-        except SluiceError as error:
+        # Whatever an environment raises costs its own answer alone, as in training.
+        except (Exception, SystemExit) as error:
             log.warning(
                 "evaluation_rollout_failed",
                 task=task.task_id,
-                reason=str(error),
+                reason=f"{type(error).__name__}: {error}",
                 exc_info=raised_by_environment(error),
             )
             return _Answer(reward=0.0, failed=True)

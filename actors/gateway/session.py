@@ -44,8 +44,8 @@ class Session:
         """What the agent posted last."""
         self.posts_rewards = True
         """Whether the agent may say its own reward."""
-        self.last: Reply | None = None
-        """The answer to the newest request that was answered."""
+        self.last: Completion | None = None
+        """The newest answer that the agent got, as the policy gave it."""
         self.agents: set[str] = set()
         """Names of the agents that got answers."""
         self.counts: Counter[str] = Counter()
@@ -57,6 +57,8 @@ class Session:
         self._exchanges = Exchanges(config.retry_grace_s)
         self._failures: dict[bytes, SluiceError] = {}
         """What failed for reasons other than the request, by its digest, until its retry succeeds."""
+        self._unclaimed: dict[str, Completion] = {}
+        """Answers that no request has got yet, by the name of the reply."""
         self._rewarded = asyncio.Event()
         self._is_closed = False
         self._cap: End | None = None
@@ -80,7 +82,9 @@ class Session:
             exchange = self._exchanges.begin(attempt, self._turn(ask, agent, attempt.digest))
         else:
             self.counts["retries"] += 1
-        return await self._exchanges.answer(exchange)
+        reply = await self._exchanges.answer(exchange)
+        self.last = self._unclaimed.pop(reply.reply_id, self.last)
+        return reply
 
     async def count_tokens(self, ask: Ask) -> int:
         """Return the tokens of a request's prompt; nothing is recorded."""
@@ -102,9 +106,14 @@ class Session:
         return self._rewarded.is_set() or await set_within(self._rewarded, timeout_s)
 
     async def close(self) -> None:
-        """Refuse what comes, and end what is under way at the engine."""
+        """Refuse further requests, and end what is under way at the engine; a reward may still be posted.
+
+        What was sampled and reached no request is not trained on."""
         self._is_closed = True
         await self._exchanges.close()
+        for completion in self._unclaimed.values():
+            self._policy.leave_untrained(completion.number)
+        self._unclaimed.clear()
 
     async def _turn(self, ask: Ask, agent: str, digest: bytes) -> Reply:
         sampling, lost = pinned(self._policy.sampling, ask.sampling, self._config.pinned)
@@ -118,7 +127,7 @@ class Session:
         self._failures.pop(digest, None)
         self._is_over_long = False
         self.agents.add(agent)
-        self.last = reply
+        self._unclaimed[reply.reply_id] = completion
         return reply
 
     @contextmanager

@@ -1,5 +1,6 @@
 """The policy as an environment sees it: chat or tokens in, completions out, everything recorded."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -46,12 +47,14 @@ class Policy:
         self._strands: list[Strand] = []
         self._turn_rewards: dict[int, float] = {}
         """Rewards of single turns, by the number of the completion."""
+        self._untrained: set[int] = set()
+        """Numbers of the completions that nobody saw."""
 
     def fresh(self, rollout_id: str) -> "Policy":
         """Return a policy with nothing recorded, which shares the engine and the remembered prompts."""
         policy = copy(self)
         policy._rollout_id, policy._completions, policy._strands = rollout_id, count(), []
-        policy._turn_rewards = {}
+        policy._turn_rewards, policy._untrained = {}, set()
         return policy
 
     async def chat(
@@ -72,9 +75,13 @@ class Policy:
         begun = [] if context.strand is None else self._strands[context.strand].tokens[: context.kept]
         strand, generation = await self._complete([*begun, *context.added.tolist()], call)
         answer_end = len(strand.tokens)
-        text, answer = await self._format.read(
-            generation.token_ids, in_reasoning=context.in_reasoning, tools=tools, number=call.number
-        )
+        try:
+            text, answer = await self._format.read(
+                generation.token_ids, in_reasoning=context.in_reasoning, tools=tools, number=call.number
+            )
+        except asyncio.CancelledError:
+            self.leave_untrained(call.number)
+            raise
         completion = _completion(text, answer, generation, call, answer_end - len(generation.token_ids))
         strand.conversation = context.conversation.answered(
             context.messages,
@@ -105,6 +112,10 @@ class Policy:
         """Note the reward of this turn alone, beside that of the outcome."""
         self._turn_rewards[completion.number] = reward
 
+    def leave_untrained(self, number: int) -> None:
+        """Keep a completion out of the loss, by its number: whoever asked for it never saw it."""
+        self._untrained.add(number)
+
     def trajectories(
         self, reward: float | Mapping[str, float], *,
         end: End | None = None, reward_components: Mapping[str, float] | None = None,
@@ -120,6 +131,7 @@ class Policy:
             strand.trajectory(
                 reward[strand.agent] if isinstance(reward, Mapping) else reward,
                 turn_rewards=self._turn_rewards,
+                untrained=self._untrained,
                 reward_components=reward_components or {},
                 end=end,
             )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from actors.engines.base import Generation, GenerationRequest
+from bus.errors import RequestRefusedError
 
 FIRST_PIECE = 64
 """Tokens of the first piece; each further one is as long as all before, so that half at most is in vain."""
@@ -24,9 +25,13 @@ async def generate_until(
     whole: Generation | None = None
     while True:
         sampled = 0 if whole is None else len(whole.token_ids)
-        piece = await generate(
-            _piece(request, prompt, whole, min(max(FIRST_PIECE, sampled), limit - sampled))
-        )
+        next_piece = _piece(request, prompt, whole, min(max(FIRST_PIECE, sampled), limit - sampled))
+        try:
+            piece = await generate(next_piece)
+        except RequestRefusedError:
+            if whole is None:
+                raise
+            return whole  # the context is full, and the last piece ended as `length`
         whole = piece if whole is None else _joined(whole, piece)
         end = await find_end(whole.token_ids.tolist())
         if end is not None:

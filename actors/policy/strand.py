@@ -1,6 +1,6 @@
 """One trajectory while it grows: a context and what was sampled in it, token by token as the engine said."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -66,15 +66,19 @@ class Strand:
     def trajectory(
         self, reward: float, *,
         turn_rewards: Mapping[int, float], reward_components: Mapping[str, float], end: End | None,
+        untrained: Set[int] = frozenset(),
     ) -> AgentTrajectory:  # fmt: skip
-        """Return the recording as arrays; `turn_rewards` are by the number of the call."""
+        """Return the recording as arrays.
+
+        `turn_rewards` are by the number of the call; `untrained` are numbers of calls out of the loss."""
         length = len(self.tokens)
         mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
         versions = np.full(length, -1, np.int32)
         turns = []
         for start, call, generation in self.sampled:
             span = slice(start, start + len(generation.token_ids))
-            mask[span], logprobs[span] = call.is_trained, generation.logprobs
+            mask[span] = call.is_trained and call.number not in untrained
+            logprobs[span] = generation.logprobs
             versions[span] = generation.policy_versions
             turns.append(_turn(span, call, generation, turn_rewards.get(call.number)))
         return AgentTrajectory(

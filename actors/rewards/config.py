@@ -161,6 +161,14 @@ class RewardConfig(Config):
     judge: JudgeConfig = JudgeConfig()
     """Model of the reward `judge`."""
 
+    def refuse_reasoning_rewards(self) -> None:
+        """Raise ValueError for a reward of the whole text: such environments score what follows reasoning."""
+        if "deepscaler" in self.names:
+            raise ValueError(
+                "the reward deepscaler needs the end of the reasoning, which is no part of the answers here, "
+                "so that it would always be 0: use math"
+            )
+
     @property
     def names(self) -> tuple[str, ...]:
         """Return every reward that the run allows, the default first."""

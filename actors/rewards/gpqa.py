@@ -10,14 +10,15 @@ from actors.rewards.final_text import last_boxed, without_reasoning
 LETTERS = ascii_uppercase[:10]
 """Letters of the choices where the metadata does not say how many there are."""
 _ENDS = r"(?![A-Za-z0-9'\u2019])"
-_MARKS = r"[\s*_`$(\[{\\]*(?:text|boxed|mathbf|mathrm)?[\s*_`$(\[{]*"
+# Each run is taken whole, once (`*+`): a text of spaces or marks alone would otherwise be tried in every way.
+_MARKS = r"[\s*_`$(\[{\\]*+(?:text|boxed|mathbf|mathrm)?+[\s*_`$(\[{]*+"
 _STATED = re.compile(
-    rf"(?i:answer|option|choice)\s*(?:(?i:is|would be|:)\s*)*{_MARKS}([A-Z]){_ENDS}", re.ASCII
+    rf"(?i:answer|option|choice)\s*+(?:(?i:is|would be|:)\s*+)*+{_MARKS}([A-Z]){_ENDS}", re.ASCII
 )
 _CALLED_CORRECT = re.compile(
-    r"(?<![A-Za-z0-9'\u2019])([A-Z])[)\]}*]*\s+is\s+(?:the\s+)?(?:correct|right)", re.ASCII
+    r"(?<![A-Za-z0-9'\u2019])([A-Z])[)\]}*]*+\s++is\s++(?:the\s++)?+(?:correct|right)", re.ASCII
 )
-_STANDALONE = re.compile(rf"(?<![A-Za-z0-9'\u2019])([A-Z]){_ENDS}(?!\s+[a-z])", re.ASCII)
+_STANDALONE = re.compile(rf"(?<![A-Za-z0-9'\u2019])([A-Z]){_ENDS}(?!\s++[a-z])", re.ASCII)
 
 
 def gpqa(answer: Answer) -> float:

@@ -37,6 +37,9 @@ async def rescore(
         scorer: the new reward.
         into: receives a score for each trajectory, or why there is none.
     """
+    left_out = [trajectory for trajectory in group if not trajectory.is_trained]
+    into.failures += [f"{t.trajectory_id}: its rollout failed: there is no answer" for t in left_out]
+    group = [trajectory for trajectory in group if trajectory.is_trained]
     answers = [answer_of(trajectory, prompt, chat) for trajectory in group]
     outcomes = await asyncio.gather(*map(scorer.score, answers), return_exceptions=True)
     for trajectory, outcome in zip(group, outcomes, strict=True):

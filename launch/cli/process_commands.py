@@ -71,7 +71,7 @@ def local(
     Parameters
     ----------
     preset_name
-        Settings that come with Sluice: sort, addition, load.
+        Settings that come with Sluice: sort, addition, product, load.
     config
         TOML or JSON file of settings, which override the preset; flags override both.
     bus
@@ -149,7 +149,7 @@ def storage(
     Parameters
     ----------
     preset_name
-        Settings that come with Sluice: sort, addition, load.
+        Settings that come with Sluice: sort, addition, product, load.
     config
         TOML or JSON file of settings, which override the preset; flags override both.
     bus

@@ -12,7 +12,7 @@ import psutil
 import structlog
 from rich.console import Console
 
-from actors.environments.build import build_environment
+from actors.environments.build import check_environment
 from actors.rewards.config import RewardConfig
 from actors.rewards.group_filters import load_filter
 from actors.rewards.prompt_choices import refuse_unknown_choices
@@ -54,6 +54,7 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
         console.print(f"Run {config.run!r} is complete. Start anew with another --run, or remove {run.path}.")
         return 0
     run.refuse_other_format()
+    await check_environment(config.actors.environment)
     _check_early(config, run)
     async with _only_launch(run) as lock:
         summary = await _supervise(config, run, console, stop, own_bus=own_bus, lock=lock)
@@ -65,7 +66,6 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
 
 def _check_early(config: RunConfig, run: RunDirectory) -> None:
     """Check what can be wrong before anything starts, and write generated prompts once."""
-    build_environment(config.actors.environment)
     load_filter(config.actors.group_filter, config.actors.group_limits)
     if config.model.path is not None and not (config.model.path / "config.json").is_file():
         raise ConfigError(f"model.path: {config.model.path} is not a model directory: it has no config.json")

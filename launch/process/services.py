@@ -247,7 +247,7 @@ def _refuse_no_checkpoint(directory: Path | None) -> None:
 
 async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:
     """Run an actor process until `stop` or the end of the run."""
-    from actors.environments.build import build_environment
+    from actors.environments.build import check_environment
     from actors.rewards.group_filters import load_filter
 
     async with connected(where, "actors", stop) as bus:
@@ -255,7 +255,7 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
         if config is None:
             return
         config = with_own_engine(bus, config, overrides)
-        build_environment(config.actors.environment)  # before torch loads: a wrong name shows at once
+        await check_environment(config.actors.environment)  # before torch loads: a wrong name shows at once
         load_filter(config.actors.group_filter, config.actors.group_limits)
         bus.state.wait_for("its libraries to be loaded")
         log.info("actors_starting", run=config.run)

@@ -268,7 +268,18 @@ async def test_an_environment_of_ones_own_may_score_groups(bus, engine):
     assert [t.end for t in batch.trajectories] == ["environment_error", "completed", "completed"]
 
 
-@pytest.mark.parametrize(("scored", "why"), [(dict, "{}"), (lambda _: 1 / 0, "ZeroDivisionError")])
+def cancelled_by_itself(_):
+    raise asyncio.CancelledError("of the reward's own")
+
+
+@pytest.mark.parametrize(
+    ("scored", "why"),
+    [
+        (dict, "{}"),
+        (lambda _: 1 / 0, "ZeroDivisionError"),
+        (cancelled_by_itself, "CancelledError: of the reward's own"),
+    ],
+)
 async def test_an_environment_that_cannot_score_its_group_loses_it(bus, engine, scored, why):
     environment = OwnGroups(scored if scored is not dict else lambda _: {})
     actor = Actor(bus, engine, PluginEnvironment("mine:Env", environment))

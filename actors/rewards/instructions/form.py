@@ -5,8 +5,8 @@ import re
 
 from actors.rewards.instructions.words import holds
 
-_FENCE = re.compile(r"\A```(?:json)?\s*\n?(.*?)\n?```\Z", re.DOTALL | re.IGNORECASE)
-_BULLET = re.compile(r"^\s*(?:\*(?!\*)|-(?!-)|[+•])\s*\S.*$", re.MULTILINE)
+_FENCE = re.compile(r"\A```(?:json)?+(.*)```\Z", re.DOTALL | re.IGNORECASE)
+_BULLET = re.compile(r"^[^\S\n]*+(?:\*(?!\*)|-(?!-)|[+•])\s*+\S.*$", re.MULTILINE)
 _HIGHLIGHT = re.compile(r"\*\*([^*\n]+)\*\*|\*([^*\n]+)\*")
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 RESPONSES = "******"
@@ -18,7 +18,7 @@ def is_json(text: str) -> bool:
     text = text.strip()
     fenced = _FENCE.match(text)
     try:
-        json.loads(fenced[1] if fenced else text)
+        json.loads(fenced[1].strip() if fenced else text)
     except (ValueError, RecursionError):
         return False
     return True
@@ -55,7 +55,7 @@ def has_postscript(text: str, *, postscript_marker: str) -> bool:
     marker = r"\s?".join(re.escape(letter) for letter in postscript_marker if not letter.isspace())
     if not marker:
         raise ValueError("the marker of the postscript is empty")
-    return re.search(rf"^\s*{marker}", text, re.IGNORECASE | re.MULTILINE) is not None
+    return re.search(rf"^[^\S\n]*+{marker}", text, re.IGNORECASE | re.MULTILINE) is not None
 
 
 def constrained(text: str) -> bool:

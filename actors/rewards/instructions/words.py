@@ -6,10 +6,13 @@ from typing import Literal
 
 Relation = Literal["at least", "less than"]
 _WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
-_SENTENCE_END = re.compile(r"[.!?]+[\"'\u201d\u2019)\]]*(?=\s|$)")
+# Each run of marks is tried once, from its beginning, so that a text of nothing else takes linear time.
+_SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"'\u201d\u2019)\]]*+(?=\s|$)")
 _ABBREVIATION = re.compile(
     r"(?:\b(?:mr|mrs|ms|dr|prof|st|vs|e\.g|i\.e|etc|no|inc|jr|sr)|\b[A-Za-z])\.$", re.IGNORECASE
 )
+_LONGEST_ABBREVIATION = 12
+"""Characters before the end of a sentence in which an abbreviation is looked for, with what precedes it."""
 PARAGRAPHS = "***"
 """Line that separates paragraphs where the instruction says so."""
 
@@ -61,7 +64,9 @@ def number_of_sentences(text: str, *, num_sentences: int, relation: Relation) ->
 def count_sentences(text: str) -> int:
     """Count sentences: runs of text up to `.`, `!` or `?`, but not up to the dot of an abbreviation."""
     ends = [
-        match.end() for match in _SENTENCE_END.finditer(text) if not _ABBREVIATION.search(text[: match.end()])
+        match.end()
+        for match in _SENTENCE_END.finditer(text)
+        if not _ABBREVIATION.search(text[max(0, match.end() - _LONGEST_ABBREVIATION) : match.end()])
     ]
     parts = [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
     return sum(any(map(str.isalnum, part)) for part in parts)

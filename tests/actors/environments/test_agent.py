@@ -16,6 +16,7 @@ from actors.environments.agent import AgentEnvironment
 from actors.environments.agent_config import AgentConfig
 from actors.environments.base import Episode, EpisodeError, Task
 from actors.environments.build import build_environment
+from actors.gateway.posted_reward import PostedReward
 from actors.policy.policy import Policy
 from actors.rewards.base import RewardError
 from actors.worker import end_after
@@ -85,6 +86,95 @@ reward({"reward": float(ask(task["prompt"]) == task["label"]), "components": {"s
 async def test_reward_function_judges_the_last_answer_and_the_label_stays_here(agent: Setting):
     episode = await agent.run('assert "label" not in task\nask("first")\nask("say")', reward="exact")
     assert [trajectory.reward for trajectory in episode.trajectories] == [1.0, 1.0]
+
+
+SEEN = []
+
+
+def seen(answer):
+    SEEN.append((answer.text, answer.finish_reason))
+    return 1.0
+
+
+def denied(call):
+    return "the hook denied it"
+
+
+@pytest.fixture
+def users_functions(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "users_functions", sys.modules[__name__])
+    SEEN.clear()
+
+
+@pytest.mark.usefixtures("users_functions")
+async def test_reward_function_is_told_of_a_last_answer_that_was_cut(agent: Setting):
+    agent.policy = Policy(agent.engine, TOKENIZER, Sampling(max_new_tokens=2))
+    await agent.run("ask('hi')", reward="users_functions:seen")
+    assert SEEN == [("fi", "length")]
+
+
+@pytest.mark.usefixtures("users_functions")
+async def test_reward_function_sees_the_policys_own_words_and_not_the_hooks(agent: Setting):
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    agent.policy = Policy(ScriptedEngine(script(lambda _: f"mine{call}")), TOKENIZER, Sampling())
+    program = """
+tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
+answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+assert "the hook denied it" in answer["choices"][0]["message"]["content"]
+"""
+    hook = {"tool_hook": "users_functions:denied"}
+    await agent.run(program, reward="users_functions:seen", gateway=hook)
+    assert SEEN == [("mine", "stop")]
+
+
+@pytest.mark.parametrize("retried", [False, True])
+async def test_what_a_program_leaves_behind_at_the_engine_is_not_trained(agent: Setting, retried):
+    """A thread of the program asks and is never answered; its client would have tried again."""
+    agent.policy = Policy(engine := Held("slow", agent.engine), TOKENIZER, Sampling(max_new_tokens=64))
+    header = ', "x-stainless-retry-count": "0"' if retried else ""
+    program = f'''
+def post(url, body):
+    key = os.environ["OPENAI_API_KEY"]
+    headers = {{"Authorization": "Bearer " + key, "Content-Type": "application/json"{header}}}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=20))
+ask("first")
+import threading
+threading.Thread(target=ask, args=("slow",), daemon=True).start()
+while not os.path.exists({str(engine.path(agent))!r}): time.sleep(0.01)
+'''
+    async with agent.running(program) as environment:
+        rollout = asyncio.create_task(environment.run(TASK, agent.policy))
+        await until(lambda: engine.is_asked, "the request that is left behind")
+        [session] = environment._gateway._sessions.values()
+        engine.path(agent).touch()
+        await until(lambda: session._is_closed, "the end of the program")
+        engine.go.set()
+        session.post_reward(PostedReward(reward=1.0))
+        episode = await rollout
+    assert ["first" in TOKENIZER.decode(t.token_ids) for t in episode.trajectories if t.is_trained] == [True]
+    assert not any("slow" in TOKENIZER.decode(t.token_ids) for t in episode.trajectories if t.is_trained)
+
+
+class Held:
+    """An engine that answers a prompt with a certain word when it is told to."""
+
+    def __init__(self, word: str, engine: ScriptedEngine) -> None:
+        self.go = asyncio.Event()
+        self.is_asked = False
+        self._word, self._engine = word, engine
+
+    @staticmethod
+    def path(agent: Setting) -> Path:
+        """The file for which the program waits before it ends."""
+        return agent.path.with_name("may_end")
+
+    async def generate(self, request):
+        if self._word in TOKENIZER.decode(list(request.token_ids)):
+            self.is_asked = True
+            await self.go.wait()
+        return await self._engine.generate(request)
 
 
 async def test_program_inherits_neither_bus_nor_keys(agent: Setting, monkeypatch: pytest.MonkeyPatch):
@@ -217,6 +307,14 @@ async def test_only_so_many_programs_run_at_once(agent: Setting):
         assert len(environment._gateway._sessions) == 2  # one is opened before its program starts
         agent.engine.release()
         assert [(await rollout).trajectories[0].reward for rollout in rollouts] == [4.0] * 3
+
+
+async def test_a_host_that_cannot_hold_the_task_fails_the_episode(agent: Setting, monkeypatch, tmp_path):
+    async with agent.running("ask('hi')") as environment:
+        await environment._serve()
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+        with pytest.raises(EpisodeError, match="FileNotFoundError"):
+            await environment.run(TASK, agent.policy)
 
 
 def test_program_that_is_not_there_is_refused_at_start_up():

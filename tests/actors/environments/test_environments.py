@@ -146,6 +146,26 @@ def test_an_unusable_environment_is_a_config_error(name, settings, said, monkeyp
         build_environment(config)
 
 
+class ScoringGroups(Troubled):
+    trajectories_per_episode = None
+
+    async def score_group(self, episodes):
+        return dict.fromkeys(episodes, self.trouble)
+
+
+@pytest.mark.parametrize("scored", [None, Episode(())])
+async def test_what_a_users_score_group_returns_is_checked(scored, monkeypatch):
+    monkeypatch.setattr(Troubled, "trouble", scored)
+    monkeypatch.setitem(sys.modules, "users_own", sys.modules[__name__])
+    config = PluginEnvironmentConfig(type="plugin", environment="users_own:ScoringGroups")
+    environment = build_environment(config)
+    with pytest.raises(EpisodeError, match="for sample 0: return an Episode with trajectories"):
+        await environment.score_group({0: Episode(())})
+    monkeypatch.setattr(ScoringGroups, "trajectories_per_episode", 1)
+    with pytest.raises(ConfigError, match="set trajectories_per_episode = None"):
+        build_environment(config)
+
+
 async def test_a_group_on_the_embedded_engine(serve, tokenizer):
     environment = SingleTurn.from_config(SingleTurnConfig(reward="contains"))
     async with serve(policy_version=6) as served:

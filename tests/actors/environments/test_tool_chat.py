@@ -12,14 +12,21 @@ from transformers import PreTrainedTokenizerFast
 
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
+from actors.environments.agent_config import AgentConfig
+from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.base import EpisodeError, Task
-from actors.environments.build import build_environment
+from actors.environments.build import build_environment, check_environment
 from actors.environments.tools import ToolChat
 from actors.environments.tools_config import ToolsConfig
 from actors.policy.policy import Policy
+from actors.rewards.base import LATER, RewardError
+from actors.rewards.scoring import Scorer
 from actors.tools.base import ToolError, ToolResult
+from actors.tools.calculator import Calculator
 from actors.worker import end_after
+from bus import plugins
 from bus.errors import ConfigError, RequestRefusedError
+from bus.plugins import ImportPolicy
 
 LONG = Sampling(max_new_tokens=100)
 SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>", "<|unk|>")
@@ -146,6 +153,8 @@ async def test_a_completion_may_end_with_its_first_call(tokenizer):
     episode, model = await rolled_out(environment_of(stop_at_call=True), tokenizer, rambling, ANSWER)
     [trajectory] = episode.trajectories
     assert "41" not in model.saw[-1]
+    assert "<result>42</result>" in model.saw[-1]
+    assert counted(episode, "tool_calls", "malformed_calls") == [1, 0]
     assert (
         tokenizer.decode(trajectory.token_ids[trajectory.loss_mask])
         == f"<calculator>6*7</calculator>{ANSWER}"
@@ -153,6 +162,14 @@ async def test_a_completion_may_end_with_its_first_call(tokenizer):
     assert trajectory.reward == 1.0
     with pytest.raises(ValueError, match="stop_at_call is for calls"):
         environment_of(calls="native", stop_at_call=True)
+
+
+async def test_a_reward_that_comes_later_is_refused_since_an_episode_may_have_several_trajectories(tokenizer):
+    scoring = AnswerScoring(Scorer("later", timeout_s=5, reward=lambda answer: LATER))
+    config = ToolsConfig.model_validate({"type": "tools", "tools": [{"type": "calculator"}]})
+    environment = ToolChat(config, {"calculator": Calculator("calculator")}, scoring)
+    with pytest.raises(RewardError, match="one trajectory an episode"):
+        await rolled_out(environment, tokenizer, ANSWER)
 
 
 async def test_the_token_budget_counts_over_turns(tokenizer):
@@ -253,6 +270,34 @@ async def test_an_episode_that_takes_too_long_ends_as_timeout(told, tokenizer):
     with pytest.raises(EpisodeError, match=r"took longer than 0\.05 s") as raised:
         await rolled_out(environment, tokenizer, "<tool>x</tool><|end|>")
     assert end_after(raised.value) == "timeout"
+
+
+async def test_its_tools_are_closed_with_it_and_also_after_a_check(told, monkeypatch):
+    closed = []
+
+    async def close(self):
+        closed.append(self)
+
+    monkeypatch.setattr(Tool, "close", close)
+    await told(ToolResult("done")).close()
+    assert len(closed) == 1
+    config = {"type": "tools", "tools": [{"type": "plugin", "tool": "users_tools:Tool"}]}
+    await check_environment(ToolsConfig.model_validate(config))
+    assert len(closed) == 2
+
+
+def test_the_reward_that_needs_reasoning_is_refused():
+    for rewards in ({"reward": "deepscaler"}, {"rewards": ("deepscaler",)}):
+        with pytest.raises(ValueError, match="use math"):
+            environment_of(**rewards)
+        with pytest.raises(ValueError, match="use math"):
+            AgentConfig(**{"command": "true", "reward": "exact", **rewards})
+
+
+def test_packages_that_a_strangers_record_names_are_refused(monkeypatch):
+    monkeypatch.setattr(plugins, "_policy", ImportPolicy(refusal="comes from a stranger"))
+    with pytest.raises(ConfigError, match="the package 'antigravity' comes from a stranger"):
+        environment_of({"type": "python", "packages": ["antigravity"]})
 
 
 async def test_a_tools_output_of_100_mb_is_cut(told, tokenizer):

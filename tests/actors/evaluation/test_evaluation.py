@@ -307,3 +307,15 @@ async def test_the_range_of_real_engines_is_that_of_their_tokens_across_a_turn_o
             await evaluations.ask(asked)
             result = await evaluations.result()
     assert result.drawn_by == (min(environment.versions), max(environment.versions)) == (1, 2)
+
+
+async def test_whatever_an_environment_raises_costs_its_answer_alone(bus, evaluations, follower, rollouts):
+    async def failing(run):
+        if run == 1:
+            raise OSError("no space")
+
+    async with evaluations.evaluator(rollouts, Recording(failing)):
+        asked = await publish(bus, 3)
+        await evaluations.ask(asked)
+        result = await evaluations.result()
+    assert (result.failed, result.sampled, result.greedy) == (1, 1 - 1 / PROMPTS, 1.0)

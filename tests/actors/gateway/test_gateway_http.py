@@ -212,6 +212,23 @@ async def test_client_that_leaves_ends_its_generation_and_poisons_nothing(stream
         assert len(s.policy.trajectories(0.0)) == 1
 
 
+async def test_answer_that_reached_nobody_is_not_trained():
+    async with served() as s:
+        await s.chat("hi")
+        s.engine.hold()
+        asking = asyncio.create_task(s.post(CHAT, chat_body("left"), x_stainless_retry_count="0"))
+        await until(lambda: s.engine.running == 1, "the request")
+        asking.cancel()
+        await asyncio.wait([asking])
+        s.engine.release()
+        await until(lambda: s.session.counts["turns"] == 2, "an answer within the time for a retry")
+        seen = s.session.last
+        await s.session.close()
+        assert seen is not None
+        assert seen.number == 0
+        assert [trajectory.is_trained for trajectory in s.policy.trajectories(0.0)] == [True, False]
+
+
 async def test_closing_a_session_ends_what_is_under_way():
     async with served() as s:
         s.engine.hold()

@@ -1,5 +1,6 @@
 """What a policy records is what the engine returned, token by token."""
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -168,6 +169,22 @@ async def test_greedy_turns_and_frozen_agents_are_recorded_but_not_trained(scrip
     assert (solver.trainable, judge.trainable) == (True, False)
     assert not judge.loss_mask.any()
     assert judge.policy_versions.tolist() == [-1, 2, 2, 2]
+
+
+async def test_a_completion_that_is_cancelled_before_it_was_read_is_not_trained(scripted, monkeypatch):
+    policy, _ = scripted("42<|end|>")
+    is_read = asyncio.Event()
+
+    async def hang(*_, **__):
+        is_read.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(policy._format, "read", hang)
+    asking = asyncio.create_task(policy.chat("40+2="))
+    await is_read.wait()
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert [trajectory.is_trained for trajectory in policy.trajectories(1.0)] == [False]
 
 
 async def test_the_last_turn_says_how_a_trajectory_ended(scripted):

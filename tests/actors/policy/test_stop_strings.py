@@ -9,6 +9,7 @@ from actors.engines.base import Generation, Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.policy.policy import Policy
 from actors.policy.stop_strings import FIRST_PIECE
+from bus.errors import RequestRefusedError
 from tests.actors.policy.families import FAMILIES
 
 QWEN = FAMILIES["qwen3"].tokenizer
@@ -96,3 +97,17 @@ async def test_an_aborted_answer_is_not_continued():
     answer = await policy.chat([ONE])
     assert (answer.text, answer.finish_reason) == ("xxxxx", "abort")
     assert len(engine.requests) == 1
+
+
+async def test_a_context_that_is_full_keeps_what_was_sampled():
+    class Small(Continuing):
+        async def generate(self, request):
+            if self.begun is not None and len(request.token_ids) > self.begun + FIRST_PIECE:
+                raise RequestRefusedError("the context is full")
+            return await super().generate(request)
+
+    policy = stopping(Small("x" * 3000), "never", most=2000)
+    answer = await policy.chat([ONE])
+    assert answer.finish_reason == "length"
+    assert len(policy.trajectories(0.0)) == 1
+    assert len(answer.token_ids) == 2 * FIRST_PIECE

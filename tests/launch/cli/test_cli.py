@@ -215,3 +215,15 @@ def test_short_forms_say_where_a_learners_world_is(call):
 )
 def test_what_is_wrong_with_a_command_line_is_said(refused, command_line: str, message: str):
     assert message in refused(*command_line.split())
+
+
+@pytest.mark.parametrize("command", ["local", "storage"])
+def test_help_names_every_preset(command: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    shown = capsys.readouterr().out
+    presets = Path(cli.__file__).parents[1] / "presets"
+    listed = " ".join(shown.partition("come with Sluice:")[2].split())[:60]
+    names = [preset.stem for preset in presets.glob("*.toml")]
+    assert names
+    assert [name for name in names if name not in listed] == []

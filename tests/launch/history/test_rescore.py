@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from actors.policy.chat_format import ChatFormat
+from actors.rewards.rescoring import Rescored, rescore
+from actors.rewards.scoring import Scorer
 from bus.errors import ConfigError, StorageError
+from bus.messages import Prompt
 from bus.trajectory import Trajectory
 from launch.cli.main import main
 from launch.config import resolve
@@ -178,3 +181,10 @@ def test_command_prints_one_json_object(run, capsys):
         main(["rescore", "--reward", "exact", "--leases", "0-1", "--to-step", "2"])
     assert ended.value.code == 2
     assert "--leases and steps exclude each other" in capsys.readouterr().err
+
+
+async def test_a_rollout_that_failed_has_no_answer_to_score():
+    failed = replace(answered(0, 0, "wrong"), end="environment_error")
+    into = Rescored()
+    await rescore([failed], Prompt(content="x"), CHAT, Scorer("exact", timeout_s=1), into)
+    assert into == Rescored([], [f"{failed.trajectory_id}: its rollout failed: there is no answer"])

@@ -1,0 +1,43 @@
+"""Text of a policy that has degenerated holds no built-in reward up: these run on the actor's event loop."""
+
+import time
+
+import pytest
+
+from actors.rewards.dapo import dapo
+from actors.rewards.gpqa import gpqa
+from actors.rewards.instructions.reward import CHECKS, instructions
+from actors.rewards.matching import last_number
+from actors.rewards.word_overlap import f1
+from tests.actors.rewards.answers import answer
+from tests.actors.rewards.test_instructions import CASES
+
+LENGTH = 20_000
+BOUND_S = 1.0
+"""Processor time for one text; what is quadratic in its length takes several times that."""
+PARTS = [
+    " ", "\n", "x \n", "*", "_ ", "a b. ", ".", "A ", "answer ", "the answer is ", "\\boxed{", "```\n", "<<",
+    "[", "1", "'", "P.S. ", "- ", "-",
+]  # fmt: skip
+TEXTS = [f"{head}{part * (LENGTH // len(part))}{tail}" for part in PARTS
+         for head, tail in [("The answer", "y"), ("```", "y"), ("x\n*", "")]]  # fmt: skip
+ARGUMENTS = {name: arguments for name, arguments, *_ in CASES}
+
+
+def took_s(call, *arguments) -> float:
+    started = time.process_time()
+    call(*arguments)
+    return time.process_time() - started
+
+
+@pytest.mark.parametrize("reward", [gpqa, dapo, f1, last_number])
+def test_a_reward_is_linear_in_the_text(reward):
+    times = {text[:20]: took_s(reward, answer(text, "1" if reward is not gpqa else "A")) for text in TEXTS}
+    assert max(times.values()) < BOUND_S, times
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_an_instruction_is_linear_in_the_text(name):
+    metadata = {"instruction_id_list": [name], "kwargs": [ARGUMENTS[name]]}
+    times = {text[:20]: took_s(instructions, answer(text, None, metadata=metadata)) for text in TEXTS}
+    assert max(times.values()) < BOUND_S, times
