@@ -45,12 +45,13 @@ class StoreContents:
         """Return the leases of all complete groups; settled ones as far as their segments are here."""
         with self.reading:
             with self.mutex:
-                order, forgotten, placed = self.groups.order, self.groups.forgotten, self.layout.placed()
-            if not forgotten:
+                order, settled, placed = self.groups.order, self.settled, self.layout.placed()
+            if not settled.through:
                 return order
-            found = complete_leases(placed, self.layout.mapped, self.groups.closed())
-        past = found[self.settled.which(found)].tolist()
-        return [*sorted(set(past).difference(order)), *order]
+            found = complete_leases(placed, self.layout.mapped, self.groups.closed_sizes())
+        past = set(found[settled.which(found)].tolist())
+        here = [lease_id for lease_id in order if lease_id in past or not settled.covers(lease_id)]
+        return [*sorted(past.difference(here)), *here]
 
     def stored(self, lease_id: int) -> list[int]:
         """Return the rows of what is here of a group, complete or not, by sample."""
@@ -71,11 +72,11 @@ class StoreContents:
         return [row for lease in leases for row in rows[lease]]
 
     def _rows_of_settled(self, leases: Iterable[int]) -> dict[int, list[int]]:
-        found, closed = self._find(leases), set(self.groups.closed())
+        found, closed_sizes = self._find(leases), self.groups.closed_sizes()
         with self.mutex:
             placed = self.layout.placed()
         for lease, samples in found.items():
-            refuse_missing(placed, lease, samples, closed=lease in closed)
+            refuse_missing(placed, lease, samples, closed_size=closed_sizes.get(lease))
         return {lease: [row for *_, row in samples] for lease, samples in found.items()}
 
     def _find(self, leases: Iterable[int]) -> dict[int, list[tuple[int, int, int]]]:
