@@ -13,34 +13,45 @@ Placed = Sequence[tuple[SegmentEntry, int]]
 """Every entry of a store and its first row."""
 _LEASE, _SAMPLE, _SIZE = 2, 3, 4
 """Columns of a segment's rows."""
+Torn = dict[SegmentEntry, LostDataError]
+"""Segments that cannot be read, and why."""
 
 
 def find_rows(
     placed: Placed, mapped: Callable[[SegmentEntry], Segment], lease_ids: Iterable[int]
-) -> dict[int, list[tuple[int, int, int]]]:
+) -> tuple[dict[int, list[tuple[int, int, int]]], Torn]:
     """Return sample, group size and row of each trajectory of these groups that is here, by sample.
 
-    Raises `StorageError` when a segment cannot be read."""
+    What is torn may hold more of them, and is told of; raises `StorageError` when the disk refuses."""
     wanted = np.array(sorted(set(lease_ids)), np.int64)
     found: dict[int, list[tuple[int, int, int]]] = {int(lease_id): [] for lease_id in wanted}
+    torn: Torn = {}
     for entry, begin in placed:
         if entry.retired or not _any_within(wanted, entry.leases):
             continue
-        rows = mapped(entry).rows
+        try:
+            rows = mapped(entry).rows
+        except LostDataError as error:
+            torn[entry] = error
+            continue
         for at in np.flatnonzero(np.isin(rows[:, _LEASE], wanted)).tolist():
             row = rows[at].tolist()
             found[row[_LEASE]].append((row[_SAMPLE], row[_SIZE], begin + at))
-    return {lease_id: sorted(samples) for lease_id, samples in found.items()}
+    return {lease_id: sorted(samples) for lease_id, samples in found.items()}, torn
 
 
 def refuse_missing(
-    placed: Placed, lease_id: int, found: Sequence[tuple[int, int, int]], *, closed_size: int | None
-) -> None:
+    placed: Placed, torn: Torn, lease_id: int, found: Sequence[tuple[int, int, int]],
+    *, closed_size: int | None,
+) -> None:  # fmt: skip
     """Raise `StorageError` unless a settled group is here whole, or as it was when it was closed short.
 
     `closed_size` is how many trajectories it had then, None for one that was not closed short."""
     if found and len(found) >= (closed_size or found[0][1]):
         return
+    for entry, error in torn.items():
+        if lease_id in entry.leases:
+            raise error
     for entry, _ in placed:
         if entry.retired and lease_id in entry.leases:
             raise LostDataError(

@@ -180,6 +180,22 @@ def test_what_is_left_of_a_closed_group_is_not_taken_for_all_that_it_had(tmp_pat
         assert store.completed == [0, 1, 2, 3]
 
 
+def test_a_torn_segment_takes_only_its_own_groups_with_it(tmp_path):
+    with closing(ReplayStore.open(tmp_path)) as store:
+        store.append([*group(0), *group(2)])
+        store.append([*group(1), *group(3)])
+        store.settle(4, [], seen=4)
+        path = tmp_path / "segment_00000000" / "group.zip"
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        assert as_bytes(store.read([1])) == as_bytes(group(1))
+        for lease in (0, 2):
+            with pytest.raises(LostDataError, match="segment_00000000"):
+                store.read([lease])
+        with pytest.raises(LostDataError, match="segment_00000000"):
+            store.trajectories_of(0)
+
+
 def test_late_rewards_of_settled_groups_are_read_counted_and_kept_once(tmp_path):
     def reward(lease_id: int, value: float) -> RewardGiven:
         return RewardGiven(trajectory_id=trajectory_name(lease_id, 0), reward=value, source="judge")
