@@ -11,7 +11,7 @@ from bus.codec import decode, encode
 from bus.errors import SchemaError
 from bus.messages import Lease, trajectory_name
 from bus.requests import GroupStatus
-from bus.trajectory import AgentReward, Parent, Trajectory, TrajectoryBatch
+from bus.trajectory import AgentReward, Parent, Trajectory, TrajectoryBatch, refuse_impossible_logprobs
 
 NOTHING = GroupStatus(group_size=0)
 
@@ -118,7 +118,8 @@ class Group:
         """Return why the shard would refuse the episode; None if it would not."""
         self.episodes[sample] = episode
         try:
-            decode(encode(self._batch([sample])), TrajectoryBatch)
+            for trajectory in decode(encode(self._batch([sample])), TrajectoryBatch).trajectories:
+                refuse_impossible_logprobs(trajectory)
         except SchemaError as error:
             return str(error)
         return None

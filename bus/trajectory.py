@@ -3,7 +3,7 @@ it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isfinite
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -155,13 +155,8 @@ class Trajectory(Message, tag="trajectory", version=2):
         masked = np.count_nonzero(mask)
         if not masked and self.is_trained:
             raise SchemaError(f"{self.trajectory_id}: there is no token to train on among {lengths[0]}")
-        # argmin and argmax take a third of the time of min and max; to both, NaN is the extreme
-        for logprob in (logprobs[logprobs.argmin()], logprobs[logprobs.argmax()]) if len(ids) else ():
-            if not SMALLEST_LOGPROB <= logprob <= LARGEST_LOGPROB:  # also refuses NaN
-                raise SchemaError(
-                    f"{self.trajectory_id}: a behaviour log-prob is {logprob}, but no engine can have drawn "
-                    f"a token outside of {SMALLEST_LOGPROB} to 0 nats"
-                )
+        if not all(map(isfinite, _extremes(logprobs))):
+            raise SchemaError(f"{self.trajectory_id}: a behaviour log-prob is not finite")
         versions = self.policy_versions[mask]
         if (len(ids) and ids[ids.argmin()] < 0) or (masked and versions[versions.argmin()] < 0):
             raise SchemaError(f"{self.trajectory_id}: a token id or a sampled token's version is negative")
@@ -270,6 +265,26 @@ class Trajectory(Message, tag="trajectory", version=2):
     def newest_version(self) -> int:
         """Return the version of the newest token of the mask; -1 where the mask is empty."""
         return int(self.policy_versions[self.loss_mask].max(initial=-1))
+
+
+def refuse_impossible_logprobs(trajectory: Trajectory) -> None:
+    """Raise `SchemaError` for behaviour log-probs that no engine can have drawn a token with.
+
+    To call before a trajectory is stored; what an older build has stored stays readable."""
+    for logprob in _extremes(trajectory.behaviour_logprobs):
+        if not SMALLEST_LOGPROB <= logprob <= LARGEST_LOGPROB:
+            raise SchemaError(
+                f"{trajectory.trajectory_id}: a behaviour log-prob is {logprob}, but no engine can have "
+                f"drawn a token outside of {SMALLEST_LOGPROB} to 0 nats",
+                kind="logprob",
+                actor=trajectory.actor,
+            )
+
+
+def _extremes(values: NDArray[np.float32]) -> list[float]:
+    """Return the least and the largest, none of no values; NaN is both."""
+    # argmin and argmax take a third of the time of min and max
+    return [float(values[values.argmin()]), float(values[values.argmax()])] if len(values) else []
 
 
 Groups = Sequence[Sequence[Trajectory]]

@@ -106,7 +106,8 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
         await Retention.of_shard(settings.replay, settings.run.name).check()
     await bus.create_keys()
     async with hold_role(bus, "dispatcher", secrets.token_hex(4)) as renewing, AsyncExitStack() as opened:
-        ledger = opened.enter_context(closing(Ledger.open(settings.run.ledger)))
+        opening = asyncio.to_thread(Ledger.open, settings.run.ledger)  # a large one takes longer than a role
+        ledger = opened.enter_context(closing(await opening))
         if settings.model is not None and LENGTHS_CHECKED not in ledger.facts:
             longest = settings.max_new_tokens
             check = partial(check_prompt_lengths, prompts.training, settings.model, max_new_tokens=longest)

@@ -251,11 +251,15 @@ class Admission:
         return damaged
 
     def resume(self, step: int, incarnation: str) -> int:
-        """Let a learner go on from `step` and fence all before it; return how many uses that rolled back."""
+        """Let a learner go on from `step` and fence all before it; return how many uses that rolled back.
+
+        One that comes anew has loaded the checkpoint of `step`. One that was here already only gives steps
+        back: its newest checkpoint may be older, and a crash would need the groups from there on."""
         if self.policy is not None and self.policy.incarnation != incarnation:
             self.policy = None  # the learner goes on from another, which it publishes next
+        again = self._ledger.facts.get("incarnation") == incarnation
         self._ledger.set_fact("incarnation", incarnation)
-        self._ledger.set_fact(COMMITTED, str(step))
+        self._ledger.set_fact(COMMITTED, str(min(step, self._committed()) if again else step))
         self._waiting = None
         return self._ledger.roll_back(step)
 

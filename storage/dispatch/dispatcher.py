@@ -316,7 +316,7 @@ class Dispatcher:
         )
 
     async def _on_given(self, request: StepGroupsRequest) -> list[Message]:
-        given = await asyncio.to_thread(self.ledger.uses, request.step)
+        given = self.ledger.uses(request.step)  # in this thread, which alone changes what the ledger holds
         policy = self.policy
         answer = StepGroups(
             step=request.step,

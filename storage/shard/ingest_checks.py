@@ -8,7 +8,7 @@ from bus.errors import SchemaError
 from bus.messages import group_name, trajectory_name
 from bus.requests import Issued
 from bus.topology import shard_of
-from bus.trajectory import Trajectory
+from bus.trajectory import Trajectory, refuse_impossible_logprobs
 from storage.dispatch.ledger import Ledger
 
 RUN_ID, VOCABULARY, NEWEST_VERSION = "run_id", "vocabulary", "newest_version"
@@ -105,8 +105,10 @@ class Quarantine:
             await self._check(t, self._other_run)
 
     async def check_content(self, trajectories: Iterable[Trajectory]) -> None:
-        """Refuse tokens that the model does not have, and versions that cannot have sampled them."""
+        """Refuse tokens that the model does not have, and log-probs and versions that cannot have sampled
+        them."""
         for t in trajectories:
+            refuse_impossible_logprobs(t)
             await self._check(t, self._foreign_token)
             await self._check(t, self._too_old)
             await self._check(t, self._never_published)

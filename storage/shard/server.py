@@ -62,6 +62,8 @@ class Shard:
         self._hear_of = hear_of
         self._linger_s = linger_s
         self._quarantine = quarantine
+        self._refused_after = -1
+        """What a dispatcher said last that it has seen, of those whose ledger was too old."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Store what arrives and answer reads until `stop`."""
@@ -161,6 +163,9 @@ class Shard:
         try:
             news = self._news(request.after)
         except StorageError as error:
+            if request.after != self._refused_after:  # it asks again every second
+                log.error("ledger_older_than_replay", shard=self._number, reason=str(error))
+                self._refused_after = request.after
             raise BusError(str(error)) from error
         if not request.spreads:
             return [news]

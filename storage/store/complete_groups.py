@@ -53,7 +53,7 @@ class CompleteGroups:
         with self._database.reading() as sql:
             query = "SELECT lease_id, place FROM places WHERE place >= ? ORDER BY place"
             kept = [] if sql is None else sql.execute(query, (noted,)).fetchall()
-        closed = self.closed()
+        closed = self.closed_sizes()
         places = {lease_id: place - noted for lease_id, place in kept}
         full = index.full_groups(from_row=settled.rows)
         regular = [n for n in full if n not in places and not self.rewards.is_late(n)]
@@ -72,11 +72,13 @@ class CompleteGroups:
 
     # --- questions ---
 
-    def closed(self) -> list[int]:
-        """Return every group that was closed short, by asking the disk."""
+    def closed_sizes(self) -> dict[int, int]:
+        """Return every group that was closed short and how many trajectories it had then, by asking the disk.
+
+        Builds that did not count them noted 1."""
         with self._database.reading() as sql:
-            found = [] if sql is None else sql.execute("SELECT lease_id FROM places WHERE closed").fetchall()
-        return [lease_id for (lease_id,) in found]
+            query = "SELECT lease_id, closed FROM places WHERE closed"
+            return {} if sql is None else dict(sql.execute(query).fetchall())
 
     def is_forgotten(self, lease_id: int) -> bool:
         """Tell whether a group is settled, and known to the disk alone."""
@@ -176,7 +178,7 @@ class CompleteGroups:
         """Put these groups at the end of the order; keep their places where no restart would find them."""
         rewards = rewards or {}
         places = [
-            (lease_id, place, lease_id in closed)
+            (lease_id, place, self._index.samples_stored(lease_id) if lease_id in closed else 0)
             for place, lease_id in enumerate(lease_ids, self.forgotten + len(self.order))
             if lease_id in closed or self.rewards.is_late(lease_id)
         ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bus.trajectory import Trajectory
 from storage.store.complete_groups import CompleteGroups
-from storage.store.forgotten import complete_leases, find_rows, refuse_missing
+from storage.store.forgotten import Torn, complete_leases, find_rows, refuse_missing
 from storage.store.index import RowIndex
 from storage.store.layout import Layout
 from storage.store.loading import Loaded
@@ -45,19 +45,23 @@ class StoreContents:
         """Return the leases of all complete groups; settled ones as far as their segments are here."""
         with self.reading:
             with self.mutex:
-                order, forgotten, placed = self.groups.order, self.groups.forgotten, self.layout.placed()
-            if not forgotten:
+                order, settled, placed = self.groups.order, self.settled, self.layout.placed()
+            if not settled.through:
                 return order
-            found = complete_leases(placed, self.layout.mapped, self.groups.closed())
-        past = found[self.settled.which(found)].tolist()
-        return [*sorted(set(past).difference(order)), *order]
+            found = complete_leases(placed, self.layout.mapped, self.groups.closed_sizes())
+        past = set(found[settled.which(found)].tolist())
+        here = [lease_id for lease_id in order if lease_id in past or not settled.covers(lease_id)]
+        return [*sorted(past.difference(here)), *here]
 
     def stored(self, lease_id: int) -> list[int]:
         """Return the rows of what is here of a group, complete or not, by sample."""
         with self.mutex:
             if not self.groups.is_forgotten(lease_id):
                 return self.index.stored(lease_id)
-        return [row for *_, row in self._find([lease_id])[lease_id]]
+        found, torn = self._find([lease_id])
+        for error in torn.values():
+            raise error
+        return [row for *_, row in found[lease_id]]
 
     def rows(self, leases: Sequence[int]) -> list[int]:
         """Return the rows of complete groups, each by sample; settled ones are looked up in the segments.
@@ -71,14 +75,14 @@ class StoreContents:
         return [row for lease in leases for row in rows[lease]]
 
     def _rows_of_settled(self, leases: Iterable[int]) -> dict[int, list[int]]:
-        found, closed = self._find(leases), set(self.groups.closed())
+        (found, torn), closed_sizes = self._find(leases), self.groups.closed_sizes()
         with self.mutex:
             placed = self.layout.placed()
         for lease, samples in found.items():
-            refuse_missing(placed, lease, samples, closed=lease in closed)
+            refuse_missing(placed, torn, lease, samples, closed_size=closed_sizes.get(lease))
         return {lease: [row for *_, row in samples] for lease, samples in found.items()}
 
-    def _find(self, leases: Iterable[int]) -> dict[int, list[tuple[int, int, int]]]:
+    def _find(self, leases: Iterable[int]) -> tuple[dict[int, list[tuple[int, int, int]]], Torn]:
         with self.reading:
             with self.mutex:
                 placed = self.layout.placed()

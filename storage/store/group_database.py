@@ -16,6 +16,7 @@ from storage.disk.atomic_files import fsync_path
 FILE = ".groups.sqlite"
 SCHEMA_VERSION = 1
 """Kept as SQLite's `user_version`."""
+# In `places`, `closed` counts the trajectories that a group was closed short with; 0 for one that was not.
 
 _SCHEMA = f"""
 BEGIN;

@@ -1,6 +1,7 @@
 import asyncio
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
@@ -290,6 +291,20 @@ async def test_what_a_shard_would_refuse_fails_its_sample_before_it_is_sent(bus,
     assert ends == ["environment_error", "completed", "environment_error", "environment_error", "completed"]
     assert "the reward is 1e+39, beyond what float32 holds" in batch.trajectories[0].metadata["failure"]
     assert await actor.leases_left() == 0
+
+
+async def test_a_sample_with_logprobs_that_a_shard_would_refuse_fails_before_it_is_sent(bus, engine):
+    class OneAboveZero(Unstorable):
+        async def run(self, task, policy):
+            episode = await super().run(task, policy)
+            [part] = episode.trajectories
+            above = np.asarray(part.behaviour_logprobs, np.float32) + task.task_id.endswith(".1")
+            return replace(episode, trajectories=(replace(part, behaviour_logprobs=above),))
+
+    actor = Actor(bus, engine, OneAboveZero({}))
+    [batch] = await actor.roll_out(make_lease(0, samples=3, policy_version=4), result=GROUPS)
+    assert [t.end for t in batch.trajectories] == ["completed", "environment_error", "completed"]
+    assert "but no engine can have drawn a token" in batch.trajectories[1].metadata["failure"]
 
 
 async def test_a_group_of_empty_generations_is_rejected_with_the_reason(bus):

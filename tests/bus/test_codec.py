@@ -77,7 +77,16 @@ from bus.requests import (
     UnsettledRequest,
     Waiting,
 )
-from bus.trajectory import AgentReward, End, FinishReason, Parent, Trajectory, TrajectoryBatch, Turn
+from bus.trajectory import (
+    AgentReward,
+    End,
+    FinishReason,
+    Parent,
+    Trajectory,
+    TrajectoryBatch,
+    Turn,
+    refuse_impossible_logprobs,
+)
 from tests.factories import make_lease, make_trajectory
 
 MODULES = [importlib.import_module(f"bus.{module.name}") for module in pkgutil.iter_modules(bus.__path__)]
@@ -459,14 +468,8 @@ NAN4 = np.full(8, np.nan, "<f4").tobytes()
         ({"loss_mask": b"\1\1\2\1\1\1\1\1"}, "holds other bytes"),
         ({"loss_mask": b"\1" * 7}, r"arrays of \[8, 7, 8, 8\]"),
         ({"loss_mask": b"\0" * 8}, "no token to train on among 8"),
-        ({"behaviour_logprobs": NAN4}, "log-prob is nan, but no engine"),
-        ({"behaviour_logprobs": np.full(8, -np.inf, "<f4").tobytes()}, "log-prob is -inf, but no engine"),
-        ({"behaviour_logprobs": np.full(8, 5, "<f4").tobytes()}, "log-prob is 5.0, but no engine"),
-        (
-            {"behaviour_logprobs": np.full(8, 1e30, "<f4").tobytes()},
-            r"log-prob is 1.0\d*e\+30, but no engine",
-        ),
-        ({"behaviour_logprobs": np.full(8, -2e4, "<f4").tobytes()}, "log-prob is -20000.0, but no engine"),
+        ({"behaviour_logprobs": NAN4}, "log-prob is not finite"),
+        ({"behaviour_logprobs": np.full(8, -np.inf, "<f4").tobytes()}, "log-prob is not finite"),
         ({"sample": 2}, "sample 2 of a group of 2"),
         ({"sample": -1}, "sample -1"),
         ({"end": "tired"}, "trajectory.end: expected one of 'completed'"),
@@ -508,6 +511,17 @@ NAN4 = np.full(8, np.nan, "<f4").tobytes()
 def test_bad_field_of_a_trajectory_is_refused_by_name(changes: dict[str, object], reason: str):
     with pytest.raises(SchemaError, match=reason):
         decode(wire(make_trajectory(), **changes), Trajectory)
+
+
+@pytest.mark.parametrize("logprob", [0.02, 5.0, 1e30, -2e4])
+def test_logprobs_that_no_engine_reports_are_refused_before_they_are_stored_and_read_afterwards(logprob):
+    values = make_trajectory().behaviour_logprobs.copy()
+    values[5] = logprob
+    stored = dataclasses.replace(make_trajectory(), behaviour_logprobs=values, actor="actor-7")
+    assert np.array_equal(decode(encode(stored), Trajectory).behaviour_logprobs, values)
+    with pytest.raises(SchemaError, match=r"log-prob is .*, but no engine can have drawn") as caught:
+        refuse_impossible_logprobs(stored)
+    assert (caught.value.kind, caught.value.actor) == ("logprob", "actor-7")
 
 
 def test_only_what_is_not_trained_may_be_empty():

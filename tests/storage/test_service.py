@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,16 @@ from bus.codec import decode, encode
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.errors import ConfigError
-from bus.messages import BlobRef, GroupRejected, ModelFiles, PolicyManifest, PromptSet, RunRecord, Status
+from bus.messages import (
+    BlobRef,
+    GroupRejected,
+    ModelFiles,
+    PolicyManifest,
+    PromptSet,
+    RoleHolder,
+    RunRecord,
+    Status,
+)
 from bus.publish import Publisher
 from bus.topology import remove
 from learner.scratch_model import character_tokenizer
@@ -105,6 +115,23 @@ async def test_nobody_joins_by_settings_of_an_earlier_launch(
     with pytest.raises(ConfigError, match="keeps its replay in 5 shards"):
         await run_storage(bus, settings, asyncio.Event())
     assert (await bus.get("run", RunRecord) is not None) == stays
+
+
+async def test_the_role_is_renewed_while_a_large_ledger_is_opened(bus: Bus, tmp_path: Path, monkeypatch):
+    settings, opened, opening = make_settings(tmp_path, "sort 21"), Ledger.open, threading.Event()
+    seen: list[object] = []
+
+    def slowly(path: Path) -> Ledger:
+        looked = asyncio.run_coroutine_threadsafe(bus.get("role.dispatcher", RoleHolder), loop)
+        seen.append(looked.result(timeout=10))  # only a loop that is free can answer
+        opening.set()
+        return opened(path)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(Ledger, "open", slowly)
+    async with storage(bus, settings):
+        assert await asyncio.to_thread(opening.wait, 20)
+    assert seen != [None]
 
 
 async def publish_policy(bus: Bus, model: BlobRef) -> None:

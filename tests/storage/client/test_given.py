@@ -1,6 +1,7 @@
 """What anybody may ask the dispatcher about the steps of a run, and read of its groups."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -37,6 +38,20 @@ async def test_groups_of_a_step_are_told_once_it_was_given_them_and_asking_chang
             ["g00000001.0", "g00000001.1"],
         ]
         assert (storage.ledger.account(), storage.ledger.facts) == before
+
+
+async def test_steps_are_looked_up_in_the_thread_that_changes_them(bus, tmp_path, monkeypatch):
+    """In another one they could be on their way from memory to the disk, or back, and be found in neither."""
+    async with serving(bus, tmp_path) as storage:
+        learner, reader = await start_run(bus, storage), ReplayReader(bus, "onlooker")
+        await learner.batch(1)
+        asked: list[threading.Thread] = []
+        uses = storage.ledger.uses
+        monkeypatch.setattr(
+            storage.ledger, "uses", lambda step: [asked.append(threading.current_thread()), uses(step)][1]
+        )
+        assert len((await reader.given(1)).groups) == 2
+        assert asked == [threading.current_thread()]
 
 
 async def test_a_step_that_was_rolled_back_is_no_longer_given_and_the_learner_is_another(bus, tmp_path):

@@ -280,6 +280,24 @@ def test_a_damaged_group_that_a_step_trained_on_is_given_to_no_other(sql):
         assert ledger.account().balanced()
 
 
+def test_a_learner_that_gives_its_next_batch_back_keeps_what_its_checkpoint_lacks(sql):
+    run = Run(sql, config(staleness=3))
+    run.store(*range(8))
+    for step in (1, 2, 3, 4):
+        run.batch(step)
+    run.admission.commit(1, "a")
+    needed = sorted(run.admission.unsettled())
+    assert needed == [2, 3, 4, 5, 6, 7]
+    assert run.admission.resume(3, "a") == 2  # step 4 is given back, and the checkpoint of 3 is being written
+    assert sorted(run.admission.unsettled()) == needed
+    run.ledger.flush()
+    assert sorted(Admission(Ledger(sql), config(), seed=0).unsettled()) == needed
+    run.admission.commit(3, "a")
+    assert sorted(run.admission.unsettled()) == [6, 7]
+    run.admission.resume(2, "b")
+    assert sorted(run.admission.unsettled()) == [4, 5, 6, 7]
+
+
 def test_shards_keep_what_may_still_be_used_again(sql):
     run = Run(sql, config(staleness=1, sampler=FifoSampler(max_reuse=2)))
     run.store(0, 1, 2, 3)

@@ -5,12 +5,13 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.errors import BusError, FencedError, LostDataError, StorageError
-from bus.requests import BatchLease, BatchRequest, Waiting
+from bus.requests import BatchLease, BatchRequest, StoredRequest, Waiting
 from bus.roles import hold_role
 from bus.topology import ensure
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler
@@ -583,6 +584,22 @@ async def test_replay_that_lost_groups_stops_the_dispatcher(bus, tmp_path):
             with pytest.raises(ExceptionGroup) as failure:
                 await storage.dispatcher.run(asyncio.Event(), reissue=False)
     assert failure.group_contains(LostDataError, match="shard 1 holds 0 complete groups, .* has seen 5")
+
+
+async def test_a_ledger_that_is_older_than_what_a_shard_settled_is_told_of_once(bus, tmp_path):
+    """Such a dispatcher waits for the shard for ever: the shard says why, and what to do."""
+    with opened(bus, tmp_path) as storage:
+        shard, store = storage.shards[1], storage.stores[1]
+        for lease_id in (1, 3):
+            store.append([make_trajectory(lease_id, n) for n in range(2)])
+        store.settle(4, [], seen=2)
+        with capture_logs() as logs:
+            for _ in range(2):
+                with pytest.raises(BusError, match="has seen 1 complete groups"):
+                    await shard._on_stored(StoredRequest(after=1))
+    [told] = [line for line in logs if line["event"] == "ledger_older_than_replay"]
+    assert (told["log_level"], told["shard"]) == ("error", 1)
+    assert "restore the newer ledger" in told["reason"]
 
 
 async def test_disk_that_refuses_stops_the_dispatcher(bus, learner, tmp_path):

@@ -84,6 +84,16 @@ async def test_token_outside_the_vocabulary(bus, ledger, tmp_path):
     assert (refund.lease_id, refund.reason) == (0, "set_aside")
 
 
+async def test_logprob_that_no_engine_can_report(bus, ledger, tmp_path):
+    one = group(0)[0]
+    letter, [refund] = await refused(
+        bus, ledger, tmp_path, replace(one, behaviour_logprobs=one.behaviour_logprobs + 1)
+    )
+    assert letter.kind == "logprob"
+    assert "but no engine can have drawn a token outside of" in letter.reason
+    assert (refund.lease_id, refund.reason) == (0, "set_aside")
+
+
 async def test_version_that_was_never_published(bus, ledger, tmp_path):
     letter, [refund] = await refused(bus, ledger, tmp_path, group(0, version=6)[0])
     assert letter.kind == "version"

@@ -159,6 +159,43 @@ def test_closed_groups_stay_readable_with_what_they_have(tmp_path):
         assert (sorted(store.completed), store.closed_short) == ([0, 1], 1)
 
 
+def test_what_is_left_of_a_closed_group_is_not_taken_for_all_that_it_had(tmp_path):
+    directory, archive = tmp_path / "shard_00", str(tmp_path / "archive")
+    parts = [[trajectory(0, n, 5), trajectory(2, n, 5)] for n in (0, 1, 4)]
+    with closing(ReplayStore.open(directory)) as store:
+        store.append([*parts[0], *group(3)])
+        store.append(parts[1])
+        store.append([parts[2][0], trajectory(1, 0, 5), trajectory(1, 1, 5)])
+        store.close_short([0, 1, 2], fewest=2)
+        store.settle(4, [], seen=4)
+        store.retire(store.entries[0], archive)
+        assert store.completed == [1]
+        assert [t.sample for t in store.read([1])] == [0, 1]  # it lay elsewhere, all of it
+        for lease in (0, 2):
+            with pytest.raises(LostDataError, match=f"what it held of the group of lease {lease} with it"):
+                store.read([lease])
+    restore(directory, archive)
+    with closing(ReplayStore.open(directory)) as store:
+        assert [t.sample for t in store.read([0, 2])] == [0, 1, 4, 0, 1]
+        assert store.completed == [0, 1, 2, 3]
+
+
+def test_a_torn_segment_takes_only_its_own_groups_with_it(tmp_path):
+    with closing(ReplayStore.open(tmp_path)) as store:
+        store.append([*group(0), *group(2)])
+        store.append([*group(1), *group(3)])
+        store.settle(4, [], seen=4)
+        path = tmp_path / "segment_00000000" / "group.zip"
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        assert as_bytes(store.read([1])) == as_bytes(group(1))
+        for lease in (0, 2):
+            with pytest.raises(LostDataError, match="segment_00000000"):
+                store.read([lease])
+        with pytest.raises(LostDataError, match="segment_00000000"):
+            store.trajectories_of(0)
+
+
 def test_late_rewards_of_settled_groups_are_read_counted_and_kept_once(tmp_path):
     def reward(lease_id: int, value: float) -> RewardGiven:
         return RewardGiven(trajectory_id=trajectory_name(lease_id, 0), reward=value, source="judge")
@@ -296,6 +333,35 @@ def test_a_store_without_what_it_noted_is_refused(tmp_path, damage, complaint):
 # --- any order of events ---
 
 
+def retire_settled(store: ReplayStore, settled: set[int], rng: random.Random) -> set[int]:
+    """Retire one segment of settled groups alone, if there is any; return the leases that lose by it."""
+    held = {entry: set(store.leases_of(entry).tolist()) for entry in store.entries if not entry.retired}
+    ripe = [entry for entry, leases in held.items() if leases <= settled]
+    if not ripe:
+        return set()
+    entry = rng.choice(ripe)
+    store.retire(entry, None)
+    return held[entry]
+
+
+def reopened(directory: Path, rng: random.Random) -> ReplayStore:
+    """Open a store again, now and then without its index file."""
+    if rng.random() < 0.3:
+        (directory / INDEX_FILE).unlink(missing_ok=True)
+    return ReplayStore.open(directory)
+
+
+def assert_reads_as(twin: ReplayStore, store: ReplayStore, gone: set[int], rng: random.Random) -> None:
+    """Compare what both read, but for the groups of which something is `gone`, which are refused."""
+    left = [lease for lease in twin.completed if lease not in gone]
+    assert sorted(store.completed) == sorted(left)
+    some = rng.sample(left, min(3, len(left)))
+    assert as_bytes(store.read(some)) == as_bytes(twin.read(some))
+    for lease in rng.sample(sorted(gone), min(2, len(gone))):
+        with pytest.raises(LostDataError, match="was retired to save space"):
+            store.read([lease])
+
+
 @pytest.mark.usefixtures("merge_four", "no_fsync")
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 24))]
@@ -305,11 +371,12 @@ def test_a_store_that_forgets_is_like_its_twin_that_does_not(tmp_path, seed):
     rng = random.Random(seed)
     forgets, twin = ReplayStore.open(tmp_path / "a"), ReplayStore.open(tmp_path / "b")
     waiting = [(lease, n) for lease in range(40) for n in range(3)]
-    settled, retired, seen, issued = set(), False, 0, 0
-    for _ in range(80):
-        event = rng.choice(["append"] * 6 + ["again", "close", "merge", "settle", "settle", "end", "crash"])
+    settled, gone, seen, issued = set(), set(), 0, 0
+    events = [*["append"] * 6, *["close", "settle", "retire"] * 2, "again", "merge", "end", "crash"]
+    for _ in range(120):
+        event = rng.choice(events)
         if event == "append" and waiting:
-            keys = [waiting.pop(rng.randrange(min(12, len(waiting)))) for _ in range(min(4, len(waiting)))]
+            keys = [waiting.pop(rng.randrange(min(12, len(waiting)))) for _ in range(min(2, len(waiting)))]
             some = [trajectory(lease, n, 3) for lease, n in keys]
             assert forgets.append(some) == twin.append(some)
             issued = max([issued, *(t.lease_id + 1 for t in some)])
@@ -320,7 +387,7 @@ def test_a_store_that_forgets_is_like_its_twin_that_does_not(tmp_path, seed):
             ]
             assert forgets.append(some) == ([] if lease in settled else twin.append(some))
         elif event == "close" and issued:
-            lease = rng.randrange(issued)
+            lease = rng.randrange(max(0, issued - 6), issued)
             if lease not in settled:
                 assert forgets.close_short([lease], fewest=2) == twin.close_short([lease], fewest=2)
                 waiting = [key for key in waiting if key[0] != lease or lease not in twin.completed]
@@ -328,21 +395,19 @@ def test_a_store_that_forgets_is_like_its_twin_that_does_not(tmp_path, seed):
             forgets.compact()
         elif event == "settle":
             seen = max(seen, rng.randint(0, twin.completions))
-            trained = set(rng.sample(twin.completed[:seen], seen // 2)) | settled
+            trained = set(rng.sample(twin.completed[:seen], seen * 3 // 4)) | settled
             again = set(rng.sample(sorted(settled), len(settled) // 3))  # a learner went back
             forgets.settle(issued, (set(range(issued)) - trained) | again, seen=seen)
             settled = trained
+        elif event == "retire":
+            gone |= retire_settled(forgets, settled, rng)
         elif event in ("end", "crash"):
             forgets.close() if event == "end" else crashed(forgets)
-            if rng.random() < 0.3:
-                (tmp_path / "a" / INDEX_FILE).unlink(missing_ok=True)
-            forgets = ReplayStore.open(tmp_path / "a")
+            forgets = reopened(tmp_path / "a", rng)
         assert forgets.completions == twin.completions
         assert forgets.completed_after(seen, 99) == twin.completed[seen:]
         assert forgets.trajectories == twin.trajectories
-        assert retired or sorted(forgets.completed) == sorted(twin.completed)
-        some = rng.sample(twin.completed, min(3, len(twin.completed)))
-        assert as_bytes(forgets.read(some)) == as_bytes(twin.read(some))
+        assert_reads_as(twin, forgets, gone, rng)
     assert len(settled) > 5
     forgets.close()
     twin.close()
