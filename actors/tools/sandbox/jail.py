@@ -42,7 +42,7 @@ def python_directories(packages: Iterable[str]) -> list[str]:
     return sorted(path for path in named if not any(path.startswith(f"{other}/") for other in named))
 
 
-def enter(packages: Iterable[str], host: Host) -> None:
+def enter(packages: Iterable[str], home: str, host: Host) -> None:
     """Leave the host's network, processes' messages and files for good.
 
     Raises OSError naming the call that this host does not allow."""
@@ -55,7 +55,7 @@ def enter(packages: Iterable[str], host: Host) -> None:
         kernel.unshare(flags | kernel.CLONE_NEWUSER, "unshare of users, mounts and network")
         _map_ids(host, (user, user), (group, group))
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    _build_tree(python_directories(packages))
+    _build_tree(python_directories(packages), home)
 
 
 def _map_ids(host: Host, user: tuple[int, int], group: tuple[int, int]) -> None:
@@ -65,7 +65,7 @@ def _map_ids(host: Host, user: tuple[int, int], group: tuple[int, int]) -> None:
     host.write("gid_map", f"{group[0]} {group[1]} 1")
 
 
-def _build_tree(directories: list[str]) -> None:
+def _build_tree(directories: list[str], home: str) -> None:
     shown = [(path, kernel.read_only_copy(path)) for path in directories]
     shown += [(path, kernel.read_only_copy(path, devices=True)) for path in DEVICES]
     root = "/tmp"  # it is there on every host, and hidden for this process alone
@@ -79,13 +79,15 @@ def _build_tree(directories: list[str]) -> None:
         else:
             target.mkdir(exist_ok=True)
         kernel.attach(tree, str(target))
-    Path(root, "tmp").mkdir(exist_ok=True)
+    Path(root + home).mkdir(exist_ok=True)
     kernel.become_root(root)
     kernel.mount("none", "/", None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | plain)
 
 
-def private_namespaces(host: Host, *, file_bytes: int, files: int) -> None:
-    """Give the process of one program its own users, processes to come, and an empty /tmp. Raises OSError."""
+def private_namespaces(host: Host, home: str, *, file_bytes: int, files: int) -> None:
+    """Give the process of one program its own users, processes to come, and an empty directory `home`.
+
+    Raises OSError."""
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         user = group = NOBODY
@@ -95,4 +97,4 @@ def private_namespaces(host: Host, *, file_bytes: int, files: int) -> None:
     kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID, "unshare of a program")
     _map_ids(host, (INSIDE, user), (INSIDE, group))
     flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-    kernel.mount("program", "/tmp", "tmpfs", flags, f"size={file_bytes},nr_inodes={files + 1},mode=700")
+    kernel.mount("program", home, "tmpfs", flags, f"size={file_bytes},nr_inodes={files + 1},mode=700")

@@ -33,6 +33,11 @@ class Limits:
         """Return the limits as text for `from_json`."""
         return json.dumps(asdict(self))
 
+    @property
+    def home(self) -> str:
+        """Return the directory of a program: /tmp, unless packages lie there, which it would hide."""
+        return "/home" if any(path.startswith("/tmp/") for path in self.package_directories) else "/tmp"
+
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Return the limits that `to_json` wrote."""

@@ -16,7 +16,6 @@ from actors.tools.sandbox.system_calls import filter_program, install_filter
 
 NAME = "program.py"
 ENVIRONMENT = {
-    "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "PATH": "",
     "OMP_NUM_THREADS": "1",
@@ -35,12 +34,12 @@ def become_program(limits: Limits, stdin: int, stdout: int, stderr: int) -> None
         os.dup2(descriptor, place)
     for number in (signal.SIGINT, signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    os.chdir("/tmp")
+    os.chdir(limits.home)
     _limit(limits)
     kernel.drop_capabilities()
     install_filter(filter_program(os.uname().machine))
     os.environ.clear()
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT, HOME=limits.home, TMPDIR=limits.home)
 
 
 def _limit(limits: Limits) -> None:

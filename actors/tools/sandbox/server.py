@@ -52,7 +52,7 @@ def main() -> None:
         control.send(json.dumps({"missing": str(error)}).encode())
         return
     try:
-        enter(limits.package_directories, host)
+        enter(limits.package_directories, limits.home, host)
     except OSError as error:
         control.send(json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode())
         return
@@ -93,7 +93,7 @@ def _supervise(given: Descriptors, limits: Limits, host: Host) -> int:
 
 def _run(given: Descriptors, limits: Limits, host: Host, report: socket.socket) -> dict[str, object]:
     source = _read_all(given.code)
-    private_namespaces(host, file_bytes=limits.file_bytes, files=limits.files)
+    private_namespaces(host, limits.home, file_bytes=limits.file_bytes, files=limits.files)
     host.write("oom_score_adj", LIKELIEST_TO_BE_KILLED)
     begun, begins = os.pipe()
     started = time.monotonic()

@@ -219,7 +219,7 @@ async def test_program_that_hangs_is_ended_with_its_children(agent: Setting, mon
         await environment.run(TASK, agent.policy)
     await environment.close()
     assert end_after(failed.value) == "timeout"
-    assert all(ended(int(pid)) for pid in pids.read_text().split())
+    await all_ended(pids)
 
 
 async def test_child_that_outlives_its_program_is_ended_and_holds_nothing_up(agent: Setting, tmp_path):
@@ -231,7 +231,7 @@ open({str(pids)!r}, "w").write(str(child))
 ask("hi")
 reward(1)
 """)
-    assert ended(int(pids.read_text()))
+    await all_ended(pids)
 
 
 async def test_cancelled_rollout_ends_its_program(agent: Setting, tmp_path):
@@ -243,7 +243,14 @@ async def test_cancelled_rollout_ends_its_program(agent: Setting, tmp_path):
         rollout.cancel()
         await asyncio.wait([rollout])
         assert rollout.cancelled()
-        assert ended(int(pids.read_text()))
+        await all_ended(pids)
+
+
+async def all_ended(pids: Path) -> None:
+    """Return when the processes that a file names have ended: the kernel takes a moment after a kill."""
+    async with asyncio.timeout(10):
+        while not all(ended(int(pid)) for pid in pids.read_text().split()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def ended(pid: int) -> bool:

@@ -13,6 +13,7 @@ from actors.tools.calculator import Calculator
 from actors.tools.config import PluginToolConfig, PythonToolConfig, SearchConfig
 from actors.tools.output import decoded, shortened
 from actors.tools.python import PythonTool
+from actors.tools.sandbox.limits import Limits
 from actors.tools.search import SearchTool
 from bus.errors import ConfigError
 
@@ -207,3 +208,8 @@ def test_what_is_no_tool_is_a_config_error(monkeypatch, tool, settings, said):
 def test_settings_of_tools_are_checked(tools, said):
     with pytest.raises(ValueError, match=said):
         ToolsConfig.model_validate({"type": "tools", "tools": tools})
+
+
+def test_packages_below_tmp_are_not_hidden_by_the_directory_of_a_program():
+    assert Limits().home == "/tmp"
+    assert Limits(package_directories=("/usr/lib", "/tmp/venv/lib")).home == "/home"

@@ -462,6 +462,7 @@ async def test_a_shard_forgets_what_a_checkpoint_holds_and_a_learner_can_still_g
             await learner.publish(0)
             await until(lambda: storage.ledger.next_id == 4)
             await send_groups(bus, [0, 1, 2])
+            await until(lambda: {0, 1, 2} <= set(storage.ledger.stored))
             assert await learner.batch(1) == [0, 1]
             await until(lambda: store.rows_in_memory == 4)
             await learner.commit(1)
