@@ -246,7 +246,7 @@ async def test_cancelled_rollout_ends_its_program(agent: Setting, tmp_path):
         await all_ended(pids)
 
 
-async def all_ended(pids: Path) -> None:
+async def all_ended(pids):
     """Return when the processes that a file names have ended: the kernel takes a moment after a kill."""
     async with asyncio.timeout(10):
         while not all(ended(int(pid)) for pid in pids.read_text().split()):  # noqa: ASYNC110
