@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 import stat
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import structlog
 import xxhash
 from aiohttp import web
 from nats.aio.subscription import Subscription
+from nats.errors import NoRespondersError
 
 from bus.blobs import checked
 from bus.codec import Message
@@ -44,6 +46,8 @@ BACKLOG = 128
 """Connections that the kernel keeps until they are accepted."""
 ASK_S = 10.0
 """Longest time that a server may take to say what it asks of its readers."""
+HEARD_S = 2.0
+"""Seconds in which the servers of a bus have told each other of somebody who serves since a moment ago."""
 TIMEOUT = aiohttp.ClientTimeout(total=None, connect=10, sock_read=30)
 
 
@@ -279,7 +283,15 @@ async def ask_access(bus: Bus, origin: str) -> BlobAccess | None:
     Raises `BusError` when the server does not answer, or is none of a secured run."""
     if not bus.secured:
         return None
-    return await bus.request(_access_subject(bus, origin), BlobAccessAsked(), BlobAccess, timeout_s=ASK_S)
+    subject, deadline = _access_subject(bus, origin), time.monotonic() + HEARD_S
+    while True:
+        try:
+            return await bus.request(subject, BlobAccessAsked(), BlobAccess, timeout_s=ASK_S)
+        except BusError as error:
+            nobody = isinstance(error.__cause__, NoRespondersError)
+            if not nobody or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(RETRY_S)
 
 
 async def download(url: str, ref: BlobRef, access: BlobAccess | None = None) -> Data:

@@ -18,7 +18,7 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.credentials import load_credentials
 from bus.errors import BusError, ConfigError
-from bus.requests import BlobAccess
+from bus.requests import BlobAccess, BlobAccessAsked
 from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer
 from storage.weights import blob_http
@@ -119,6 +119,35 @@ async def test_token_is_told_to_no_role_that_reads_no_weights(
             await ask_access(bus, ref.origin)
     async with as_role("actor") as bus:
         assert await ask_access(bus, ref.origin) is not None
+
+
+async def test_a_server_that_is_not_heard_everywhere_yet_is_asked_again(
+    learner: Bus, actor: Bus, monkeypatch: pytest.MonkeyPatch
+):
+    """The servers of a cluster tell each other of it within moments."""
+    unheard, request = asyncio.Event(), actor.request
+
+    async def noted(*arguments: object, **named: object) -> object:
+        try:
+            return await request(*arguments, **named)
+        except BusError:
+            unheard.set()
+            raise
+
+    monkeypatch.setattr(actor, "request", noted)
+    asking = asyncio.create_task(ask_access(actor, "https://host:1"))
+    async with asyncio.timeout(10):
+        await unheard.wait()
+        access = BlobAccess(token="token", certificate="certificate")
+
+        async def admit(_: BlobAccessAsked) -> list[BlobAccess]:
+            return [access]
+
+        await learner.serve(blob_http._access_subject(learner, "https://host:1"), BlobAccessAsked, admit)
+        assert await asking == access
+    monkeypatch.setattr(blob_http, "HEARD_S", 0.0)
+    with pytest.raises(BusError, match="nobody serves"):
+        await ask_access(actor, "https://host:2")
 
 
 async def test_requests_without_the_right_token_get_401_and_those_without_tls_nothing(
