@@ -103,7 +103,8 @@ def test_another_objective_is_tried_from_a_checkpoint(root: Path):
     assert report["changed"] == {
         "learner.loss.type": "ppo_clip",
         "learner.loss.clip_eps": 0.01,
-        "learner.loss.centre": "behaviour",  # which the other loss does not have
+        "learner.loss.centre": "behaviour",
+        "learner.loss.proximal": "auto",  # which the other loss does not have
     }
     assert [step["step"] for step in report["steps"]] == list(range(6, STEPS + 1))
     assert report["batches_equal"] == STEPS - 5
