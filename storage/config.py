@@ -1,4 +1,4 @@
-"""Settings of prompts, admission, replay and evaluation. Loads without torch."""
+"""Settings of prompts, admission, replay and metrics. Loads without torch."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from bus.config import Config
 from bus.errors import ConfigError
+from storage.prompts.source_config import CurriculumConfig, NoCurriculum, SourceConfig
 
 
 class PromptKeys(Config):
@@ -22,6 +23,10 @@ class PromptKeys(Config):
     metadata: str = "metadata"
     """Field of an object for the reward and the environment; it may be absent."""
 
+    tools: str = "tools"
+    """Field of the functions that the model is offered, in the shape of OpenAI's `tools`: a list, or a JSON
+    text of one. It may be absent; an empty name means that no field is read."""
+
 
 class DataConfig(Config):
     """The prompts to train on and the held-out prompts to measure with."""
@@ -29,17 +34,49 @@ class DataConfig(Config):
     prompts: Path | None = None
     """File of training prompts, .jsonl or .parquet. Without it the task's own generator writes one."""
 
+    sources: tuple[SourceConfig, ...] = ()
+    """Several files of training prompts that are mixed by weights, instead of `prompts`."""
+
+    curriculum: CurriculumConfig = NoCurriculum()
+    """How the shares of the sources, or of their buckets, follow the policy's success."""
+
+    solved_at: float = Field(1.0, allow_inf_nan=False)
+    """Reward from which a rollout counts as having solved its prompt, in the numbers by source."""
+
     heldout: Path | None = None
     """File of held-out prompts, same format. Without it the generator writes one, if the run has a task."""
 
     task: str | None = None
-    """Built-in task that generates prompts, held-out prompts and demonstrations: sort, addition."""
+    """Built-in task that generates prompts, held-out prompts and demonstrations: sort, addition, product,
+    guess, nim, panel or debate; or `reasoning_gym/NAME`, which has no demonstrations."""
 
     keys: PromptKeys = PromptKeys()
     """Names of the fields in prompt files."""
 
     shuffle: bool = True
     """Whether each epoch visits the prompts in another order, drawn from the run's seed."""
+
+    long_prompts: Literal["refuse", "skip"] = "refuse"
+    """What is done about prompts that leave no room for an answer in the model's context: `refuse` ends the
+    run before its first rollout, `skip` leaves them out, counted as quarantined prompts."""
+
+    @model_validator(mode="after")
+    def _sources_are_apart(self) -> Self:
+        names = [source.name for source in self.sources]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two sources are named {twice[0]!r}: give each a name of its own")
+        if self.sources and self.prompts is not None:
+            raise ValueError(
+                f"prompts={str(self.prompts)!r} beside sources: make that file one of the sources, or leave "
+                "one of them out"
+            )
+        buckets = any(source.buckets for source in self.sources)
+        if self.curriculum.type != "none" and len(self.sources) < 2 and not buckets:
+            raise ValueError(
+                f"curriculum moves shares between sources, of which there are {len(self.sources)}: give two "
+                "data.sources, or one with buckets; or leave out the curriculum"
+            )
+        return self
 
 
 class _Sampling(Config):
@@ -108,6 +145,22 @@ Sampler = FifoSampler | UniformSampler | FreshnessSampler | PrioritySampler
 SamplerConfig = Annotated[Sampler, Field(discriminator="type")]
 
 
+class EssBrakeConfig(Config):
+    """Holds leases back while few tokens carry the updates: data then comes from newer versions."""
+
+    below: float | None = Field(None, gt=0, lt=1)
+    """Effective sample size, as a fraction of the tokens (`policy/ess_fraction`), below which a step counts
+    as one that brakes. `None` never brakes."""
+
+    steps: int = Field(3, ge=1)
+    """Steps in a row below it after which leases are issued for the next step alone, as with a
+    `max_staleness` of 0, and steps in a row at or above it after which all are issued again. What is rolling
+    out or stored is still trained on."""
+
+
+NO_ESS_BRAKE = EssBrakeConfig()
+
+
 class AdmissionConfig(Config):
     """How much is rolled out, how far it may lag, and which groups a step takes."""
 
@@ -119,6 +172,11 @@ class AdmissionConfig(Config):
 
     max_staleness: int = Field(4, ge=0)
     """Policy versions a trained token may lag behind the learner. 0 is on-policy."""
+
+    exact_staleness: bool = False
+    """Whether each step waits for all that is issued by then, so that a group is sampled by the version of
+    its issue and, with a `fifo` sampler, trained on exactly `max_staleness` versions later. The first steps
+    come sooner after version 0. Learner and actors then take turns: it is for measurements of staleness."""
 
     incomplete: Literal["wait", "drop", "close_short"] = "wait"
     """What happens to an incomplete group that a step cannot go on without. `wait`: the step waits for it as
@@ -140,6 +198,18 @@ class AdmissionConfig(Config):
 
     sampler: SamplerConfig = FifoSampler()
     """Strategy by which a step chooses among the stored groups."""
+
+    ess_brake: EssBrakeConfig = NO_ESS_BRAKE
+    """Sets when leases are held back since the trained data is too far from the policy."""
+
+    @model_validator(mode="after")
+    def _brake_has_an_effect(self) -> Self:
+        if self.ess_brake.below is not None and self.max_staleness == 0:
+            raise ValueError(
+                f"admission.ess_brake.below={self.ess_brake.below:g} has no effect with "
+                "admission.max_staleness=0, which issues leases for the next step alone: leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _ratios_can_be_kept(self) -> Self:
@@ -237,15 +307,3 @@ class MetricsConfig(Config):
 
     wandb: WandbConfig = WandbConfig()
     """Weights & Biases."""
-
-
-class EvaluationConfig(Config):
-    """When the held-out accuracy is measured; `actors.evaluation` says how."""
-
-    every_versions: int = Field(10, ge=0)
-    """Versions from one evaluation to the next; 0 measures only the first and the last."""
-
-    patience_s: float = Field(300.0, gt=0)
-    """Longest time that the learner waits for the accuracy of its present version. It waits at the end, where
-    `learner.target_accuracy` seems reached and, with evaluations on the engines that roll out, before the
-    first step of reinforcement learning."""

@@ -7,7 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AsyncExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -30,17 +30,24 @@ from storage.disk.run_directory import RunDirectory
 from storage.dispatch.absent_actors import REMEDY, AbsentActors
 from storage.dispatch.dispatcher import Dispatcher
 from storage.dispatch.ledger import Ledger
+from storage.evaluation_config import EvaluationSetConfig
 from storage.metrics.recorder import Sink, record_metrics
+from storage.prompts.curriculum import SourceSuccess
 from storage.prompts.data_sets import DataSets
-from storage.prompts.dataset import encoded_prompts, load_prompts, refuse_large
+from storage.prompts.dataset import each_prompt, encoded_prompts, load_prompts, refuse_large
 from storage.prompts.generators import generate_task
-from storage.prompts.length_check import check_lengths, check_prompt_lengths
+from storage.prompts.length_check import check_lengths, check_prompt_lengths, lengths_exceeded
+from storage.prompts.mixture import Source
+from storage.prompts.source_report import report_sources
+from storage.prompts.sources import with_choices
+from storage.prompts.stored_prompts import StoredPrompts
+from storage.prompts.training_prompts import training_prompts
 from storage.prompts.updates import DataUpdates
 from storage.shard.ingest_checks import RUN_ID, VOCABULARY, Quarantine
 from storage.shard.server import Shard
 from storage.shard.service import HeldShard, hold_shards, run_shard
-from storage.store.replay import ReplayStore
 from storage.store.retention import Retention
+from storage.store.settled import refuse_older_ledger
 from storage.weights.model_files import vocabulary_size
 
 log = structlog.get_logger()
@@ -65,6 +72,10 @@ class StorageSettings:
     """The run's resolved configuration, for those who join by name."""
     model: Path | None = None
     """Model directory, if it is on this host: a new run's prompts are then checked before anything starts."""
+    evaluation_sets: tuple[EvaluationSetConfig, ...] = ()
+    """Data sets besides the held-out prompts."""
+    measures: bool = True
+    """Whether held-out prompts are announced, which the learner then has answered."""
     sinks: tuple[Sink, ...] = ()
     """Take each row of the run's metrics besides the files."""
 
@@ -73,33 +84,54 @@ class StorageSettings:
 class Prompts:
     """What a run trains on and measures with."""
 
-    training: list[Prompt]
+    training: StoredPrompts
     heldout: list[Prompt]
     source: str
     """Where those to train on come from, for a human."""
+    sources: tuple[Source, ...] = ()
+    """Sources that are mixed, whose prompts follow one another in `training`."""
+    sets: dict[str, list[Prompt]] = field(default_factory=dict)
+    """Further held-out prompts, by the name of their data set."""
 
 
-def read_prompts(data: DataConfig, run: RunDirectory, seed: int) -> Prompts:
-    """Load the prompt files, writing them first where the configuration names a task instead.
+def read_prompts(
+    data: DataConfig, run: RunDirectory, seed: int, evaluation_sets: Iterable[EvaluationSetConfig] = ()
+) -> Prompts:
+    """Read the prompt files, writing them first where the configuration names a task instead.
 
-    Raises `ConfigError` for whatever is wrong with them.
+    Those to train on are copied into `run` and stay on disk. Raises `ConfigError` for whatever is wrong
+    with them; a run that is new leaves nothing then.
     """
+    with run.unmade_on_error():
+        return _read_prompts(data, run, seed, evaluation_sets)
+
+
+def _read_prompts(
+    data: DataConfig, run: RunDirectory, seed: int, evaluation_sets: Iterable[EvaluationSetConfig]
+) -> Prompts:
     training, heldout = data.prompts, data.heldout
-    if training is None and data.task is not None:
+    if training is None and data.task is not None and not data.sources:
         files = generate_task(data.task, run.data, seed=seed)
         training, heldout = files.prompts, heldout or files.heldout
-    if training is None:
-        raise ConfigError("no prompts: give --prompts FILE, or --data.task sort for a generated task")
-    return Prompts(
-        training=load_prompts(training, data.keys),
-        heldout=load_prompts(heldout, data.keys) if heldout else [],
-        source=str(training),
-    )
+    if training is None and not data.sources:
+        raise ConfigError(
+            "no prompts: give --prompts FILE, data.sources, or --data.task sort for a generated task"
+        )
+    measured = load_prompts(heldout, data.keys) if heldout else []
+    sets = {
+        one.name: list(with_choices(each_prompt(one.prompts, data.keys), one.reward, one.environment))
+        for one in evaluation_sets
+    }
+    stored, sources = training_prompts(training or data.sources, data.keys, run.data)  # takes longest
+    names = str(training) if training else " and ".join(str(one.prompts) for one in data.sources)
+    return Prompts(stored, measured, names, sources, sets)
 
 
 async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) -> None:
     """Serve the run until `stop`."""
-    prompts = await asyncio.to_thread(read_prompts, settings.data, settings.run, settings.seed)
+    prompts = await asyncio.to_thread(
+        read_prompts, settings.data, settings.run, settings.seed, settings.evaluation_sets
+    )
     largest = bus.client.max_payload
     await asyncio.to_thread(refuse_large, prompts.training, prompts.source, largest_message=largest)
     if settings.replay.numbers_here:
@@ -108,7 +140,8 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
     async with hold_role(bus, "dispatcher", secrets.token_hex(4)) as renewing, AsyncExitStack() as opened:
         opening = asyncio.to_thread(Ledger.open, settings.run.ledger)  # a large one takes longer than a role
         ledger = opened.enter_context(closing(await opening))
-        if settings.model is not None and LENGTHS_CHECKED not in ledger.facts:
+        refuses = settings.data.long_prompts == "refuse"
+        if refuses and settings.model is not None and LENGTHS_CHECKED not in ledger.facts:
             longest = settings.max_new_tokens
             check = partial(check_prompt_lengths, prompts.training, settings.model, max_new_tokens=longest)
             await asyncio.to_thread(check)
@@ -116,7 +149,7 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
         await _withdraw_other(bus, settings.config_json)
         _refuse_other_shards(ledger, settings.replay.shards)
         held = await opened.enter_async_context(hold_shards(bus, settings.run, settings.replay.numbers_here))
-        _refuse_other_run(ledger, [shard.store for shard in held])
+        _refuse_other_run(ledger, held)
         sets = DataSets(ledger, settings.run.data)
         await asyncio.to_thread(
             sets.configure,
@@ -124,9 +157,10 @@ async def run_storage(bus: Bus, settings: StorageSettings, stop: asyncio.Event) 
             seed=settings.seed,
             shuffle=settings.data.shuffle,
             source=prompts.source,
+            sources=prompts.sources,
         )
         created = await ensure(bus.js, bus.topology, settings.replay.shards)
-        await _announce(bus, settings, prompts.heldout)
+        await _announce(bus, settings, prompts)
         service = _Service(bus, settings, sets, ledger, held)
         await guarded(service.run(stop, reissue="TASKS" in created), renewing)
 
@@ -157,11 +191,14 @@ async def _withdraw_other(bus: Bus, config_json: str) -> None:
         await bus.delete("run")
 
 
-async def _announce(bus: Bus, settings: StorageSettings, heldout: list[Prompt]) -> None:
+async def _announce(bus: Bus, settings: StorageSettings, prompts: Prompts) -> None:
     """Tell others what they need to join the run."""
-    if heldout:
-        prompts = encoded_prompts(heldout, f"held-out prompts ({settings.data.heldout})")
-        await bus.put("heldout", await put_only_blob(bus, Publisher(bus), prompts, "heldout"))
+    if prompts.heldout and settings.measures:
+        encoded = encoded_prompts(prompts.heldout, f"held-out prompts ({settings.data.heldout})")
+        await bus.put("heldout", await put_only_blob(bus, Publisher(bus), encoded, "heldout"))
+    for name, found in prompts.sets.items():
+        encoded = encoded_prompts(found, f"evaluation.sets {name!r}")
+        await bus.put(f"heldout.{name}", await put_only_blob(bus, Publisher(bus), encoded, f"heldout-{name}"))
     await bus.put("run", RunRecord(name=settings.run.name, config_json=settings.config_json))
 
 
@@ -175,14 +212,20 @@ class _Service:
         self._bus = bus
         self._settings = settings
         self._data = data
-        self._data_updates = DataUpdates(bus, ledger, data, max_new_tokens=settings.max_new_tokens)
+        self._data_updates = DataUpdates(
+            bus, ledger, data,
+            max_new_tokens=settings.max_new_tokens, skip_long=settings.data.long_prompts == "skip",
+        )  # fmt: skip
         self._ledger = ledger
         self._held = held
         self._queues: dict[str, Json] = {}
         self._absent_actors = AbsentActors()
+        configured = settings.data
+        self._success = SourceSuccess(ledger, data, configured.curriculum, solved_at=configured.solved_at)
         self._dispatcher = Dispatcher(
-            bus, ledger, data, settings.admission, shards=settings.replay.shards, seed=settings.seed
-        )
+            bus, ledger, data, settings.admission,
+            shards=settings.replay.shards, seed=settings.seed, success=self._success,
+        )  # fmt: skip
         self._retention = Retention.of_shard(settings.replay, settings.run.name)
         self._quarantine = Quarantine(self._dispatcher.facts)
 
@@ -212,6 +255,9 @@ class _Service:
                     parts.create_task(self._dispatcher.run(stop, reissue=reissue))
                     parts.create_task(self._admit_when_checked(stop))
                     parts.create_task(self._data_updates.run(stop))
+                    parts.create_task(
+                        report_sources(self._bus, self._ledger, self._data, self._success, stop)
+                    )
             finally:
                 finished.set()
 
@@ -244,9 +290,17 @@ class _Service:
     async def _check_lengths(self, model: BlobRef) -> None:
         """Once for the same prompts and model: it takes long, and after a restart a run waits for leases."""
         longest = self._settings.max_new_tokens
-        checked = json.dumps([self._data.latest.digest, model.digest, longest])
+        treated = self._settings.data.long_prompts
+        checked = json.dumps(
+            [self._data.latest.digest, model.digest, longest, *([treated] if treated == "skip" else [])]
+        )
         if self._ledger.facts.get(LENGTHS_CHECKED) != checked:
-            await check_lengths(self._bus, model, self._data.prompts, max_new_tokens=longest)
+            prompts = self._data.prompts
+            if self._settings.data.long_prompts == "skip":
+                found = await lengths_exceeded(self._bus, model, prompts, max_new_tokens=longest)
+                self._data.skip_long(found)
+            else:
+                await check_lengths(self._bus, model, prompts, max_new_tokens=longest)
             self._ledger.set_fact(LENGTHS_CHECKED, checked)
 
     async def _remember_vocabulary(self, model: BlobRef) -> None:
@@ -287,7 +341,8 @@ class _Service:
         if policy is not None and policy.stage != "rl":
             doing = f"no rollouts wanted: the learner is in stage {policy.stage}"
         elif policy is not None:
-            doing = f"issuing {room} leases" if room else "all that the staleness bound allows is rolling out"
+            idle = self._dispatcher.held_back or "all that the staleness bound allows is rolling out"
+            doing = f"issuing {room} leases" if room else idle
         if absent_s := self._absent_actors.absent_s:
             doing = f"no actors for {absent_s / 60:.0f} min: {REMEDY}"
         if awaited := self._dispatcher.awaited_shards:
@@ -300,6 +355,7 @@ class _Service:
             "reasons": dict(self._ledger.reasons),
             "prompts": self._data.latest.count,
             "prompts_quarantined": self._data.quarantined,
+            "sources": {name: dict(figures) for name, figures in self._success.figures.items()},
             "closed_short": sum(held.store.closed_short for held in self._held),
             "late_siblings": sum(held.store.late_siblings for held in self._held),
             "trajectories_stored": sum(held.store.trajectories for held in self._held),
@@ -324,10 +380,18 @@ def _refuse_other_shards(ledger: Ledger, shards: int) -> None:
     ledger.set_fact("shards", str(shards))
 
 
-def _refuse_other_run(ledger: Ledger, stores: list[ReplayStore]) -> None:
+def _refuse_other_run(ledger: Ledger, shards: list[HeldShard]) -> None:
     """Groups of a lease that is yet to be issued would stand in the way of its own."""
-    for store in stores:
-        youngest = store.youngest
+    for held in shards:
+        store, youngest, noted = held.store, held.store.youngest, held.store.settled
+        refuse_older_ledger(
+            ledger.name,
+            str(store.directory),
+            noted,
+            issued=ledger.next_id,
+            seen=int(ledger.facts.get(f"shard_{held.number}", "0")),
+            again=filter(noted.covers, ledger.rolling_out),
+        )
         if youngest >= ledger.next_id:
             raise ConfigError(
                 f"{store.directory} holds the group of lease {youngest}, but the ledger has issued only "

@@ -3,6 +3,7 @@
 A save: fill `temporary(root, step)`, `replace` what `directory(root, step)` holds by it, then `prune`."""
 
 import re
+from collections.abc import Container
 from pathlib import Path
 
 from storage.disk.atomic_files import (
@@ -94,11 +95,12 @@ def latest(root: Path) -> Path | None:
     return directory(root, found[-1]) if found else None
 
 
-def prune(root: Path, keep: int) -> list[int]:
-    """Remove all checkpoints but the `keep` latest; return the steps removed."""
+def prune(root: Path, keep: int, *, besides: Container[int] = ()) -> list[int]:
+    """Remove all checkpoints but the `keep` latest and those of the steps `besides`; return the steps
+    removed."""
     if keep < 1:
         raise ValueError(f"keep={keep} would leave nothing to resume from: keep at least 1")
-    old = steps(root)[:-keep]
+    old = [step for step in steps(root)[:-keep] if step not in besides]
     for step in old:
         remove(directory(root, step))
     return old

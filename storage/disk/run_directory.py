@@ -2,8 +2,11 @@
 
 import platform
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -61,6 +64,22 @@ class RunDirectory:
     def exists(self) -> bool:
         """Return whether the run has been started."""
         return self._path.is_dir()
+
+    @contextmanager
+    def unmade_on_error(self) -> Iterator[None]:
+        """Remove the run's directory if it was made inside and the block raises, and parents that were.
+
+        A directory in which another process has begun stays."""
+        new = [path for path in (self._path, *self._path.parents) if not path.exists()]
+        try:
+            yield
+        except BaseException:
+            if new and self.exists and {path.name for path in self._path.iterdir()} <= {"data"}:
+                shutil.rmtree(self._path / "data", ignore_errors=True)
+            with suppress(OSError):  # a directory that is not empty is somebody's
+                for path in new:
+                    path.rmdir()
+            raise
 
     @property
     def path(self) -> Path:

@@ -4,6 +4,7 @@ There is no bus here and no clock, so that any order of events can be tested. Ch
 `Ledger.flush`, which the dispatcher calls before anybody else hears of them.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -11,6 +12,7 @@ from bus.errors import FencedError
 from bus.messages import GroupRejected, PolicyManifest
 from bus.requests import LeaseState, StoredGroups
 from storage.config import AdmissionConfig
+from storage.dispatch.ess_brake import EssBrake
 from storage.dispatch.given_groups import Use
 from storage.dispatch.ledger import COMMITTED, Ledger
 from storage.dispatch.sampling import Choice, Question, choose, expired, lacking, room
@@ -32,6 +34,7 @@ class Admission:
     def __init__(
         self, ledger: Ledger, config: AdmissionConfig, *,
         seed: int, is_quarantined: Callable[[int], bool] = lambda lease_id: False,
+        on_outcome: Callable[[int, Sequence[float]], None] = lambda lease_id, rewards: None,
     ) -> None:  # fmt: skip
         self.policy: PolicyManifest | None = None
         self.opened = False
@@ -41,8 +44,11 @@ class Admission:
         self._seed = seed
         self._is_quarantined = is_quarantined
         """Whether the prompt of a lease is one that must not be rolled out again."""
+        self._on_outcome = on_outcome
+        """Hears once of each group that is complete or rejected, with its rewards if they are known."""
         self.to_close: set[int] = set()
         """Groups that keep a step for too long: their shards are to close them short."""
+        self.brake = EssBrake(ledger, config.ess_brake)
         self._waiting: tuple[int, float] | None = None
         """The step that waits, and since when nothing happened that could end that."""
 
@@ -62,12 +68,22 @@ class Admission:
         within = room(
             owed=self._ledger.owed(step, each, oldest_version=oldest),
             groups=config.groups_per_step,
-            max_staleness=config.max_staleness,
+            max_staleness=self._issued_ahead(each),
             samples_each=each,
         )
         if next(reversed(self._ledger.steps), 0) > step:
             return within
         return max(within, self._lacking() - len(self._ledger.rolling_out))  # or the step would wait for ever
+
+    def _issued_ahead(self, samples_each: float) -> int:
+        """Return for how many steps after the next one groups are issued.
+
+        While the brake holds these are the fewest with which every step gets its groups: none, unless a group
+        is to be trained on several times. Whatever is owed already is trained on, so no step waits for ever.
+        """
+        if not self.brake.holds:
+            return self._config.max_staleness
+        return min(self._config.max_staleness, math.ceil(samples_each) - 1)
 
     def issue(self) -> list[int]:
         """Open leases for all the room there is; return the ids of those to roll out.
@@ -110,6 +126,7 @@ class Admission:
         if self.is_fenced(manifest.incarnation):
             return False  # nor what the learner before this one left behind
         self.policy = manifest
+        self.brake.hear(manifest)
         if self._ledger.facts.get(TRAINS_FROM) != str(manifest.trains_from):
             self._ledger.set_fact(TRAINS_FROM, str(manifest.trains_from))
         self._forget_past()
@@ -126,8 +143,10 @@ class Admission:
             return False
         spreads: Sequence[float] = news.spreads or [0.0] * len(news.lease_ids)
         tokens: Sequence[int] = news.tokens or [0] * len(news.lease_ids)
-        for lease_id, spread, count in zip(news.lease_ids, spreads, tokens, strict=True):
-            self._ledger.store(lease_id, spread, count)
+        rewards: Sequence[Sequence[float]] = news.rewards or [()] * len(news.lease_ids)
+        for lease_id, spread, count, found in zip(news.lease_ids, spreads, tokens, rewards, strict=True):
+            if self._ledger.store(lease_id, spread, count):
+                self._on_outcome(lease_id, found)
         self._ledger.set_fact(f"shard_{news.shard}", str(through))
         self._waiting = None
         return True
@@ -137,6 +156,7 @@ class Admission:
         for rejection in rejections:
             if rejection.lease_id in self._ledger.rolling_out:  # else a redelivered lease had two outcomes
                 self._ledger.reject(rejection.lease_id, rejection.reason)
+                self._on_outcome(rejection.lease_id, rejection.rewards)
 
     def on_closed(self, complete: Iterable[int], few: Iterable[int]) -> None:
         """Shards have closed groups, of which their lists tell, or have too little of them: refunded."""
@@ -164,8 +184,15 @@ class Admission:
             if not self._lose_patience(step, choice, now_s):
                 return choice.waiting_for
 
+    def enough_stored(self) -> bool:
+        """Return whether there may be as many groups as a step needs; without them `batch` gives none."""
+        config = self._config
+        return config.sampler.max_reuse > 1 or len(self._ledger.stored) >= config.groups_per_step
+
     def _choose(self, step: int, train_version: int) -> Choice:
         config, ledger = self._config, self._ledger
+        if config.exact_staleness and (wait := self._still_to_be_sampled(train_version)) is not None:
+            return wait
         if lack := self._lacking():
             out = sorted(ledger.rolling_out.values())
             return Choice(
@@ -182,6 +209,20 @@ class Admission:
         )
         again = ledger.used(train_version - config.max_staleness) if config.sampler.max_reuse > 1 else ()
         return choose(config.sampler, ledger.stored.values(), again, ledger.rolling_out.values(), question)
+
+    def _still_to_be_sampled(self, train_version: int) -> Choice | None:
+        """Return what a step of exact staleness waits for: its version, and all that is issued at it."""
+        out = sorted(self._ledger.rolling_out.values())
+        version = -1 if self.policy is None else self.policy.policy_version
+        if version < train_version:
+            return Choice(waiting_for=f"version {train_version}, since staleness is exact")
+        if out or self.room():
+            return Choice(
+                waiting_for=f"all groups issued at version {version}, since staleness is exact; "
+                f"{len(out)} are rolling out",
+                blockers=tuple(candidate.lease_id for candidate in out),
+            )
+        return None
 
     def _lacking(self) -> int:
         """Return the number of groups yet to be stored before the next step keeps to the largest

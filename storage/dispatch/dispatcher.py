@@ -1,17 +1,15 @@
 """Issues prompt leases within the staleness bound and gives complete groups to optimizer steps."""
 
 import asyncio
-import secrets
 from collections.abc import Sequence
 
 import structlog
 
-from bus.codec import Message, encode
+from bus.codec import Message
 from bus.connection import Bus
 from bus.consume import Inbox, consume_batches
 from bus.errors import BusError, ConfigError, FencedError, LostDataError
-from bus.messages import GroupRejected, Lease, PolicyManifest, RoleHolder
-from bus.publish import Publisher
+from bus.messages import GroupRejected, PolicyManifest, RoleHolder
 from bus.requests import (
     BatchLease,
     BatchRequest,
@@ -35,13 +33,15 @@ from bus.waiting import set_within
 from storage.config import AdmissionConfig, PrioritySampler
 from storage.dispatch.admission import Admission
 from storage.dispatch.given_groups import Use
+from storage.dispatch.lease_publication import LeasePublication
 from storage.dispatch.lease_recovery import LostLeases
 from storage.dispatch.lease_status import LeaseStatus
 from storage.dispatch.ledger import Ledger
-from storage.dispatch.sampling import Candidate
 from storage.dispatch.short_groups import close_short
+from storage.prompts.curriculum import SourceSuccess
 from storage.prompts.data_sets import DataSets
 from storage.shard.ingest_checks import LedgerFacts
+from storage.store.settled import Settled, refuse_older_ledger
 
 log = structlog.get_logger()
 POLL_S = 1.0
@@ -56,19 +56,23 @@ class Dispatcher:
     """
 
     def __init__(
-        self, bus: Bus, ledger: Ledger, data: DataSets, admission: AdmissionConfig, *, shards: int, seed: int
-    ) -> None:
+        self, bus: Bus, ledger: Ledger, data: DataSets, admission: AdmissionConfig, *,
+        shards: int, seed: int, success: SourceSuccess | None = None,
+    ) -> None:  # fmt: skip
         self.ledger = ledger
         self.facts = LedgerFacts(ledger, self.look_at_policy)
         self._data = data
-        self._admission = Admission(ledger, admission, seed=seed, is_quarantined=data.is_quarantined)
+        self._success = success or SourceSuccess(ledger, data)
+        self._admission = Admission(
+            ledger, admission,
+            seed=seed, is_quarantined=data.is_quarantined, on_outcome=self._success.note,
+        )  # fmt: skip
         self._lease_status = LeaseStatus(
             ledger, self._admission, data, max_deliver=admission.max_deliver, on_refund=self._wake
         )
-        self._samples = admission.samples_per_prompt
         self._wants_spreads = isinstance(admission.sampler, PrioritySampler)
         self._bus = bus
-        self._publisher = Publisher(bus, part_bytes=None)  # parts would scatter over the actors
+        self._publication = LeasePublication(bus, self.facts, data, samples=admission.samples_per_prompt)
         self._shards = shards
         self._lost = LostLeases(bus, shards)
         self._heard: set[int] = set()
@@ -98,13 +102,18 @@ class Dispatcher:
         return self._admission.room()
 
     @property
+    def held_back(self) -> str:
+        """Return why fewer leases are issued than the staleness bound allows; nothing if they are not."""
+        return self._admission.brake.reason
+
+    @property
     def awaited_shards(self) -> list[int]:
         """Shards that have not said yet what they hold; no lease is issued before all have."""
         return [shard for shard in range(self._shards) if shard not in self._heard]
 
     async def run(self, stop: asyncio.Event, *, reissue: bool) -> None:
         """Serve until `stop`. `reissue` publishes again what is rolling out, for a bus that lost it."""
-        await self._republish(everything=reissue)
+        await self._publication.publish_unpublished(everything=reissue)
         serving = [
             await self._bus.serve(self._bus.subject("rpc", "batch"), BatchRequest, self._on_batch),
             await self._bus.serve(self._bus.subject("rpc", "step_groups"), StepGroupsRequest, self._on_given),
@@ -143,45 +152,11 @@ class Dispatcher:
         while not stop.is_set():
             self._changed.clear()
             self._data.refuse_exhausted()
+            self._success.mix_if_due()
             if not self.awaited_shards and (leases := self._admission.issue()):
                 await asyncio.to_thread(self.ledger.flush)
-                await self._publish_leases(leases)
+                await self._publication.publish(leases)
             await set_within(self._changed, POLL_S)
-
-    async def _publish_leases(self, lease_ids: Sequence[int], *, again: bool = False) -> None:
-        """Publish those that still roll out, and remember durably that they are published."""
-        if not lease_ids:
-            return
-        rolling_out = self.ledger.rolling_out
-        async with asyncio.TaskGroup() as tasks:
-            for lease in [rolling_out[lease_id] for lease_id in lease_ids if lease_id in rolling_out]:
-                tasks.create_task(self._publish_lease(lease, again=again))
-        self.ledger.set_fact("published_through", str(max(self._published_through(), *lease_ids)))
-        await asyncio.to_thread(self.ledger.flush)  # the bus recognises what it has for two minutes only
-
-    def _published_through(self) -> int:
-        return int(self.ledger.facts.get("published_through", "-1"))
-
-    async def _publish_lease(self, issued: Candidate, attempt: str = "", *, again: bool = False) -> None:
-        lease = Lease(
-            lease_id=issued.lease_id,
-            prompt=self._data.prompt(issued.lease_id),
-            samples=self._samples,
-            policy_version=issued.policy_version,
-            republished=again,
-            run=self.facts.run,
-        )
-        subject = self._bus.subject("tasks", "rollout", issued.lease_id)
-        message_id = f"lease-{issued.lease_id}{attempt}"
-        await self._publisher.publish(subject, encode(lease), message_id=message_id)
-
-    async def _republish(self, *, everything: bool) -> None:
-        """Publish what a crash left issued but unpublished, or all that is out if the bus lost it."""
-        through = -1 if everything else self._published_through()
-        again = [lease_id for lease_id in self.ledger.rolling_out if lease_id > through]
-        if again:
-            log.info("leases_published_again", count=len(again))
-        await self._publish_leases(again, again=True)
 
     # --- what happened elsewhere ---
 
@@ -189,7 +164,7 @@ class Dispatcher:
         """Notices can be lost; the keys and the shards' own lists cannot. A full disk is noticed here."""
         while not stop.is_set():
             await self.look_at_policy()
-            through = self._published_through()
+            through = self._publication.through
             gone = await self._lost.look([n for n in self.ledger.rolling_out if n <= through])
             if all(await asyncio.gather(*map(self._catch_up, range(self._shards)))):
                 await self._publish_lost(gone)
@@ -208,21 +183,22 @@ class Dispatcher:
             self._on_policy(found[0])
 
     async def _publish_lost(self, lease_ids: Sequence[int]) -> None:
-        """Publish anew what a crash of the bus, or a message that nobody understood, has swallowed."""
+        """Publish anew those of these leases that no shard has in full."""
         rolling_out = self.ledger.rolling_out
         left = [lease_id for lease_id in lease_ids if lease_id in rolling_out]
-        lost = [rolling_out[n] for n in await self._lost.not_whole(left) if n in rolling_out]
-        if not lost:
-            return
-        log.warning("leases_lost", count=len(lost), first=lost[0].lease_id)
-        attempt = secrets.token_hex(4)  # the bus may remember that it once had them
-        async with asyncio.TaskGroup() as tasks:
-            for lease in lost:
-                tasks.create_task(self._publish_lease(lease, f"-{attempt}", again=True))
+        not_whole = await self._lost.not_whole(left)
+        if lost := [rolling_out[n] for n in not_whole if n in rolling_out]:
+            await self._publication.publish_lost(lost)
 
     async def _catch_up(self, shard: int) -> bool:
         """Hear of the groups that were completed since; return whether the shard answered."""
-        request = StoredRequest(after=self._admission.seen(shard), spreads=self._wants_spreads)
+        out = () if shard in self._heard else tuple(self._rolling_out_of(shard))
+        request = StoredRequest(
+            after=self._admission.seen(shard),
+            spreads=self._wants_spreads,
+            rewards=self._success.wanted,
+            rolling_out=out,
+        )
         try:
             news = await self._bus.request(
                 self._bus.subject("rpc", "stored", shard), request, StoredGroups, timeout_s=POLL_S
@@ -237,12 +213,23 @@ class Dispatcher:
                 f"shard {shard} holds {news.total} complete groups, but the ledger has seen {request.after}: "
                 "restore the replay directory"
             )
+        refuse_older_ledger(
+            self.ledger.name,
+            news.directory,
+            Settled(through=news.settled_through, forgotten=news.forgotten),
+            issued=self.ledger.next_id,
+            seen=self._admission.seen(shard),
+            again=[n for n in news.settled if n in self.ledger.rolling_out],  # some may have ended meanwhile
+        )
         self._refuse_other_run(news)
         self._on_stored(news)
         if shard not in self._heard and news.after + len(news.lease_ids) == news.total:
             self._heard.add(shard)
             self._changed.set()
         return True
+
+    def _rolling_out_of(self, shard: int) -> list[int]:
+        return [n for n in self.ledger.rolling_out if shard_of(n, self._shards) == shard]
 
     def _refuse_other_run(self, news: StoredGroups) -> None:
         """Groups of a lease that is yet to be issued would stand in the way of its own."""
@@ -259,7 +246,7 @@ class Dispatcher:
 
     def _on_notice(self, news: StoredGroups) -> None:
         known = news.shard in self._heard and news.after == self._admission.seen(news.shard)
-        if known and not self._wants_spreads:
+        if known and not self._wants_spreads and not self._success.wanted:
             self._on_stored(news)  # else one was missed, or lacks what the poll asks for: that brings all
 
     def _on_stored(self, news: StoredGroups) -> None:
@@ -279,15 +266,17 @@ class Dispatcher:
     # --- the learner's requests ---
 
     async def _on_batch(self, request: BatchRequest) -> list[Message]:
-        deadline = asyncio.get_running_loop().time() + LONG_POLL_S
+        loop = asyncio.get_running_loop()
+        deadline, look = loop.time() + LONG_POLL_S, True
         while not self._ended:
             self._admission.refuse_fenced(request.incarnation)  # each time: another may have come meanwhile
             news = self._news
-            answer = await self._choose(request)
-            left = deadline - asyncio.get_running_loop().time()
-            if isinstance(answer, BatchLease) or left <= 0:
-                return [answer]
-            await set_within(news, left)
+            if look or loop.time() >= deadline:
+                answer = await self._choose(request)
+                if isinstance(answer, BatchLease) or loop.time() >= deadline:
+                    return [answer]
+            await set_within(news, max(0.0, deadline - loop.time()))
+            look = self._admission.enough_stored()  # news come with every group, and a look costs a sort
         return [Waiting(reason="storage has ended")]
 
     async def _choose(self, request: BatchRequest) -> BatchLease | Waiting:

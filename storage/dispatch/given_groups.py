@@ -113,9 +113,8 @@ class GivenGroups:
 
     def forget(self, step: int, *, oldest_version: int) -> None:
         """Drop the steps up to `step` from memory, and their groups that are older than `oldest_version`."""
-        newest = next(reversed(self.steps), self._forgotten)
-        durable = min(self._unflushed, default=newest + 1) - 1
-        through = max(self._forgotten, min(step, newest, durable))
+        durable = min(self._unflushed, default=self.newest_step + 1) - 1
+        through = max(self._forgotten, min(step, self.newest_step, durable))
         for old in [s for s in self.steps if s <= through]:
             del self.steps[old]
         self._forgotten = through
@@ -139,6 +138,11 @@ class GivenGroups:
         self._forgotten = step
 
     # --- questions ---
+
+    @property
+    def newest_step(self) -> int:
+        """Return the latest step that has uses, 0 without any. Steps are given in order, without gaps."""
+        return next(reversed(self.steps), self._forgotten)
 
     def uses(self, step: int) -> list[Use]:
         """Return the uses of a step, none for one that has none."""

@@ -42,7 +42,7 @@ class LostLeases:
                 await self._suspect(published)
             if not self._suspects or not await self._all_read():
                 return []
-        except nats.errors.Error as error:
+        except (nats.errors.Error, ValueError) as error:  # ValueError: a subject that is garbled
             log.warning("bus_not_searched_for_leases", reason=str(error))
             return []
         found, self._suspects = sorted(self._suspects), set()

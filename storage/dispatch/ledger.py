@@ -61,6 +61,8 @@ class Ledger:
     def __init__(self, connection: sqlite3.Connection, lock: BufferedRandom | None = None) -> None:
         self._sql = connection
         self._lock = lock
+        self.name = "the ledger"
+        """Where it is, for a human."""
         self._on_disk = threading.Lock()
         self._pending: list[_Change] = []
         self._changing = threading.Lock()  # guards `_pending`, and is never held while the disk works
@@ -89,6 +91,7 @@ class Ledger:
                 undo.callback(connection.close)
                 prepare(connection)
                 ledger = cls(connection, lock)
+                ledger.name = str(path)
                 ledger._epoch = begin_epoch(connection)
             except (sqlite3.Error, StorageError) as error:
                 refused = isinstance(error, sqlite3.OperationalError)  # by the disk, which may be mended
@@ -274,6 +277,11 @@ class Ledger:
     def steps(self) -> dict[int, list[Use]]:
         """Groups given to each step that is not forgotten, ascending; `uses` knows the others too."""
         return self._given.steps
+
+    @property
+    def newest_step(self) -> int:
+        """Return the latest step that was given groups, 0 before the first."""
+        return self._given.newest_step
 
     @property
     def samples(self) -> int:

@@ -22,16 +22,29 @@ def leases_of_steps(ledger: Path) -> dict[int, list[int]]:
     return steps
 
 
+def leases_of_step(ledger: Path, step: int) -> list[int]:
+    """Return the leases that one step trained on, in their order. Raises `ConfigError`."""
+    rows = _rows(ledger, "SELECT lease_id FROM uses WHERE step = ? ORDER BY place", step)
+    return [lease_id for (lease_id,) in rows]
+
+
+def steps_of_lease(ledger: Path, lease_id: int) -> list[int]:
+    """Return the steps that trained on a lease, ascending. Raises `ConfigError`."""
+    return [
+        step for (step,) in _rows(ledger, "SELECT step FROM uses WHERE lease_id = ? ORDER BY step", lease_id)
+    ]
+
+
 def facts_of(ledger: Path) -> dict[str, str]:
     """Return the named values of a ledger. Raises `ConfigError`."""
     return dict(_rows(ledger, "SELECT name, value FROM facts"))
 
 
-def _rows(ledger: Path, query: str) -> list[tuple[Any, ...]]:
+def _rows(ledger: Path, query: str, *values: int) -> list[tuple[Any, ...]]:
     if not ledger.exists():
         raise ConfigError(f"{ledger} is missing: look back where the run's storage was")
     try:
         with closing(sqlite3.connect(f"{ledger.absolute().as_uri()}?mode=ro", uri=True)) as sql:
-            return sql.execute(query).fetchall()
+            return sql.execute(query, values).fetchall()
     except sqlite3.Error as error:
         raise ConfigError(f"{ledger} cannot be read ({error}): restore it") from error

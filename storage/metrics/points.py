@@ -14,6 +14,8 @@ COUNTERS_PERIOD_S = 10.0
 COUNTERS_KEPT_S = 60.0
 """Seconds after which an actor that sends no counters is left out of the sums."""
 _NO_VALUES = {"time_s", "step", "event"}
+_GREATEST = {"engine/probe_nats"}
+"""Counters of which the greatest of all actors is drawn: a sum would say nothing."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Point:
 
 
 class Points:
-    """Makes points of rows. Of actors, which come and go, the sums of the counters are drawn."""
+    """Makes points of rows. Of actors, which come and go, the sums of the counters are drawn, or the
+    greatest where a sum says nothing."""
 
     def __init__(self) -> None:
         self._counters: dict[str, tuple[float, Record]] = {}
@@ -44,7 +47,8 @@ class Points:
         values = dict(_numbers(row))
         axis = "step"
         if row.get("kind") == "evaluation":
-            axis, values = "evaluation/step", _prefixed("evaluation", values)
+            area = "/".join(["evaluation", *([str(row["data_set"])] if "data_set" in row else [])])
+            axis, values = "evaluation/step", _prefixed(area, values)
         elif row.get("train/stage") == "warmup":  # its steps begin at 1 as those after it do
             axis, values = "warmup/step", _prefixed("warmup", values)
         elif row.get("source") != "learner":
@@ -65,7 +69,8 @@ class Points:
         sums: dict[str, float] = {"actors/count": float(len(self._counters))}
         for _, latest in self._counters.values():
             for name, value in _numbers(latest):
-                sums[f"actors/{name}"] = sums.get(f"actors/{name}", 0.0) + value
+                before = sums.get(f"actors/{name}", 0.0)
+                sums[f"actors/{name}"] = max(before, value) if name in _GREATEST else before + value
         if episodes := sums.get(f"actors/{RECENT_EPISODES}"):
             failed = sums.get(f"actors/{RECENT_INFRA_FAILED}", 0.0)
             sums[f"actors/{INFRA_FAILED_FRACTION}"] = failed / episodes

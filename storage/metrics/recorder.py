@@ -96,7 +96,9 @@ async def _row(bus: Bus, message: StoredMessage) -> Row | None:
         return Row(metrics_record(event), message.place.sequence)
     policy = await bus.get("policy", PolicyManifest)
     step = max(0, event.policy_version - (policy[0].trains_from if policy is not None else 0))
-    return Row(evaluation_record(event, step=step, time_s=message.time_s), message.place.sequence)
+    latest = policy[0].policy_version if policy is not None else None
+    record = evaluation_record(event, step=step, time_s=message.time_s, learner_version=latest)
+    return Row(record, message.place.sequence)
 
 
 def decoded_event(message: StoredMessage) -> Metrics | EvaluationResult | None:
@@ -112,12 +114,13 @@ class _Files:
     """The files of a run's metrics, and the place up to which they hold its events."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._run = run
         self.place = recorded_place(run)
         self._beginnings = 0
         self._noted, self._noted_s = self.place, 0.0
-        counters = max(map(_last_event, (older(run.counters), run.counters)))
-        self._written = {run.metrics: _last_event(run.metrics), run.counters: counters}
+        # asked for once: `run` looks at every directory above a path each time
+        self._metrics, self._counters, self._recorded = run.metrics, run.counters, run.recorded
+        counters = max(map(_last_event, (older(self._counters), self._counters)))
+        self._written = {self._metrics: _last_event(self._metrics), self._counters: counters}
         """The last event of each file, which may lie behind the place that was noted last."""
 
     def append(self, rows: Iterable[Row], place: Place, beginnings: int) -> list[Row]:
@@ -129,7 +132,7 @@ class _Files:
             self._note(Place())
         self.place = place
         new = [row for row in rows if row.event > self._written[self._path(row.record)]]
-        for path, append in ((self._run.counters, append_latest), (self._run.metrics, append_records)):
+        for path, append in ((self._counters, append_latest), (self._metrics, append_records)):
             records = [row.record | {"event": row.event} for row in new if self._path(row.record) == path]
             if records:
                 append(path, records)
@@ -142,17 +145,17 @@ class _Files:
     def note_place(self) -> None:
         """Note the place after what lies before it is durable."""
         if self.place != self._noted:
-            for path in (self._run.metrics, self._run.counters, older(self._run.counters)):
+            for path in (self._metrics, self._counters, older(self._counters)):
                 if path.exists():
                     fsync_path(path)
             self._note(self.place)
 
     def _note(self, place: Place) -> None:
-        write_json(self._run.recorded, asdict(place))
+        write_json(self._recorded, asdict(place))
         self._noted, self._noted_s = place, time.monotonic()
 
     def _path(self, record: Record) -> Path:
-        return self._run.counters if is_counters(record) else self._run.metrics
+        return self._counters if is_counters(record) else self._metrics
 
 
 def recorded_place(run: RunDirectory) -> Place:

@@ -29,9 +29,21 @@ def metrics_record(metrics: Metrics) -> Record:
     return head | metrics.values
 
 
-def evaluation_record(result: EvaluationResult, *, step: int, time_s: float) -> Record:
-    """Return the line for a held-out evaluation that came at `time_s`; `step` made the evaluated version."""
+def evaluation_record(
+    result: EvaluationResult, *, step: int, time_s: float, learner_version: int | None = None
+) -> Record:
+    """Return the line for a held-out evaluation.
+
+    Args:
+        result: what was measured.
+        step: made the evaluated version.
+        time_s: when the result came, since the epoch.
+        learner_version: the learner's newest version then; None if it is not known.
+    """
     oldest, newest = result.drawn_by
+    further: Record = {} if not result.data_set else {"data_set": result.data_set, "samples": result.samples}
+    if learner_version is not None:
+        further["lag_versions"] = max(0, learner_version - result.policy_version)
     return {
         "time_s": time_s,
         "source": "evaluation",
@@ -46,6 +58,8 @@ def evaluation_record(result: EvaluationResult, *, step: int, time_s: float) -> 
         "oldest_version": oldest,
         "newest_version": newest,
         "failed": result.failed,
+        **further,
+        **result.scores,
     }
 
 
@@ -79,13 +93,18 @@ def read_records(path: Path) -> Iterator[Record]:
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:  # a killed writer's last line
-                continue
-            if isinstance(record, dict):
-                yield record
+        yield from filter(None, map(_parsed, lines))
+
+
+def latest_records(path: Path, within_bytes: int) -> list[Record]:
+    """Return every complete line in the last `within_bytes` of the file, which may be missing."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        start = max(0, file.seek(0, 2) - within_bytes)
+        file.seek(start)
+        lines = file.read().splitlines()
+    return list(filter(None, map(_parsed, lines[1:] if start else lines)))  # the first one is cut off
 
 
 def last_record(path: Path) -> Record | None:
@@ -95,14 +114,16 @@ def last_record(path: Path) -> Record | None:
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
         lines = file.read().splitlines()
-    for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except ValueError:  # a killed writer's last line, or the first one, which is cut off here
-            continue
-        if isinstance(record, dict):
-            return record
-    return None
+    return next(filter(None, map(_parsed, reversed(lines))), None)
+
+
+def _parsed(line: str | bytes) -> Record | None:
+    """Return the record of a line; None for one that a killed writer left unfinished, or that is cut off."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def is_counters(record: Record) -> bool:

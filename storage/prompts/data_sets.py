@@ -2,31 +2,26 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 
 import structlog
-import xxhash
 
-from bus.codec import encode
-from bus.errors import ConfigError, LostDataError, StorageError
+from bus.errors import ConfigError
 from bus.messages import Prompt
-from storage.config import PromptKeys
 from storage.dispatch.ledger import Ledger
-from storage.prompts.dataset import DataSet, DataSetOrder, load_prompts, save_prompts
+from storage.prompts.identity import digest_of
+from storage.prompts.mixture import Source, shares
+from storage.prompts.order import DataSet, DataSetOrder
+from storage.prompts.stored_prompts import StoredPrompts, open_stored, store_prompts
 
 log = structlog.get_logger()
 _DATA_SET, _QUARANTINED, _CONFIGURED = "data_set.", "quarantined.", "data_configured"
 """Prefixes of the names of the ledger's facts that belong here."""
-
-
-def digest_of(prompts: Sequence[Prompt]) -> str:
-    """Return a digest of these prompts in this order."""
-    digest = xxhash.xxh3_128()
-    for prompt in prompts:
-        digest.update(encode(prompt))
-    return digest.hexdigest()
+_TOO_LONG = "too long"
+"""Value of such a fact of a quarantined prompt that no actor has seen."""
 
 
 class DataSets:
@@ -39,7 +34,7 @@ class DataSets:
     def __init__(self, ledger: Ledger, directory: Path) -> None:
         self._ledger = ledger
         self._directory = directory
-        self._prompts: dict[str, Sequence[Prompt]] = {}
+        self._prompts: dict[str, StoredPrompts] = {}
         self._known = {found.first_lease: found for found in recorded(ledger.facts)}
         """Data sets by their first lease, in that order."""
         self._quarantined: set[tuple[str, int]] = set()
@@ -55,7 +50,7 @@ class DataSets:
         return next(reversed(self._known.values()))
 
     @property
-    def prompts(self) -> Sequence[Prompt]:
+    def prompts(self) -> StoredPrompts:
         """Return the prompts of the latest data set."""
         return self._prompts[self.latest.digest]
 
@@ -64,49 +59,93 @@ class DataSets:
         """Return the number of quarantined prompts in the latest data set."""
         return sum(digest == self.latest.digest for digest, _ in self._quarantined)
 
-    def configure(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, source: str) -> None:
+    def configure(
+        self, prompts: Sequence[Prompt], *,
+        seed: int, shuffle: bool, source: str, sources: Sequence[Source] = (),
+    ) -> None:  # fmt: skip
         """Start with the configuration's data set, or the ledger's latest if that has not changed.
 
-        Reads the copies that open leases need, which blocks. Raises `StorageError` when one is gone.
+        Where weights or other sources have changed, a source goes on behind the prompts drawn from it. Reads
+        the copies that open leases need, which blocks. Raises `StorageError` when one is gone.
         """
-        digest = digest_of(prompts)
-        self._copy(digest, prompts)
-        configured = json.dumps([digest, seed, shuffle])
+        digest = self._copied(prompts).digest
+        weights = [[[one.name, one.count, one.weight] for one in sources]] if sources else []
+        configured = json.dumps([digest, seed, shuffle, *weights])
         if self._ledger.facts.get(_CONFIGURED) != configured:
             # a ledger from before data sets were noted knows only one
             first = self._ledger.next_id if self._known else 0
-            self._take_over(DataSet(first, digest, len(prompts), seed, shuffle, source))
+            mixed = self._continued(sources, first, seed=seed, shuffle=shuffle)
+            self._take_over(DataSet(first, digest, len(prompts), seed, shuffle, source, sources=mixed))
             self._ledger.set_fact(_CONFIGURED, configured)
         for known in {self.latest, *(self._order.find(n)[0] for n in self._ledger.rolling_out)}:
             if known.digest not in self._prompts:
-                self._prompts[known.digest] = _read_copy(self._directory, known)
+                self._prompts[known.digest] = open_stored(self._directory, known.digest, source=known.source)
 
     async def add(self, prompts: Sequence[Prompt], *, keep_old: bool, source: str) -> DataSet:
         """Use `prompts` from the next lease on, after those of the latest data set if `keep_old`.
 
-        Adding the same prompts twice in a row changes nothing. One call at a time. Raises `StorageError`.
+        Adding the same prompts twice in a row changes nothing. One call at a time. Raises `StorageError`, and
+        `ConfigError` for prompts that would be added to a mixture.
         """
         before = self.latest
+        if keep_old and before.sources:
+            names = ", ".join(one.name for one in before.sources)
+            raise ConfigError(
+                f"the run mixes prompts of several sources ({names}): add these as another of data.sources "
+                "and start the run again, which goes on where it was; or replace all of them"
+            )
         added = ("+" if keep_old else "") + await asyncio.to_thread(digest_of, prompts)
         if before.added == added:
             return before
-        everything = [*self.prompts, *prompts] if keep_old else prompts
-        digest = await asyncio.to_thread(digest_of, everything)
-        await asyncio.to_thread(self._copy, digest, everything)
+        everything = chain(self.prompts, prompts) if keep_old else prompts
+        stored = await asyncio.to_thread(self._copied, everything)
         if keep_old:
             for _, index in [entry for entry in self._quarantined if entry[0] == before.digest]:
-                self._quarantine(digest, index, "as before")
+                self._quarantine(stored.digest, index, "as before")
         self._take_over(
             replace(
                 before,
                 first_lease=self._ledger.next_id,
-                digest=digest,
-                count=len(everything),
+                digest=stored.digest,
+                count=len(stored),
                 source=f"{before.source} and {source}" if keep_old else source,
                 added=added,
+                sources=(),
             )
         )
         return self.latest
+
+    def mix(self, weights: Mapping[str, float]) -> None:
+        """Draw from the sources by these weights from the next lease on; each goes on where it is."""
+        before, first = self.latest, self._ledger.next_id
+        drawn = self._order.drawn(first)
+        each = zip(before.sources, shares([weights[one.name] for one in before.sources]), strict=True)
+        mixed = tuple(replace(one, share=share, drawn=drawn[one.name]) for one, share in each)
+        self._take_over(replace(before, first_lease=first, sources=mixed))
+
+    def _continued(
+        self, sources: Sequence[Source], first: int, *, seed: int, shuffle: bool
+    ) -> tuple[Source, ...]:
+        """Return the sources with their shares, each behind what was drawn of the same prompts before."""
+        if not sources:
+            return ()
+        drawn: dict[tuple[str, str], int] = {}
+        if self._known and (self.latest.seed, self.latest.shuffle) == (seed, shuffle):
+            before = self._order.drawn(first)
+            drawn = {(one.name, one.digest): before[one.name] for one in self.latest.sources}
+        each = zip(sources, shares([one.weight for one in sources]), strict=True)
+        return tuple(
+            replace(one, share=share, drawn=drawn.get((one.name, one.digest), 0)) for one, share in each
+        )
+
+    def source(self, lease_id: int) -> str:
+        """Return the name of the source of a lease's prompt; empty where its data set is no mixture."""
+        return self._order.source(lease_id)
+
+    @property
+    def drawn(self) -> dict[str, int]:
+        """Return how many prompts each source of the latest data set has given, by name."""
+        return self._order.drawn(self._ledger.next_id)
 
     def prompt(self, lease_id: int) -> Prompt:
         """Return the prompt of an open lease."""
@@ -126,12 +165,26 @@ class DataSets:
         log.warning("prompt_quarantined", lease_id=lease_id, prompt=index, data_set=found.source)
         self._quarantine(found.digest, index, str(lease_id))
 
+    def skip_long(self, indices: Iterable[int]) -> None:
+        """Never issue these prompts of the latest data set, which are too long; others that were are short
+        now."""
+        digest, left = self.latest.digest, set(indices)
+        for name in [name for name, why in self._ledger.facts.items() if why == _TOO_LONG]:
+            if name.startswith(f"{_QUARANTINED}{digest}."):
+                self._ledger.drop_fact(name)
+                self._quarantined.discard((digest, int(name.rpartition(".")[2])))
+        for index in left:
+            self._quarantine(digest, index, _TOO_LONG)
+        if left:
+            log.warning("prompts_too_long", count=len(left), of=self.latest.count, first=min(left))
+
     def refuse_exhausted(self) -> None:
         """Raise `ConfigError` when every prompt is quarantined."""
         if self.quarantined == self.latest.count:
             raise ConfigError(
                 f"all {self.latest.count} prompts of {self.latest.source} are quarantined, since the actors "
-                "that rolled them out died: look at the actors' logs, or give other prompts"
+                "that rolled them out died, or too long for the model: look at the actors' logs, or give "
+                "other prompts"
             )
 
     def _take_over(self, data_set: DataSet) -> None:
@@ -141,14 +194,14 @@ class DataSets:
         self._order = DataSetOrder(list(self._known.values()))
         self._ledger.set_fact(f"{_DATA_SET}{data_set.first_lease:012d}", json.dumps(asdict(data_set)))
 
-    def _copy(self, digest: str, prompts: Sequence[Prompt]) -> None:
-        path = _copy_path(self._directory, digest)
-        try:
-            if not path.exists():
-                save_prompts(path, prompts)
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error}") from error
-        self._prompts[digest] = prompts
+    def _copied(self, prompts: Iterable[Prompt]) -> StoredPrompts:
+        """Return the prompts as they are stored here, where they have to be written first if need be."""
+        if isinstance(prompts, StoredPrompts) and prompts.path.parent == self._directory:
+            stored = prompts
+        else:
+            stored = store_prompts(prompts, self._directory)
+        self._prompts[stored.digest] = stored
+        return stored
 
     def _quarantine(self, digest: str, index: int, why: str) -> None:
         self._quarantined.add((digest, index))
@@ -165,31 +218,20 @@ class PastPrompts:
             raise ConfigError(f"the ledger beside {directory} names no data set: it is of an older build")
         self._order = DataSetOrder(known)
         self._directory = directory
-        self._prompts: dict[str, Sequence[Prompt]] = {}
+        self._prompts: dict[str, StoredPrompts] = {}
 
     def of(self, lease_id: int) -> Prompt:
         """Return the prompt of a lease. Raises `StorageError` when the copy of its data set is gone."""
         found, index = self._order.find(lease_id)
         if found.digest not in self._prompts:
-            self._prompts[found.digest] = _read_copy(self._directory, found)
+            self._prompts[found.digest] = open_stored(
+                self._directory, found.digest, source=found.source, save_index=False
+            )
         return self._prompts[found.digest][index]
 
 
 def recorded(facts: Mapping[str, str]) -> list[DataSet]:
     """Return the data sets that the facts of a ledger name, by their first lease."""
-    return [DataSet(**json.loads(facts[name])) for name in sorted(facts) if name.startswith(_DATA_SET)]
-
-
-def _copy_path(directory: Path, digest: str) -> Path:
-    return directory / f"prompts-{digest}.jsonl"
-
-
-def _read_copy(directory: Path, known: DataSet) -> Sequence[Prompt]:
-    path = _copy_path(directory, known.digest)
-    try:
-        found = load_prompts(path, PromptKeys())
-    except ConfigError as error:
-        raise StorageError(f"the copy of {known.source} cannot be read ({error}): restore it") from error
-    if digest_of(found) != known.digest:
-        raise LostDataError(f"{path} is not the copy of {known.source} that it was: restore it")
-    return found
+    return [
+        DataSet.from_json(json.loads(facts[name])) for name in sorted(facts) if name.startswith(_DATA_SET)
+    ]

@@ -1,20 +1,16 @@
-"""Prompt data sets: reading and checking files, and an order of visits that one integer resumes."""
+"""Prompt files: reading and checking them."""
 
-import json
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from bus.codec import MAX_ITEMS, Json, encode
 from bus.errors import ConfigError
 from bus.messages import Prompt, PromptSet
 from storage.config import PromptKeys
-from storage.disk.atomic_files import write_file
 from storage.prompts.rows import Row, missing_key, read_rows
+from storage.prompts.stored_prompts import StoredPrompts
+from storage.prompts.tool_schemas import tool_schemas
+from storage.prompts.value_names import kind_of
 
 LEASE_BYTES = 1024
 """Room for what a lease carries besides its prompt."""
@@ -22,16 +18,15 @@ _MESSAGES = 'a text or a list of messages like {"role": "user", "content": "..."
 
 
 def load_prompts(path: Path, keys: PromptKeys) -> list[Prompt]:
-    """Read the prompts of a .jsonl or .parquet file, or of a slice of it: `file.jsonl@[a:b]`.
+    """Return all that `each_prompt` reads."""
+    return list(each_prompt(path, keys))
+
+
+def each_prompt(path: Path, keys: PromptKeys) -> Iterator[Prompt]:
+    """Read the prompts of a .jsonl or .parquet file one by one, or of a slice of it: `file.jsonl@[a:b]`.
 
     Raises `ConfigError` naming the line (from 1) or row (from 0), what is wrong with it and what to do."""
-    return [_prompt(row, keys) for row in read_rows(path)]
-
-
-def save_prompts(path: Path, prompts: Iterable[Prompt]) -> None:
-    """Replace `path` durably by a .jsonl file that `load_prompts` reads back with the default keys."""
-    rows = ({"prompt": p.content, "label": p.label, "metadata": p.metadata} for p in prompts)
-    write_file(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    return (_prompt(row, keys) for row in read_rows(path))
 
 
 def encoded_prompts(prompts: Sequence[Prompt], source: str) -> bytes:
@@ -46,6 +41,8 @@ def encoded_prompts(prompts: Sequence[Prompt], source: str) -> bytes:
 
 def refuse_large(prompts: Iterable[Prompt], source: str, *, largest_message: int) -> None:
     """Raise `ConfigError` for a prompt whose lease the bus would not carry, in messages of so many bytes."""
+    if isinstance(prompts, StoredPrompts) and prompts.largest_bytes <= largest_message - LEASE_BYTES:
+        return
     for number, prompt in enumerate(prompts):
         size = len(encode(prompt))
         if size > largest_message - LEASE_BYTES:
@@ -66,7 +63,7 @@ def prompt_content(row: Row, key: str) -> str | list[Json]:
         for position, message in enumerate(content):
             _check_message(f"{row.where}: message {position} of {key!r}", message)
     else:
-        raise ConfigError(f"{row.where}: {key!r} is {_kind(content)}: make it {_MESSAGES}")
+        raise ConfigError(f"{row.where}: {key!r} is {kind_of(content)}: make it {_MESSAGES}")
     if empty:
         raise ConfigError(f"{row.where}: {key!r} is empty: fill it or remove the row")
     return content
@@ -74,21 +71,25 @@ def prompt_content(row: Row, key: str) -> str | list[Json]:
 
 def _check_message(where: str, message: Json) -> None:
     if not isinstance(message, dict):
-        raise ConfigError(f'{where} is {_kind(message)}: make it {{"role": ..., "content": ...}}')
+        raise ConfigError(f'{where} is {kind_of(message)}: make it {{"role": ..., "content": ...}}')
     for key in ("role", "content"):
         if key not in message:
             raise ConfigError(f"{where}: {missing_key(key, message)}")
     if not (isinstance(message["role"], str) and message["role"]):
-        raise ConfigError(f"{where}: its role is {_kind(message['role'])}: make it a text such as 'user'")
+        raise ConfigError(f"{where}: its role is {kind_of(message['role'])}: make it a text such as 'user'")
     if not (isinstance(message["content"], str | list) or message.get("tool_calls")):
-        raise ConfigError(f"{where}: its content is {_kind(message['content'])}: make it a text")
+        raise ConfigError(f"{where}: its content is {kind_of(message['content'])}: make it a text")
 
 
 def _prompt(row: Row, keys: PromptKeys) -> Prompt:
     prompt = Prompt(
-        content=prompt_content(row, keys.prompt), label=_label(row, keys), metadata=_metadata(row, keys)
+        content=prompt_content(row, keys.prompt),
+        label=_label(row, keys),
+        metadata=_metadata(row, keys),
+        tools=_tools(row, keys),
     )
-    for column, value in ((keys.prompt, prompt.content), (keys.metadata, prompt.metadata)):
+    columns = {keys.prompt: prompt.content, keys.metadata: prompt.metadata, keys.tools: prompt.tools}
+    for column, value in columns.items():
         if found := _not_json(column, value):
             raise ConfigError(
                 f"{row.where}: {found}, which cannot be sent: use texts, booleans, 64-bit numbers, lists, "
@@ -113,7 +114,7 @@ def _not_json(column: str, value: object) -> str:
         elif isinstance(found, list | tuple):
             left += [(f"{name}[{n}]", child) for n, child in enumerate(found)]
         elif not isinstance(found, str | bool | int | float | None):
-            return f"{name!r} is {_kind(found)}"
+            return f"{name!r} is {kind_of(found)}"
     return ""
 
 
@@ -122,7 +123,7 @@ def _label(row: Row, keys: PromptKeys) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{row.where}: {keys.label!r} is {_kind(value)}: make it a text or a number")
+        raise ConfigError(f"{row.where}: {keys.label!r} is {kind_of(value)}: make it a text or a number")
     return str(value)
 
 
@@ -130,82 +131,18 @@ def _metadata(row: Row, keys: PromptKeys) -> dict[str, Json]:
     value = _optional(row, keys.metadata, PromptKeys().metadata)
     if value is not None and not isinstance(value, dict):
         raise ConfigError(
-            f'{row.where}: {keys.metadata!r} is {_kind(value)}: make it an object {{"key": value}}'
+            f'{row.where}: {keys.metadata!r} is {kind_of(value)}: make it an object {{"key": value}}'
         )
     return value or {}
+
+
+def _tools(row: Row, keys: PromptKeys) -> list[Json]:
+    if not keys.tools:
+        return []
+    value = _optional(row, keys.tools, PromptKeys().tools)
+    return tool_schemas(value, f"{row.where}: {keys.tools!r}")
 
 
 def _optional(row: Row, key: str, default: str) -> Json:
     """Return the value of a key that may be absent unless the user named it."""
     return row.values.get(key) if key == default else row.required(key)
-
-
-def _kind(value: object) -> str:
-    """Return what an error message calls `value`."""
-    if value == "":
-        return "an empty text"
-    names = {dict: "an object", list: "a list", str: "a text", bool: "a boolean", type(None): "null"}
-    return names.get(
-        type(value), "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
-    )
-
-
-class PromptOrder:
-    """The endless sequence of epochs over `count` prompts, each in an order of its own drawn from `seed`."""
-
-    def __init__(self, count: int, seed: int, shuffle: bool) -> None:
-        if count < 1:
-            raise ConfigError("no prompts to order: give at least one")
-        self._count = count
-        self.seed = seed
-        self._shuffle = shuffle
-        self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
-
-    def epoch(self, position: int) -> int:
-        """Return the epoch of the position-th prompt."""
-        return position // self._count
-
-    def index(self, position: int) -> int:
-        """Return the index of the position-th prompt, counted from 0 over all epochs."""
-        epoch, place = divmod(position, self._count)
-        if not self._shuffle:
-            return place
-        if self._order[0] != epoch:
-            self._order = (epoch, self._permutation(epoch))
-        return int(self._order[1][place])
-
-    def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        # numpy keeps raw bit streams the same across versions, but not Generator.permutation
-        keys = np.random.PCG64([self.seed, epoch]).random_raw(self._count)
-        return np.argsort(keys, kind="stable")
-
-
-@dataclass(frozen=True, slots=True)
-class DataSet:
-    """Prompts, and the leases that are issued for them: from `first_lease` on, until another takes over."""
-
-    first_lease: int
-    digest: str
-    """Digest of the prompts in their order."""
-    count: int
-    seed: int
-    shuffle: bool
-    source: str
-    """Origin of the prompts, for a human."""
-    added: str = ""
-    """Digest of prompts that were added while the run went on, so that adding twice adds once."""
-
-
-class DataSetOrder:
-    """Maps the number of a lease to a data set and a prompt in it, as a pure function."""
-
-    def __init__(self, data_sets: Sequence[DataSet]) -> None:
-        """Use `data_sets` in the order of their first leases, which begin at 0."""
-        self._data_sets = data_sets
-        self._orders = [PromptOrder(known.count, known.seed, known.shuffle) for known in data_sets]
-
-    def find(self, lease_id: int) -> tuple[DataSet, int]:
-        """Return the data set of a lease, and the index of its prompt there."""
-        n = bisect_right(self._data_sets, lease_id, key=lambda known: known.first_lease) - 1
-        found = self._data_sets[n]
-        return found, self._orders[n].index(lease_id - found.first_lease)

@@ -11,11 +11,16 @@ from bus.codec import Json
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from storage.disk.atomic_files import make_directory, write_file, write_json
+from storage.prompts import agent_demonstrations as agents
 from storage.prompts.dataset import prompt_content
+from storage.prompts.reasoning_gym_tasks import PREFIX, prompt_rows
 from storage.prompts.rows import read_rows
 
-GENERATOR_VERSION = 1
+GENERATOR_VERSION = 2
 """Version of the generators; raise it when one writes other rows for the same parameters."""
+
+OF_LIBRARY, HELDOUT_OF_LIBRARY = 2000, 100
+"""Prompts and held-out prompts of a library's task, some of which take it a while to make."""
 
 HELDOUT_SEED = 12345
 """Seed of the held-out prompts, whatever the seed of the run."""
@@ -51,7 +56,10 @@ class TaskFiles:
 def generate_task(name: str, directory: Path, *, seed: int) -> TaskFiles:
     """Write the task's files, unless they are there with the same parameters and seed.
 
-    Training prompts and demonstrations come from `seed` and never contain a held-out prompt."""
+    Training prompts and demonstrations come from `seed` and never contain a held-out prompt. Those of
+    `reasoning_gym/NAME` have no demonstrations, and an empty file."""
+    if name.startswith(PREFIX):
+        return _generate_reasoning_gym(name, directory, seed=seed)
     if name not in TASKS:
         close = difflib.get_close_matches(name, TASKS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
@@ -64,6 +72,24 @@ def generate_task(name: str, directory: Path, *, seed: int) -> TaskFiles:
         make_directory(directory)
         manifest.unlink(missing_ok=True)  # after a crash the files are written again
         _write(task, files, seed)
+        write_json(manifest, wanted)
+    return files
+
+
+def _generate_reasoning_gym(name: str, directory: Path, *, seed: int) -> TaskFiles:
+    files = TaskFiles(*(directory / f"{part}.jsonl" for part in ("prompts", "heldout", "demonstrations")))
+    manifest = directory / "task.json"
+    sizes = {"prompts": OF_LIBRARY, "heldout": HELDOUT_OF_LIBRARY}
+    wanted: dict[str, Json] = {"task": name, "seed": seed, "generator_version": GENERATOR_VERSION, **sizes}
+    if not _already_there(files, manifest, wanted):
+        make_directory(directory)
+        manifest.unlink(missing_ok=True)
+        source = name.removeprefix(PREFIX)
+        heldout = list(prompt_rows(source, size=HELDOUT_OF_LIBRARY, seed=HELDOUT_SEED))
+        held = frozenset(str(row["prompt"]) for row in heldout)
+        _write_rows(files.heldout, heldout)
+        _write_rows(files.prompts, prompt_rows(source, size=OF_LIBRARY, seed=seed, besides=held))
+        _write_rows(files.demonstrations, ())
         write_json(manifest, wanted)
     return files
 
@@ -196,4 +222,19 @@ TASKS = {
     "sort": Task(_sort_problem, _sort_demonstration, problems=10**6, wrong_share=0.7),
     "addition": Task(_addition_problem, _addition_demonstration, problems=10**4, wrong_share=0.5),
     "product": Task(_product_problem, _product_demonstration, problems=9000 * 90, wrong_share=0.5),
+    "guess": Task(
+        agents.guess_problem,
+        agents.guess_demonstration,
+        problems=agents.GUESS_PROBLEMS,
+        wrong_share=0.6,
+    ),
+    "nim": Task(
+        agents.nim_problem,
+        agents.nim_demonstration,
+        problems=agents.NIM_PROBLEMS,
+        wrong_share=0.6,
+        heldout=64,
+    ),
+    "panel": Task(agents.panel_problem, agents.panel_demonstration, problems=10**4, wrong_share=0.6),
+    "debate": Task(agents.panel_problem, agents.debate_demonstration, problems=10**4, wrong_share=0.6),
 }

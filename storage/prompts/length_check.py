@@ -1,9 +1,12 @@
-"""Checks before the first lease that all prompts are short enough for the model."""
+"""Finds, before the first lease, the prompts that are too long for the model."""
 
 import asyncio
 import tempfile
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 from bus.blobs import get_blob
 from bus.codec import decode
@@ -13,21 +16,56 @@ from bus.messages import BlobRef, ModelFiles, Prompt
 from storage.weights.model_files import unbundle
 
 BATCH = 1024
+_IMPORTING = Lock()
+"""Held for the first import of transformers, which fails in a second thread meanwhile: a process that keeps
+the runs of several policies checks their prompts at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongPrompt:
+    """A prompt that leaves no room for an answer in the model's context."""
+
+    index: int
+    """Number of the prompt, from 0."""
+    problem: str
+    """What is wrong with it and what to do, for a human."""
 
 
 async def check_lengths(bus: Bus, model: BlobRef, prompts: Iterable[Prompt], *, max_new_tokens: int) -> None:
     """Do `check_prompt_lengths` with the model files on the bus. Raises `BusError` when they are gone."""
-    files = decode(await get_blob(bus, model), ModelFiles)
-    with tempfile.TemporaryDirectory(prefix="sluice-model-") as directory:
-        await asyncio.to_thread(unbundle, files, Path(directory))
-        await asyncio.to_thread(check_prompt_lengths, prompts, Path(directory), max_new_tokens=max_new_tokens)
+    async with _files(bus, model) as directory:
+        await asyncio.to_thread(check_prompt_lengths, prompts, directory, max_new_tokens=max_new_tokens)
+
+
+async def lengths_exceeded(
+    bus: Bus, model: BlobRef, prompts: Iterable[Prompt], *, max_new_tokens: int
+) -> list[int]:
+    """Return the numbers of `long_prompts`, with the model files on the bus.
+
+    Raises `BusError` when these are gone."""
+    async with _files(bus, model) as directory:
+        return await asyncio.to_thread(
+            lambda: [one.index for one in long_prompts(prompts, directory, max_new_tokens=max_new_tokens)]
+        )
 
 
 def check_prompt_lengths(prompts: Iterable[Prompt], model_directory: Path, *, max_new_tokens: int) -> None:
     """Raise `ConfigError` for the first prompt that leaves no room for `max_new_tokens` in the context, or
     that the model's chat template refuses."""
+    for found in long_prompts(prompts, model_directory, max_new_tokens=max_new_tokens):
+        raise ConfigError(found.problem)
+
+
+def long_prompts(
+    prompts: Iterable[Prompt], model_directory: Path, *, max_new_tokens: int
+) -> Iterator[LongPrompt]:
+    """Return the prompts that leave no room for `max_new_tokens` in the context.
+
+    Raises `ConfigError` for a prompt that the model's chat template refuses."""
     from jinja2.exceptions import TemplateError  # transformers renders chat templates with it
-    from transformers import AutoConfig, AutoTokenizer  # slow to import, needed once
+
+    with _IMPORTING:
+        from transformers import AutoConfig, AutoTokenizer  # slow to import, needed once
 
     context = AutoConfig.from_pretrained(model_directory).get_text_config().max_position_embeddings
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
@@ -37,23 +75,39 @@ def check_prompt_lengths(prompts: Iterable[Prompt], model_directory: Path, *, ma
         content = prompt.content
         chat = [{"role": "user", "content": content}] if isinstance(content, str) else content
         try:
-            rendered.append(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-        except (TemplateError, ValueError) as error:
+            rendered.append(
+                tokenizer.apply_chat_template(
+                    chat, tools=prompt.tools or None, tokenize=False, add_generation_prompt=True
+                )
+            )
+        except (TemplateError, TypeError, ValueError) as error:
             number = start + len(rendered) + 1
             raise ConfigError(f"prompt {number}: the model's chat template refuses it: {error}") from error
         if len(rendered) == BATCH:
-            _check(rendered, start, tokenizer, context, max_new_tokens)
+            yield from _long(rendered, start, tokenizer, context, max_new_tokens)
             start, rendered = start + BATCH, []
     if rendered:
-        _check(rendered, start, tokenizer, context, max_new_tokens)
+        yield from _long(rendered, start, tokenizer, context, max_new_tokens)
 
 
-def _check(texts: list[str], start: int, tokenizer: object, context: int, max_new_tokens: int) -> None:
+def _long(
+    texts: list[str], start: int, tokenizer: object, context: int, max_new_tokens: int
+) -> Iterator[LongPrompt]:
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]  # type: ignore[operator]  # untyped library
     for n, token_ids in enumerate(encoded):
         if len(token_ids) + max_new_tokens > context:
-            raise ConfigError(
+            problem = (
                 f"prompt {start + n + 1} has {len(token_ids)} tokens: with {max_new_tokens} new ones it "
-                f"exceeds the model's context of {context} ({texts[n][:60]!r}...): shorten it or lower "
-                "sampling.max_new_tokens"
+                f"exceeds the model's context of {context} ({texts[n][:60]!r}...): shorten it, lower "
+                'sampling.max_new_tokens, or leave such prompts out with data.long_prompts = "skip"'
             )
+            yield LongPrompt(start + n, problem)
+
+
+@asynccontextmanager
+async def _files(bus: Bus, model: BlobRef) -> AsyncIterator[Path]:
+    """Write the model files on the bus to a directory that is gone afterwards."""
+    files = decode(await get_blob(bus, model), ModelFiles)
+    with tempfile.TemporaryDirectory(prefix="sluice-model-") as directory:
+        await asyncio.to_thread(unbundle, files, Path(directory))
+        yield Path(directory)

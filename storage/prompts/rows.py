@@ -1,16 +1,30 @@
-"""Reads rows of a .jsonl or .parquet file, with errors that say where and what to do."""
+"""Reads rows of a file or a dataset directory, with errors that say where and what to do."""
 
 import difflib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bus.codec import Json
 from bus.errors import ConfigError
 
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
+BATCH_ROWS = 1024
+"""Rows of .parquet and .arrow that are in memory at a time."""
+BUFFER_BYTES = 1 << 20
+_SHARD = re.compile(r"(.+)-\d+-of-\d+")
+"""Name of a file that is one of several of a split."""
 _SLICE = re.compile(r"(.+)@\[(-?\d*):(-?\d*)\]")
+
+
+Raw = tuple[str, bytes | dict[str, Json]]
+"""Place of a row, and the row: a line of JSON, or its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +50,74 @@ def missing_key(key: str, present: Iterable[str]) -> str:
     return f"no key {key!r}; {hint}the keys there are: {there}"
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Read all rows, or those of a slice `file.jsonl@[a:b]`, which counts rows from 0.
+def read_rows(path: Path) -> Iterator[Row]:
+    """Read all rows one by one, or those of a slice `file.jsonl@[a:b]`, which counts rows from 0.
 
-    Raises `ConfigError`; lines of .jsonl count from 1 and blank ones are skipped, rows of .parquet from 0."""
+    A directory, as Hugging Face's `datasets` saves or downloads it, is read as the files of its split, and
+    `directory/split` as those of one of several. Raises `ConfigError` when it comes to what is wrong; lines
+    of .jsonl count from 1 and blank ones are skipped, rows of .parquet and .arrow from 0."""
     file, wanted = _split(path)
-    if file.suffix not in _READERS:
+    shards = files_of(path)
+    empty = True
+    for where, content in _sliced(shards, wanted):
+        empty = False
+        yield _json_row(where, content) if isinstance(content, bytes) else Row(where, content)
+    if empty:
+        what = "holds no rows" if wanted == slice(None) else f"has no rows in the slice of {path.name}"
+        raise ConfigError(f"{file}: {what}: give a file or slice with at least one")
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files that `read_rows` reads, in their order. Raises `ConfigError` where there is none."""
+    file, _ = _split(path)
+    if shards := _of_directory(file):
+        return shards
+    if file.suffix not in _READERS and not file.is_dir():
         raise ConfigError(
             f"{file}: cannot read {file.suffix or 'a file without extension'}: use .jsonl or .parquet"
         )
     if not file.is_file():
         raise ConfigError(f"{file}: {_absence(file)}")
-    rows = _READERS[file.suffix](file, wanted)
-    if not rows:
-        what = "holds no rows" if wanted == slice(None) else f"has no rows in the slice of {path.name}"
-        raise ConfigError(f"{file}: {what}: give a file or slice with at least one")
-    return rows
+    return [file]
+
+
+def _sliced(shards: Sequence[Path], wanted: slice) -> Iterator[Raw]:
+    """Return the rows of a slice; one that counts from the end needs their number, by a pass of its own."""
+    start, stop = wanted.start, wanted.stop
+    if any(bound is not None and bound < 0 for bound in (start, stop)):
+        start, stop, _ = wanted.indices(sum(1 for _ in _raw(shards)))
+        stop = max(start, stop)
+    return islice(_raw(shards), start, stop)
+
+
+def _raw(shards: Sequence[Path]) -> Iterator[Raw]:
+    return (row for shard in shards for row in _READERS[shard.suffix](shard))
+
+
+def _of_directory(path: Path) -> list[Path]:
+    """Return the files of a dataset directory or of its split, in their order; none for anything else.
+
+    Raises `ConfigError` where a split has to be named."""
+    if path.is_dir():
+        splits = _splits(path)
+        if len(splits) > 1:
+            example = path / next(iter(splits))
+            raise ConfigError(f"{path} has the splits {', '.join(splits)}: name one, as {example}")
+        return next(iter(splits.values()), [])
+    return [] if path.exists() or not path.parent.is_dir() else _splits(path.parent).get(path.name, [])
+
+
+def _splits(directory: Path) -> dict[str, list[Path]]:
+    """Return the files of data in a directory, or else in `data` below it, by split."""
+    for place in (directory, directory / "data"):
+        found: dict[str, list[Path]] = {}
+        for file in sorted(place.iterdir()) if place.is_dir() else ():
+            if file.suffix in _READERS and file.is_file():
+                match = _SHARD.fullmatch(file.stem)
+                found.setdefault(match[1] if match else file.stem, []).append(file)
+        if found:
+            return found
+    return {}
 
 
 def _split(path: Path) -> tuple[Path, slice]:
@@ -67,7 +133,7 @@ def _split(path: Path) -> tuple[Path, slice]:
 
 def _absence(file: Path) -> str:
     if file.is_dir():
-        return "is a directory: name a file in it"
+        return "is a directory without .jsonl, .parquet or .arrow files: name a file"
     if not file.parent.is_dir():
         return f"no such file, nor the directory {file.parent}: check the path"
     candidates = [path.name for path in file.parent.iterdir() if path.suffix in _READERS]
@@ -75,10 +141,14 @@ def _absence(file: Path) -> str:
     return f"no such file: {f'did you mean {close[0]!r}?' if close else 'check the path'}"
 
 
-def _read_jsonl(file: Path, wanted: slice) -> list[Row]:
-    with file.open("rb") as lines:
-        numbered = [(number, line) for number, line in enumerate(lines, 1) if not line.isspace()]
-    return [_json_row(f"{file}, line {number}", line) for number, line in numbered[wanted]]
+def _read_jsonl(file: Path) -> Iterator[Raw]:
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.isspace():
+                    yield f"{file}, line {number}", line
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}): check the file") from error
 
 
 def _json_row(where: str, line: bytes) -> Row:
@@ -99,17 +169,37 @@ def _json_row(where: str, line: bytes) -> Row:
     return Row(where, values)
 
 
-def _read_parquet(file: Path, wanted: slice) -> list[Row]:
+def _read_parquet(file: Path) -> Iterator[Raw]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(file)
+        # a column of a row group is read a buffer at a time: groups may have a million rows
+        with pyarrow.parquet.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as opened:
+            yield from _numbered(file, opened.iter_batches(BATCH_ROWS))
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{file}: not a readable Parquet file ({error}): write it again") from error
-    start, stop, _ = wanted.indices(table.num_rows)
-    chosen = table.slice(start, max(0, stop - start)).to_pylist()
-    return [Row(f"{file}, row {number}", values) for number, values in enumerate(chosen, start)]
 
 
-_READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+def _read_arrow(file: Path) -> Iterator[Raw]:
+    """Read a file of `datasets.save_to_disk`, which is a stream of Arrow."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
+            parts = (
+                batch.slice(first, BATCH_ROWS)
+                for batch in stream
+                for first in range(0, batch.num_rows, BATCH_ROWS)
+            )
+            yield from _numbered(file, parts)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{file}: not a readable Arrow stream ({error}): save it again") from error
+
+
+def _numbered(file: Path, batches: Iterable["RecordBatch"]) -> Iterator[Raw]:
+    values = (row for batch in batches for row in batch.to_pylist())
+    return ((f"{file}, row {number}", row) for number, row in enumerate(values))
+
+
+_READERS = {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".arrow": _read_arrow}

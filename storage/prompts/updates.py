@@ -11,17 +11,20 @@ from bus.requests import DataAccepted, NewData
 from storage.dispatch.ledger import Ledger
 from storage.prompts.data_sets import DataSets
 from storage.prompts.dataset import refuse_large
-from storage.prompts.length_check import check_lengths
+from storage.prompts.length_check import check_lengths, lengths_exceeded
 
 
 class DataUpdates:
     """Answers `launch data`."""
 
-    def __init__(self, bus: Bus, ledger: Ledger, data: DataSets, *, max_new_tokens: int) -> None:
+    def __init__(
+        self, bus: Bus, ledger: Ledger, data: DataSets, *, max_new_tokens: int, skip_long: bool = False
+    ) -> None:
         self._bus = bus
         self._ledger = ledger
         self._data = data
         self._max_new_tokens = max_new_tokens
+        self._skip_long = skip_long
         self._one_at_a_time = asyncio.Lock()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -43,7 +46,14 @@ class DataUpdates:
         largest = self._bus.client.max_payload
         await asyncio.to_thread(refuse_large, prompts, request.source, largest_message=largest)
         async with self._one_at_a_time:
-            await check_lengths(self._bus, found[0].model, prompts, max_new_tokens=self._max_new_tokens)
+            model, longest = found[0].model, self._max_new_tokens
+            long: list[int] = []
+            if self._skip_long:
+                long = await lengths_exceeded(self._bus, model, prompts, max_new_tokens=longest)
+            else:
+                await check_lengths(self._bus, model, prompts, max_new_tokens=longest)
             latest = await self._data.add(prompts, keep_old=request.keep_old, source=request.source)
+            first = latest.count - len(prompts)
+            self._data.skip_long(first + index for index in long)  # at once: before a lease is issued
             await asyncio.to_thread(self._ledger.flush)
         return [DataAccepted(first_lease=latest.first_lease, prompts=latest.count)]

@@ -128,6 +128,8 @@ class Quarantine:
 
     def _foreign_token(self, t: Trajectory) -> SchemaError | None:
         vocabulary, largest = self.facts.vocabulary, int(t.token_ids.max(initial=-1))
+        if (kept := t.kept_sets) is not None:
+            largest = max(largest, int(kept.token_ids.max(initial=-1)))
         if vocabulary is None or largest < vocabulary:
             return None
         return _refusal(

@@ -10,6 +10,7 @@ from bus.errors import BusError, ConfigError
 from bus.requests import Issued, IssuedRequest
 from bus.waiting import RETRY_S, is_away
 from storage.store.replay import ReplayStore
+from storage.store.settled import refuse_older_ledger
 
 log = structlog.get_logger()
 ANSWER_TIMEOUT_S = 10.0
@@ -61,10 +62,19 @@ class IssuedLeases:
             await self._ask()
 
     async def refuse_other_run(self, store: ReplayStore) -> None:
-        """Raise `ConfigError` when the ledger knows more of this shard than is here, or less.
+        """Raise `ConfigError` when the ledger knows more of this shard than is here, or less, and
+        `LostDataError` when it is older than what was settled here.
 
         Groups of a lease that is yet to be issued would stand in the way of its own."""
-        known, youngest, stored = await self._ask(), store.youngest, store.completions
+        known, youngest, stored, noted = await self._ask(), store.youngest, store.completions, store.settled
+        refuse_older_ledger(
+            "the dispatcher's ledger",
+            str(store.directory),
+            noted,
+            issued=known.next_id,
+            seen=known.seen,
+            again=filter(noted.covers, known.rolling_out),
+        )
         if youngest >= known.next_id:
             raise ConfigError(
                 f"{store.directory} holds the group of lease {youngest}, but the ledger has issued only "

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from bus.codec import Message, encode
 from bus.connection import Bus
@@ -41,7 +42,7 @@ ANSWER_LEASES = 65536
 REWARDS = 1024
 """Late rewards that become durable together."""
 ANSWER_SPREADS = 1024
-"""Groups in an answer that tells their spreads, for which each is read from the disk."""
+"""Groups in an answer that tells their spreads or rewards, for which each is read from the disk."""
 
 
 class Shard:
@@ -62,8 +63,6 @@ class Shard:
         self._hear_of = hear_of
         self._linger_s = linger_s
         self._quarantine = quarantine
-        self._refused_after = -1
-        """What a dispatcher said last that it has seen, of those whose ledger was too old."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Store what arrives and answer reads until `stop`."""
@@ -160,32 +159,41 @@ class Shard:
             await self._publisher.publish(subject, encode(event), message_id=f"rejected-{lease_id}")
 
     async def _on_stored(self, request: StoredRequest) -> list[Message]:
-        try:
-            news = self._news(request.after)
-        except StorageError as error:
-            if request.after != self._refused_after:  # it asks again every second
-                log.error("ledger_older_than_replay", shard=self._number, reason=str(error))
-                self._refused_after = request.after
-            raise BusError(str(error)) from error
-        if not request.spreads:
+        """The dispatcher decides whether its ledger is older than what is noted here: it knows what of it
+        changed since it asked."""
+        noted = self.store.settled
+        news = replace(
+            self._news(max(request.after, noted.forgotten)),
+            after=request.after,
+            directory=str(self.store.directory) if noted.through else "",
+            settled_through=noted.through,
+            forgotten=noted.forgotten,
+            settled=tuple(filter(noted.covers, request.rolling_out)),
+        )
+        if not (request.spreads or request.rewards):
             return [news]
         leases = news.lease_ids[:ANSWER_SPREADS]
-        spreads = await asyncio.to_thread(lambda: tuple(map(self._spread, leases)))
-        return [replace(news, lease_ids=leases, spreads=spreads, tokens=news.tokens[:ANSWER_SPREADS])]
+        groups = await asyncio.to_thread(lambda: list(map(self._rewards, leases)))
+        return [
+            replace(
+                news,
+                lease_ids=leases,
+                tokens=news.tokens[:ANSWER_SPREADS],
+                spreads=tuple(map(_spread, groups)) if request.spreads else (),
+                rewards=tuple(map(_joined, groups)) if request.rewards else (),
+            )
+        ]
 
-    def _spread(self, lease_id: int) -> float:
-        """Return the mean over its episodes and agents of |reward - that agent's mean|; 0 when nothing of it
-        is trained, or it cannot be read, as after its removal."""
+    def _rewards(self, lease_id: int) -> list[NDArray[np.float64]]:
+        """Return the rewards of a group's episodes by agent; none when nothing of it is trained, or it cannot
+        be read, as after its removal."""
         try:
             found = self.store.read([lease_id])
         except StorageError as error:
-            log.warning("spread_not_known", lease_id=lease_id, reason=str(error))
-            return 0.0
+            log.warning("rewards_not_known", lease_id=lease_id, reason=str(error))
+            return []
         by_agent = episode_rewards(t.agent_reward for t in found if t.is_trained).values()
-        rewards = [np.array(list(episodes.values())) for episodes in by_agent]
-        if not rewards:
-            return 0.0
-        return float(np.concatenate([np.abs(values - values.mean()) for values in rewards]).mean())
+        return [np.array(list(episodes.values())) for episodes in by_agent]
 
     async def _on_full(self, request: FullGroupsRequest) -> list[Message]:
         return [FullGroups(lease_ids=tuple(self.store.full(request.lease_ids)))]
@@ -237,9 +245,20 @@ def _packed(trajectories: Sequence[Trajectory]) -> Iterator[TrajectoryBatch]:
     for trajectory in trajectories:
         batch.append(trajectory)
         size += 16 * len(trajectory.token_ids) + len(trajectory.routed_experts) + 512
-        size += 64 * len(trajectory.turns)
+        size += 64 * len(trajectory.turns) + len(trajectory.kept_counts) + len(trajectory.kept_tokens)
         if size >= ANSWER_BYTES:
             yield TrajectoryBatch(trajectories=tuple(batch))
             batch, size = [], 0
     if batch:
         yield TrajectoryBatch(trajectories=tuple(batch))
+
+
+def _spread(rewards: Sequence[NDArray[np.float64]]) -> float:
+    """Return the mean over episodes and agents of |reward - that agent's mean|; 0 without any."""
+    if not rewards:
+        return 0.0
+    return float(np.concatenate([np.abs(values - values.mean()) for values in rewards]).mean())
+
+
+def _joined(rewards: Sequence[NDArray[np.float64]]) -> tuple[float, ...]:
+    return tuple(value for values in rewards for value in values.tolist())

@@ -9,7 +9,7 @@ due: their places in it are kept in the database.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, takewhile
 from pathlib import Path
@@ -24,6 +24,7 @@ from storage.store.late_rewards import Key, LateRewards
 from storage.store.settled import Settled, settle_more
 
 log = structlog.get_logger()
+LAST_LEASE = (1 << 63) - 1
 
 
 class CompleteGroups:
@@ -72,13 +73,14 @@ class CompleteGroups:
 
     # --- questions ---
 
-    def closed_sizes(self) -> dict[int, int]:
-        """Return every group that was closed short and how many trajectories it had then, by asking the disk.
+    def closed_sizes(self, leases: Collection[int] | None = None) -> dict[int, int]:
+        """Return the groups that were closed short and how many trajectories each had, by asking the disk.
 
-        Builds that did not count them noted 1."""
+        Of all, or at least of `leases`. Builds that did not count them noted 1."""
+        first, last = (0, LAST_LEASE) if leases is None else (min(leases, default=0), max(leases, default=0))
         with self._database.reading() as sql:
-            query = "SELECT lease_id, closed FROM places WHERE closed"
-            return {} if sql is None else dict(sql.execute(query).fetchall())
+            query = "SELECT lease_id, closed FROM places WHERE closed AND lease_id BETWEEN ? AND ?"
+            return {} if sql is None else dict(sql.execute(query, (first, last)).fetchall())
 
     def is_forgotten(self, lease_id: int) -> bool:
         """Tell whether a group is settled, and known to the disk alone."""

@@ -1,7 +1,7 @@
 """What a store holds: which groups, in which rows, in which segments; and reads of them."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,8 +74,8 @@ class StoreContents:
             rows |= self._rows_of_settled(past)
         return [row for lease in leases for row in rows[lease]]
 
-    def _rows_of_settled(self, leases: Iterable[int]) -> dict[int, list[int]]:
-        (found, torn), closed_sizes = self._find(leases), self.groups.closed_sizes()
+    def _rows_of_settled(self, leases: Collection[int]) -> dict[int, list[int]]:
+        (found, torn), closed_sizes = self._find(leases), self.groups.closed_sizes(leases)
         with self.mutex:
             placed = self.layout.placed()
         for lease, samples in found.items():
@@ -88,16 +88,18 @@ class StoreContents:
                 placed = self.layout.placed()
             return find_rows(placed, self.layout.mapped, leases)
 
-    def read_rows(self, rows: Iterable[int]) -> list[Trajectory]:
-        """Return the trajectories in these rows, with rewards that came later. `reading` is held."""
-        found: list[Trajectory] = []
+    def read_rows(self, rows: Sequence[int]) -> list[Trajectory]:
+        """Return the trajectories in these rows, with rewards that came later. `reading` is held.
+
+        They are read in the order in which they lie, so that each segment is opened once."""
+        found: dict[int, Trajectory] = {}
         held = range(0)  # rows of the segment that the last one lay in, where the next one mostly lies
-        for row in rows:
+        for row in sorted(rows):
             if row not in held:
                 segment, held = self.layout.segment_of(row)
             trajectory = segment.trajectory(row - held.start)
-            found.append(self._rewarded(trajectory) if trajectory.reward_due else trajectory)
-        return found
+            found[row] = self._rewarded(trajectory) if trajectory.reward_due else trajectory
+        return [found[row] for row in rows]
 
     def _rewarded(self, trajectory: Trajectory) -> Trajectory:
         reward = self.groups.rewards.reward_of(trajectory.lease_id, trajectory.sample)

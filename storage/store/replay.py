@@ -18,16 +18,11 @@ from storage.disk.atomic_files import lock_directory, make_directory, remove, re
 from storage.store.archive import archive_segment
 from storage.store.contents import StoreContents
 from storage.store.index import LARGEST_GROUP
-from storage.store.layout import (
-    SegmentEntry,
-    choose_merge,
-    find_entries,
-    merged,
-)
+from storage.store.layout import SegmentEntry, choose_merge, find_entries, merged
 from storage.store.loading import load_store, save_index
 from storage.store.retired import write_retired
 from storage.store.segments import merge_segments, read_columns, write_segment
-from storage.store.settled import save_settled
+from storage.store.settled import Settled, save_settled
 
 log = structlog.get_logger()
 READER_ATTEMPTS = 5
@@ -90,6 +85,12 @@ class ReplayStore:
     def youngest(self) -> int:
         """Return the highest lease of a complete group, -1 before the first."""
         return self._held.groups.youngest
+
+    @property
+    def settled(self) -> Settled:
+        """Return what is noted of the leases whose groups this store has let go."""
+        with self._held.mutex:
+            return self._held.settled
 
     def completed_after(self, after: int, most: int) -> list[int]:
         """Return the leases of the groups that became complete after the first `after` ones, in their order.

@@ -345,6 +345,11 @@ class Segment:
         """Return the array `rows`, [N, 6]."""
         return self._rows[1:]
 
+    @property
+    def leases(self) -> NDArray[np.int64]:
+        """Return the lease of each trajectory, [N]."""
+        return self._rows[1:, ROW_COLUMNS.index("lease_id")]
+
     def decoded(self, name: str) -> NDArray[Any]:
         """Return all of an array of tokens or records; a view of the mapped file is good until `close`.
 

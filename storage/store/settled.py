@@ -49,6 +49,35 @@ class Settled:
         return leases.stop <= self.through and not any(lease in leases for lease in self.open)
 
 
+def refuse_older_ledger(
+    ledger: str, store: str, noted: Settled, *, issued: int, seen: int, again: Iterable[int]
+) -> None:
+    """Raise `LostDataError` when a ledger was brought back from before what a shard has `noted` of it.
+
+    It would let leases roll out whose groups the shard stores no more, and wait for them for ever.
+
+    Args:
+        ledger: names the ledger for a human, and
+        store: the directory of the shard.
+        noted: its `through` and `forgotten` are looked at.
+        issued: leases that the ledger has issued.
+        seen: complete groups of the shard that the ledger knows.
+        again: leases that are settled, and roll out by what the ledger says.
+    """
+    if noted.through > issued:
+        what = f"it has issued {issued} leases, and had issued {noted.through}"
+    elif noted.forgotten > seen:
+        what = f"it has seen {seen} complete groups of this shard, and had seen {noted.forgotten}"
+    elif leases := sorted(again):
+        what = f"lease {leases[0]} is rolling out by what it says, and was settled"
+    else:
+        return
+    raise LostDataError(
+        f"{ledger} is older than what {store}/{FILE} notes of it: {what}. Restore the newer ledger; if there "
+        "is none, move ledger and replay away and start a new run from this one's weights"
+    )
+
+
 def settle_more(before: Settled, through: int, unsettled: Iterable[int]) -> Settled:
     """Return what is settled besides what was `before`.
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import resource
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from storage.config import AdmissionConfig
 from storage.dispatch.dispatcher import Dispatcher
 from storage.dispatch.ledger import Ledger
 from storage.prompts.data_sets import DataSets
+from storage.prompts.mixture import Source
 from storage.shard.server import Shard
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
@@ -62,7 +63,7 @@ async def running(
         yield task
     finally:
         stop.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):  # a shard may wait for the answer of a dispatcher that ended just now
             await task
 
 
@@ -99,13 +100,19 @@ def make_shard(bus: Bus, store: ReplayStore, number: int, *, issued: int = 1000)
 
 
 @contextmanager
-def opened(bus: Bus, directory: Path, admission: AdmissionConfig = SMALL) -> Iterator[Storage]:
+def opened(
+    bus: Bus,
+    directory: Path,
+    admission: AdmissionConfig = SMALL,
+    prompts: Sequence[Prompt] = PROMPTS,
+    sources: Sequence[Source] = (),
+) -> Iterator[Storage]:
     """The parts of a storage process on `directory`, not yet running."""
     with ExitStack() as stack:
         ledger = stack.enter_context(closing(Ledger.open(directory / "ledger.sqlite")))
         stores = [stack.enter_context(closing(ReplayStore.open(directory / str(n)))) for n in range(SHARDS)]
         data = DataSets(ledger, directory)
-        data.configure(PROMPTS, seed=0, shuffle=True, source="the test")
+        data.configure(prompts, seed=0, shuffle=True, source="the test", sources=sources)
         dispatcher = Dispatcher(bus, ledger, data, admission, shards=SHARDS, seed=0)
         shards = [
             Shard(bus, store, n, shards=SHARDS, was_issued=ledger.was_issued, linger_s=0.0)
@@ -122,9 +129,11 @@ async def serving(
     *,
     reissue: bool = False,
     admit: bool = True,
+    prompts: Sequence[Prompt] = PROMPTS,
+    sources: Sequence[Source] = (),
 ) -> AsyncIterator[Storage]:
     """A storage process on `directory`, from start to stop."""
-    with opened(bus, directory, admission) as storage:
+    with opened(bus, directory, admission, prompts, sources) as storage:
         if admit:
             storage.dispatcher.admit()
         async with running(lambda stop: storage.run(stop, reissue=reissue)):
@@ -132,7 +141,12 @@ async def serving(
 
 
 def manifest(
-    version: int, *, incarnation: str = "a", stage: str = "rl", trains_from: int = 0
+    version: int,
+    *,
+    incarnation: str = "a",
+    stage: str = "rl",
+    trains_from: int = 0,
+    ess_fraction: float | None = None,
 ) -> PolicyManifest:
     """A policy whose weights nobody fetches."""
     return PolicyManifest(
@@ -142,6 +156,7 @@ def manifest(
         model=BLOB,
         stage=stage,
         trains_from=trains_from,
+        ess_fraction=ess_fraction,
     )
 
 
@@ -154,8 +169,16 @@ class LearnerStandIn:
     trains_from: int = 0
     reasons: list[str] = field(default_factory=list)
 
-    async def publish(self, version: int, *, stage: str = "rl") -> PolicyManifest:
-        made = manifest(version, incarnation=self.incarnation, stage=stage, trains_from=self.trains_from)
+    async def publish(
+        self, version: int, *, stage: str = "rl", ess_fraction: float | None = None
+    ) -> PolicyManifest:
+        made = manifest(
+            version,
+            incarnation=self.incarnation,
+            stage=stage,
+            trains_from=self.trains_from,
+            ess_fraction=ess_fraction,
+        )
         await self.bus.put("policy", made)
         await self.bus.notify(self.bus.subject("notice", "policy"), made)
         return made
@@ -168,7 +191,7 @@ class LearnerStandIn:
 
     async def batch(self, step: int) -> list[int]:
         """Ask until there is a batch; its leases."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while True:
                 answer = await self.ask(step)
                 if isinstance(answer, BatchLease):
@@ -183,11 +206,11 @@ class LearnerStandIn:
 
     async def _say(self, what: str, message: Message, *expected: type[R]) -> R:
         """Storage may still be starting."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while True:
                 try:
                     return await self.bus.request(
-                        self.bus.subject("rpc", what), message, *expected, timeout_s=5
+                        self.bus.subject("rpc", what), message, *expected, timeout_s=20
                     )
                 except BusError as error:
                     if "nobody serves" not in str(error):

@@ -228,6 +228,16 @@ async def test_prompt_longer_than_the_context_stops_the_run_and_is_named(bus, tm
     assert await messages(bus, "TASKS") == 0
 
 
+async def test_prompts_that_are_too_long_are_left_out_where_the_run_says_so(bus, tmp_path, model_files):
+    await publish_policy(bus, await put_blob(bus, Publisher(bus), encode(model_files), "model"))
+    settings = make_settings(tmp_path, "2 + 2 =", "x" * 21, "3 + 3 =")
+    skipping = settings.data.model_copy(update={"long_prompts": "skip", "shuffle": False})
+    async with storage(bus, replace(settings, data=skipping)):
+        await has(bus, "TASKS", 4)
+        assert [lease.prompt.content for lease in await leases(bus)] == ["2 + 2 =", "3 + 3 ="] * 2
+        assert [lease.lease_id for lease in await leases(bus)] == [0, 2, 3, 5]
+
+
 async def test_model_files_that_are_gone_are_waited_for(bus, tmp_path, model_files):
     """A learner that starts over replaces them."""
     await publish_policy(bus, BLOB)
@@ -319,7 +329,11 @@ async def test_poison_is_known_at_once_after_a_restart_and_counted_by_kind(bus, 
         await send(bus, replace(make_trajectory(2), run="another"))
         await send(bus, *(replace(make_trajectory(3, n), run=run.pop() if n == 0 else "") for n in range(2)))
         await has(bus, "DEAD", 3)
-        await until(lambda: "dead_reasons" in heard[-1].values and heard[-1].values["dead"] == 3)
-    assert heard[-1].values["dead_reasons"] == {"vocabulary": 1, "version": 1, "identity": 1}
-    assert heard[-1].values["reasons"] == {"set_aside": 2}
-    assert heard[-1].values["trajectories_stored"] == 2
+        expected = {
+            "dead": 3,
+            "dead_reasons": {"vocabulary": 1, "version": 1, "identity": 1},
+            "reasons": {"set_aside": 2},
+            "trajectories_stored": 2,
+        }  # each becomes known at a time of its own
+        await until(lambda: expected.items() <= heard[-1].values.items())
+    assert expected.items() <= heard[-1].values.items()

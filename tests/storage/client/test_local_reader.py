@@ -62,7 +62,7 @@ async def shard_at_work(bus, store):
 async def locates(bus) -> bool:
     request = LocateRequest(lease_ids=(), host="")
     try:
-        await bus.request(bus.subject("rpc", "locate", 0), request, Located, timeout_s=5)
+        await bus.request(bus.subject("rpc", "locate", 0), request, Located, timeout_s=20)
     except BusError:
         return False
     return True

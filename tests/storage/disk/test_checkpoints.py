@@ -49,6 +49,9 @@ def test_pruning_keeps_the_latest(tmp_path):
     assert checkpoints.prune(tmp_path, keep=2) == [0, 1, 2]
     assert checkpoints.steps(tmp_path) == [3, 4]
     assert checkpoints.prune(tmp_path, keep=2) == []
+    save(tmp_path, 5)
+    assert checkpoints.prune(tmp_path, keep=1, besides={3}) == [4]
+    assert checkpoints.steps(tmp_path) == [3, 5]
     with pytest.raises(ValueError, match="keep at least 1"):
         checkpoints.prune(tmp_path, keep=0)
 

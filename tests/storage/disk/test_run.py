@@ -1,6 +1,7 @@
 import json
 import platform
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -94,3 +95,23 @@ def test_a_directory_of_an_older_build_is_refused(tmp_path):
     for use in (run.refuse_other_format, run.write_provenance):
         with pytest.raises(ConfigError, match=r"old has format 1, this build reads format 2: .* commit abc"):
             use()
+
+
+def test_a_start_that_is_refused_removes_what_it_made_and_nothing_of_others(tmp_path):
+    def refused(make):
+        run = RunDirectory(tmp_path / "runs", "mine")
+        with suppress(ConfigError), run.unmade_on_error():
+            (run.data / "prompts.jsonl").touch()
+            make(run)
+            raise ConfigError("a bad row")
+        return run
+
+    refused(lambda run: None)
+    assert not (tmp_path / "runs").exists()
+    other = RunDirectory(tmp_path / "runs", "other")
+    refused(lambda run: other.config.touch())
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]
+    mine = refused(lambda run: run.config.touch())  # by a second start of the same run, which goes on
+    assert mine.config.exists()
+    refused(lambda run: None)
+    assert (mine.data / "prompts.jsonl").exists()

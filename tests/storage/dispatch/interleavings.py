@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 
 from bus.messages import GroupRejected
 from bus.requests import StoredGroups
-from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler, UniformSampler
+from storage.config import (
+    NO_ESS_BRAKE,
+    AdmissionConfig,
+    EssBrakeConfig,
+    FifoSampler,
+    FreshnessSampler,
+    PrioritySampler,
+    UniformSampler,
+)
 from storage.dispatch.admission import Admission
 from storage.dispatch.ledger import Ledger
 from storage.dispatch.ledger_schema import prepare
@@ -33,8 +41,10 @@ def random_config(draw: random.Random, *, before: AdmissionConfig | None = None)
     return AdmissionConfig(
         groups_per_step=draw.randint(1, 3),
         max_staleness=staleness,
+        exact_staleness=draw.random() < 0.2 if before is None else before.exact_staleness,
         incomplete=draw.choice(["wait", "drop", "close_short"]) if before is None else before.incomplete,
         patience_s=PATIENCE_S,
+        ess_brake=EssBrakeConfig(below=0.6, steps=2) if staleness % 2 else NO_ESS_BRAKE,
         sampler=kind(max_reuse=reuse, min_samples_per_insert=least, max_samples_per_insert=most),
     )
 
@@ -71,6 +81,8 @@ class World:
     same_config: bool = True
     """Whether it is the one that the run began with."""
 
+    fractions: random.Random = field(default_factory=lambda: random.Random(5))
+    """Effective sample sizes, so that the brake of some configurations holds again and again."""
     quarantined: set[int] = field(default_factory=set)
     """Leases whose turn falls to a prompt that killed its actors."""
 
@@ -209,7 +221,9 @@ class World:
     # --- the learner ---
 
     def publish(self) -> None:
-        self.published = manifest(self.step, incarnation=str(self.incarnation))
+        self.published = manifest(
+            self.step, incarnation=str(self.incarnation), ess_fraction=self.fractions.random()
+        )
         self.admission.on_policy(self.published)
 
     def resume(self) -> None:

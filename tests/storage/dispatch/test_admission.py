@@ -160,6 +160,29 @@ def test_groups_are_used_again_only_when_too_few_are_fresh(sql):
     assert run.batch(4).startswith("0 of 2 groups are stored")
 
 
+def test_exact_staleness_trains_each_group_the_same_number_of_versions_after_it_was_sampled(sql):
+    run = Run(sql, config(groups=2, staleness=2, exact_staleness=True))
+    run.store(0, 1, 2, 3, 4)
+    assert "all groups issued at version 0" in run.batch(1)  # without it the step would go on
+    run.store(5)
+    lags = []
+    for step in range(1, 9):
+        lags += [step - 1 - (lease - 4) // 2 for lease in run.batch(step) if lease > 5]
+        assert run.batch(step + 1) == f"version {step}, since staleness is exact"
+        leases = run.publish(step)
+        assert "2 are rolling out" in run.batch(step + 1)
+        run.store(*leases)
+    assert lags == [2] * 10
+
+
+def test_exact_staleness_0_is_on_policy_and_goes_on(sql):
+    run = Run(sql, config(groups=2, staleness=0, exact_staleness=True))
+    for step in range(1, 4):
+        run.store(2 * step - 2, 2 * step - 1)
+        assert run.batch(step) == [2 * step - 2, 2 * step - 1]
+        run.publish(step)
+
+
 def test_admission_waits_until_each_group_had_its_samples(sql):
     run = Run(sql, config(staleness=1, sampler=FifoSampler(max_reuse=2, min_samples_per_insert=2)))
     assert run.ledger.next_id == 2  # four samples in reach, two for each

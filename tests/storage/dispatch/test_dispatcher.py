@@ -5,18 +5,20 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from structlog.testing import capture_logs
 
 from bus.codec import encode
 from bus.connection import Bus
 from bus.consume import Inbox
 from bus.errors import BusError, FencedError, LostDataError, StorageError
-from bus.requests import BatchLease, BatchRequest, StoredRequest, Waiting
+from bus.publish import Publisher
+from bus.requests import BatchLease, BatchRequest, Waiting
 from bus.roles import hold_role
 from bus.topology import ensure
 from storage.config import AdmissionConfig, FifoSampler, FreshnessSampler, PrioritySampler
+from storage.dispatch.admission import Admission
+from storage.dispatch.given_groups import Use
 from storage.dispatch.ledger import Ledger
-from storage.prompts.dataset import PromptOrder
+from storage.prompts.epochs import PromptOrder
 from tests.factories import make_lease, make_trajectory
 from tests.storage.dispatch.test_ledger import on_disk
 from tests.storage.serving import (
@@ -393,6 +395,31 @@ async def test_request_of_a_replaced_learner_that_is_still_waiting_takes_nothing
         assert storage.ledger.steps == {}
 
 
+async def test_waiting_request_looks_for_a_batch_only_once_there_are_enough_groups(
+    bus, learner, tmp_path, monkeypatch
+):
+    """Each of ten thousand groups that roll out is news when it is stored."""
+    monkeypatch.setattr("storage.dispatch.dispatcher.LONG_POLL_S", 60.0)
+    looks: list[int] = []
+    batch = Admission.batch
+
+    def looking(self: Admission, step: int, train_version: int, *, now_s: float) -> list[Use] | str:
+        looks.append(step)
+        return batch(self, step, train_version, now_s=now_s)
+
+    monkeypatch.setattr(Admission, "batch", looking)
+    async with serving(bus, tmp_path, AdmissionConfig(groups_per_step=4, samples_per_prompt=2)) as storage:
+        await learner.publish(0)
+        await until(lambda: storage.ledger.next_id > 0)
+        asking = asyncio.create_task(learner.ask(1))
+        await until(lambda: looks == [1])
+        for lease_id in range(4):
+            await send_groups(bus, [lease_id])
+            await until(lambda count=lease_id + 1: storage.ledger.inserted() == count)
+        assert isinstance(await asking, BatchLease)
+    assert looks == [1, 1]
+
+
 async def test_suspended_learner_cannot_take_the_run_back_from_its_successor(bus, learner, tmp_path):
     async with serving(bus, tmp_path) as storage:
         await learner.publish(0)
@@ -494,6 +521,29 @@ async def test_leases_that_a_crash_left_unpublished_are_published(bus, learner, 
     assert sorted(lease.lease_id for lease in await leases(bus)) == [0, 1, 2, 3]
 
 
+async def test_leases_are_on_the_disk_before_they_are_published_and_again_once_they_are(
+    bus, learner, tmp_path, monkeypatch
+):
+    """What a crash at either moment leaves: no lease that an actor has is issued twice or forgotten."""
+    before: list[tuple[int, int]] = []
+    publish = Publisher.publish
+
+    async def looking(self: Publisher, subject: str, data: bytes, **options: str) -> None:
+        copy = tmp_path / f"{len(before)}.sqlite"
+        on_disk(tmp_path / "ledger.sqlite", copy)
+        with closing(Ledger.open(copy)) as found:
+            before.append((found.next_id, int(found.facts.get("published_through", "-1"))))
+        await publish(self, subject, data, **options)
+
+    monkeypatch.setattr(Publisher, "publish", looking)
+    async with serving(bus, tmp_path):
+        await learner.publish(0)
+        await has(bus, "TASKS", 4)
+        await send_rejections(bus, [1])
+        await has(bus, "TASKS", 5)
+    assert before == [(4, -1)] * 4 + [(5, 3)]
+
+
 async def test_bus_that_lost_its_disk_gets_all_that_is_rolling_out_again(bus, learner, tmp_path):
     async with serving(bus, tmp_path) as storage:
         await learner.publish(0)
@@ -584,22 +634,6 @@ async def test_replay_that_lost_groups_stops_the_dispatcher(bus, tmp_path):
             with pytest.raises(ExceptionGroup) as failure:
                 await storage.dispatcher.run(asyncio.Event(), reissue=False)
     assert failure.group_contains(LostDataError, match="shard 1 holds 0 complete groups, .* has seen 5")
-
-
-async def test_a_ledger_that_is_older_than_what_a_shard_settled_is_told_of_once(bus, tmp_path):
-    """Such a dispatcher waits for the shard for ever: the shard says why, and what to do."""
-    with opened(bus, tmp_path) as storage:
-        shard, store = storage.shards[1], storage.stores[1]
-        for lease_id in (1, 3):
-            store.append([make_trajectory(lease_id, n) for n in range(2)])
-        store.settle(4, [], seen=2)
-        with capture_logs() as logs:
-            for _ in range(2):
-                with pytest.raises(BusError, match="has seen 1 complete groups"):
-                    await shard._on_stored(StoredRequest(after=1))
-    [told] = [line for line in logs if line["event"] == "ledger_older_than_replay"]
-    assert (told["log_level"], told["shard"]) == ("error", 1)
-    assert "restore the newer ledger" in told["reason"]
 
 
 async def test_disk_that_refuses_stops_the_dispatcher(bus, learner, tmp_path):

@@ -138,6 +138,7 @@ class LedgerMachine(RuleBasedStateMachine):
         steps = range(1, max([*model.steps, *ledger.steps], default=0) + 2)
         given = {s: {use.lease_id for use in ledger.uses(s)} for s in steps}
         assert {s: groups for s, groups in given.items() if groups} == model.steps
+        assert ledger.newest_step == max(model.steps, default=0)
         assert ledger.reasons == Counter(model.rejected.values())
         assert ledger.facts == model.facts
         for lease_id, lease in (ledger.rolling_out | ledger.stored).items():

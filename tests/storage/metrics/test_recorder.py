@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from bus.messages import EvaluationResult, Metrics, PolicyManifest
 from bus.permissions import COUNTERS
 from bus.publish import Publisher
 from bus.topology import ensure
+from storage.disk.atomic_files import make_directory
 from storage.disk.run_directory import RunDirectory
+from storage.metrics.points import Points
 from storage.metrics.recorder import Sink, record_metrics
 from storage.metrics.records import Record, append_records, older, read_records
 from tests.storage.serving import BLOB
@@ -76,11 +79,43 @@ async def test_events_are_recorded_with_nobody_watching(bus: Bus, run: RunDirect
     )
     await Publisher(bus).publish(bus.subject("events", "evaluation"), encode(result), message_id="e5")
     await record_what_is_there(bus, run, [sink])
-    trained, evaluated = read_records(run.metrics)
+    await Publisher(bus).publish(
+        bus.subject("events", "evaluation"),
+        encode(replace(result, policy_version=4, data_set="aime", samples=4, scores={"pass@4": 0.75})),
+        message_id="e4",
+    )
+    await record_what_is_there(bus, run, [sink])
+    trained, evaluated, further = read_records(run.metrics)
+    assert (further["data_set"], further["samples"], further["pass@4"]) == ("aime", 4, 0.75)
+    assert (evaluated["lag_versions"], further["lag_versions"]) == (0, 1)
+    assert "data_set" not in evaluated
+    [point] = Points().of(further)
+    assert (point.axis, point.values["evaluation/aime/pass@4"]) == ("evaluation/step", 0.75)
     assert (trained["source"], trained["step"], trained["reward/mean"]) == ("learner", 1, 0.5)
     assert (evaluated["kind"], evaluated["step"], evaluated["sampled"]) == ("evaluation", 3, 0.7)
     assert counted(run) == [7.0]
-    assert [row["kind"] for row in sink.rows] == ["metrics", "metrics", "evaluation"]
+    assert [row["kind"] for row in sink.rows] == ["metrics", "metrics", "evaluation", "evaluation"]
+
+
+async def test_a_row_costs_no_look_at_the_runs_directory(
+    bus: Bus, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    """Thousands of actors send hundreds of counters a second, and each look asks for every parent."""
+    looks: list[Path] = []
+
+    def look(path: Path) -> None:
+        looks.append(path)
+        make_directory(path)
+
+    monkeypatch.setattr("storage.disk.run_directory.make_directory", look)
+    found = []
+    for numbers in (range(1), range(1, 2), range(2, 30)):
+        for number in numbers:
+            await counters(bus, number)
+        await record_what_is_there(bus, run)
+        found.append(len(looks))
+    assert found[2] - found[1] == found[1] - found[0]
+    assert len(counted(run)) == 30
 
 
 async def test_restart_loses_no_event_and_writes_none_twice(bus: Bus, run: RunDirectory):

@@ -74,6 +74,14 @@ def test_counters_are_summed_over_the_actors():
     assert point.values == {"actors/count": 3, "actors/engine/busy_s": 12, "actors/engine/tokens": 300}
 
 
+def test_of_how_far_engines_are_from_the_learner_the_greatest_is_drawn():
+    points = Points()
+    list(points.of(COUNTED | {"engine/probe_nats": 0.3}))
+    points._drawn_s -= 60
+    [point] = points.of(COUNTED | {"source": "actor-2", "engine/probe_nats": 0.1})
+    assert point.values["actors/engine/probe_nats"] == 0.3
+
+
 def test_the_share_of_broken_episodes_is_that_of_all_actors_and_no_sum():
     points, both = Points(), {}
     for source, episodes, failed in (("a", 100, 50), ("b", 900, 0)):
@@ -123,7 +131,8 @@ def offline(directory: Path) -> tuple[list[dict], dict[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of wandb's own
-async def test_wandb_offline_has_the_rows_and_a_restart_keeps_the_id(run: RunDirectory):
+async def test_wandb_offline_has_the_rows_and_a_restart_keeps_the_id(run: RunDirectory, monkeypatch):
+    monkeypatch.setattr(sinks, "CLOSE_S", 120.0)  # its process takes long to start on a busy machine
     config = MetricsConfig(wandb=WandbConfig(project="sluice", mode="offline"))
     await written(config, run, WARM, STEP, COUNTED, MEASURED)
     await asyncio.to_thread(threading.Event().wait, 1.1)  # wandb names directories by the second

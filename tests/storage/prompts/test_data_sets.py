@@ -12,7 +12,10 @@ from bus.messages import Prompt
 from storage.config import PromptKeys
 from storage.dispatch.ledger import Ledger
 from storage.prompts.data_sets import DataSets
-from storage.prompts.dataset import DataSet, DataSetOrder, PromptOrder, load_prompts, save_prompts
+from storage.prompts.dataset import load_prompts
+from storage.prompts.epochs import PromptOrder
+from storage.prompts.order import DataSet, DataSetOrder
+from storage.prompts.stored_prompts import store_prompts
 
 OLD = [Prompt(content=f"old {n}", label=str(n)) for n in range(5)]
 NEW = [Prompt(content=f"new {n}") for n in range(3)]
@@ -165,5 +168,27 @@ def test_a_copy_gives_back_the_same_prompts(tmp_path):
         label="",
         metadata={"n": 1.5, "deep": [None, {"a": True}]},
     )
-    save_prompts(tmp_path / "copy.jsonl", [chat, *OLD])
-    assert load_prompts(tmp_path / "copy.jsonl", PromptKeys()) == [chat, *OLD]
+    stored = store_prompts([chat, *OLD], tmp_path)
+    assert list(stored) == stored[:] == load_prompts(stored.path, PromptKeys()) == [chat, *OLD]
+
+
+def test_prompts_that_are_too_long_are_skipped_until_they_fit(tmp_path):
+    prompts = [Prompt(content=str(n)) for n in range(3)]
+    for long in ({0, 2}, {1}, set()):
+        with closing(Ledger.open(tmp_path / "ledger.sqlite")) as ledger:
+            sets = DataSets(ledger, tmp_path)
+            sets.configure(prompts, seed=0, shuffle=False, source="the test")
+            sets.skip_long(long)
+            first = ledger.next_id
+            ledger.issue(3, policy_version=0)
+            assert {n for n in range(3) if sets.is_quarantined(first + n)} == long
+        with closing(Ledger.open(tmp_path / "ledger.sqlite")) as ledger:
+            sets = DataSets(ledger, tmp_path)
+            sets.configure(prompts, seed=0, shuffle=False, source="the test")
+            assert sets.quarantined == len(long)
+    with closing(Ledger.open(tmp_path / "ledger.sqlite")) as ledger:
+        sets = DataSets(ledger, tmp_path)
+        sets.configure(prompts, seed=0, shuffle=False, source="the test")
+        sets.skip_long(range(3))
+        with pytest.raises(ConfigError, match="or too long for the model"):
+            sets.refuse_exhausted()

@@ -9,7 +9,7 @@ from bus.errors import ConfigError
 from bus.messages import Prompt
 from learner.scratch_model import character_tokenizer
 from storage.prompts import length_check as lengths
-from storage.prompts.length_check import check_prompt_lengths
+from storage.prompts.length_check import check_prompt_lengths, long_prompts
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,13 @@ def test_prompt_that_is_too_long_is_named_with_its_length(model):
         ConfigError, match=r"prompt 2 has 23 tokens: with 10 new ones .* context of 32 .*yyyy"
     ):
         check_prompt_lengths(prompts, model, max_new_tokens=10)
+
+
+def test_all_prompts_that_are_too_long_are_found(model):
+    prompts = [Prompt(content="y" * 21), Prompt(content="short"), Prompt(content="z" * 30)]
+    found = list(long_prompts(prompts, model, max_new_tokens=10))
+    assert [one.index for one in found] == [0, 2]
+    assert "prompt 3 has 32 tokens" in found[1].problem
 
 
 def test_chat_is_measured_with_all_its_messages(model):

@@ -12,7 +12,8 @@ from bus.codec import MAX_ITEMS, decode
 from bus.errors import ConfigError
 from bus.messages import Prompt, PromptSet
 from storage.config import PromptKeys
-from storage.prompts.dataset import PromptOrder, encoded_prompts, load_prompts
+from storage.prompts.dataset import encoded_prompts, load_prompts
+from storage.prompts.epochs import PromptOrder
 
 KEYS = PromptKeys()
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
@@ -146,6 +147,31 @@ def test_bytes_that_are_not_utf8_are_reported_with_their_line(tmp_path):
         load_prompts(path, KEYS)
 
 
+def test_dataset_directories_are_read_split_by_split(tmp_path):
+    """As the hub has them, in several files, and as `save_to_disk` writes them."""
+    hub = tmp_path / "hub/data"
+    hub.mkdir(parents=True)
+    for n, row in enumerate(ROWS):
+        parquet(tmp_path, row).rename(hub / f"train-{n:05d}-of-00003.parquet")
+    assert load_prompts(tmp_path / "hub", KEYS) == PROMPTS
+    assert load_prompts(Path(f"{tmp_path / 'hub'}@[1:]"), KEYS) == PROMPTS[1:]
+    jsonl(tmp_path, {"prompt": "t"}).rename(hub / "test.jsonl")
+    assert load_prompts(tmp_path / "hub/train", KEYS) == PROMPTS
+    assert load_prompts(tmp_path / "hub/test", KEYS) == [Prompt(content="t")]
+    with pytest.raises(ConfigError, match=r"hub has the splits test, train: name one, as .*hub/test"):
+        load_prompts(tmp_path / "hub", KEYS)
+    (saved := tmp_path / "saved/train").mkdir(parents=True)
+    table = pa.Table.from_pylist(ROWS)
+    for n in range(2):
+        part = saved / f"data-{n:05d}-of-00002.arrow"
+        with pa.OSFile(str(part), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table.slice(2 * n, 2))
+    assert load_prompts(saved, KEYS) == PROMPTS
+    part.write_bytes(b"half of it")
+    with pytest.raises(ConfigError, match=r"data-00001-of-00002.arrow: not a readable Arrow stream"):
+        load_prompts(saved, KEYS)
+
+
 def test_files_that_cannot_be_read_say_why_and_what_to_do(tmp_path):
     jsonl(tmp_path, {"prompt": "a"})
     (tmp_path / "empty.jsonl").write_text("\n\n")
@@ -155,8 +181,8 @@ def test_files_that_cannot_be_read_say_why_and_what_to_do(tmp_path):
         "trian.jsonl": r"no such file: did you mean 'train.jsonl'\?",
         "other/train.jsonl": "no such file, nor the directory",
         "train.csv": "cannot read .csv: use .jsonl or .parquet",
-        "train": "cannot read a file without extension",
-        "folder.jsonl": "is a directory: name a file in it",
+        "text": "cannot read a file without extension",
+        "folder.jsonl": "is a directory without .jsonl, .parquet or .arrow files: name a file",
         "empty.jsonl": "holds no rows: give a file or slice with at least one",
         "train.jsonl@[5:]": r"has no rows in the slice of train.jsonl@\[5:\]",
         "train.jsonl@[5]": r"not a slice: write it as train.jsonl@\[100:200\]",

@@ -42,12 +42,12 @@ def group(lease_id: int, size: int = 2, tokens: int = 8) -> list[Trajectory]:
 
 async def read(bus, *lease_ids: int) -> list[TrajectoryBatch]:
     request = ReadRequest(lease_ids=lease_ids)
-    return await bus.request_many(bus.subject("rpc", "read", 0), request, TrajectoryBatch, timeout_s=5)
+    return await bus.request_many(bus.subject("rpc", "read", 0), request, TrajectoryBatch, timeout_s=20)
 
 
 async def news(bus, after: int) -> StoredGroups:
     subject = bus.subject("rpc", "stored", 0)
-    return await bus.request(subject, StoredRequest(after=after), StoredGroups, timeout_s=5)
+    return await bus.request(subject, StoredRequest(after=after), StoredGroups, timeout_s=20)
 
 
 @asynccontextmanager

@@ -73,7 +73,7 @@ def keeping(bus, directory: Path, *numbers: int):
 async def serves(bus, shard: int) -> bool:
     request = LocateRequest(lease_ids=(), host="")
     try:
-        await bus.request(bus.subject("rpc", "locate", shard), request, Located, timeout_s=5)
+        await bus.request(bus.subject("rpc", "locate", shard), request, Located, timeout_s=20)
     except BusError:
         return False
     return True
@@ -130,7 +130,7 @@ async def test_writer_whose_shard_was_taken_over_stops_at_once(bus, tmp_path):
         await until(lambda: serves(bus, 1))
         await bus.put("role.shard-1", RoleHolder(incarnation="other", host="other", pid=1))
         with pytest.raises(ExceptionGroup) as failure:
-            await asyncio.wait_for(shard, 5)
+            await asyncio.wait_for(shard, 20)
     assert failure.group_contains(FencedError, match="another process took over as shard-1")
 
 
@@ -286,7 +286,7 @@ async def test_directory_that_lacks_what_the_ledger_has_seen_is_refused_by_the_s
 async def test_dispatcher_refuses_a_shard_of_another_run_by_its_answer(bus, tmp_path):
     with closing(ReplayStore.open(tmp_path / "other")) as store:
         store.append([make_trajectory(6, sample) for sample in range(2)])
-        async with running(make_shard(bus, store, 0).run), asyncio.timeout(5):
+        async with running(make_shard(bus, store, 0).run), asyncio.timeout(20):
             with opened(bus, tmp_path) as dispatcher, pytest.raises(ExceptionGroup) as failure:
                 await dispatcher.run(asyncio.Event(), reissue=False)
     reason = "shard 0 holds the group of lease 6, but the ledger has issued only 0"

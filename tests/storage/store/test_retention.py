@@ -28,7 +28,7 @@ async def housekeeping(bus, storage, how: Retention):
 
 async def unsettled(bus) -> list[int]:
     subject = bus.subject("rpc", "unsettled")
-    answer = await bus.request(subject, UnsettledRequest(), Unsettled, timeout_s=5)
+    answer = await bus.request(subject, UnsettledRequest(), Unsettled, timeout_s=20)
     return sorted(answer.lease_ids)
 
 

@@ -300,7 +300,7 @@ async def test_a_relay_that_closes_ends_what_it_fetches(bus, tmp_path):
 
 async def test_without_any_relay_the_learner_is_asked_at_once(bus, origin):
     ref = await origin.put([b"x"], "one", 1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert await Blobs(bus, RelayConfig(via="nowhere")).get(ref) == b"x"
 
 
