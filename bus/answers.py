@@ -6,12 +6,16 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from itertools import count
 
 import nats.errors
+import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from bus.codec import Message, decode, encode
-from bus.errors import BusError
+from bus.codec import OTHER_BUILD, M, Message, decode, encode
+from bus.errors import BusError, SchemaError
+from bus.jetstream import GarbledAnswerError
+
+log = structlog.get_logger()
 
 PART = "Sluice-Part"
 """Header that numbers the pieces of one answer, since core NATS may lose some when a connection breaks."""
@@ -57,7 +61,7 @@ async def receive_answer(
     """Yield the messages of one answer, and let the sender know of each piece that was taken.
 
     Pieces are at most `timeout_s` apart. Raises `BusError` when a piece was lost or nobody serves `subject`,
-    and `nats.errors.Error` when the answer does not come.
+    `nats.errors.Error` when the answer does not come, and what `read_answer` does.
     """
     pieces: list[bytes] = []
     for number in count():
@@ -71,7 +75,7 @@ async def receive_answer(
             await client.publish(raw.reply)
         pieces.append(raw.data)
         if MORE not in headers:
-            yield await _decoded(b"".join(pieces), *expected)
+            yield await _decoded(subject, b"".join(pieces), *expected)
             pieces.clear()
 
 
@@ -91,7 +95,21 @@ async def _wait_until_taken(taken: Subscription, reply_to: str) -> None:
         raise BusError(f"{reply_to} does not listen any more")
 
 
-async def _decoded(data: bytes, *expected: type[Message]) -> Message:
+async def _decoded(subject: str, data: bytes, *expected: type[Message]) -> Message:
     if len(data) < THREAD_BYTES:
+        return read_answer(subject, data, *expected)
+    return await asyncio.to_thread(read_answer, subject, data, *expected)
+
+
+def read_answer(subject: str, data: bytes, *expected: type[M]) -> M:
+    """Decode an answer that came from `subject`.
+
+    Raises `BusError` for a garbled one, which passes when it is asked for again (`bus.waiting.is_away`), and
+    `SchemaError` for one of another build."""
+    try:
         return decode(data, *expected)
-    return await asyncio.to_thread(decode, data, *expected)
+    except SchemaError as error:
+        if error.kind == OTHER_BUILD:
+            raise
+        log.warning("answer_garbled", subject=subject, reason=str(error))
+        raise BusError(f"the answer from {subject} is garbled: {error}") from GarbledAnswerError(str(error))

@@ -57,7 +57,15 @@ async def put_only_blob(bus: Bus, publisher: Publisher, data: bytes, token: str)
 
 
 async def get_blob(bus: Bus, ref: BlobRef) -> bytes:
-    """Fetch the bytes behind `ref`. Raises `BusError` when a chunk is gone or the digest differs."""
+    """Fetch the bytes behind `ref`. Raises `BusError` when a chunk is gone or the digest differs twice."""
+    try:
+        return await _get_blob(bus, ref)
+    except DamagedError as error:  # perhaps on the way only
+        log.warning("blob_fetched_again", subject=ref.subject, reason=str(error))
+        return await _get_blob(bus, ref)
+
+
+async def _get_blob(bus: Bus, ref: BlobRef) -> bytes:
     stream = stream_with(bus, ref)
     slots = asyncio.Semaphore(FETCH_WINDOW)
 

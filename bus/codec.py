@@ -71,6 +71,8 @@ class Message:
 
 M = TypeVar("M", bound=Message)
 Convert = Callable[[Any], Any]
+OTHER_BUILD = "other_build"
+"""Kind of the `SchemaError` for a message that is whole, and of a build with which this one cannot talk."""
 _SCALARS = frozenset((types.NoneType, bool, int, float, str))
 _STRINGS = frozenset((str,))
 
@@ -124,9 +126,11 @@ def _check_version(cls: type[Message], version: object) -> None:
     if type(version) is not int:
         raise SchemaError(f"{cls.tag}: schema version {reprlib.repr(version)} is not a number")
     if version > cls.version:
-        raise SchemaError(f"{cls.tag}: schema {version} is newer than this build's {cls.version}: upgrade it")
+        reason = f"{cls.tag}: schema {version} is newer than this build's {cls.version}: upgrade it"
+        raise SchemaError(reason, kind=OTHER_BUILD)
     if version < cls.version:
-        raise SchemaError(f"{cls.tag}: schema {version} is older than this build's {cls.version}: drop it")
+        reason = f"{cls.tag}: schema {version} is older than this build's {cls.version}: drop it"
+        raise SchemaError(reason, kind=OTHER_BUILD)
 
 
 def _body(message: Message) -> dict[str, Any]:
@@ -205,8 +209,8 @@ def _converters(hint: Any) -> tuple[Convert | None, Convert]:
         return _tuple_converters(get_args(hint)[0])
     if origin is Literal:
         return None, _one_of(get_args(hint))
-    if origin in (dict, Mapping):
-        return None, _json_of(dict)
+    if origin in (dict, list, Mapping):
+        return None, _json_of(list if origin is list else dict)
     if origin in (Union, types.UnionType):
         return _union_converters(get_args(hint))
     if isinstance(hint, type) and issubclass(hint, Message):

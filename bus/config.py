@@ -7,13 +7,19 @@ from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 URL_VARIABLE = "SLUICE_BUS"
 """Environment variable with the URL of the bus for a process without --bus; others do not see it."""
+MOST_KEPT = 1024
+"""Most tokens of a kept set (`bus.kept_sets`), which bounds what it takes on the wire and in the learner's
+memory: 4 bytes a token that is kept."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/,\s]+(?=@)")
 
 
 class Config(BaseModel):
     """Base of a section: frozen, refusing unknown keys, each field described by the docstring under it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    # infinite bounds are "Infinity" in a run's config.json, since JSON has no number for them
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, ser_json_inf_nan="strings"
+    )
 
 
 class StreamsConfig(Config):

@@ -1,46 +1,37 @@
 """One connection to the bus, and everything on it that is not a durable stream: requests, notices, keys."""
 
 import asyncio
-import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import nats.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
-from nats.js.client import JetStreamContext
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, NotFoundError
 from nats.js.kv import KeyValue
 
-from bus.answers import HEADER_BYTES, PART, receive_answer, send_answer
-from bus.codec import M, Message, decode, encode
-from bus.config import BusConfig, StreamsConfig, without_credentials
-from bus.credentials import BUS_NAME, Credentials, load_credentials
+from bus.answers import HEADER_BYTES, PART, read_answer, receive_answer, send_answer
+from bus.codec import OTHER_BUILD, M, Message, decode, encode
+from bus.config import BusConfig, StreamsConfig
+from bus.connect import connected, drain
+from bus.credentials import load_credentials
 from bus.errors import BusAwayError, BusError, ConfigError, SchemaError, SluiceError
-from bus.permissions import inbox_prefix
+from bus.jetstream import JetStream
 from bus.process_state import ProcessState
-from bus.refusal import Refused
+from bus.refusal import GarbledRequestError, Refused
 from bus.requests import Done
 from bus.topology import Topology
-from bus.waiting import REMIND_S, RETRY_S, cancelled, is_away, until_answered
+from bus.waiting import REMIND_S, RETRY_S, is_away, until_answered
 
 log = structlog.get_logger()
 R = TypeVar("R", bound=Message)
 T = TypeVar("T")
-PING_S = 5
-"""Seconds between two signs of life of a connection."""
 SAY_AFTER_S = 2.0
 """Seconds after which a process says what it waits for."""
-TLS_PROBE_S = 2.0
-"""Longest time in which a server may answer the question whether it begins with TLS."""
-CLOSE_S = 2.0
-"""Longest time that closing a connection may take."""
-PINGS = 3
-"""Signs of life without an answer after which a connection counts as broken."""
 
 
 class Bus:
@@ -71,11 +62,7 @@ class Bus:
         self.secured = secured
         """Says whether the bus lets in only who has credentials, and is reached over TLS."""
         self.topology = Topology(run, streams or StreamsConfig())
-        self.js: JetStreamContext = (
-            client.jetstream(timeout=10)
-            if domain is None
-            else _OtherDomain(client, timeout=10, domain=domain)
-        )
+        self.js = JetStream(client, timeout_s=10, domain=domain)
         self.js_api = "$JS.API" if domain is None else f"$JS.{domain}.API"
         """Prefix of the subjects on which JetStream hears requests."""
         self.not_storing: set[str] = set()
@@ -102,7 +89,7 @@ class Bus:
             raise ConfigError(
                 f"{config.creds} is for run {credentials.run!r}, not for {run!r}: name that one"
             )
-        client = await _connected(config, name, credentials)
+        client = await connected(config, name, credentials)
         try:
             yield cls(
                 client,
@@ -115,7 +102,7 @@ class Bus:
                 state=state,
             )
         finally:
-            await _drain(client)
+            await drain(client)
 
     def subject(self, *tokens: object) -> str:
         """Return a subject of this run."""
@@ -142,7 +129,7 @@ class Bus:
             raise BusError(f"nobody serves {subject}: start the process that does") from error
         except nats.errors.Error as error:
             raise BusError(f"no answer from {subject} within {timeout_s:g} s ({error})") from error
-        answer: Message = decode(raw.data, *expected, Refused)
+        answer: Message = read_answer(subject, raw.data, *expected, Refused)
         if isinstance(answer, Refused):
             raise answer.error(subject)
         return cast(R, answer)
@@ -191,7 +178,7 @@ class Bus:
 
         async def answer(raw: Msg) -> None:
             try:
-                answers = await handle(decode(raw.data, expected))
+                answers = await handle(_read_request(raw, expected))
             except SluiceError as error:
                 answers = [Refused.of_error(error)]
             except Exception as error:  # the task is nobody's child: an exception would be lost
@@ -262,9 +249,9 @@ class Bus:
             entry = await (await self._bucket()).get(key)
         except (KeyNotFoundError, NotFoundError):
             return None
-        except (nats.errors.Error, ValueError) as error:  # ValueError: an answer that is garbled
+        except nats.errors.Error as error:
             raise BusError(f"cannot read {key!r} from the bus: {error}") from error
-        return decode(entry.value or b"", expected), entry.revision or 0
+        return read_answer(f"key {key!r}", entry.value or b"", expected), entry.revision or 0
 
     async def put(self, key: str, message: Message) -> None:
         """Set `key`."""
@@ -273,7 +260,7 @@ class Bus:
         async def put() -> None:
             try:
                 await (await self._bucket()).put(key, data)
-            except (nats.errors.Error, ValueError) as error:
+            except nats.errors.Error as error:
                 raise BusError(f"cannot write {key!r} to the bus: {error}") from error
 
         await self.patiently(put, f"writing {key!r}")
@@ -289,7 +276,7 @@ class Bus:
             return int(await bucket.update(key, encode(message), last=revision))
         except KeyWrongLastSequenceError:
             return None
-        except (nats.errors.Error, ValueError) as error:
+        except nats.errors.Error as error:
             raise BusError(f"cannot write {key!r} to the bus: {error}") from error
 
     async def keys(self, prefix: str) -> list[str]:
@@ -302,7 +289,7 @@ class Bus:
         async def subjects() -> dict[str, int]:
             try:
                 found = await self.js.stream_info(f"KV_{bucket}", subjects_filter=f"{before}{prefix}.>")
-            except (nats.errors.Error, ValueError) as error:
+            except nats.errors.Error as error:
                 raise BusError(f"cannot list the keys {prefix!r} on the bus: {error}") from error
             return found.state.subjects or {}
 
@@ -315,7 +302,7 @@ class Bus:
         async def delete() -> None:
             try:
                 await (await self._bucket()).delete(key)
-            except (nats.errors.Error, ValueError) as error:
+            except nats.errors.Error as error:
                 raise BusError(f"cannot delete {key!r} from the bus: {error}") from error
 
         await self.patiently(delete, f"deleting {key!r}")
@@ -351,131 +338,12 @@ class Bus:
         return self._keys
 
 
-class _OtherDomain(JetStreamContext):  # type: ignore[misc]  # nats-py has no types
-    """JetStream behind a leaf node's link, which the bare subjects of keys of nats-py do not pass."""
-
-    async def publish(self, subject: str, *arguments: Any, **options: Any) -> Any:
-        """Publish; a key is set through the prefix of the domain."""
-        if subject.startswith("$KV."):
-            subject = f"{self._prefix}.{subject}"
-        return await super().publish(subject, *arguments, **options)
-
-
-async def _connected(config: BusConfig, name: str, credentials: Credentials | None) -> Client:
-    """Return a connected client, which from then on reconnects for ever."""
-    client = Client()
-    began, starting, complaint = time.monotonic(), True, ""
-
-    async def on_error(error: Exception) -> None:  # with every attempt: log each new reason once
-        nonlocal complaint
-        reason = str(error) or type(error).__name__
-        if reason != complaint:
-            complaint = reason
-            log.warning("bus_error", error=reason)
-        if starting and "authorization" in reason.lower():
-            raise ConfigError(reason)  # waiting does not mend wrong credentials
-        if starting and (mistake := await _tls_mistake(client, reason, credentials)):
-            complaint = mistake
-            raise ConfigError(mistake)
-
-    async def on_reconnect() -> None:
-        nonlocal complaint
-        complaint = ""
-        log.info("bus_reconnected")
-
-    connecting = asyncio.create_task(
-        client.connect(
-            config.url.split(","),
-            name=name,
-            error_cb=on_error,
-            reconnected_cb=on_reconnect,
-            max_reconnect_attempts=-1,
-            reconnect_time_wait=RETRY_S,
-            pending_size=64 << 20,
-            ping_interval=PING_S,
-            max_outstanding_pings=PINGS,
-            **authentication(credentials),
-        ),
-        name="connect",
-    )
+def _read_request(raw: Msg, expected: type[M]) -> M:
+    """Decode a request. Raises `GarbledRequestError`, which lets the asker ask again."""
     try:
-        await asyncio.wait({connecting}, timeout=config.connect_timeout_s)
-        if not connecting.done():
-            raise TimeoutError
-        await connecting
-    except (OSError, ValueError, nats.errors.Error) as error:  # TimeoutError is an OSError
-        silence = "no answer" if credentials else "no answer: a bus with keys needs --creds"
-        reason = complaint or str(error) or silence
-        refused = (
-            not client.options  # the URL did not parse
-            or isinstance(error, ConfigError)
-            or "authorization" in reason.lower()
-        )
-        raise (ConfigError if refused else BusAwayError)(
-            f"cannot use the bus at {without_credentials(config.url)} ({reason}, tried for "
-            f"{time.monotonic() - began:.1f} s): start one with `launch bus`, or name another with --bus.url"
-        ) from error
-    finally:
-        starting = False
-        await cancelled(connecting)  # to cancel it once is not enough: it would go on for ever
-        if client.options and not client.is_connected:  # no options: the URL did not parse
-            await _close(client)
-    return client
-
-
-async def _tls_mistake(client: Client, reason: str, credentials: Credentials | None) -> str:
-    """Return what is wrong where server and client do not agree on TLS, which waiting does not mend."""
-    if credentials is not None:
-        if "WRONG_VERSION_NUMBER" in reason:
-            return "it speaks no TLS, and credentials are for a bus that does"
-        if "CERTIFICATE_VERIFY_FAILED" in reason:
-            return "its certificate is not of the authority in the credentials: it is another bus"
-    elif "INFO" in reason and await _begins_with_tls(client):  # a bus without keys speaks first
-        return "a bus with keys needs --creds"
-    return ""
-
-
-async def _begins_with_tls(client: Client) -> bool:
-    """Return whether the server answers a TLS handshake. Nothing is sent after that."""
-    url = client._current_server.uri if client._current_server is not None else None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    if url is None:
-        return False
-    try:
-        async with asyncio.timeout(TLS_PROBE_S):
-            _, writer = await asyncio.open_connection(url.hostname, url.port, ssl=context)
-    except OSError:  # ssl.SSLError and TimeoutError are among them
-        return False
-    writer.close()
-    return True
-
-
-def authentication(credentials: Credentials | None) -> dict[str, Any]:
-    """Return the options of a client that is let in by these credentials; none without any."""
-    if credentials is None:
-        return {}
-    return {
-        "nkeys_seed_str": credentials.seed,
-        "tls": credentials.tls(),
-        "tls_hostname": BUS_NAME,
-        "tls_handshake_first": True,
-        "inbox_prefix": inbox_prefix(credentials.run, credentials.role),
-    }
-
-
-async def _drain(client: Client) -> None:
-    """Send what is buffered, then close. A bus that is gone must not delay the end of the process."""
-    try:
-        async with asyncio.timeout(5):
-            await client.drain()
-    except (OSError, nats.errors.Error) as error:  # TimeoutError is an OSError
-        log.warning("bus_not_drained", error=str(error) or type(error).__name__)
-        await _close(client)
-
-
-async def _close(client: Client) -> None:
-    """Close the client, for `CLOSE_S` at most: after a TLS handshake that failed it would wait for ever."""
-    with suppress(OSError, RuntimeError):  # TimeoutError is an OSError; uvloop raises the other one
-        async with asyncio.timeout(CLOSE_S):
-            await client.close()
+        return decode(raw.data, expected)
+    except SchemaError as error:
+        if error.kind == OTHER_BUILD:
+            raise
+        log.warning("request_garbled", subject=raw.subject, reason=str(error))
+        raise GarbledRequestError(str(error)) from error

@@ -54,6 +54,11 @@ class Inbox:
         self._rejected = False
         self._subscription: Subscription | None = None
 
+    @property
+    def ready(self) -> int:
+        """Return the number of messages that are here."""
+        return len(self._messages)
+
     async def take(self, limit: int, timeout_s: float = POLL_S) -> list[Msg]:
         """Return up to `limit` messages that are there, at least one unless `timeout_s` passes.
 
@@ -125,8 +130,9 @@ class Inbox:
         """Keep a message. A status message ends the pull that it answers."""
         if not (raw.headers and "Status" in raw.headers):
             self._owed -= 1
-            self._messages.append(raw)
-            self._woken.set()
+            if _can_be_acked(raw):
+                self._messages.append(raw)
+                self._woken.set()
         elif raw.subject == self._pull:
             self._on_status(raw.headers["Status"], raw.headers.get("Description", ""))
 
@@ -152,6 +158,16 @@ class Inbox:
         except nats.errors.Error as error:
             log.warning("consumer_not_seen", consumer=self._durable, reason=str(error))
         await asyncio.sleep(RETRY_S)
+
+
+def _can_be_acked(raw: Msg) -> bool:
+    """Return whether it says where it comes from. If that was garbled on the way, it is dropped here: after
+    the ack wait the server delivers it again."""
+    try:
+        return bool(raw.metadata.sequence)
+    except (nats.errors.Error, ValueError, IndexError, OverflowError, OSError) as error:  # of a time, too
+        log.warning("message_garbled", subject=raw.subject, reply=raw.reply, reason=repr(error))
+        return False
 
 
 @dataclass(frozen=True)
@@ -180,6 +196,15 @@ class Received(Generic[M]):
             log.warning("message_not_handed_back", subject=self.handle.subject, reason=str(error))
 
 
+Room = Callable[[int], Awaitable[int]]
+"""Returns how many messages to take, at most as many as it is given. It waits a moment before it says 0."""
+
+
+async def everything(most: int) -> int:
+    """Take as many messages as there are places for."""
+    return most
+
+
 async def consume(
     inbox: Inbox, bus: Bus, expected: type[M], handle: Callable[[M], Awaitable[None]], *,
     stop: asyncio.Event, concurrency: int,
@@ -200,9 +225,12 @@ async def consume(
 
 async def consume_received(
     inbox: Inbox, bus: Bus, expected: type[M], handle: Callable[[Received[M]], Awaitable[None]], *,
-    stop: asyncio.Event, concurrency: int,
+    stop: asyncio.Event, concurrency: int, room: Room = everything,
 ) -> None:  # fmt: skip
-    """Do what `consume` does, for a `handle` that takes the message with its handle on the stream."""
+    """Do what `consume` does, for a `handle` that takes the message with its handle on the stream.
+
+    `room` says how many of the messages for which there are places are taken; those that are here already
+    are handled whatever it says."""
     slots = asyncio.Semaphore(concurrency)
     busy = 0
 
@@ -225,12 +253,16 @@ async def consume_received(
             async with slots:  # at least one slot is free
                 if stop.is_set():  # `stop` was set while we waited for a slot
                     break
-                room = concurrency - busy
-                arrived = await understood(await inbox.take(room, POLL_S), bus, expected, inbox.parts)
+                limit = inbox.ready or await room(concurrency - busy)
+                if not limit:
+                    continue
+                limit = min(limit, concurrency - busy)
+                arrived = await understood(await inbox.take(limit, POLL_S), bus, expected, inbox.parts)
             for received in arrived:
                 await slots.acquire()
                 busy += 1
                 tasks.create_task(process(received), name=f"consume {received.handle.subject}")
+            await asyncio.sleep(0)  # what was taken begins before `room` is asked again
         await inbox.give_back()
 
 

@@ -3,6 +3,7 @@
 import json
 import ssl
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 
 from bus.errors import ConfigError
@@ -26,6 +27,13 @@ class Credentials:
     """Secret key of an nkey user."""
     authority: str
     """Certificate of the bus's own authority, as PEM."""
+
+    def token(self, purpose: str) -> str:
+        """Return a secret that whoever has this file knows, and from which its key cannot be told.
+
+        Args:
+            purpose: what it is for; another one gives another secret."""
+        return blake2b(f"{self.run}/{purpose}".encode(), key=self.seed.encode(), digest_size=24).hexdigest()
 
     def tls(self) -> ssl.SSLContext:
         """Return a context that trusts certificates of the bus's authority, and no others."""

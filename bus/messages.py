@@ -23,6 +23,8 @@ class Prompt(Message, tag="prompt"):
     """Plain text (one user message), or chat messages [{"role": ..., "content": ...}, ...]."""
     label: str | None = None
     metadata: dict[str, Json] = field(default_factory=dict)
+    tools: list[Json] = field(default_factory=list)
+    """Functions that the model is offered, in the shape of OpenAI's `tools`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +77,8 @@ class GroupRejected(Message, tag="group_rejected"):
     """Short reason to count by, such as zero_variance or rollout_failed."""
     detail: str = ""
     actor: str = ""
+    rewards: tuple[float, ...] = ()
+    """Rewards of its episodes, one for each agent, as far as they are known and may be trusted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +140,14 @@ class DeltaRef(Message, tag="delta_ref"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KeptVersion(Message, tag="kept_version"):
+    """Names the snapshot of a version that stays when later ones come, for opponents pinned to it."""
+
+    policy_version: int
+    snapshot: BlobRef
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Probe(Message, tag="probe"):
     """Token sequences with the log-probs that the learner gives them at a version: engines must agree."""
 
@@ -173,6 +185,11 @@ class PolicyManifest(Message, tag="policy"):
     one for actors that have that."""
     probe: Probe | None = None
     """What an engine must say of some sequences once it has this version; `None` where none was scored."""
+    kept: tuple[KeptVersion, ...] = ()
+    """Earlier versions, and perhaps this one, that stay as snapshots."""
+    ess_fraction: float | None = None
+    """Effective sample size of the step that made this version, as a fraction of its tokens; `None` where no
+    step of reinforcement learning did, or none was measured."""
 
     def check(self) -> None:
         """Refuse a chain of deltas that does not lead from the snapshot to this version."""
@@ -226,11 +243,34 @@ class ModelFiles(Message, tag="model_files"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationTask(Message, tag="evaluation_task"):
-    """Asks for held-out accuracy of one policy version."""
+    """Asks for held-out accuracy of one policy version on one data set."""
 
     policy: PolicyManifest
     prompts: BlobRef
     """A `PromptSet`."""
+    data_set: str = ""
+    """Name of the data set; empty for the run's held-out prompts."""
+    samples: int = 1
+    """Sampled answers to each prompt; one greedy answer is taken besides."""
+    pass_at: tuple[int, ...] = ()
+    """Numbers k of which pass@k and pass^k are wanted."""
+    solved_at: float = 1.0
+    """Reward from which an answer is right."""
+    temperature: float | None = None
+    """Sampling of the data set's own; None leaves it as the rollouts have it. So do those that follow."""
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+    answered_by: str = ""
+    """Opponent that answers instead of `policy`; its result stands beside that of each version."""
+
+    def check(self) -> None:
+        """Refuse numbers k that so many samples cannot estimate, and sampling that there cannot be."""
+        if self.samples < 1 or not all(1 <= k <= self.samples for k in self.pass_at):
+            raise SchemaError(f"{self.samples} samples of a prompt cannot estimate pass@{list(self.pass_at)}")
+        tokens, temperature = self.max_new_tokens, self.temperature
+        if (tokens is not None and tokens < 1) or (temperature is not None and not temperature > 0):
+            raise SchemaError(f"max_new_tokens={tokens}, temperature={temperature}: nothing can be sampled")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,7 +287,7 @@ class EvaluationResult(Message, tag="evaluation_result"):
     policy_version: int
     incarnation: str
     sampled: float
-    """Mean reward of one sample per prompt at the sampling temperature."""
+    """Mean reward of the samples at the sampling temperature."""
     greedy: float
     prompts: int
     seconds: float
@@ -256,7 +296,13 @@ class EvaluationResult(Message, tag="evaluation_result"):
     newest_version: int | None = None
     """Newest version that did; None means `policy_version`."""
     failed: int = 0
-    """Number of failed rollouts, of two per prompt; each counts as reward 0."""
+    """Number of failed rollouts, of all samples and the greedy answer of each prompt; no mean counts them."""
+    data_set: str = ""
+    """Name of the data set; empty for the run's held-out prompts."""
+    samples: int = 1
+    """Sampled answers to each prompt."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Further scores by name, such as pass@4: means over the prompts."""
 
     @property
     def drawn_by(self) -> tuple[int, int]:
@@ -272,7 +318,7 @@ class EvaluationResult(Message, tag="evaluation_result"):
             raise SchemaError(
                 f"versions {oldest} to {newest} cannot have answered for version {self.policy_version}"
             )
-        if not 0 <= self.failed <= 2 * self.prompts:
+        if not 0 <= self.failed <= (self.samples + 1) * self.prompts:
             raise SchemaError(f"{self.failed} rollouts cannot have failed with {self.prompts} prompts")
 
 

@@ -58,7 +58,7 @@ def _storage(t: Topology) -> Permissions:
             *_read_keys(t),
             *_read_blobs(t),
             _read_events(t),
-            *_keys(t, "run", "identity", "heldout", "pace", "role.*"),
+            *_keys(t, "run", "identity", "heldout", "heldout.*", "pace", "role.*"),
             *_subjects(t, "tasks.>", "files.>", "dead.>", "outcomes.rejected", "events.>", "rpc.>"),
             *_subjects(t, "notice.stored", "notice.pace", "status.storage", "status.shards"),
             f"_INBOX.{t.run}.>",
@@ -81,7 +81,13 @@ def _learner(t: Topology) -> Permissions:
             *_subjects(t, *(f"rpc.{what}" for what in LEARNER_ASKS)),
         ),
         subscribe=_subjects(
-            t, "access.*", "broadcast.*", "notice.snapshot", "notice.device-user", "events.evaluation"
+            t,
+            "access.*",
+            "broadcast.*",
+            "notice.snapshot",
+            "notice.device-user",
+            "events.evaluation",
+            COUNTERS,
         ),
         answers=True,
     )

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -18,6 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # launch/process/own_packages.py has this list again: it runs before `bus` may be imported.
 OWN_PACKAGES = ("actors", "bus", "launch", "learner", "storage")
+NAME_IT_HERE = "; or name it in this host's own settings"
 
 
 @dataclass(frozen=True)
@@ -44,25 +45,20 @@ def restrict_imports(policy: ImportPolicy) -> None:
     _policy = policy
 
 
-def refuse_of_record(what: str, name: str) -> None:
-    """Raise ConfigError for a name that this host did not give itself, where others write the run's record.
+def refuse_of_record(what: str, *names: str, is_program: bool = False) -> None:
+    """Raise ConfigError unless this host named all of this itself, where others write the run's record.
 
     Args:
-        what: describes the name in the error.
-        name: of something on this host that the run would use, such as an environment variable.
-    """
-    if _policy.refusal and name not in _policy.own:
-        raise ConfigError(f"{what} {name!r} {_policy.refusal}")
-
-
-def refuse_program(what: str, command: Sequence[str]) -> None:
-    """Raise ConfigError if this process may not start a program for the run: it is no module of a directory.
-
-    What this host named itself it may start."""
-    if _policy.own.issuperset(command) or not (_policy.directories or _policy.refusal):
-        return
-    reason = _policy.refusal or "is a program, and --plugins-from allows modules only"
-    raise ConfigError(f"{what} {reason}; or name it in this host's own settings")
+        what: describes it in the error.
+        names: of something on this host that the run would use, such as an environment variable, or the
+            command of a program.
+        is_program: it runs code that is no module, which a host that gives directories for modules refuses
+            whoever writes the record."""
+    reason = _policy.refusal
+    if is_program and not reason and _policy.directories:
+        reason = "is a program, and --plugins-from allows modules only"
+    if reason and not _policy.own.issuperset(names):
+        raise ConfigError(f"{what} {reason}{NAME_IT_HERE if is_program else ''}")
 
 
 def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) -> Callable[P, R]:
@@ -77,8 +73,8 @@ def load_function(kind: str, name: str, builtins: Mapping[str, Callable[P, R]]) 
     what = f"{kind} {name!r}"
     if _policy.directories:
         _refuse_outside(what, module_name)
-    elif _policy.refusal and name not in _policy.own:
-        raise ConfigError(f"{what} {_policy.refusal}")
+    else:
+        refuse_of_record(what, name)
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     try:

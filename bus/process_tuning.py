@@ -9,6 +9,9 @@ from contextlib import contextmanager
 SWITCH_INTERVAL_S = 0.0002
 """Seconds after which a busy thread has to release the GIL. An append releases the GIL some twenty times and
 then waits this long; Python's default is 5 ms. With many threads the frequent wake-ups would cost more."""
+TURNS_S = 0.001
+"""The same for a process whose event loop shares the GIL with threads that compute: at each turn the loop may
+have to wait so long."""
 KEPT_BYTES = 64 << 20
 """Bytes of freed memory that the process keeps: about what one batch of messages takes."""
 COLLECT_EVERY = 20_000
@@ -28,6 +31,17 @@ def few_collections() -> Iterator[None]:
     gc.collect()  # garbage from before would never be freed once it is frozen
     with _older_ones_are_left():
         yield
+
+
+@contextmanager
+def quick_turns() -> Iterator[None]:
+    """Have threads that compute give the GIL to the event loop soon, while inside."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(min(interval, TURNS_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @contextmanager

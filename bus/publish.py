@@ -205,7 +205,20 @@ class Publisher:
         if raw.headers and raw.headers.get("Status") == "503":
             ack.set_result({"error": {"code": 503}})
         else:
-            ack.set_result(json.loads(raw.data))
+            ack.set_result(_read_ack(raw))
+
+
+def _read_ack(raw: Msg) -> Answer:
+    """Return the server's answer. A garbled one counts as none: the message is sent again by its id."""
+    try:
+        answer: dict[str, Any] = json.loads(raw.data)
+        if "code" in answer["error"] if "error" in answer else answer["seq"] > 0:
+            return answer
+        reason = f"{answer} is no answer of a stream"
+    except (ValueError, KeyError, TypeError) as error:
+        reason = repr(error)
+    log.warning("publish_answer_garbled", reason=reason[:200])
+    return {"error": {"code": NO_ANSWER}}
 
 
 async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

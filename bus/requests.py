@@ -221,6 +221,10 @@ class StoredRequest(Message, tag="stored_request"):
     after: int
     spreads: bool = False
     """Says whether the answer has the spread of each group's rewards."""
+    rewards: bool = False
+    """Says whether the answer has each group's rewards."""
+    rolling_out: tuple[int, ...] = ()
+    """Leases of the shard that are rolling out, in the first questions of a dispatcher."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,9 +240,21 @@ class StoredGroups(Message, tag="stored_groups"):
     """Mean over each group's episodes and agents of |reward - that agent's mean|, if asked for."""
     tokens: tuple[int, ...] = ()
     """Tokens of each group, all its trajectories together."""
+    rewards: tuple[tuple[float, ...], ...] = ()
+    """Rewards of each group, one for each agent in each episode that is trained on, if asked for."""
+    directory: str = ""
+    """Where the shard is kept, for a human; empty as long as it has let nothing go."""
+    settled_through: int = 0
+    """Leases that had been issued when the shard last let settled groups go."""
+    forgotten: int = 0
+    """Groups that it has let go; the dispatcher had seen them."""
+    settled: tuple[int, ...] = ()
+    """Those of the request's `rolling_out` that are settled."""
 
     def check(self) -> None:
-        """Refuse spreads or tokens that do not fit the groups."""
+        """Refuse spreads, tokens or rewards that do not fit the groups."""
+        if self.rewards and len(self.rewards) != len(self.lease_ids):
+            raise SchemaError(f"there are rewards of {len(self.rewards)} groups for {len(self.lease_ids)}")
         if self.spreads and len(self.spreads) != len(self.lease_ids):
             raise SchemaError(f"there are {len(self.spreads)} spreads for {len(self.lease_ids)} groups")
         if self.tokens and len(self.tokens) != len(self.lease_ids):

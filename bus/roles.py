@@ -14,6 +14,7 @@ import structlog
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError, FencedError
 from bus.messages import RoleHolder
+from bus.waiting import cancelled
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -38,7 +39,7 @@ async def hold_role(bus: Bus, role: str, incarnation: str) -> AsyncIterator[asyn
     try:
         yield renewing
     finally:
-        await _end(renewing)
+        await cancelled(renewing)
         await _release(bus, key, role, me)
 
 
@@ -80,14 +81,6 @@ async def _renew(bus: Bus, key: str, role: str, me: RoleHolder, revision: int) -
         if renewed is None:
             raise FencedError(f"another process took over as {role} of run {bus.topology.run!r}: stopping")
         revision = renewed
-
-
-async def _end(renewing: asyncio.Task[None]) -> None:
-    """Cancel it until it has ended: `asyncio.wait_for` of Python 3.11, by which nats-py waits for an answer,
-    returns the answer instead of being cancelled when both come at once (python/cpython#86296)."""
-    while not renewing.done():
-        renewing.cancel()
-        await asyncio.wait([renewing], timeout=RENEW_S / 4)
 
 
 async def _still_mine(bus: Bus, key: str, me: RoleHolder) -> int | None:

@@ -10,6 +10,7 @@ from nats.aio.msg import Msg
 
 from bus.connection import Bus
 from bus.errors import BusError
+from bus.jetstream import GarbledAnswerError
 
 ANSWER_TIMEOUT_S = 10.0
 """Longest time between two messages of an answer."""
@@ -116,14 +117,17 @@ class StreamReader:
                 raise nats.errors.NoRespondersError
             raise BusError(f"cannot read {self._stream}: {status} {headers.get('Description', '')}")
         last = before[-1].place.sequence if before else 0
-        if (
-            int(headers["Nats-Last-Sequence"]) != last
-        ):  # the connection broke, and the rest came over a new one
+        try:
+            after = int(headers["Nats-Last-Sequence"])
+            place = Place(int(headers["Nats-Sequence"]), _nanoseconds(headers["Nats-Time-Stamp"]))
+            message = StoredMessage(headers["Nats-Subject"], raw.data, place)
+        except (KeyError, ValueError) as error:
+            raise GarbledAnswerError(f"a message of {self._stream} without its place: {error!r}") from error
+        if after != last:  # the connection broke, and the rest came over a new one
             raise BusError(
                 f"cannot read {self._stream}: a part is missing"
             ) from nats.errors.StaleConnectionError()
-        place = Place(int(headers["Nats-Sequence"]), _nanoseconds(headers["Nats-Time-Stamp"]))
-        return StoredMessage(headers["Nats-Subject"], raw.data, place)
+        return message
 
 
 def _nanoseconds(time: str) -> int:

@@ -10,7 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.codec import BoolArray, Float32Array, Int32Array, Json, Message
+from bus.config import MOST_KEPT
 from bus.errors import SchemaError
+from bus.kept_sets import KeptSets
+from bus.policy_names import DEFAULT_POLICY
 
 FinishReason = Literal["stop", "length", "abort"]
 End = Literal[
@@ -28,8 +31,8 @@ End = Literal[
 TRUSTED_ENDS: frozenset[End] = frozenset({"completed", "length", "turn_limit"})
 """Ends that the policy itself brought about, so that the reward says something about it. The others are
 failures of what surrounds it; trained as zero rewards they would bias the policy."""
-DEFAULT_POLICY = "default"
-"""Name of the trained policy of a run that trains one."""
+SOURCE = "source"
+"""Entry of the metadata of prompts and of their trajectories: the name of the data that a prompt is of."""
 YOUNGEST = int(np.iinfo(np.int32).max)
 """Larger than any policy version."""
 LARGEST_REWARD = float(np.finfo(np.float32).max)
@@ -52,11 +55,19 @@ class Turn(NamedTuple):
     temperature: float = 1.0
     """Divisor of the logits. 0 is greedy: the likeliest token was taken, and log-probs are those at 1."""
     top_p: float = 1.0
-    """Mass of the likeliest tokens that were drawn from; 1 is all. Log-probs are of all in any case."""
+    """Mass of the likeliest tokens that were drawn from; 1 is all. Log-probs are those of all tokens, unless
+    the trajectory has the kept set of a token: then they are of that set."""
     top_k: int = 0
     """Says how many of the likeliest tokens were drawn from; 0 is all of them."""
     reward: float | None = None
     """Reward of this turn alone, where the environment gives one."""
+    min_p: float = 0.0
+    """Least probability of what was drawn from, as a fraction of the likeliest token's; 0 is all."""
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Tell whether tokens were drawn from some of the vocabulary alone."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def is_greedy(self) -> bool:
@@ -145,6 +156,11 @@ class Trajectory(Message, tag="trajectory", version=2):
     """`experts` as bytes; empty where they were not recorded."""
     moe_layers: int = 0
     experts_per_token: int = 0
+    kept_counts: bytes = b""
+    """Number of tokens in the kept set of each token, uint16 [L]: what it was drawn from where sampling cut
+    others off. 0 where none is recorded; empty where none is for any token."""
+    kept_tokens: bytes = b""
+    """Token ids of the kept sets, int32, one set after the other."""
 
     def check(self) -> None:
         """Refuse what would poison training: unequal lengths, non-finite numbers, nothing to train on."""
@@ -164,6 +180,7 @@ class Trajectory(Message, tag="trajectory", version=2):
             raise SchemaError(f"{self.trajectory_id}: a token of the mask lies outside its turns")
         self._check_place()
         self._check_rewards()
+        check_kept_sets(self)
         layers, per_token = self.moe_layers, self.experts_per_token
         rows = max(0, len(ids) - 1)
         if min(layers, per_token) < 0 or len(self.routed_experts) != rows * layers * per_token:
@@ -181,10 +198,11 @@ class Trajectory(Message, tag="trajectory", version=2):
                     f"{self.trajectory_id}: the turn of tokens [{turn.start}, {turn.stop}) does not lie "
                     f"between token {end} and the end, {len(self.loss_mask)}"
                 )
-            if not 0 <= turn.temperature < inf or not 0 < turn.top_p <= 1 or turn.top_k < 0:
+            cut = 0 < turn.top_p <= 1 and turn.top_k >= 0 and 0 <= turn.min_p <= 1
+            if not cut or not 0 <= turn.temperature < inf:
                 raise SchemaError(
                     f"{self.trajectory_id}: a turn cannot have been sampled at temperature "
-                    f"{turn.temperature}, top_p {turn.top_p} and top_k {turn.top_k}"
+                    f"{turn.temperature}, top_p {turn.top_p}, top_k {turn.top_k} and min_p {turn.min_p}"
                 )
             within = int(np.count_nonzero(self.loss_mask[turn.start : turn.stop]))
             if within and turn.is_greedy:
@@ -255,6 +273,11 @@ class Trajectory(Message, tag="trajectory", version=2):
         )
 
     @property
+    def kept_sets(self) -> KeptSets | None:
+        """Return the kept sets of its L tokens, or None where none is recorded."""
+        return KeptSets.from_bytes(self.kept_counts, self.kept_tokens) if self.kept_counts else None
+
+    @property
     def oldest_version(self) -> int:
         """Return the version of the oldest token of the mask, which defines the trajectory's staleness.
 
@@ -265,6 +288,25 @@ class Trajectory(Message, tag="trajectory", version=2):
     def newest_version(self) -> int:
         """Return the version of the newest token of the mask; -1 where the mask is empty."""
         return int(self.policy_versions[self.loss_mask].max(initial=-1))
+
+
+def check_kept_sets(trajectory: Trajectory) -> None:
+    """Raise `SchemaError` for kept sets that do not fit the tokens: each holds the token drawn from it."""
+    counts, ids = trajectory.kept_counts, trajectory.kept_tokens
+    if not counts and not ids:
+        return
+    length, name = len(trajectory.token_ids), trajectory.trajectory_id
+    if len(counts) != 2 * length or len(ids) % 4:
+        raise SchemaError(f"{name}: {len(counts)} bytes of kept counts for {length} tokens")
+    kept = KeptSets.from_bytes(counts, ids)
+    if int(kept.counts.sum(dtype=np.int64)) != len(kept.token_ids):
+        raise SchemaError(f"{name}: kept sets count other tokens than the {len(kept.token_ids)} of them")
+    if int(kept.counts.max(initial=0)) > MOST_KEPT or int(kept.token_ids.min(initial=0)) < 0:
+        raise SchemaError(f"{name}: a kept set has over {MOST_KEPT} tokens, or a negative one")
+    owners = kept.owners
+    drawn = owners[kept.token_ids == trajectory.token_ids[owners]]
+    if not np.array_equal(drawn, np.flatnonzero(kept.counts)):
+        raise SchemaError(f"{name}: a token is not in its kept set, or twice")
 
 
 def refuse_impossible_logprobs(trajectory: Trajectory) -> None:

@@ -11,6 +11,7 @@ import structlog
 from nats.js.errors import ServiceUnavailableError
 
 from bus.errors import BusAwayError, BusError, EngineError
+from bus.jetstream import GarbledAnswerError
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -22,10 +23,12 @@ AWAY = (
     nats.errors.StaleConnectionError,
     nats.errors.OutboundBufferLimitError,
     ServiceUnavailableError,
-    ValueError,  # of nats-py, for an answer whose bytes are garbled
+    GarbledAnswerError,
 )
 """Causes of a `BusError` that pass when the bus is back."""
 RETRY_S = 0.25
+GARBLED_ATTEMPTS = 20
+"""Answers after which one that is garbled each time is taken to be so where it is stored."""
 STOPPING_S = 10.0
 """Longest outage that a process waits out once it was told to stop."""
 REMIND_S = 60.0
@@ -48,15 +51,16 @@ async def until_answered(
     """Return what `ask` does, which is called when the bus is there, and again when it was away meanwhile.
 
     Raises `BusAwayError` after `patience_s`, or after `STOPPING_S` if `stop` is set; and the `BusError` of
-    `ask` at once where the bus answers that it refuses.
+    `ask` at once where the bus answers that it refuses, or after `GARBLED_ATTEMPTS` garbled answers.
     """
-    began, told_s, reason = time.monotonic(), 0.0, "not connected"
+    began, told_s, reason, garbled = time.monotonic(), 0.0, "not connected", 0
     while True:
         if is_there():
             try:
                 return await ask()
             except BusError as error:
-                if not is_away(error):
+                garbled += isinstance(error.__cause__, GarbledAnswerError)
+                if not is_away(error) or garbled >= GARBLED_ATTEMPTS:
                     raise
                 reason = str(error)
         waited_s = time.monotonic() - began

@@ -44,10 +44,10 @@ async def test_actors_are_told_to_speak_less_often_when_there_are_many(
                 await one.notify(one.subject("status", "actor"), actor_status(n))
             await asyncio.sleep(0.01)
         await until_slower(one, 2.4)  # half of them may have been counted first
-        assert one.slower == 3
+        assert one.slower <= 3  # or nearly all: what is missing then is too little to be told
         async with connect("later") as other:
             await follow_pace(other)
-            assert other.slower == 3
+            assert 2.4 < other.slower <= 3
         stop.set()
         await telling
 

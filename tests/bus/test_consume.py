@@ -181,7 +181,7 @@ async def test_stop_finishes_what_has_begun_and_gives_the_rest_back_at_once(bus:
     rest = Recorder(until=6)
     began = time.monotonic()
     await run(bus, rest)
-    assert time.monotonic() - began < 5  # far below the ack wait
+    assert time.monotonic() - began < 15  # far below the ack wait
     assert sorted(finished + rest.leases) == list(range(10))
 
 
@@ -193,7 +193,7 @@ async def test_what_was_received_and_not_taken_can_be_given_back_and_taken_again
     await first.ack()
     await inbox.give_back()
     taken = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while len(taken) < 9:
             taken += await inbox.take(9)
     assert sorted(decode(raw.data, Lease).lease_id for raw in taken) == list(range(1, 10))
@@ -205,7 +205,7 @@ async def test_idle_loop_notices_stop(bus: Bus):
     asyncio.get_running_loop().call_later(0.1, stop.set)
     began = time.monotonic()
     await consume(Inbox(bus, "TASKS", "rollout"), bus, Lease, Recorder(until=1), stop=stop, concurrency=1)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 15
 
 
 @pytest.mark.nats
@@ -262,7 +262,7 @@ async def test_long_work_is_not_given_to_another(bus: Bus, monkeypatch: pytest.M
 @pytest.mark.nats
 async def test_single_message_is_handled_at_once_though_many_were_asked_for(bus: Bus):
     inbox = Inbox(bus, "TASKS", "rollout")
-    taking = asyncio.create_task(inbox.take(64, timeout_s=5))
+    taking = asyncio.create_task(inbox.take(64, timeout_s=20))
     await asyncio.sleep(0)
     await send_leases(bus, 1)
     began = time.monotonic()
@@ -270,10 +270,10 @@ async def test_single_message_is_handled_at_once_though_many_were_asked_for(bus:
     await raw.ack()
     for n in range(1, 20):  # also while the server still owes the rest of the first pull
         await send_leases(bus, 1, first=n)
-        [raw] = await inbox.take(64, timeout_s=5)
+        [raw] = await inbox.take(64, timeout_s=20)
         assert decode(raw.data, Lease).lease_id == n
         await raw.ack()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 15
 
 
 @pytest.mark.nats
@@ -343,7 +343,7 @@ async def test_batch_that_lingers_gathers_what_comes_meanwhile(bus: Bus):
 
 async def unacked(bus: Bus, least: int) -> int:
     """Messages that the first shard has taken and not acked, once there are so many."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while True:
             found = await bus.js.consumer_info(bus.topology.stream("TRAJECTORIES"), "shard-0")
             if (found.num_ack_pending or 0) >= least:
@@ -414,7 +414,7 @@ async def test_stop_handles_what_was_taken_and_leaves_the_rest(bus: Bus):
     assert seen == list(range(len(seen)))
     assert 8 <= len(seen) <= 12
     assert await keeps(bus, 50 - len(seen), "TRAJECTORIES")
-    assert len(await Inbox(bus, "TRAJECTORIES", "shard-0").take(50, timeout_s=5)) > 0  # given back at once
+    assert len(await Inbox(bus, "TRAJECTORIES", "shard-0").take(50, timeout_s=20)) > 0  # given back at once
 
 
 @pytest.mark.nats
@@ -486,7 +486,7 @@ async def test_loop_survives_a_kill_of_the_server(server: NatsServer, bus: Bus):
 async def test_loop_that_is_stopped_while_the_server_is_away_ends_quickly(server: NatsServer, bus: Bus):
     await send_leases(bus, 2)
     handler = Recorder(until=3)
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         tasks.create_task(run(bus, handler))
         assert await keeps(bus, 0)
         await server.kill()
@@ -518,17 +518,17 @@ async def test_deleted_consumer_ends_the_loop_with_its_name(bus: Bus, idle_befor
     name = bus.topology.stream("TASKS")
     inbox = Inbox(bus, "TASKS", "rollout")
     if idle_before:  # the pull is outstanding while the consumer goes
-        taking = asyncio.create_task(inbox.take(1, timeout_s=10))
+        taking = asyncio.create_task(inbox.take(1, timeout_s=60))
         while not (await bus.js.consumer_info(name, "rollout")).num_waiting:
             pass
         await bus.js.delete_consumer(name, "rollout")
     else:
         await bus.js.delete_consumer(name, "rollout")
-        taking = asyncio.create_task(inbox.take(1, timeout_s=10))
+        taking = asyncio.create_task(inbox.take(1, timeout_s=60))
     began = time.monotonic()
     with pytest.raises(BusError, match=r"test-TASKS has no consumer rollout .*restart the run's storage"):
         await taking
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.nats
@@ -541,7 +541,7 @@ async def test_deleted_stream_ends_the_loop_and_a_new_one_is_read_again(bus: Bus
     await bus.js.add_stream(next(config for config in bus.topology.streams() if config.name == name))
     await bus.js.add_consumer(name, ConsumerConfig(durable_name="rollout", ack_policy="explicit"))
     await send_leases(bus, 1)
-    assert len(await inbox.take(1, timeout_s=5)) == 1
+    assert len(await inbox.take(1, timeout_s=20)) == 1
 
 
 @pytest.mark.nats

@@ -60,7 +60,7 @@ async def test_actor_at_a_leaf_node_works_on_the_streams_of_the_hub(sites: tuple
             while not (taken := await inbox.take(1, 5.0)):
                 pass
             assert taken[0].data == b"task"
-            await taken[0].ack_sync(timeout=5)
+            await taken[0].ack_sync(timeout=20)
             await Publisher(actor).publish(actor.subject("trajectories", 0), b"done", message_id="t")
             [stored] = await Inbox(storage, "TRAJECTORIES", "shard-0").take(1, 5.0)
             assert stored.data == b"done"

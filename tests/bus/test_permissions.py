@@ -17,7 +17,8 @@ from nats.js.errors import NotFoundError
 from bus import answers
 from bus.blobs import delete_blob, get_blob, put_blob
 from bus.config import BusConfig
-from bus.connection import Bus, authentication
+from bus.connect import authentication
+from bus.connection import Bus
 from bus.consume import Inbox
 from bus.credentials import load_credentials
 from bus.errors import BusAwayError, BusError, ConfigError
@@ -73,7 +74,7 @@ async def forbidden(bus: Bus, doing: Callable[[], Awaitable[object]]) -> bool:
     bus.client._error_cb = heard  # the client has no other way to hear of it
     work = asyncio.ensure_future(doing())
     waiting = asyncio.create_task(refusal.wait())
-    await asyncio.wait({work, waiting}, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({work, waiting}, timeout=20, return_when=asyncio.FIRST_COMPLETED)
     if not refusal.is_set():
         await bus.client.flush()  # the refusal comes before the answer to this
     for task in (work, waiting):
@@ -162,7 +163,7 @@ async def test_runs_do_not_see_each_other(as_role: As):
             await mine.client.publish("sluice.other.notice.policy", b"x")
             await mine.client.flush()
         await other.client.publish("last", b"")
-        assert (await heard.next_msg(timeout=5)).subject == "last"
+        assert (await heard.next_msg(timeout=20)).subject == "last"
 
 
 async def test_credentials_of_another_run_are_refused_with_the_run_that_they_are_for(keys: SecureDirectory):
@@ -247,7 +248,7 @@ async def test_actor_takes_a_task_and_settles_it(as_role: As):
         await Publisher(storage).publish(storage.subject("tasks", "rollout", 7), b"task", message_id="7")
         [task] = await Inbox(actor, "TASKS", "rollout").take(1, 5.0)
         await task.in_progress()
-        await task.ack_sync(timeout=5)
+        await task.ack_sync(timeout=20)
         subject = actor.subject("trajectories", 0)
         await Publisher(actor).publish(subject, b"trajectory", message_id="t")
         [stored] = await Inbox(storage, "TRAJECTORIES", "shard-0").take(1, 5.0)
@@ -299,7 +300,7 @@ async def test_requests_are_answered_across_roles(as_role: As):
     ):
         async with as_role(server) as serving, as_role(asker) as asking:
             await serving.serve(serving.subject(subject), Done, done)
-            ask = partial(asking.request, asking.subject(subject), Done(), Done, timeout_s=5)
+            ask = partial(asking.request, asking.subject(subject), Done(), Done, timeout_s=20)
             assert await answered(ask) == Done()
             assert await ask() == Done()
 
@@ -318,7 +319,7 @@ async def test_long_answers_go_across_roles(as_role: As, monkeypatch: pytest.Mon
     ):
         async with as_role(server) as serving, as_role(asker) as asking:
             await serving.serve(serving.subject(subject), Done, many)
-            ask = partial(asking.request_many, asking.subject(subject), Done(), Waiting, timeout_s=5)
+            ask = partial(asking.request_many, asking.subject(subject), Done(), Waiting, timeout_s=20)
             assert await answered(ask) == parts
 
 
@@ -360,7 +361,7 @@ async def test_operator_does_what_the_other_roles_do(as_role: As):
         ):
             await Publisher(bus).publish(bus.subject(*names), b"x", message_id=durable)
             [taken] = await Inbox(bus, stream, durable).take(1, 5.0)
-            await taken.ack_sync(timeout=5)
+            await taken.ack_sync(timeout=20)
         ref = await put_blob(bus, Publisher(bus), b"weights", "policy", stream="weights")
         assert await get_blob(bus, ref) == b"weights"
         await delete_blob(bus, ref)
@@ -373,7 +374,7 @@ async def test_operator_does_what_the_other_roles_do(as_role: As):
         heard = await bus.client.subscribe("sluice.mine.>")
         async with as_role("learner") as learner:
             await learner.notify(learner.subject("notice", "policy"), HOLDER)
-            assert (await heard.next_msg(timeout=5)).subject == "sluice.mine.notice.policy"
+            assert (await heard.next_msg(timeout=20)).subject == "sluice.mine.notice.policy"
 
 
 async def test_operator_of_a_run_does_nothing_to_other_runs_or_to_the_server(as_role: As):
@@ -395,7 +396,7 @@ async def test_operator_of_a_run_does_nothing_to_other_runs_or_to_the_server(as_
             ):
                 with pytest.raises(nats.errors.Error):  # nobody answers
                     await mine.client.request(f"$SYS.REQ.{request}", b"", timeout=0.5)
-            seen = await mine.client.request("$SYS.REQ.ACCOUNT.PING.CONNZ", b"", timeout=5)
+            seen = await mine.client.request("$SYS.REQ.ACCOUNT.PING.CONNZ", b"", timeout=20)
             assert len(json.loads(seen.data)["data"]["connections"]) == 1, (
                 "its own, and none of the other run"
             )
@@ -413,7 +414,7 @@ async def test_watcher_sees_how_a_run_is_and_takes_nothing_from_it(as_role: As):
         await Publisher(storage).publish(storage.subject("tasks", "rollout", 7), b"task", message_id="7")
         for subject in ("rpc.step_groups", "rpc.stored.0"):
             await storage.serve(storage.subject(subject), Done, done)
-            ask = partial(watcher.request, watcher.subject(subject), Done(), Done, timeout_s=5)
+            ask = partial(watcher.request, watcher.subject(subject), Done(), Done, timeout_s=20)
             assert await answered(ask) == Done()
         ref = await put_blob(storage, Publisher(storage), b"tokenizer", "heldout")
         assert await get_blob(watcher, ref) == b"tokenizer"

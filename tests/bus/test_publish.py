@@ -164,7 +164,7 @@ async def test_whole_message_larger_than_the_server_takes_fails_at_once(bus: Bus
         began = time.monotonic()
         with pytest.raises(BusError, match=rf"{size} bytes exceed the server's max_payload of {MAX_PAYLOAD}"):
             await publisher.publish(bus.subject("trajectories", 0), b"x" * size, message_id="big")
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 15
 
 
 @pytest.mark.nats
@@ -172,7 +172,7 @@ async def test_whole_message_larger_than_the_server_takes_fails_at_once(bus: Bus
 async def test_largest_message_that_is_not_refused_is_stored(bus: Bus, part_bytes: int | None):
     publisher = Publisher(bus, part_bytes=part_bytes)
     data = b"x" * (MAX_PAYLOAD - bus_headers("m"))
-    await publisher.publish(bus.subject("trajectories", 0), data, message_id="m", timeout_s=5)
+    await publisher.publish(bus.subject("trajectories", 0), data, message_id="m", timeout_s=20)
     assert publisher.counts.retries == 0
 
 
@@ -194,7 +194,7 @@ async def test_subject_without_a_stream_is_tried_again_until_the_deadline(bus: B
     with pytest.raises(BusError, match=r"nowhere: a was not stored within 0\.2 s"):
         await publisher.publish("nowhere", b"x", message_id="a", timeout_s=0.2)
     assert publisher.counts.retries > 1
-    publishing = asyncio.create_task(publisher.publish("tiny", b"x", message_id="a", timeout_s=5))
+    publishing = asyncio.create_task(publisher.publish("tiny", b"x", message_id="a", timeout_s=20))
     await asyncio.sleep(0)
     await tiny_stream(bus, max_bytes=1500)
     await publishing

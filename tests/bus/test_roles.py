@@ -206,7 +206,7 @@ async def test_role_is_left_quickly_when_the_bus_is_gone(server: NatsServer, bus
     async with hold_role(bus, "learner", "a"):
         await server.kill()
         began = time.monotonic()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 15
 
 
 @pytest.mark.nats

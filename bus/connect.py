@@ -1,0 +1,151 @@
+"""Opens a client's connection to the bus, says why it cannot, and closes it."""
+
+import asyncio
+import ssl
+import time
+from contextlib import suppress
+from typing import Any
+
+import nats.errors
+import structlog
+from nats.aio.client import Client
+
+from bus.client import BusClient
+from bus.config import BusConfig, without_credentials
+from bus.credentials import BUS_NAME, Credentials
+from bus.errors import BusAwayError, ConfigError
+from bus.permissions import inbox_prefix
+from bus.waiting import RETRY_S, cancelled
+
+log = structlog.get_logger()
+PING_S = 5
+"""Seconds between two signs of life of a connection."""
+PINGS = 3
+"""Signs of life without an answer after which a connection counts as broken."""
+TLS_PROBE_S = 2.0
+"""Longest time in which a server may answer the question whether it begins with TLS."""
+DRAIN_S = 4
+"""Longest time that the bus may take to answer for the subscriptions of a connection that ends."""
+CLOSE_S = 2.0
+"""Longest time that closing a connection may take."""
+
+
+async def connected(config: BusConfig, name: str, credentials: Credentials | None) -> Client:
+    """Return a connected client, which from then on reconnects for ever."""
+    client = BusClient()
+    began, starting, complaint = time.monotonic(), True, ""
+
+    async def on_error(error: Exception) -> None:  # with every attempt: log each new reason once
+        nonlocal complaint
+        reason = str(error) or type(error).__name__
+        if reason != complaint:
+            complaint = reason
+            log.warning("bus_error", error=reason)
+        if starting and "authorization" in reason.lower():
+            raise ConfigError(reason)  # waiting does not mend wrong credentials
+        if starting and (mistake := await _tls_mistake(client, reason, credentials)):
+            complaint = mistake
+            raise ConfigError(mistake)
+
+    async def on_reconnect() -> None:
+        nonlocal complaint
+        complaint = ""
+        log.info("bus_reconnected")
+
+    connecting = asyncio.create_task(
+        client.connect(
+            config.url.split(","),
+            name=name,
+            error_cb=on_error,
+            reconnected_cb=on_reconnect,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=RETRY_S,
+            pending_size=64 << 20,
+            drain_timeout=DRAIN_S,
+            ping_interval=PING_S,
+            max_outstanding_pings=PINGS,
+            **authentication(credentials),
+        ),
+        name="connect",
+    )
+    try:
+        await asyncio.wait({connecting}, timeout=config.connect_timeout_s)
+        if not connecting.done():
+            raise TimeoutError
+        await connecting
+    except (OSError, ValueError, nats.errors.Error) as error:  # TimeoutError is an OSError
+        silence = "no answer" if credentials else "no answer: a bus with keys needs --creds"
+        reason = complaint or str(error) or silence
+        refused = (
+            not client.options  # the URL did not parse
+            or isinstance(error, ConfigError)
+            or "authorization" in reason.lower()
+        )
+        raise (ConfigError if refused else BusAwayError)(
+            f"cannot use the bus at {without_credentials(config.url)} ({reason}, tried for "
+            f"{time.monotonic() - began:.1f} s): start one with `launch bus`, or name another with --bus.url"
+        ) from error
+    finally:
+        starting = False
+        await cancelled(connecting)  # to cancel it once is not enough: it would go on for ever
+        if client.options and not client.is_connected:  # no options: the URL did not parse
+            await close(client)
+    return client
+
+
+async def _tls_mistake(client: Client, reason: str, credentials: Credentials | None) -> str:
+    """Return what is wrong where server and client do not agree on TLS, which waiting does not mend."""
+    if credentials is not None:
+        if "WRONG_VERSION_NUMBER" in reason:
+            return "it speaks no TLS, and credentials are for a bus that does"
+        if "CERTIFICATE_VERIFY_FAILED" in reason:
+            return "its certificate is not of the authority in the credentials: it is another bus"
+    elif "INFO" in reason and await _begins_with_tls(client):  # a bus without keys speaks first
+        return "a bus with keys needs --creds"
+    return ""
+
+
+async def _begins_with_tls(client: Client) -> bool:
+    """Return whether the server answers a TLS handshake. Nothing is sent after that."""
+    url = client._current_server.uri if client._current_server is not None else None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if url is None:
+        return False
+    try:
+        async with asyncio.timeout(TLS_PROBE_S):
+            _, writer = await asyncio.open_connection(url.hostname, url.port, ssl=context)
+    except OSError:  # ssl.SSLError and TimeoutError are among them
+        return False
+    writer.close()
+    return True
+
+
+def authentication(credentials: Credentials | None) -> dict[str, Any]:
+    """Return the options of a client that is let in by these credentials; none without any."""
+    if credentials is None:
+        return {}
+    return {
+        "nkeys_seed_str": credentials.seed,
+        "tls": credentials.tls(),
+        "tls_hostname": BUS_NAME,
+        "tls_handshake_first": True,
+        "inbox_prefix": inbox_prefix(credentials.run, credentials.role),
+    }
+
+
+async def drain(client: Client) -> None:
+    """Send what is buffered, then close. A bus that is gone must not delay the end of the process."""
+    try:
+        async with asyncio.timeout(DRAIN_S + CLOSE_S):
+            await client.drain()
+    except (OSError, nats.errors.Error) as error:  # TimeoutError is an OSError
+        log.warning("bus_not_drained", error=str(error) or type(error).__name__)
+        await close(client)
+
+
+async def close(client: Client) -> None:
+    """Close the client, for `CLOSE_S` at most: after a TLS handshake that failed it would wait for ever."""
+    with suppress(OSError, RuntimeError):  # TimeoutError is an OSError; uvloop raises the other one
+        async with asyncio.timeout(CLOSE_S):
+            await client.close()

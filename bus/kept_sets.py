@@ -1,0 +1,62 @@
+"""The sets of tokens that sampling kept where it cut others off: each token was drawn from its set alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptSets:
+    """The kept sets of N tokens, one after another."""
+
+    counts: NDArray[np.uint16]
+    """uint16 [N], size of each set; 0 where nothing was cut off, or nothing was sampled."""
+    token_ids: NDArray[np.int32]
+    """int32 [sum of the counts], the sets' tokens."""
+
+    @classmethod
+    def none(cls, tokens: int) -> Self:
+        """Return those of so many tokens of which none has a set."""
+        return cls(np.zeros(tokens, np.uint16), np.zeros(0, np.int32))
+
+    @classmethod
+    def of(cls, sets: Sequence[NDArray[np.int32]]) -> Self:
+        """Return these sets, of which empty ones are none."""
+        ids = np.concatenate(sets) if len(sets) else np.zeros(0, np.int32)
+        return cls(np.array([len(each) for each in sets], np.uint16), ids.astype(np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence["KeptSets"]) -> Self:
+        """Return the sets of the tokens of these parts, one after another."""
+        return cls(
+            np.concatenate([part.counts for part in parts]),
+            np.concatenate([part.token_ids for part in parts]),
+        )
+
+    @classmethod
+    def from_bytes(cls, counts: bytes, token_ids: bytes) -> Self:
+        """Return views of little-endian bytes."""
+        return cls(np.frombuffer(counts, "<u2"), np.frombuffer(token_ids, "<i4"))
+
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """Return for each of `token_ids` which of the N tokens was drawn from its set, ascending."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    def first(self, tokens: int) -> "KeptSets":
+        """Return the sets of the first tokens."""
+        counts = self.counts[:tokens]
+        return KeptSets(counts, self.token_ids[: int(counts.sum(dtype=np.int64))])
+
+    def only(self, where: NDArray[np.bool_]) -> "KeptSets":
+        """Return these sets without those of the tokens that are False in `where` [N]."""
+        return KeptSets(np.where(where, self.counts, 0).astype(np.uint16), self.token_ids[where[self.owners]])
+
+    def padded(self) -> NDArray[np.int32]:
+        """Return [N, size of the largest set], with -1 behind each set."""
+        table = np.full((len(self.counts), int(self.counts.max(initial=0))), -1, np.int32)
+        table[np.arange(table.shape[1]) < self.counts[:, None]] = self.token_ids
+        return table
