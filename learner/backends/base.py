@@ -6,7 +6,8 @@ backend is built is decided in learner/backends/factory.py.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,9 +19,11 @@ from transformers import PretrainedConfig
 
 from learner.algorithms.objective import Objective
 from learner.backends.frozen import FrozenPolicies
+from learner.config.critic import CriticConfig
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import MicroBatch
+from learner.lazy_weights import State
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +37,8 @@ class StepResult:
     lr: float
     tokens: int
     """Trained tokens."""
+    computed_tokens: int
+    """Tokens that went through the model: prompts and padding too, shared prefixes once."""
     denominator: float
     """Says what the sum of the token losses was divided by; the trained tokens with a mean over tokens."""
     skipped: bool
@@ -41,6 +46,14 @@ class StepResult:
     several updates share a step (learner/algorithms/rl_step.py): at least one of them was skipped."""
     diagnostics: dict[str, float]
     """Means over the trained tokens; names and units in learner/algorithms/diagnostics.py."""
+    critic: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the critic's updates; their names are in learner/algorithms/critic_step.py."""
+
+    @property
+    def ess_fraction(self) -> float | None:
+        """Return the effective sample size as a fraction of the tokens; `None` where it is not known."""
+        found = self.diagnostics.get("ess_fraction")
+        return found if found is not None and isfinite(found) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,8 @@ class Exported:
     """Views of those that this rank has complete, their elements in order."""
     rest: Callable[[], Iterator[tuple[str, Tensor]]]
     """Gathers the others from all ranks, one after another, each good until the next."""
+    exact: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Weights that are computed with in a dtype of their own, in which they are published."""
 
 
 class StagedFiles(Protocol):
@@ -65,18 +80,69 @@ class StagedFiles(Protocol):
         """Write what describes all files. Every rank calls this, where its collectives are called."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticSource:
+    """Says what a critic is made from."""
+
+    config: CriticConfig
+    hf_config: PretrainedConfig
+    state: State
+    """Weights by Hugging Face name, of which those of the value head may be missing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticUpdate:
+    """Says what one update of the critic did, over all data-parallel ranks."""
+
+    loss: float
+    """Mean over the `values`, with `critic.loss_coef`."""
+    values: int
+    """Number of values that were trained."""
+    clipped: int
+    """How many of them had moved too far for their loss to fall (`critic.value_clip`)."""
+    explained_variance: float | None
+    """1 - Var(target - value) / Var(target) before the update; None where all targets are equal."""
+    value_mean: float
+    target_mean: float
+    grad_norm: float
+    """Norm of the gradient before clipping."""
+    lr: float
+    skipped: bool
+    """The loss or the gradient was not finite, or there was no value: the weights are as before."""
+
+
+class Critic(Protocol):
+    """A model with one output beside the policy, on the same ranks, and its own optimizer."""
+
+    def begin(self) -> None:
+        """Start over with a fresh optimizer, and as the policy is now unless it has a directory of its own.
+
+        Every rank calls this when reinforcement learning begins."""
+
+    def values(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the value of the state before each trained label, float32 [T] on the host; NaN elsewhere.
+
+        Every rank calls this; nothing of the critic changes."""
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], config: CriticConfig) -> CriticUpdate:
+        """Update the critic once, on the mean loss of the labels that have `value_targets`, on all ranks.
+
+        Raises `TrainingError` after `optimizer.max_skipped_in_a_row` updates that were not finite."""
+
+
 class Backend(Protocol):
     """A model and its optimizer on this rank. `factory.init_world` comes first.
 
     Every rank calls the same methods in the same order, on the thread where torch works: most are collective.
-    T is the tokens of a micro-batch, padding between its sequences left out.
+    T is the tokens of a micro-batch, padding between its sequences left out. Where a micro-batch has a
+    `tree`, a backend may compute each of its segments once: it changes nothing else.
     """
 
     hf_config: PretrainedConfig
     optimizer_config: OptimizerConfig
     """Read at each step: retraining changes it between two, while the optimizer's state stays."""
     frozen: FrozenPolicies
-    """Other policies that lend the model their weights: reference and teacher."""
+    """Other policies that lend the model their weights: reference and teachers."""
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
@@ -84,6 +150,10 @@ class Backend(Protocol):
         ours.
 
         The rank calls it to fetch its groups, `rl_step` to add up the counts of a batch."""
+
+    @property
+    def critic(self) -> Critic | None:
+        """Return the model that predicts rewards, where the run has one."""
 
     # --- training: learner/algorithms/rl_step.py, learner/scoring, learner/warmup.py ---
 
@@ -107,9 +177,17 @@ class Backend(Protocol):
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the log-probs and entropy in nats, float32 [2, T] on the host, of the labels of each
-        micro-batch.
+        micro-batch. A label with a kept set has its log-prob within that.
 
         NaN where no label is trained. Nothing of the backend changes."""
+
+    def top_tokens(self, micro_batches: Sequence[MicroBatch], count: int) -> list[Tensor]:
+        """Return the likeliest tokens where a label of each micro-batch is trained, float32 [2 count + 1, T].
+
+        On the host: their ids, which a float32 holds exactly up to 2^24, their log-probs in nats, and in the
+        last row that of all others together. They are over the whole vocabulary, whatever set a label has.
+        Behind a vocabulary of fewer tokens the id is -1 and the log-prob -inf; NaN where no label is trained.
+        Nothing of the backend changes."""
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Start over with a fresh optimizer state and learning-rate warm-up; the weights stay."""
@@ -153,7 +231,7 @@ class Backend(Protocol):
         """Return where training stands, and what of it must be the same to go on from there."""
 
     def stage_checkpoint(self, directory: Path) -> StagedFiles:
-        """Copy weights, optimizer, random generators and own frozen policies, to be written there."""
+        """Copy weights, optimizer, random generators, own frozen policies and critic, to be written there."""
 
     def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:
         """Raise `ConfigError` when a checkpoint of that `training_state` does not fit this backend."""

@@ -1,4 +1,4 @@
-"""Tells which backend trains: the only module outside learner/backends/megatron that names one."""
+"""Tells which backend trains: the only module outside the backends' own folders that imports one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,30 +6,50 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from learner.backends.base import Backend
+from bus.errors import ConfigError
+from learner.backends.base import Backend, CriticSource
 from learner.backends.megatron import process_groups
 from learner.backends.megatron.conversion.families import family_of
 from learner.backends.megatron.conversion.torch_dist import MegatronWeights, is_checkpoint
-from learner.backends.megatron.trainable import TrainableWeights
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.trainable import TrainableWeights
+from learner.checkpoint.manifest import is_written_by
+from learner.config.backend import BackendName
+from learner.config.learner import BatchConfig
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
 from learner.lazy_weights import State
+from learner.world.process_group import init_process_group
 
-BACKENDS: dict[str, Callable[..., Backend]] = {"megatron": Trainer}
-"""Each takes (hf_config, state, optimizer, dtype=, parallel=, trainable=)."""
+
+def _fsdp() -> Callable[..., Backend]:
+    from learner.backends.fsdp.trainer import FsdpTrainer  # it imports internals of transformers
+
+    return FsdpTrainer
+
+
+BACKENDS: dict[BackendName, Callable[[], Callable[..., Backend]]] = {
+    "megatron": lambda: Trainer,
+    "fsdp": _fsdp,
+}
+"""Each returns a class, imported where it trains and nowhere else, which takes (hf_config, state, optimizer,
+dtype=, parallel=, trainable=, critic=)."""
 
 
 def init_world(
-    parallel: ParallelConfig = UNDIVIDED, timeout_s: float = WorldConfig().collective_timeout_s
-) -> None:
+    parallel: ParallelConfig = UNDIVIDED, timeout_s: float = WorldConfig().collective_timeout_s, *,
+    backend: BackendName = "megatron",
+) -> None:  # fmt: skip
     """Join the world that torchrun describes in the environment, divided as `parallel` says.
 
     `timeout_s` bounds each collective. Raises `ConfigError` when the world cannot be divided so, before it
     waits for anybody.
     """
-    process_groups.init_world(parallel, timeout_s)
+    if backend == "megatron":
+        process_groups.init_world(parallel, timeout_s)
+    else:  # nothing is divided
+        init_process_group(timeout_s)
 
 
 def close_world() -> None:
@@ -37,19 +57,29 @@ def close_world() -> None:
     process_groups.close_world()
 
 
+def refuse_batches(model: ModelConfig, batch: BatchConfig) -> None:
+    """Raise `ConfigError` for batches that no backend of this model can train on, on this machine."""
+    if batch.share_prefixes and model.dtype == "float32" and torch.cuda.is_available():
+        raise ConfigError(
+            "learner.batch.share_prefixes=true has no attention kernel for model.dtype=float32 on a GPU: set "
+            "model.dtype=bfloat16, or share_prefixes=false"
+        )
+
+
 def build_backend(
     model: ModelConfig, hf_config: PretrainedConfig, state: State, optimizer: OptimizerConfig,
-    parallel: ParallelConfig,
+    parallel: ParallelConfig, critic: CriticSource | None = None, *, backend: BackendName = "megatron",
 ) -> Backend:  # fmt: skip
     """Return the backend with a model that has the weights `state`, in the world that `init_world`
-    divided."""
-    return BACKENDS["megatron"](
+    divided; with `critic`, it has a critic."""
+    return BACKENDS[backend]()(
         hf_config,
         state,
         optimizer,
         dtype=getattr(torch, model.dtype),
         parallel=parallel,
         trainable=TrainableWeights(model.freeze, model.train_only),
+        critic=critic,
     )
 
 
@@ -60,6 +90,10 @@ def checkpoint_weights(directory: Path, hf_config: PretrainedConfig) -> State | 
     """
     if not is_checkpoint(directory):
         return None
+    if is_written_by("fsdp", directory):
+        from learner.backends.fsdp.checkpoint_weights import CheckpointWeights  # like the trainer above
+
+        return CheckpointWeights(directory, hf_config)
     family = family_of(hf_config)
     shape = family.shape(hf_config)
     return MegatronWeights(directory, list(family.rules(shape)), shape)

@@ -18,26 +18,24 @@ Weights = list[dict[str, Tensor]]
 class FrozenPolicies:
     """Weights by tag, such as "reference": this rank's part of each in host memory, laid out like the model.
 
-    A switch copies bit for bit, so it works in any layout of ranks. The copy needs no other rank. The current
-    parameters are settled before it, which is a collective under `overlap_param_gather`: every rank calls
-    `hold`, `load`, `in_place`, and `weights` of a tag that is not held, in the same order. Each tag takes as
+    A switch copies bit for bit, so it works in any layout of ranks. The copy needs no other rank. To find the
+    current parameters may be a collective: every rank calls `hold`, `load`, `in_place`, and `weights` of a
+    tag that is not held, in the same order. Each tag takes as
     much host memory on a rank as the rank's parameters, and the current policy as much again from the first
     switch on. With CUDA all of it is page-locked, in whole pages.
     """
 
     def __init__(
-        self, chunks: Sequence[torch.nn.Module], *, settle: Callable[[], None],
-        load: Callable[[PretrainedConfig, State], None],
-    ) -> None:  # fmt: skip
-        """Lend weights to `chunks`, this rank's pieces of the model.
+        self, live: Callable[[], Weights], *, load: Callable[[PretrainedConfig, State], None]
+    ) -> None:
+        """Lend weights to a model.
 
-        `settle` is called before their parameters are read, to finish what still writes them; `load` gives
+        `live` returns this rank's part of its parameters, once nothing writes them any more; `load` gives
         them weights by Hugging Face name, and raises `ConfigError` where they do not fit.
         """
         self.sources: dict[str, Path] = {}
         """Directories that tags were read from."""
-        self._chunks = chunks
-        self._settle = settle
+        self._live = live
         self._load = load
         self._held: dict[str, Weights] = {}
         self._current: Weights | None = None
@@ -107,10 +105,6 @@ class FrozenPolicies:
             self.sources[tag] = source
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # on the host: a checkpoint reads it from there
-
-    def _live(self) -> Weights:
-        self._settle()
-        return [dict(chunk.named_parameters()) for chunk in self._chunks]
 
 
 def _buffers_like(weights: Sequence[Mapping[str, Tensor]]) -> Weights:

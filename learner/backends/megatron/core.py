@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from learner.backends.megatron import multi_tensor
+from learner.backends import multi_tensor
 from learner.backends.megatron.cpu.gloo import allow_uneven_slices
 from learner.backends.megatron.cpu.patches import adapt_megatron_to_cpu, megatron_import_warnings_silenced
 
@@ -20,6 +20,7 @@ with megatron_import_warnings_silenced():
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies import torch as torch_dist_strategy
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -110,6 +111,7 @@ __all__ = [
     "ShardedObject",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "add_prefix_for_sharding",
     "dist_checkpointing",
     "filesystem_async",
     "finalize_model_grads",

@@ -1,4 +1,4 @@
-"""Passes that only compute log-probs: without gradient or stored activations."""
+"""Passes that only compute log-probs, or a critic's values: without gradient or stored activations."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,16 +14,24 @@ from learner.world.process_group import device
 
 @torch.no_grad()
 def forward_logprobs(
-    chunks: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], shares: Sequence[MicroBatch]
-) -> list[Tensor]:
+    chunks: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], shares: Sequence[MicroBatch],
+    *, top: int = 0,
+) -> list[Tensor]:  # fmt: skip
     """Return the log-probs and entropy [2, T] of each of `batches`, on the host of every rank.
+
+    Of a critic they are the values, [1, T]. With `top` they are the ids and log-probs of the likeliest
+    tokens, and the log-prob of all others together, [2 top + 1, T] (learner/backends/base.py).
 
     `shares` are this rank's parts of them, with idle ones behind.
     """
 
     def forward_step(shares: Iterator[MicroBatch], model: DistributedDataParallel) -> tuple[Tensor, None]:
-        output = model(next(shares))  # hidden states, before the last stage of a pipeline
-        return output if isinstance(output, Tensor) else torch.stack(output), None
+        output = model(next(shares), top=top)  # hidden states, before the last stage of a pipeline
+        if isinstance(output, Tensor):
+            return output, None
+        if top:
+            return torch.cat([values.float().t() for values in output]), None
+        return torch.stack(output), None
 
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -42,9 +50,9 @@ def forward_logprobs(
 
 
 def _of_all_tokens(batch: MicroBatch, share: MicroBatch, values: Tensor) -> Tensor:
-    """Gather the shares [2, N] of the context ranks to all tokens [2, T]; NaN where nothing is trained."""
+    """Gather the shares [k, N] of the context ranks to all tokens [k, T]; NaN where nothing is trained."""
     sequence, offset = share.sequence_of_token[share.trained], share.position_ids[share.trained]
-    found = torch.zeros(2, len(batch.tokens), dtype=values.dtype, device=device())
+    found = torch.zeros(len(values), len(batch.tokens), dtype=values.dtype, device=device())
     found[:, batch.cu_seqlens.to(device())[sequence] + offset] = values
     group = parallel_state.get_context_parallel_group()
     if group.size() > 1:

@@ -9,12 +9,15 @@ from torch import Tensor
 from learner.backends.megatron.model.context_attention import chunks_of_rank
 from learner.data.packing import MicroBatch
 from learner.data.streams import STREAMS
+from learner.data.top_tokens import NO_TOKEN
 
 
 def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1) -> MicroBatch:
     """Cut every sequence zig-zag (learner/backends/megatron/model/context_attention.py).
 
     Padding that is never trained on comes first.
+
+    Common prefixes are shared only where a rank has whole sequences.
 
     Args:
         batch: the whole micro-batch, equal on all ranks.
@@ -24,6 +27,10 @@ def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1
 
     Returns this rank's tokens; `lengths` and `cu_seqlens` are those of the padded sequences as a whole.
     """
+    if batch.tree is not None:
+        if ranks > 1:
+            raise ValueError("ranks that share the tokens of each sequence cannot share prefixes")
+        return replace(batch, tree=batch.tree.padded(multiple))
     lengths = _padded_lengths(batch.lengths, ranks, multiple)
     if ranks == 1 and lengths == batch.lengths:
         return batch
@@ -34,7 +41,11 @@ def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1
     source = torch.where(real, batch.cu_seqlens[sequence] + position_ids, 0)
 
     def share(values: Tensor, fill: float = 0) -> Tensor:
-        return torch.where(real, values[source], torch.tensor(fill, dtype=values.dtype))
+        mine = real if values.ndim == 1 else real[:, None]
+        return torch.where(mine, values[source], torch.tensor(fill, dtype=values.dtype))
+
+    def share_if_any(values: Tensor | None, fill: float) -> Tensor | None:
+        return None if values is None else share(values, fill)
 
     loss_mask = share(batch.loss_mask)
     return replace(
@@ -45,6 +56,9 @@ def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1
         sequence_of_token=sequence,
         labels=share(batch.labels),
         loss_mask=loss_mask,
+        kept=share_if_any(batch.kept, -1),
+        teacher_token_ids=share_if_any(batch.teacher_token_ids, NO_TOKEN),
+        teacher_logprobs=share_if_any(batch.teacher_logprobs, -math.inf),
         streams={name: share(values, STREAMS[name].fill) for name, values in batch.streams.items()},
         trained=loss_mask.nonzero()[:, 0],
         lengths=lengths,

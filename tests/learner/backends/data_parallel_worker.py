@@ -27,7 +27,7 @@ def train(mode: str, checkpoints: Path) -> list[list[float]]:
     if mode == "resume":
         load_checkpoint(trainer, latest_checkpoint(checkpoints))
     results = []
-    for step in range(trainer.steps_done, trainer.steps_done + 3):
+    for step in range(trainer.counts.steps_done, trainer.counts.steps_done + 3):
         samples = random_samples([5, 17, 2, 32, 9, 20, 20, 3], seed=step)[rank::ranks]
         result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
         results.append([result.loss, result.grad_norm, result.tokens])

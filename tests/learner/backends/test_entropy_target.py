@@ -75,10 +75,10 @@ def test_the_weight_goes_on_after_a_resume(tmp_path):
 def test_an_update_that_is_skipped_leaves_the_weight_alone():
     trainer, learner = new_trainer(), learner_with(nats=100.0)
     trained(trainer, learner, range(1))
-    before = trainer.entropy_bonus
+    before = trainer.counts.entropy_bonus
     sample = random_samples([9])[0].with_streams(advantages=float("nan"))
     assert trainer.train_step(pack([sample], 40), Objective.of(learner), policy_version=3).skipped
-    assert trainer.entropy_bonus == before
+    assert trainer.counts.entropy_bonus == before
 
 
 def test_a_weight_that_begins_above_its_bound_is_refused():

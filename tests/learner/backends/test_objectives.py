@@ -1,6 +1,6 @@
 """Objectives that look at other policies train as transformers with torch's AdamW does, on every layout."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, product
 from math import inf
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bus.errors import TrainingError
+from bus.kept_sets import KeptSets
 from learner.algorithms.objective import Objective
 from learner.algorithms.selection import with_selections
 from learner.backends.base import StepResult
@@ -51,7 +52,7 @@ from learner.config.plugin import Plugin
 from learner.data.packing import Sample, pack
 from learner.scoring.logprobs import with_logprobs
 from tests.learner.reference import reference_optimizer
-from tests.learner.tiny import hf_state, random_samples, reference_logits, tiny_model
+from tests.learner.tiny import VOCAB, hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-4)
@@ -78,6 +79,26 @@ OBJECTIVES = {
     "decoupled": reference() | {"loss": PPOClipLoss(centre="proximal", clip_eps=0.05)},
     "decoupled, penalised": reference(kl_in="advantage")
     | {"loss": PPOClipLoss(centre="proximal", clip_eps=0.05), "correction": TokenTIS(truncation_cap=1.1)},
+}
+OBJECTIVES["two teachers"] = {
+    "teacher": TeacherConfig(path=Path("a directory"), coef=0.5, sources=("even", "fourth")),
+    "teachers": {"other": TeacherConfig(path=Path("another"), coef=0.25, sources=("fourth",))},
+}
+OBJECTIVES["top-k teacher"] = {
+    "teacher": TeacherConfig(path=Path("a directory"), coef=0.5, kl="top_k", top_k=5)
+}
+OBJECTIVES["kept sets, two top-k teachers, decoupled"] = {
+    "loss": PPOClipLoss(centre="proximal", clip_eps=0.05),
+    "teacher": TeacherConfig(
+        path=Path("a directory"), kl="top_k", top_k=4, direction="forward", sources=("even", "fourth")
+    ),
+    "teachers": {
+        "other": TeacherConfig(path=Path("another"), coef=0.25, kl="top_k", top_k=64, sources=("odd",))
+    },
+}
+OBJECTIVES["kept sets"] = reference() | {"entropy_coef": 0.1}
+OBJECTIVES["kept sets, clipped by sequence"] = {
+    "loss": GSPOLoss(sequence_clip_eps=0.1, sequence_clip_eps_high=0.2)
 }
 OBJECTIVES |= {
     "entropy bonus": {"entropy_coef": 0.2},
@@ -161,7 +182,7 @@ LAYOUTS = {
     "cp2": (2, {"context": 2}),
 }
 POLICY_VERSION = 3
-POLICY, REFERENCE, TEACHER = 0, 1, 2
+POLICY, REFERENCE, TEACHER, OTHER_TEACHER = 0, 1, 2, 3
 """Seeds of their weights."""
 
 
@@ -172,12 +193,13 @@ def train(case: Case) -> tuple[list[StepResult], dict[str, Tensor]]:
     model = tiny_model(seed=POLICY)
     trainer = Trainer(model.config, hf_state(model), OPTIMIZER, parallel=parallel)
     trainer.frozen.load("reference", model.config, hf_state(tiny_model(seed=REFERENCE)), Path("elsewhere"))
-    trainer.frozen.load("teacher", model.config, hf_state(tiny_model(seed=TEACHER)), Path("elsewhere"))
+    for tag, seed in ("teacher", TEACHER), ("teacher.other", OTHER_TEACHER):
+        trainer.frozen.load(tag, model.config, hf_state(tiny_model(seed=seed)), Path("elsewhere"))
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     learner, results = case.learner, []
     for step in range(STEPS):
         own = range(rank, len(LENGTHS), ranks)
-        samples = [samples_of(step)[i] for i in own]
+        samples = [samples_of(step, case.objective)[i] for i in own]
         samples = with_logprobs(trainer, samples, learner)
         for n in range(learner.batch.updates):
             chosen = [sample for i, sample in zip(own, samples, strict=True) if i in of_update(n, learner)]
@@ -193,19 +215,43 @@ def of_update(number: int, learner: LearnerConfig) -> list[int]:
     return [i for i in range(len(LENGTHS)) if i // 2 % learner.batch.updates == number]
 
 
-def samples_of(step: int) -> list[Sample]:
-    return random_samples(LENGTHS, seed=step, versions=(1, 3), temperatures=TEMPERATURE)
+def samples_of(step: int, objective: str = "") -> list[Sample]:
+    samples = random_samples(LENGTHS, seed=step, versions=(1, 3), temperatures=TEMPERATURE)
+    samples = [replace(sample, source=source_of(n)) for n, sample in enumerate(samples)]
+    if not objective.startswith("kept sets"):
+        return samples
+    return [replace(sample, kept=kept_sets_of(sample, step)) for sample in samples[:-1]] + samples[-1:]
+
+
+def kept_sets_of(sample: Sample, seed: int) -> KeptSets:
+    """Sets of 1 to 12 tokens with the sample's own among them, and none for some of its tokens."""
+    draw, sets = np.random.default_rng([seed, len(sample.token_ids)]), []
+    for token in sample.token_ids:
+        others = draw.choice(VOCAB, draw.integers(0, 12), replace=False)
+        ids = np.unique([token, *others]).astype(np.int32)
+        sets.append(ids if draw.random() < 0.8 else ids[:0])
+    return KeptSets.of(sets)
+
+
+def source_of(number: int) -> str:
+    return "fourth" if number % 4 == 0 else "odd" if number % 2 else "even"  # "odd" is all of dp2's rank 1
 
 
 def sample_logprobs(model, samples: list[Sample]) -> list[Tensor]:
-    """Log-probs and entropies [2, L - 1] of all tokens but the first."""
+    """Log-probs, entropies and all log-probs [2 + VOCAB, L - 1] of all tokens but the first."""
     found, start, logits = [], 0, reference_logits(model, samples)
     for sample in samples:
         end = start + len(sample.token_ids)
         distribution = torch.log_softmax(logits[start : end - 1] / TEMPERATURE, dim=-1)
         labels = torch.from_numpy(sample.token_ids[1:]).long()[:, None]
         logprobs = distribution.gather(-1, labels)[:, 0]
-        found.append(torch.stack((logprobs, -(distribution.exp() * distribution).sum(-1))))
+        if sample.kept is not None:
+            sets = np.split(sample.kept.token_ids, np.cumsum(sample.kept.counts)[:-1])[1:]
+            lost = [row[ids].logsumexp(0) if len(ids) else row.new_zeros(())
+                    for row, ids in zip(distribution, sets, strict=True)]  # fmt: skip
+            logprobs = logprobs - torch.stack(lost)
+        entropy = -(distribution.exp() * distribution).sum(-1)
+        found.append(torch.cat((torch.stack((logprobs, entropy)), distribution.t())))
         start = end
     return found
 
@@ -326,7 +372,8 @@ FORMULAS = {
 
 def token_losses(learner: LearnerConfig, sample: Sample, found: Tensor, old: Tensor, others) -> Tensor:
     """Return the losses by their formulas; that of the decoupled clip is in arXiv:2505.24298."""
-    now, entropy = found
+    now, entropy, whole = found[0], found[1], found[2:].t()
+    others, wholes = {tag: each[0] for tag, each in others.items()}, others
     behaviour = torch.from_numpy(sample.streams["behaviour_logprobs"][1:])
     kl, loss, advantage = learner.reference, learner.loss, torch.tensor(sample.streams["advantages"])
     decoupled = isinstance(loss, PPOClipLoss) and loss.centre == "proximal"
@@ -338,8 +385,9 @@ def token_losses(learner: LearnerConfig, sample: Sample, found: Tensor, old: Ten
     before = old if decoupled else now.detach()
     if kl.kl_coef and kl.kl_in == "advantage":
         advantage = advantage - kl.kl_coef * estimated(kl.kl_estimator, before - others["reference"])
-    if learner.teacher.path:
-        advantage = advantage - learner.teacher.coef * (before - others["teacher"])
+    for tag, teacher in learner.used_teachers.items():
+        if teacher.kl == "sampled" and teacher.teaches(sample.source):
+            advantage = advantage - teacher.coef * (before - others[tag])
     tokens = FORMULAS[loss.type](learner, sample, now, old if decoupled else behaviour, advantage)
     if kl.kl_coef and kl.kl_in == "loss":
         term = estimated(kl.kl_estimator, now - others["reference"])
@@ -348,9 +396,34 @@ def token_losses(learner: LearnerConfig, sample: Sample, found: Tensor, old: Ten
         if kl.kl_estimator == "low_var_kl":
             term = term.clamp(-10, 10)
         tokens = tokens + kl.kl_coef * term
+    tokens = tokens + distilled(learner, sample, whole, wholes)
     if learner.rejection.type != "none":
         tokens = torch.where(kept_by(learner.rejection, sample, before, before - behaviour), tokens, 0.0)
     return tokens - learner.entropy_coef * entropy
+
+
+def distilled(learner: LearnerConfig, sample: Sample, ours: Tensor, theirs: dict[str, Tensor]) -> Tensor:
+    return sum(
+        (
+            teacher.coef * divergence(teacher, ours, theirs[tag][2:].t())
+            for tag, teacher in learner.used_teachers.items()
+            if teacher.kl == "top_k" and teacher.teaches(sample.source)
+        ),
+        start=torch.zeros(len(ours)),
+    )
+
+
+def divergence(teacher: TeacherConfig, ours: Tensor, theirs: Tensor) -> Tensor:
+    """KL over the teacher's likeliest tokens and one bucket, of log-probs [L - 1, VOCAB]."""
+    chosen = theirs.argsort(descending=True)[:, : teacher.top_k]
+    p, q = (
+        torch.cat((each.gather(-1, chosen), 1 - each.gather(-1, chosen).sum(-1, keepdim=True)), dim=-1)
+        for each in (ours.double().exp(), theirs.double().exp())
+    )
+    if chosen.shape[1] == VOCAB:  # what is left is rounding
+        p, q = p[:, :-1], q[:, :-1]
+    a, b = (p, q) if teacher.direction == "reverse" else (q, p)
+    return (a * torch.log(a / b)).sum(-1).float()
 
 
 def of_sequence(log_ratio: Tensor, sample: Sample, over: str) -> Tensor:
@@ -428,7 +501,7 @@ def picked_by_formula(
     return {
         i: PickedSample(
             token_ids=samples[i].token_ids, loss_mask=samples[i].loss_mask, streams=samples[i].streams,
-            picked=marks[i],
+            source=samples[i].source, kept=samples[i].kept, picked=marks[i],
         )
         for i in update
     }  # fmt: skip
@@ -439,15 +512,13 @@ def expected(objective: str) -> tuple[list[tuple[float, float, float]], dict[str
     """Loss, gradient norm and k3 to the reference of every update, by transformers and torch alone."""
     learner, policy = Case(objective).learner, tiny_model(seed=POLICY)
     others = {"reference": tiny_model(seed=REFERENCE), "teacher": tiny_model(seed=TEACHER)}
+    others["teacher.other"] = tiny_model(seed=OTHER_TEACHER)
     optimizer, found = reference_optimizer(policy, OPTIMIZER), []
     for step in range(STEPS):
-        samples = samples_of(step)
+        samples = samples_of(step, objective)
         with torch.no_grad():
-            old = [logprobs for logprobs, _ in sample_logprobs(policy, samples)]
-            frozen = {
-                tag: [logprobs for logprobs, _ in sample_logprobs(model, samples)]
-                for tag, model in others.items()
-            }
+            old = [each[0] for each in sample_logprobs(policy, samples)]
+            frozen = {tag: sample_logprobs(model, samples) for tag, model in others.items()}
         for n in range(learner.batch.updates):
             total, k3, count, logprobs = 0.0, 0.0, 0, sample_logprobs(policy, samples)
             picked = picked_by_formula(learner, samples, old, of_update(n, learner))
@@ -455,7 +526,7 @@ def expected(objective: str) -> tuple[list[tuple[float, float, float]], dict[str
                 mask = torch.from_numpy(samples[i].loss_mask[1:])
                 of_sample = {tag: values[i] for tag, values in frozen.items()}
                 total += token_losses(learner, picked[i], logprobs[i], old[i], of_sample)[mask].sum()
-                k3 += estimated("k3", logprobs[i][0].detach() - frozen["reference"][i])[mask].sum().item()
+                k3 += estimated("k3", logprobs[i][0].detach() - frozen["reference"][i][0])[mask].sum().item()
                 count += int(mask.sum())
             optimizer.zero_grad()
             (total / count).backward()
@@ -510,6 +581,10 @@ def test_each_rejection_leaves_some_tokens_out_and_trains_on_others(objective):
         "topr",
         "regression",
         "decoupled, second moment",
+        "two teachers",
+        "kept sets, two top-k teachers, decoupled",
+        "kept sets",
+        "kept sets, clipped by sequence",
     ],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)

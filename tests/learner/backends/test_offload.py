@@ -101,7 +101,7 @@ def test_a_checkpoint_goes_on_with_another_fraction(tmp_path, before, after):
     for resumed, expected in zip(train(second, range(2, 4)), uninterrupted[2:], strict=True):
         assert resumed.loss == pytest.approx(expected.loss, abs=1e-5)
         assert resumed.grad_norm == pytest.approx(expected.grad_norm, abs=1e-5)
-    assert second.steps_done == 4
+    assert second.counts.steps_done == 4
 
 
 def test_what_does_not_combine_is_refused():

@@ -3,9 +3,9 @@ import torch
 from pydantic import ValidationError
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from learner.backends.megatron.optimizer.bf16_adamw import MOMENTS, BFloat16StateAdamW
 from learner.backends.megatron.optimizer.optimizer import _prime
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.update.bf16_adamw import MOMENTS, BFloat16StateAdamW
 from learner.checkpoint.commit import (
     load_checkpoint,
     save_checkpoint,

@@ -4,7 +4,7 @@ from pydantic import ValidationError
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
 from launch.config import RunConfig, resolve
-from learner.backends.megatron.optimizer.schedule import learning_rate
+from learner.backends.update.learning_rate import learning_rate
 from learner.config.optimizer import OptimizerConfig
 from learner.config.schedule import ConstantSchedule, CosineSchedule, WSDSchedule
 

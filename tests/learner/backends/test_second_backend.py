@@ -24,13 +24,17 @@ def of_torch(tmp_path_factory: pytest.TempPathFactory) -> MiniRun:
     """A run that `TorchBackend` trained; its learner was killed after step 3, with a checkpoint of step 2."""
     with pytest.MonkeyPatch.context() as patch:
         in_one_process(patch)
-        patch.setitem(factory.BACKENDS, "megatron", TorchBackend)
+        patch.setitem(factory.BACKENDS, "megatron", lambda: TorchBackend)
         return asyncio.run(past_run(tmp_path_factory.mktemp("torch"), steps=STEPS, killed_after=3))
 
 
-async def test_megatron_trains_the_same_steps_to_float_tolerance(of_torch: MiniRun, bus, tmp_path: Path):
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+async def test_our_backends_train_the_same_steps_to_float_tolerance(
+    of_torch: MiniRun, bus, tmp_path: Path, backend: str
+):
     async with mini_run(bus, tmp_path) as run:
-        await run.train(steps=STEPS)
+        await run.train_and_die(3, backend=backend)
+        await run.train(steps=STEPS, backend=backend)
     ours, theirs = run.steps(), of_torch.steps()
     assert [ours[step].batch_xxh3 for step in ours] == [theirs[step].batch_xxh3 for step in theirs]
     for step in range(1, STEPS + 1):
@@ -44,7 +48,7 @@ async def test_megatron_trains_the_same_steps_to_float_tolerance(of_torch: MiniR
 
 
 def test_its_resumed_run_is_trained_again_bit_for_bit(of_torch: MiniRun, monkeypatch):
-    monkeypatch.setitem(factory.BACKENDS, "megatron", TorchBackend)
+    monkeypatch.setitem(factory.BACKENDS, "megatron", lambda: TorchBackend)
     settings = of_torch.settings()
     with ExitStack() as stack:
         stores = [

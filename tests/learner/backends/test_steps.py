@@ -65,4 +65,4 @@ def test_a_trajectory_that_only_a_later_update_trains_is_refused_before_the_firs
     batch = BatchConfig(updates=2, oversized="refuse", tokens_per_micro_batch=len(longest.token_ids) - 1)
     with pytest.raises(ConfigError, match=f"{longest.trajectory_id} has {len(longest.token_ids)} tokens"):
         train_on(trainer, groups, [1.0, 1.0], LearnerConfig(batch=batch), step=1, policy_version=4)
-    assert trainer.steps_done == 0
+    assert trainer.counts.steps_done == 0

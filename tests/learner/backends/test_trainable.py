@@ -2,8 +2,9 @@ import pytest
 import torch
 
 from bus.errors import ConfigError
-from learner.backends.megatron.trainable import TrainableWeights
+from learner.backends.megatron.frozen_weights import frozen_weights
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.trainable import TrainableWeights
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import pack
@@ -85,4 +86,4 @@ def test_the_trained_weights_move_as_torch_moves_them():
 )
 def test_lists_that_cannot_be_meant_are_refused(trainable, message):
     with pytest.raises(ConfigError, match=message):
-        trainable.frozen(tiny_config())
+        frozen_weights(tiny_config(), trainable)

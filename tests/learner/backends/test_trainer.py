@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bus.errors import TrainingError
+from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
@@ -14,11 +15,18 @@ from tests.learner.reference import reference_optimizer, reference_step
 from tests.learner.tiny import TIS, hf_state, random_samples, reference_logits, tiny_model
 
 LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
-OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1)
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-5)
 
 
-def trainer_of(model, optimizer=OPTIMIZER, **settings):
-    return Trainer(model.config, hf_state(model), optimizer, **settings)
+@pytest.fixture(params=["megatron", pytest.param("fsdp", marks=pytest.mark.slow)])
+def trainer_of(request):
+    """Make a trainer of either backend for a model of transformers."""
+    kind = {"megatron": Trainer, "fsdp": FsdpTrainer}[request.param]
+
+    def make(model, optimizer=OPTIMIZER, **settings):
+        return kind(model.config, hf_state(model), optimizer, **settings)
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -27,7 +35,7 @@ def trainer_of(model, optimizer=OPTIMIZER, **settings):
 @pytest.mark.parametrize(
     ("loss", "config", "temperatures"), [("sft", SFTLoss(), 1.0), ("tis", TIS, (0.5, 0.8, 2.0))]
 )
-def test_four_steps_follow_plain_torch_adamw(loss, config, temperatures, family, tied):
+def test_four_steps_follow_plain_torch_adamw(trainer_of, loss, config, temperatures, family, tied):
     reference = tiny_model(family, tied=tied)
     # AdamW makes much of small differences where the gradient is near 0, as in experts that see few tokens
     peak = 1e-2 if family == "qwen3" else 1e-3
@@ -45,7 +53,7 @@ def test_four_steps_follow_plain_torch_adamw(loss, config, temperatures, family,
     assert all((exported[name] - expected[name]).abs().max() < 1e-4 for name in exported)
 
 
-def test_how_the_batch_is_split_into_micro_batches_does_not_matter():
+def test_how_the_batch_is_split_into_micro_batches_does_not_matter(trainer_of):
     model = tiny_model()
     samples = random_samples(LENGTHS)
     results, weights = [], []
@@ -63,7 +71,7 @@ def test_how_the_batch_is_split_into_micro_batches_does_not_matter():
     assert (weights[0] - weights[2]).abs().mean() < 1e-7
 
 
-def test_data_from_the_policy_itself_shows_neither_mismatch_nor_drift():
+def test_data_from_the_policy_itself_shows_neither_mismatch_nor_drift(trainer_of):
     model = tiny_model()
     [sample] = random_samples([30])
     logits = reference_logits(model, [sample]).detach()
@@ -78,7 +86,7 @@ def test_data_from_the_policy_itself_shows_neither_mismatch_nor_drift():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_changes_nothing_and_says_so(bad):
+def test_a_step_that_is_not_finite_changes_nothing_and_says_so(trainer_of, bad):
     trainer = trainer_of(tiny_model())
     samples = random_samples(LENGTHS)
     trainer.train_step(pack(samples, 100), TIS, policy_version=3)
@@ -87,13 +95,13 @@ def test_a_step_that_is_not_finite_changes_nothing_and_says_so(bad):
     result = trainer.train_step(pack([poisoned], 100), TIS, policy_version=3)
     assert result.skipped
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export().items())
-    assert (trainer.steps_done, trainer.updates_done) == (2, 1)
+    assert (trainer.counts.steps_done, trainer.counts.updates_done) == (2, 1)
     good = trainer.train_step(pack(samples, 100), TIS, policy_version=3)
     assert not good.skipped
     assert math.isfinite(good.loss)
 
 
-def test_so_many_updates_in_a_row_that_are_not_finite_end_training():
+def test_so_many_updates_in_a_row_that_are_not_finite_end_training(trainer_of):
     trainer = trainer_of(tiny_model(), OPTIMIZER.model_copy(update={"max_skipped_in_a_row": 3}))
     good = random_samples(LENGTHS)
     bad = [dataclasses.replace(good[0].with_streams(advantages=math.nan), loss_mask=np.ones(5, bool))]
@@ -110,29 +118,29 @@ def test_so_many_updates_in_a_row_that_are_not_finite_end_training():
         step(bad)
 
 
-def test_a_step_without_trained_tokens_is_skipped():
+def test_a_step_without_trained_tokens_is_skipped(trainer_of):
     trainer = trainer_of(tiny_model())
     sample = dataclasses.replace(random_samples([5])[0], loss_mask=np.zeros(5, bool))
     result = trainer.train_step(pack([sample], 100), TIS, policy_version=3)
     assert (result.skipped, result.tokens, result.loss) == (True, 0, 0.0)
 
 
-def test_a_new_optimizer_starts_from_nothing():
+def test_a_new_optimizer_starts_from_nothing(trainer_of):
     model = tiny_model()
     samples = random_samples(LENGTHS)
     trainer = trainer_of(model)
     for _ in range(2):
         trainer.train_step(pack(samples, 100), SFTLoss(), policy_version=0)
-    fresh = Trainer(model.config, trainer.export(), OptimizerConfig(lr=1e-3))
+    fresh = type(trainer)(model.config, trainer.export(), OptimizerConfig(lr=1e-3))
     trainer.set_optimizer(OptimizerConfig(lr=1e-3))
     for _ in range(2):
         ours = trainer.train_step(pack(samples, 100), TIS, policy_version=3)
         theirs = fresh.train_step(pack(samples, 100), TIS, policy_version=3)
         assert (ours.loss, ours.grad_norm, ours.lr) == (theirs.loss, theirs.grad_norm, theirs.lr)
-    assert trainer.steps_done == 4
+    assert trainer.counts.steps_done == 4
 
 
-def test_bfloat16_weights_learn_with_float32_main_weights():
+def test_bfloat16_weights_learn_with_float32_main_weights(trainer_of):
     trainer = trainer_of(tiny_model(), OptimizerConfig(lr=1e-3), dtype=torch.bfloat16)
     samples = random_samples(LENGTHS)
     losses = [trainer.train_step(pack(samples, 100), SFTLoss(), policy_version=0).loss for _ in range(6)]

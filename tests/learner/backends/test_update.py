@@ -94,7 +94,7 @@ def test_a_step_without_trained_tokens_is_skipped_and_is_no_failure():
     untrained = dataclasses.replace(random_samples([5])[0], loss_mask=np.zeros(5, bool))
     result = step(trainer, [untrained])
     assert (result.skipped, result.loss, result.grad_norm) == (True, 0.0, 0.0)
-    assert trainer.not_finite_in_a_row == 0
+    assert trainer.counts.not_finite_in_a_row == 0
     assert all(torch.equal(before[name], tensor) for name, tensor in trainer.export().items())
 
 

@@ -33,7 +33,8 @@ class TorchBackend:
         self.model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).eval()
         self.model.get_input_embeddings().padding_idx = None  # drawn rollouts hold it: it has a gradient too
         self._load(hf_config, state)
-        self.frozen = FrozenPolicies([self.model], settle=lambda: None, load=self._load)
+        self.critic = None
+        self.frozen = FrozenPolicies(lambda: [dict(self.model.named_parameters())], load=self._load)
         self.set_optimizer(optimizer)
 
     def _load(self, _: PretrainedConfig, state: Mapping[str, Tensor]) -> None:
@@ -93,6 +94,7 @@ class TorchBackend:
             grad_norm=norm,
             lr=lr,
             tokens=tokens,
+            computed_tokens=sum(len(batch.tokens) for batch in micro_batches),
             denominator=tokens,
             skipped=False,
             diagnostics=diagnostics,

@@ -1,4 +1,5 @@
-"""A checkpoint holds a model, its optimizer and its own frozen policies, as megatron-core shards them."""
+"""A checkpoint holds a model, its optimizer, its own frozen policies and its critic, as megatron-core shards
+them."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -6,25 +7,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import structlog
 import torch
 import torch.distributed as dist
 from pydantic import JsonValue
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bus.errors import ConfigError, StorageError
-from learner.algorithms.entropy_bonus import EntropyBonus
-from learner.backends.megatron.checkpoint.writer import CopyBuffers, Staged, install_in_process_writer, stage
+from learner.backends.megatron.checkpoint.fingerprint import fingerprint
+from learner.backends.megatron.checkpoint.writer import Staged, install_in_process_writer, stage
 from learner.backends.megatron.core import (
     CheckpointingException,
+    MegatronOptimizer,
     ShardedObject,
+    add_prefix_for_sharding,
     dist_checkpointing,
     parallel_state,
 )
+from learner.backends.megatron.frozen_weights import frozen_weights
 from learner.backends.megatron.model.model import PolicyModel
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
+from learner.checkpoint.copies import CopyBuffers
+from learner.checkpoint.manifest import differences
 
 if TYPE_CHECKING:  # which calls this module
+    from learner.backends.megatron.critic import MegatronCritic
     from learner.backends.megatron.trainer import Trainer
+
+log = structlog.get_logger()
 
 SHARDING = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -61,29 +71,39 @@ def load_state(trainer: "Trainer", directory: Path, training: Mapping[str, Any])
         state = dist_checkpointing.load(wanted, str(directory))
     except (CheckpointingException, CheckpointException, RuntimeError, OSError) as error:
         raise StorageError(f"cannot read checkpoint {directory}: {error}") from error
-    for name, chunk in _chunks(trainer).items():
-        chunk.load_state_dict(state[name])
+    _load_model(trainer, state)
+    if trainer.critic is not None:
+        _load_model(trainer.critic, state["critic"])
+        trainer.critic.updates_done = training["critic"]["updates_done"]
+    elif training.get("critic"):
+        log.warning("critic_left_behind", checkpoint=str(directory), why="the objective has none")
     for tag, weights in state["policies"].items():
         trainer.frozen.restore(tag, list(weights.values()))
-    load_optimizer_state(trainer.optimizer, state["optimizer"])
-    trainer.steps_done, trainer.updates_done = training["steps_done"], training["updates_done"]
-    bonus = training.get("entropy_bonus")
-    trainer.entropy_bonus = EntropyBonus.restored(bonus) if bonus else None
+    trainer.counts.restore(training)
     if "rng" in state:
         _set_rng_state(state["rng"])
+
+
+def _load_model(model: "Trainer | MegatronCritic", state: Mapping[str, Any]) -> None:
+    for name, chunk in _chunks(model).items():
+        chunk.load_state_dict(state[name])
+    load_optimizer_state(model.optimizer, state["optimizer"])
 
 
 def training_state(trainer: "Trainer") -> dict[str, JsonValue]:
     """Return where the trainer stands, and what of it must be the same to go on from there."""
     return {
-        "steps_done": trainer.steps_done,
-        "updates_done": trainer.updates_done,
+        **trainer.counts.saved(),
         "ranks": dist.get_world_size(),
         "distributed_optimizer": trainer.parallel.distributed_optimizer,
-        "frozen": [*sorted(trainer.trainable.frozen(trainer.hf_config))],
+        "frozen": [*sorted(frozen_weights(trainer.hf_config, trainer.trainable))],
         "policies": [*sorted(trainer.frozen.own)],
-        "entropy_bonus": trainer.entropy_bonus.saved() if trainer.entropy_bonus else None,
+        "critic": _critic_state(trainer.critic) if trainer.critic else None,
     }
+
+
+def _critic_state(critic: "MegatronCritic") -> dict[str, JsonValue]:
+    return {"model": fingerprint(critic.hf_config), "updates_done": critic.updates_done}
 
 
 def refuse_other_training(directory: Path, training: Mapping[str, Any], trainer: "Trainer") -> None:
@@ -93,25 +113,53 @@ def refuse_other_training(directory: Path, training: Mapping[str, Any], trainer:
             f"checkpoint {directory} was saved with learner.parallel.distributed_optimizer={saved}: "
             "set that again"
         )
-    frozen = set(training["frozen"]) ^ trainer.trainable.frozen(trainer.hf_config)
+    frozen = set(training["frozen"]) ^ frozen_weights(trainer.hf_config, trainer.trainable)
     if frozen:
         raise ConfigError(
             f"checkpoint {directory} was trained with other weights frozen ({len(frozen)} differ, as "
             f"{min(frozen)}): its optimizer does not fit; keep model.freeze and model.train_only, or start a "
             "new run from its weights with --model.path"
         )
+    if trainer.critic is not None:
+        _refuse_other_critic(directory, training.get("critic"), trainer.critic)
+
+
+def _refuse_other_critic(directory: Path, saved: Mapping[str, Any] | None, critic: "MegatronCritic") -> None:
+    if saved is None:
+        raise ConfigError(
+            f"checkpoint {directory} has no critic, and the objective wants one: set learner.advantage.type "
+            "and learner.critic.train as they were, or start a new run from its weights with --model.path"
+        )
+    if other := differences(saved["model"], fingerprint(critic.hf_config)):
+        raise ConfigError(
+            f"checkpoint {directory} has another critic: {', '.join(other)}; keep learner.critic.path"
+        )
 
 
 def _sharded_state(trainer: "Trainer", policies: Iterable[str], *, is_loading: bool) -> dict[str, Any]:
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {**SHARDING, "dp_cp_group": group}
-    chunks = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _chunks(trainer).items()}
+    state = _sharded_model(trainer, trainer.optimizer, metadata, is_loading=is_loading)
+    frozen = {tag: _sharded_policy(trainer, tag, metadata) for tag in sorted(policies)}
+    state |= {"rng": _sharded_rng_state(), "policies": frozen}
+    if trainer.critic is not None:
+        critic = _sharded_model(trainer.critic, trainer.critic.optimizer, metadata, is_loading=is_loading)
+        add_prefix_for_sharding(critic, "critic.")  # the policy's weights have the same names
+        state["critic"] = critic
+    return state
+
+
+def _sharded_model(
+    model: "Trainer | MegatronCritic", optimizer: MegatronOptimizer, metadata: dict[str, Any], *,
+    is_loading: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the weights of a model and what its optimizer keeps."""
+    chunks = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _chunks(model).items()}
     with torch.no_grad():
-        optimizer = trainer.optimizer.sharded_state_dict(
+        state = optimizer.sharded_state_dict(
             chunks if len(chunks) > 1 else chunks["model"], is_loading=is_loading, metadata=dict(SHARDING)
         )
-    frozen = {tag: _sharded_policy(trainer, tag, metadata) for tag in sorted(policies)}
-    return {**chunks, "optimizer": optimizer, "rng": _sharded_rng_state(), "policies": frozen}
+    return {**chunks, "optimizer": state}
 
 
 def _sharded_policy(trainer: "Trainer", tag: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,11 +176,11 @@ def _sharded_policy(trainer: "Trainer", tag: str, metadata: Mapping[str, Any]) -
     }
 
 
-def _chunks(trainer: "Trainer") -> dict[str, PolicyModel]:
+def _chunks(model: "Trainer | MegatronCritic") -> dict[str, PolicyModel]:
     """Return the pieces of the model by the names that megatron-core's optimizer expects."""
-    if len(trainer.chunks) == 1:
-        return {"model": trainer.chunks[0]}
-    return {f"model{number}": chunk for number, chunk in enumerate(trainer.chunks)}
+    if len(model.chunks) == 1:
+        return {"model": model.chunks[0]}
+    return {f"model{number}": chunk for number, chunk in enumerate(model.chunks)}
 
 
 def _sharded_rng_state() -> ShardedObject:

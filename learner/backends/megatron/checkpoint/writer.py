@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from learner.backends.megatron.core import FileSystemWriterAsync, filesystem_async, torch_dist_strategy
+from learner.checkpoint.copies import CopyBuffers
 from learner.checkpoint.manifest import file_digest
-from learner.publication.transfer import host_memory
 
 
 class InProcessWriter(FileSystemWriterAsync):  # type: ignore[misc]  # megatron-core is untyped
@@ -45,30 +42,6 @@ def install_in_process_writer() -> None:
     """Make `dist_checkpointing.save` use `InProcessWriter`, each with a queue of its own for its results."""
     filesystem_async._get_write_results_queue = queue.Queue
     torch_dist_strategy.FileSystemWriterAsync = InProcessWriter
-
-
-class CopyBuffers:
-    """Host memory that one checkpoint after another reuses, since page-locking it takes seconds.
-
-    Copies of tensors that lie on the host themselves are freed when they are written."""
-
-    def __init__(self) -> None:
-        self._memory: list[Tensor] = []
-
-    def copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies, complete on return, which overwrite those of the call before."""
-        wanted = [(tensor.shape, tensor.dtype) for tensor in tensors if tensor.is_cuda]
-        if wanted != [(memory.shape, memory.dtype) for memory in self._memory]:
-            self._memory = []  # freed before more is allocated
-            self._memory = host_memory(wanted, page_locked=True)
-        places = iter(self._memory)
-        copies = [
-            next(places).copy_(tensor.detach(), non_blocking=True) if tensor.is_cuda else tensor.clone()
-            for tensor in tensors
-        ]
-        if wanted:
-            torch.cuda.synchronize()
-        return copies
 
 
 @dataclass(frozen=True)

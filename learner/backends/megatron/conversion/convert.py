@@ -1,7 +1,6 @@
 """`launch convert`: whole directories, tensor by tensor, so that the model may be larger than memory."""
 
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +21,13 @@ from learner.backends.megatron.model.model import unsupported
 from learner.checkpoint.manifest import (
     MANIFEST,
     damaged_files,
+    differences,
     read_manifest,
     refuse_damage,
     refuse_other_model,
     write_manifest,
 )
-from learner.lazy_weights import LazyWeights, Spec, tensor_digest
+from learner.lazy_weights import LazyWeights, Spec, main_dtype, tensor_digest
 from learner.model_directory import (
     SHARD_BYTES,
     HFWeights,
@@ -110,14 +110,14 @@ def megatron_to_hf(
     described = model or source
     hf_config = load_hf_config(described)
     _refuse_unsupported(hf_config)
-    refuse_other_model(source, manifest, fingerprint(hf_config))
+    refuse_other_model(source, differences(manifest["model"], fingerprint(hf_config)))
     tokenizer_dir = described if has_tokenizer(described) else None
     if tokenizer_dir is not None:
         refuse_other_vocabulary(hf_config, load_tokenizer(tokenizer_dir), tokenizer_dir)
     refuse_damage(source, damaged_files(source, manifest, manifest["files"]))
     shape = shape_of(hf_config)
     seen = _Digesting(MegatronWeights(source, list(FAMILIES[hf_config.model_type].rules(shape)), shape))
-    hf_config.dtype = _main_dtype(seen)
+    hf_config.dtype = main_dtype(map(seen.spec, seen))  # every tensor is written in its own
     with _publishing(target) as temporary:
         save_hf_directory(temporary, hf_config, seen, tokenizer_dir, shard_bytes=shard_bytes)
         size_bytes = _verify(HFWeights(temporary), seen.digests)
@@ -147,15 +147,6 @@ class _Digesting(LazyWeights):
 
     def spec(self, name: str) -> Spec:
         return self._weights.spec(name)
-
-
-def _main_dtype(weights: LazyWeights) -> torch.dtype:
-    """Return the dtype of most bytes, for the configuration. Every tensor is written in its own: a router may
-    be kept in float32 among bfloat16."""
-    sizes: Counter[torch.dtype] = Counter()
-    for name in weights:
-        sizes[weights.spec(name).dtype] += weights.spec(name).size_bytes
-    return sizes.most_common(1)[0][0]
 
 
 def _verify(written: LazyWeights, digests: Mapping[str, str]) -> int:

@@ -13,10 +13,10 @@ queries.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from learner.backends.megatron.core import (
@@ -29,22 +29,20 @@ from learner.backends.megatron.core import (
 from learner.backends.megatron.model.context_attention import (
     ContextLayout,
     attend_across_ranks,
-    causal_varlen_attention,
     context_layout,
 )
 from learner.backends.megatron.model.qkv import HeadSettings, split_heads
+from learner.backends.megatron.model.tree_attention import TreeLayout, attend_along_paths, tree_layout
+from learner.backends.packed_attention import (
+    Bucket,
+    bucket_by_length,
+    bucketed_attention,
+    causal_attention,
+    causal_varlen_attention,
+    has_varlen_kernel,
+)
+from learner.data.prefix_tree import PrefixTree
 from learner.publication.transfer import to_device
-
-LONGEST_TO_SHORTEST = 2
-"""Sequences attended to in one call differ in length by at most this factor, which bounds the padding."""
-
-
-class Bucket(NamedTuple):
-    """Sequences of similar length, attended to in one call."""
-
-    sequences: int
-    length: int
-    """Tokens of the longest one. Others are padded on the right, where a causal mask hides the padding."""
 
 
 @dataclass
@@ -59,6 +57,8 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is u
     """int64 [T], place of each token in the padded buckets laid end to end; `None` means the same place."""
     context: ContextLayout | None = None
     """Keys of all ranks that this rank's queries see; `None` if the rank holds whole sequences."""
+    tree: TreeLayout | None = None
+    """Segments that each query sees, where sequences share them; `None` if they share nothing."""
 
 
 def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
@@ -76,6 +76,7 @@ def pack_layout(
     *,
     context_ranks: int = 1,
     context_rank: int = 0,
+    tree: PrefixTree | None = None,
 ) -> PackedLayout:
     """Precompute what attention needs, once per micro-batch.
 
@@ -87,6 +88,7 @@ def pack_layout(
         dtype: dtype of the queries and keys.
         context_ranks: number of ranks that share the tokens.
         context_rank: number of this rank among them.
+        tree: segments that the tokens of this rank are, where sequences share them.
     """
     angles = torch.outer(position_ids.float(), frequencies)[:, None]
     cos, sin = angles.cos(), angles.sin()
@@ -98,8 +100,10 @@ def pack_layout(
         max_seqlen_kv=max(lengths),
         rotation=(torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)),
     )
-    by_length = not _has_varlen_kernel(cu_seqlens.device, dtype)
-    if context_ranks > 1:
+    by_length = not has_varlen_kernel(cu_seqlens.device, dtype)
+    if tree is not None:
+        layout.tree = tree_layout(tree.lengths, tree.parents).to(cu_seqlens.device)
+    elif context_ranks > 1:
         layout.context = context_layout(
             lengths, ranks=context_ranks, rank=context_rank, by_length=by_length
         ).to(cu_seqlens.device)
@@ -109,28 +113,6 @@ def pack_layout(
         layout.buckets, slots = bucket_by_length(lengths)
         layout.slots = to_device(slots, cu_seqlens.device)
     return layout
-
-
-def _has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-
-
-def bucket_by_length(lengths: Sequence[int]) -> tuple[tuple[Bucket, ...], Tensor]:
-    """Group sequences of similar length; return the groups and the int64 [T] padded slot of each token."""
-    by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    buckets: list[Bucket] = []
-    first_slot = [0] * len(lengths)
-    end = 0
-    while by_length:
-        longest = lengths[by_length[0]]
-        similar = [i for i in by_length if lengths[i] * LONGEST_TO_SHORTEST >= longest]
-        by_length = by_length[len(similar) :]
-        for row, sequence in enumerate(similar):
-            first_slot[sequence] = end + row * longest
-        buckets.append(Bucket(len(similar), longest))
-        end += len(similar) * longest
-    slots = torch.cat([torch.arange(slot, slot + n) for slot, n in zip(first_slot, lengths, strict=True)])
-    return tuple(buckets), slots
 
 
 class PackedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron-core is untyped
@@ -186,12 +168,16 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
     ) -> Tensor:
         """Attend within each sequence: [T, heads, d] and twice [T, groups, d] to [T, heads, d]."""
         layout = packed_seq_params
+        if layout.tree is not None:
+            return attend_along_paths(query, key, value, layout.tree, scale=self.scale)
         if layout.context is not None:
             return attend_across_ranks(
                 query, key, value, layout.context, group=self.context_group, scale=self.scale
             )
         if layout.buckets:
-            return self._bucketed(query, key, value, layout)
+            return bucketed_attention(
+                query, key, value, layout.buckets, layout.slots, partial(causal_attention, scale=self.scale)
+            )
         return causal_varlen_attention(
             query,
             key,
@@ -202,24 +188,3 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
             layout.max_seqlen_kv,
             scale=self.scale,
         )
-
-    def _bucketed(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
-        padded = (_pad(x, layout) for x in (query, key, value))
-        attended = [
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-            for q, k, v in zip(*padded, strict=True)
-        ]
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in attended]
-        return flat[0] if layout.slots is None else torch.cat(flat).index_select(0, layout.slots)
-
-
-def _pad(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
-    """Lay [T, heads, d] out as one [sequences, heads, length, d] per bucket; padding is zero."""
-    sizes = [bucket.sequences * bucket.length for bucket in layout.buckets]
-    if layout.slots is not None:
-        packed = packed.new_zeros(sum(sizes), *packed.shape[1:]).index_copy(0, layout.slots, packed)
-    parts = torch.split(packed, sizes) if len(sizes) > 1 else (packed,)  # the gradient of this is a copy
-    return [
-        part.view(*bucket, *part.shape[1:]).transpose(1, 2)
-        for part, bucket in zip(parts, layout.buckets, strict=True)
-    ]

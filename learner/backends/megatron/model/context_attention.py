@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from learner.backends.megatron.core import tensor_parallel
+from learner.backends.packed_attention import causal_varlen_attention
 from learner.publication.transfer import to_device
 
 
@@ -116,32 +116,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: ContextLayout, *, 
         max(queries for _, queries, _ in layout.runs),
         max(keys for _, _, keys in layout.runs),
         scale=scale,
-    )
-
-
-def causal_varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_queries: Tensor,
-    cu_keys: Tensor,
-    max_queries: int,
-    max_keys: int,
-    *,
-    scale: float,
-) -> Tensor:
-    """Attend with torch's kernel for runs of any lengths; the last query of a run sees all its keys."""
-    queries_per_group = query.shape[1] // key.shape[1]
-    return varlen_attn(  # type: ignore[return-value]
-        query,
-        key.repeat_interleave(queries_per_group, dim=1),  # torch 2.11 has no enable_gqa here
-        value.repeat_interleave(queries_per_group, dim=1),
-        cu_queries,
-        cu_keys,
-        max_queries,
-        max_keys,
-        scale=scale,
-        window_size=(-1, 0),
     )
 
 

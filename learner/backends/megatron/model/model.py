@@ -28,16 +28,11 @@ from learner.backends.megatron.model.attention import (
     rotary_frequencies,
 )
 from learner.backends.megatron.model.norm import RMSNorm
-from learner.backends.megatron.model.output_layer import TokenLoss, label_logprobs, output_layer_loss
+from learner.backends.output.output_layer import TokenLoss
+from learner.backends.output.policy_output import policy_output
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch
 from learner.world.process_group import device
-
-LOGITS_BYTES = 2 * 2**30 if torch.cuda.is_available() else 4 * 2**20
-"""Bytes of logits in memory at a time, counted as float32; longer packs are processed in chunks. On a CPU
-it is the size of its caches, so that passes over the logits are quick."""
-LEAST_ROWS = 256
-"""Least rows of logits at a time: matrix products of fewer rows are slow."""
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
@@ -65,59 +60,43 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         self.real_vocab_size = hf_config.vocab_size
         _mark_cut_weights(self)
 
-    def forward(self, batch: MicroBatch, token_loss: TokenLoss | None = None) -> tuple[Tensor, ...] | Tensor:
-        """Return the loss over the trained tokens, and without gradient their log-probabilities and entropy.
+    def forward(
+        self, batch: MicroBatch, token_loss: TokenLoss | None = None, top: int = 0
+    ) -> tuple[Tensor, ...] | Tensor:
+        """Return what `policy_output` does; a pipeline stage before the last returns hidden states instead.
 
-        Without a loss, log-probabilities and entropy only, which then carry gradient; all float32 [N]. A
-        pipeline stage before the last returns hidden states instead. `batch` is this rank's share
-        (learner/backends/megatron/sharding.py).
+        `batch` is this rank's share (learner/backends/megatron/sharding.py).
         """
         hidden = self._hidden(batch)
         if not self.post_process:
             return hidden
         first_label, weight = self._head_weight()
-        rows, labels = (
-            self._of_all_tokens(hidden).index_select(0, batch.trained),
-            batch.labels.index_select(0, batch.trained),
-        )
-        chunk_size = max(LEAST_ROWS, LOGITS_BYTES // (4 * self.output_layer.output_size_per_partition))
-        group = self.pg_collection.tp
-        temperatures = batch.of_trained("temperatures")
-        if token_loss is not None:
-            return output_layer_loss(
-                rows,
-                weight,
-                labels - first_label,
-                token_loss,
-                temperatures=temperatures,
-                group=group,
-                chunk_size=chunk_size,
-            )
-        return label_logprobs(
-            rows,
-            lambda some: F.linear(some, weight),
-            labels - first_label,
-            temperatures=temperatures,
-            group=group,
-            chunk_size=chunk_size,
-        )
+        return policy_output(
+            self._of_all_tokens(hidden), weight, batch, token_loss, top,
+            first_label=first_label, largest_part=self.output_layer.output_size_per_partition,
+            group=self.pg_collection.tp,
+        )  # fmt: skip
 
     def logits(self, batch: MicroBatch) -> Tensor:
         """Return the [T, V] logits of every position, for evaluation and tests; of a whole model only."""
         _, weight = self._head_weight()
-        return F.linear(self._of_all_tokens(self._hidden(batch)), weight)
+        hidden = self._of_all_tokens(self._hidden(batch))
+        return F.linear(hidden if batch.tree is None else hidden[batch.tree.computed], weight)
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
+        tree = batch.tree
         layout = pack_layout(
             batch.cu_seqlens,
             batch.lengths,
-            batch.position_ids,
+            batch.position_ids if tree is None else batch.position_ids[tree.source],
             self.frequencies,
             self.config.params_dtype,
             context_ranks=self.pg_collection.cp.size(),
             context_rank=self.pg_collection.cp.rank(),
+            tree=tree,
         )
-        embedded = self.embedding(batch.tokens[None], None) if self.pre_process else None
+        tokens = batch.tokens if tree is None else batch.tokens[tree.source]
+        embedded = self.embedding(tokens[None], None) if self.pre_process else None
         return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=layout)  # type: ignore[no-any-return]
 
     def _of_all_tokens(self, hidden: Tensor) -> Tensor:
@@ -149,9 +128,11 @@ def _finish_gathering(layer: torch.nn.Module) -> None:
 
 
 def build_chunks(
-    hf_config: PretrainedConfig, *, dtype: torch.dtype, parallel: ParallelConfig = UNDIVIDED
-) -> list[PolicyModel]:
-    """Build this rank's part of the model, on its device, with weights not yet set.
+    hf_config: PretrainedConfig, *, dtype: torch.dtype, parallel: ParallelConfig = UNDIVIDED,
+    kind: type[PolicyModel] = PolicyModel,
+) -> list[PolicyModel]:  # fmt: skip
+    """Build this rank's part of the model, on its device, with weights not yet set; `kind` says what a piece
+    has for its output.
 
     Returns one piece, or `virtual_pipeline` pieces, from the first layers to the last. Raises `ConfigError`
     with every hyperparameter of `hf_config` that cannot be represented, or that `parallel` does not divide.
@@ -162,7 +143,7 @@ def build_chunks(
     config = _transformer_config(hf_config, dtype, parallel)
     pieces = parallel.virtual_pipeline
     return [
-        PolicyModel(config, _block_spec(config, stage), hf_config, stage).to(device())
+        kind(config, _block_spec(config, stage), hf_config, stage).to(device())
         for stage in (range(pieces) if pieces > 1 else [None])
     ]
 

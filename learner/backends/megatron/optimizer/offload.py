@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import AdamW
 
 from learner.backends.megatron.core import DistributedOptimizer, param_is_not_shared, tensor_parallel
-from learner.backends.megatron.optimizer.bf16_adamw import fused_update
+from learner.backends.update.bf16_adamw import fused_update
 from learner.publication.transfer import host_memory
 
 BUCKET_BYTES = 64 * 2**20

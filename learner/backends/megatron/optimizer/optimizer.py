@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bus.errors import ConfigError
-from learner.backends.megatron import multi_tensor
+from learner.backends import multi_tensor
 from learner.backends.megatron.core import (
     DistributedDataParallel,
     DistributedOptimizer,
@@ -28,8 +28,8 @@ from learner.backends.megatron.core import (
     MegatronOptimizerConfig,
     get_megatron_optimizer,
 )
-from learner.backends.megatron.optimizer.bf16_adamw import BFloat16StateAdamW
 from learner.backends.megatron.optimizer.offload import offload
+from learner.backends.update.bf16_adamw import BFloat16StateAdamW
 from learner.config.optimizer import OptimizerConfig
 from learner.world.process_group import device
 

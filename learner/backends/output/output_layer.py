@@ -9,20 +9,23 @@ is there (as liger-kernel does for cross-entropy, arXiv:2410.10989, section 3.2)
 A loss that looks at several tokens at once, such as the mean log ratio of a sequence, first needs the
 log-probabilities of all of them. `label_logprobs` computes these, and computes the logits a second time,
 chunk by chunk, when the gradient comes back.
+
+A label that was drawn from a kept set of tokens alone has its log-probability there: the logit less the
+logarithm of the sum of the exponentials of the kept logits. The entropy stays that of the whole vocabulary.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from learner.backends.megatron.multi_tensor import add_product
+from learner.backends.multi_tensor import add_product
 
 if torch.cuda.is_available():  # triton comes with torch for CUDA only
-    from learner.backends.megatron.model import kernels
+    from learner.backends.output import kernels
 
 TokenLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """A token loss takes the float32 log-probabilities [n] and entropies [n] of a slice of the trained tokens,
@@ -38,6 +41,32 @@ class RowStatistics(NamedTuple):
     """Entropy of the row's distribution, nats."""
     log_total: Tensor
     """Logarithm of the sum of the exponentials of the scaled logits."""
+    kept_logprobs: Tensor | None = None
+    """[n, K], log-probability within the row's kept set of each of its tokens; -inf behind the set."""
+
+
+class KeptColumns(NamedTuple):
+    """The kept sets of N rows, as columns of the logits."""
+
+    columns: Tensor
+    """int64 [N, K], counted from the first of this rank's part; any number behind the set."""
+    inside: Tensor
+    """bool [N, K], False behind the set. A row without a kept set has none that is True."""
+
+    def rows(self, rows: slice) -> "KeptColumns":
+        """Return the sets of some of the rows."""
+        return KeptColumns(self.columns[rows], self.inside[rows])
+
+
+@overload
+def kept_columns(token_ids: Tensor, first: int) -> KeptColumns: ...
+@overload
+def kept_columns(token_ids: Tensor | None, first: int) -> KeptColumns | None: ...
+def kept_columns(token_ids: Tensor | None, first: int) -> KeptColumns | None:
+    """Return the kept sets [N, K], which end with -1, of a rank whose first column is token `first`."""
+    if token_ids is None:
+        return None
+    return KeptColumns(token_ids.long() - first, token_ids >= 0)
 
 
 def output_layer_loss(
@@ -47,6 +76,7 @@ def output_layer_loss(
     token_loss: TokenLoss,
     *,
     temperatures: Tensor,
+    kept: KeptColumns | None = None,
     group: dist.ProcessGroup | None = None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,24 +89,26 @@ def output_layer_loss(
         labels: int64 [N], counted from the first row of this rank's part.
         token_loss: the loss, a sum over tokens; it may use the entropy, with gradient.
         temperatures: float32 [N], which divide the logits, as they did when each token was sampled.
+        kept: what each label was drawn from; `None` is the whole vocabulary for all.
         group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
         chunk_size: rows of logits alive at a time.
     """
     loss, logprobs, entropy = _OutputLayerLoss.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, labels, token_loss, temperatures.reciprocal(), group, chunk_size
+        hidden, weight, labels, token_loss, temperatures.reciprocal(), kept, group, chunk_size
     )
     return loss, logprobs, entropy
 
 
 class _OutputLayerLoss(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - autograd takes them one by one
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
         token_loss: TokenLoss,
         scale: Tensor,
+        kept: KeptColumns | None,
         group: dist.ProcessGroup | None,
         chunk_size: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,11 +123,12 @@ class _OutputLayerLoss(torch.autograd.Function):
             rows = slice(start, min(start + chunk_size, len(hidden)))
             logits = hidden[rows] @ weight.t()
             column, here = local_columns(labels[rows], logits.shape[-1])
-            found = _statistics(logits, column, here, scale[rows], group)
+            kept_here = None if kept is None else kept.rows(rows)
+            found = _statistics(logits, column, here, scale[rows], kept_here, group)
             logprobs[rows], entropy[rows] = found.logprobs, found.entropy
             chunk_loss, slopes = _loss_and_slopes(token_loss, found, rows)
             loss += chunk_loss
-            grad = _logits_gradient(logits, column, here, found, *slopes, scale[rows])
+            grad = _logits_gradient(logits, column, here, found, *slopes, scale[rows], kept_here)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -112,7 +145,7 @@ class _OutputLayerLoss(torch.autograd.Function):
         return (
             None if of_hidden is None else of_hidden.mul_(grad),
             None if of_weight is None else of_weight.mul_(grad).to(ctx.weight_dtype),
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
@@ -133,6 +166,7 @@ def label_logprobs(
     labels: Tensor,
     *,
     temperatures: Tensor,
+    kept: KeptColumns | None = None,
     group: dist.ProcessGroup | None = None,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
@@ -143,22 +177,40 @@ def label_logprobs(
         project: the output layer, [c, H] to the logits [c, v] of this rank's part of the vocabulary.
         labels: int64 [N], counted from the first of this rank's part.
         temperatures: float32 [N], which divide the logits, as they did when each token was sampled.
+        kept: what each label was drawn from; `None` is the whole vocabulary for all.
         group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
         chunk_size: rows of logits alive at a time; more rows are recomputed in the backward pass.
     """
 
-    def one_chunk(rows: Tensor, targets: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = _LabelLogprobs.apply(project(rows), targets, scale, group)  # type: ignore[no-untyped-call]
-        return logprobs, entropy
+    def one_chunk(rows: Tensor, targets: Tensor, scale: Tensor, *sets: Tensor) -> tuple[Tensor, Tensor]:
+        return logprobs_of_logits(project(rows), targets, scale, KeptColumns(*sets) if sets else None, group)
 
-    scale = temperatures.reciprocal()
-    if len(hidden) <= chunk_size:
-        return one_chunk(hidden, labels, scale)
+    parts = hidden, labels, temperatures.reciprocal(), *(kept or ())
+    logprobs, entropy = in_chunks(one_chunk, parts, chunk_size)
+    return logprobs, entropy
+
+
+def in_chunks(
+    one_chunk: Callable[..., tuple[Tensor, ...]], parts: Sequence[Tensor], chunk_size: int
+) -> tuple[Tensor, ...]:
+    """Call `one_chunk` with so many rows of all `parts` at a time, and join what it returns.
+
+    Several chunks are computed again in the backward pass, so that nothing of them is kept."""
+    if len(parts[0]) <= chunk_size:
+        return one_chunk(*parts)
     chunks = [
-        checkpoint(one_chunk, *parts, use_reentrant=False)
-        for parts in zip(*(torch.split(each, chunk_size) for each in (hidden, labels, scale)), strict=True)
+        checkpoint(one_chunk, *each, use_reentrant=False)
+        for each in zip(*(torch.split(part, chunk_size) for part in parts), strict=True)
     ]
-    return torch.cat([logprobs for logprobs, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
+    return tuple(torch.cat(found) for found in zip(*chunks, strict=True))
+
+
+def logprobs_of_logits(
+    logits: Tensor, labels: Tensor, scale: Tensor, kept: KeptColumns | None, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor]:
+    """Return what `label_logprobs` does, of logits [n, v] that are there, times `scale` [n]."""
+    logprobs, entropy = _LabelLogprobs.apply(logits, labels, scale, kept, group)  # type: ignore[no-untyped-call]
+    return logprobs, entropy
 
 
 class _LabelLogprobs(torch.autograd.Function):
@@ -166,12 +218,13 @@ class _LabelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, scale: Tensor, group: dist.ProcessGroup | None
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, logits: Tensor, labels: Tensor, scale: Tensor, kept: KeptColumns | None,
+        group: dist.ProcessGroup | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Compute in float32; keep the logits for the backward pass."""
         column, here = local_columns(labels, logits.shape[-1])
-        found = _statistics(logits, column, here, scale, group)
-        ctx.save_for_backward(logits, column, here, scale, *found)
+        found = _statistics(logits, column, here, scale, kept, group)
+        ctx.save_for_backward(logits, column, here, scale, *found, *(kept or (None, None)))
         ctx.set_materialize_grads(
             False
         )  # most losses have no gradient in the entropy, which then costs nothing
@@ -180,13 +233,16 @@ class _LabelLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, of_logprobs: Tensor | None, of_entropy: Tensor | None
-    ) -> tuple[Tensor, None, None, None]:
+    ) -> tuple[Tensor | None, ...]:
         """Leave the logits as they are, though on CUDA the gradient is written over what it is made from."""
-        logits, column, here, scale, *found = ctx.saved_tensors
+        logits, column, here, scale, *found, columns, inside = ctx.saved_tensors
+        kept = None if columns is None else KeptColumns(columns, inside)
         if logits.is_cuda:
             logits = logits.clone()
-        grad = _logits_gradient(logits, column, here, RowStatistics(*found), of_logprobs, of_entropy, scale)
-        return grad, None, None, None
+        grad = _logits_gradient(
+            logits, column, here, RowStatistics(*found), of_logprobs, of_entropy, scale, kept
+        )
+        return grad, *(None,) * 4
 
 
 def local_columns(labels: Tensor, local_vocab: int) -> tuple[Tensor, Tensor]:
@@ -197,23 +253,56 @@ def local_columns(labels: Tensor, local_vocab: int) -> tuple[Tensor, Tensor]:
 
 
 def _statistics(
-    logits: Tensor, column: Tensor, here: Tensor, scale: Tensor, group: dist.ProcessGroup | None
-) -> RowStatistics:
-    largest, total, weighted = _softmax_sums(logits, scale)
+    logits: Tensor, column: Tensor, here: Tensor, scale: Tensor, kept: KeptColumns | None,
+    group: dist.ProcessGroup | None,
+) -> RowStatistics:  # fmt: skip
+    largest, total, weighted = softmax_sums(logits, scale)
     label = torch.where(here, logits.gather(-1, column).float() * scale[:, None], 0.0)[:, 0]
-    if group is not None and group.size() > 1:
-        # Each rank has the sums of its own columns, relative to its own largest logit.
-        mine = largest.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        shrink = (mine - largest).exp()
-        sums = torch.stack((label, total * shrink, (weighted + (mine - largest) * total) * shrink))
-        dist.all_reduce(sums, group=group)
-        label, total, weighted = sums
+    largest, label, total, weighted = sums_over_ranks(largest, label, total, weighted, group)
     log_total = total.log()
-    return RowStatistics(label - largest - log_total, log_total - weighted / total, largest + log_total)
+    logprobs, entropy = label - largest - log_total, log_total - weighted / total
+    if kept is None:
+        return RowStatistics(logprobs, entropy, largest + log_total)
+    of_kept = _kept_logits(logits, scale, kept, group)
+    has_set = kept.inside.any(-1)
+    # a row without a set takes the logarithm of a sum of nothing, which is not used
+    normaliser = torch.where(has_set, of_kept.logsumexp(-1), 0.0)
+    logprobs = torch.where(has_set, label - normaliser, logprobs)
+    return RowStatistics(logprobs, entropy, largest + log_total, of_kept - normaliser[:, None])
 
 
-def _softmax_sums(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sums_over_ranks(
+    largest: Tensor, label: Tensor, total: Tensor, weighted: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Join what each rank has of its own columns, relative to its own largest logit: `softmax_sums` [n] each,
+    and `label` [n], which is added up as it is. Returns them in the order of the arguments."""
+    if group is None or group.size() == 1:
+        return largest, label, total, weighted
+    mine = largest.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    shrink = (mine - largest).exp()
+    sums = torch.stack((label, total * shrink, (weighted + (mine - largest) * total) * shrink))
+    dist.all_reduce(sums, group=group)
+    label, total, weighted = sums
+    return largest, label, total, weighted
+
+
+def _kept_logits(logits: Tensor, scale: Tensor, kept: KeptColumns, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the scaled logits of the kept tokens, float32 [n, K]; -inf behind each set."""
+    column, here = columns_here(kept, logits.shape[-1])
+    values = torch.where(here, logits.gather(-1, column).float() * scale[:, None], 0.0)
+    if group is not None and group.size() > 1:
+        dist.all_reduce(values, group=group)  # each token's logit is on one rank
+    return values.masked_fill(~kept.inside, -torch.inf)
+
+
+def columns_here(kept: KeptColumns, local_vocab: int) -> tuple[Tensor, Tensor]:
+    """Return the column of each kept token on this rank [n, K], and whether it lies here."""
+    here = kept.inside & (kept.columns >= 0) & (kept.columns < local_vocab)
+    return torch.where(here, kept.columns, 0), here
+
+
+def softmax_sums(logits: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return max x, sum exp(x - max x) and sum exp(x - max x) (x - max x) of each row x of scaled logits."""
     if logits.is_cuda:
         return kernels.softmax_sums(logits, scale)
@@ -232,13 +321,38 @@ def _logits_gradient(
     of_logprobs: Tensor | None,
     of_entropy: Tensor | None,
     scale: Tensor,
+    kept: KeptColumns | None = None,
 ) -> Tensor:
     """Return d loss / d logits, in their dtype, from the loss's slopes in log-probabilities and entropies.
 
     With x = scale * logits and p = softmax(x): d log p[label] / d x = onehot - p and
-    d entropy / d x = -p (log p + entropy). A slope of `None` is 0.
+    d entropy / d x = -p (log p + entropy). A slope of `None` is 0. Of a row with a kept set p is that of the
+    set in the first, so that only its columns have a gradient.
     """
     slope = torch.zeros_like(scale) if of_logprobs is None else of_logprobs * scale
+    if kept is None or found.kept_logprobs is None:
+        return whole_gradient(logits, column, here, found, slope, of_entropy, scale)
+    has_set = kept.inside.any(-1)
+    columns, kept_here = columns_here(kept, logits.shape[-1])
+    is_label = here & (columns == column)
+    within = slope[:, None] * (is_label.float() - found.kept_logprobs.exp())
+    within = torch.where(kept_here, within, 0.0).to(logits.dtype)
+    others = torch.where(has_set, 0.0, slope)
+    return whole_gradient(logits, column, here, found, others, of_entropy, scale).scatter_add_(
+        -1, columns, within
+    )
+
+
+def whole_gradient(
+    logits: Tensor,
+    column: Tensor,
+    here: Tensor,
+    found: RowStatistics,
+    slope: Tensor,
+    of_entropy: Tensor | None,
+    scale: Tensor,
+) -> Tensor:
+    """Return the gradient over the whole vocabulary; `slope` [n] is that in the scaled logits' log-probs."""
     entropy_slope = None if of_entropy is None else of_entropy * scale
     if logits.is_cuda:
         label = torch.where(here, column, -1)[:, 0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from learner.backends.megatron.model.output_layer import label_logprobs, output_layer_loss
+from learner.backends.output.output_layer import kept_columns, label_logprobs, output_layer_loss
 
 ROWS, HIDDEN, VOCAB = 37, 16, 50
 TEMPERATURES = torch.linspace(0.5, 1.5, ROWS)
@@ -92,6 +92,72 @@ def test_logprobs_and_entropy_carry_the_gradient_of_plain_torch_whatever_the_chu
 
     for ours, theirs in zip((*found, *gradients(found)), (*expected, *gradients(expected)), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def kept_sets(labels):
+    """A set of up to 6 tokens for most rows, its label among them; none for every third."""
+    generator = torch.Generator().manual_seed(1)
+    sets = torch.full((ROWS, 6), -1)
+    for row in range(ROWS):
+        if row % 3:
+            others = [n for n in torch.randperm(VOCAB, generator=generator).tolist() if n != labels[row]]
+            size = 1 + row % 6
+            sets[row, :size] = torch.tensor(sorted([labels[row].item(), *others[: size - 1]]))
+    return sets
+
+
+def within_sets(hidden, weight, labels, sets):
+    """Log-probabilities within the kept sets, in float64, and entropies of all tokens."""
+    logits = hidden.double() @ weight.double().t() / TEMPERATURES.double()[:, None]
+    kept = torch.zeros_like(logits, dtype=torch.bool)
+    for row, ids in enumerate(sets.tolist()):
+        kept[row, [n for n in ids if n >= 0] if max(ids) >= 0 else slice(None)] = True
+    distribution = torch.log_softmax(logits, -1)
+    normaliser = logits.masked_fill(~kept, -torch.inf).logsumexp(-1)
+    return (
+        logits.gather(-1, labels[:, None])[:, 0] - normaliser,
+        -(distribution.exp() * distribution).sum(-1),
+    )
+
+
+@pytest.mark.parametrize("bonus", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 10, 1000])
+def test_log_probs_within_kept_sets_and_their_gradients_are_those_of_float64(chunk_size, bonus):
+    hidden, weight, labels, token_loss = made()
+    loss_of = with_entropy_bonus(token_loss) if bonus else token_loss
+    sets = kept_sets(labels)
+    settings = {"temperatures": TEMPERATURES, "kept": kept_columns(sets.int(), 0), "chunk_size": chunk_size}
+    loss, logprobs, entropy = output_layer_loss(hidden, weight, labels, loss_of, **settings)
+    found = torch.autograd.grad(loss, (hidden, weight))
+    expected = within_sets(hidden, weight, labels, sets)
+    expected_loss = loss_of(*expected, slice(None))
+    wanted = torch.autograd.grad(expected_loss, (hidden, weight))
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5)
+    for ours, theirs in zip((logprobs, entropy, *found), (*expected, *wanted), strict=True):
+        assert torch.allclose(ours.double(), theirs.double(), atol=2e-5, rtol=1e-5)
+    again = label_logprobs(hidden, lambda rows: rows @ weight.t(), labels, **settings)
+    assert torch.equal(again[0].detach(), logprobs)
+    second = torch.autograd.grad(loss_of(*again, slice(None)), (hidden, weight))
+    for ours, theirs in zip(second, wanted, strict=True):
+        assert torch.allclose(ours.double(), theirs.double(), atol=2e-5, rtol=1e-5)
+
+
+def test_a_kept_set_of_the_label_alone_has_no_gradient_and_one_of_all_tokens_is_the_softmax():
+    hidden, weight, labels, token_loss = made()
+    alone = kept_columns(labels[:, None].int(), 0)
+    loss, logprobs, _ = output_layer_loss(
+        hidden, weight, labels, token_loss, temperatures=TEMPERATURES, kept=alone, chunk_size=10
+    )
+    assert logprobs.abs().max() == 0
+    assert all(g.abs().max() == 0 for g in torch.autograd.grad(loss, (hidden, weight)))
+    everything = kept_columns(torch.arange(VOCAB).expand(ROWS, -1).int(), 0)
+    whole, of_all = (
+        output_layer_loss(
+            hidden, weight, labels, token_loss, temperatures=TEMPERATURES, kept=kept, chunk_size=10
+        )
+        for kept in (None, everything)
+    )
+    assert torch.allclose(whole[1], of_all[1], atol=1e-6)
 
 
 def test_huge_logits_do_not_overflow():

@@ -1,16 +1,10 @@
 """Tells which weights are trained, and which stay as they are, by their Hugging Face names."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from transformers import PretrainedConfig
-
 from bus.errors import ConfigError
-from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT
-from learner.backends.megatron.conversion.families import FAMILIES, shape_of
-from learner.backends.megatron.conversion.weights import global_name
 
 
 @dataclass(frozen=True)
@@ -22,26 +16,16 @@ class TrainableWeights:
     train_only: tuple[str, ...] = ()
     """If there are any, only weights that match one of these are trained."""
 
-    def freeze_others(self, chunks: Sequence[torch.nn.Module], hf_config: PretrainedConfig) -> None:
-        """Turn off the gradients of what is not trained; comes before the data-parallel wrapper.
+    def frozen(self, parts: Mapping[str, Sequence[str]]) -> set[str]:
+        """Return which tensors of a model are not trained, of those in `parts` with the names in files that
+        each is made of.
 
         Raises `ConfigError` for an expression that is malformed or matches nothing, for one that takes
         apart what is one tensor in the model, and when nothing is left to train.
         """
-        frozen = self.frozen(hf_config)
-        if EMBEDDING.megatron in frozen and hf_config.tie_word_embeddings:
-            frozen.add(OUTPUT.megatron)  # the last stage of a pipeline has a copy of its own
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                if global_name(chunk, name) in frozen:
-                    parameter.requires_grad = False
-
-    def frozen(self, hf_config: PretrainedConfig) -> set[str]:
-        """Return the names in megatron-core of the weights that are not trained; raises as above."""
         if not self.freeze and not self.train_only:
             return set()
-        rules = list(FAMILIES[hf_config.model_type].rules(shape_of(hf_config)))
-        names = [part for rule in rules for part in rule.parts]
+        names = [part for of_tensor in parts.values() for part in of_tensor]
         freeze = _compiled("model.freeze", self.freeze, names)
         train_only = _compiled("model.train_only", self.train_only, names)
 
@@ -49,13 +33,13 @@ class TrainableWeights:
             wanted = not train_only or any(expression.search(name) for expression in train_only)
             return wanted and not any(expression.search(name) for expression in freeze)
 
-        kept = [rule for rule in rules if _all_or_none(rule.parts, trained)]
+        kept = {tensor for tensor, of_tensor in parts.items() if _all_or_none(of_tensor, trained)}
         if not kept:
             raise ConfigError(
                 f"nothing is left to train: model.freeze={list(self.freeze)} and "
                 f"model.train_only={list(self.train_only)} freeze every weight"
             )
-        return {rule.megatron for rule in rules} - {rule.megatron for rule in kept}
+        return parts.keys() - kept
 
 
 EVERYTHING = TrainableWeights()

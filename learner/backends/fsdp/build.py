@@ -1,0 +1,81 @@
+"""Builds models of transformers, and lists for people what of them this backend would compute wrongly."""
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from bus.errors import ConfigError
+from learner.backends.fsdp.attention import PACKED
+
+LAYER_KINDS = {"full_attention", "sliding_attention"}
+PACK_DEPENDENT_ROPES = {"dynamic", "longrope"}
+"""Rotary embeddings whose angles depend on the longest sequence of a forward pass."""
+OUTPUT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
+"""Hyperparameters by which a model changes its logits, with the value that changes nothing."""
+
+
+def empty_model(hf_config: PretrainedConfig, device: torch.device) -> PreTrainedModel:
+    """Return a float32 model whose weights mean nothing yet, without dropout, with our attention.
+
+    Memory that nobody writes is not taken from the system. Raises `ConfigError` for what cannot be trained.
+    """
+    if problems := list(_unsupported(hf_config)):
+        raise ConfigError(refusal(problems))
+    config = copy.deepcopy(hf_config)
+    try:
+        with no_init_weights(), device:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=PACKED
+            ).eval()
+    except (ValueError, KeyError, ImportError) as error:
+        raise ConfigError(refusal([str(error)])) from error
+    model.tie_weights()  # skipped along with the initialisation
+    if problems := list(_unsupported_model(model)):
+        raise ConfigError(refusal(problems))
+    # Sampled tokens may be those that pad elsewhere: they are trained like the others.
+    model.get_input_embeddings().padding_idx = None
+    return model
+
+
+def refusal(problems: list[str]) -> str:
+    """Return the message of an error that lists problems of a model."""
+    listed = "\n".join(f"- {problem}" for problem in problems)
+    return f"learner.backend=fsdp cannot train this model:\n{listed}"
+
+
+def _unsupported(hf_config: PretrainedConfig) -> Iterator[str]:
+    if hf_config.get_text_config() is not hf_config:
+        yield f"model_type={hf_config.model_type!r}: it has more than a text model; give the text model alone"
+    if hf_config.is_encoder_decoder:
+        yield "is_encoder_decoder=True: only decoders are supported"
+    if getattr(hf_config, "quantization_config", None) is not None:
+        yield "quantization_config: load the unquantized model"
+    if getattr(hf_config, "output_router_logits", False):
+        yield "output_router_logits=True adds a load-balancing loss, which is not trained on: set it to false"
+    if kinds := sorted(set(getattr(hf_config, "layer_types", None) or ()) - LAYER_KINDS):
+        yield f"layer_types: {', '.join(kinds)} would mix the sequences of a pack"
+    if ropes := sorted(_rope_types(hf_config) & PACK_DEPENDENT_ROPES):
+        yield f"rope_type={ropes[0]!r}: its angles would depend on the other sequences of a pack"
+    for name, neutral in OUTPUT_CHANGES.items():
+        value = getattr(hf_config, name, neutral)
+        if value not in (None, neutral):
+            yield f"{name}={value}: the fused output layer takes the logits as they are"
+
+
+def _rope_types(hf_config: PretrainedConfig) -> set[str]:
+    """Return the kinds of rotary embeddings; a model may have one for each kind of layer."""
+    found = getattr(hf_config, "rope_parameters", None) or {}
+    several = [each for each in found.values() if isinstance(each, dict)]
+    return {str(each.get("rope_type", "default")) for each in several or [found]}
+
+
+def _unsupported_model(model: PreTrainedModel) -> Iterator[str]:
+    name = type(model).__name__
+    if not model._supports_attention_backend:
+        yield f"{name} computes attention in a way of its own, in which the sequences of a pack would mix"
+    output = model.get_output_embeddings()
+    if output is None or getattr(output, "bias", None) is not None:
+        yield f"{name}: the fused output layer is a matrix without a bias"

@@ -1,0 +1,67 @@
+"""The weights in a checkpoint of this backend, read one tensor at a time, without a world of ranks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import PretrainedConfig
+
+from bus.errors import StorageError
+from learner.backends.fsdp.checkpoint import MODEL, load_alone
+from learner.backends.fsdp.names import FileNames
+from learner.lazy_weights import LazyWeights, Spec
+
+
+class CheckpointWeights(LazyWeights):
+    """The model in a checkpoint, by Hugging Face names: the float32 main weights."""
+
+    def __init__(self, directory: Path, hf_config: PretrainedConfig) -> None:
+        """Read the metadata. Raises `StorageError` when it is unreadable or lacks a tensor."""
+        self._directory = directory
+        self._names = FileNames(hf_config)
+        self._tensor_of = {
+            file: name for name, tensor in self._names.tensors.items() for file in tensor.files
+        }
+        try:
+            self._stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+        except Exception as error:  # a torn pickle raises anything
+            raise StorageError(f"cannot read checkpoint {directory}: {error!r}") from error
+        if lacking := sorted(name for name in self._names.tensors if MODEL + name not in self._stored):
+            raise StorageError(f"checkpoint {directory} lacks {', '.join(lacking)}")
+        self._last: tuple[str, dict[str, Tensor]] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensor_of[name]
+        if self._last is None or self._last[0] != tensor:  # parts of a tensor come in turn
+            self._last = None
+            self._last = tensor, self._names.split(tensor, self._read(tensor))
+        return self._last[1][name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensor_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensor_of)
+
+    def __len__(self) -> int:
+        return len(self._tensor_of)
+
+    def spec(self, name: str) -> Spec:
+        """Return shape and dtype as the metadata has them."""
+        tensor = self._tensor_of[name]
+        return Spec(self._names.tensors[tensor].files[name], self._metadata(tensor).properties.dtype)
+
+    def _metadata(self, tensor: str) -> TensorStorageMetadata:
+        stored = self._stored[MODEL + tensor]
+        if not isinstance(stored, TensorStorageMetadata):
+            raise StorageError(f"checkpoint {self._directory}: {MODEL + tensor} is no tensor")
+        return stored
+
+    def _read(self, tensor: str) -> Tensor:
+        stored = self._metadata(tensor)
+        whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+        load_alone({MODEL + tensor: whole}, self._directory)
+        return whole

@@ -1,0 +1,107 @@
+"""A model of transformers whose output is the loss, sharded over all ranks by torch's FSDP2."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from learner.backends.fsdp.attention import PackedSequences
+from learner.backends.output.output_layer import TokenLoss
+from learner.backends.output.policy_output import policy_output
+from learner.data.packing import MicroBatch
+from learner.world.process_group import device
+
+
+class PackedModel(torch.nn.Module):
+    """A causal language model over packed sequences."""
+
+    def __init__(self, hf_model: PreTrainedModel) -> None:
+        super().__init__()
+        self.hf = hf_model
+        self.windows: set[int] = set()
+        """Sliding windows, in tokens, that its layers have attended in."""
+
+    def forward(
+        self, batch: MicroBatch, token_loss: TokenLoss | None = None, top: int = 0, *, plain: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Return what `policy_output` does (learner/backends/output/policy_output.py).
+
+        With `plain`, the float32 logits [T, V] of transformers' own forward pass on one sequence after
+        another, to compare with."""
+        if plain:
+            return (self._plain_logits(batch),)
+        output = self.hf.get_decoder()(
+            input_ids=batch.tokens[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            packed=PackedSequences.of(batch, self.windows),
+        )
+        weight = self.hf.get_output_embeddings().weight
+        return policy_output(output.last_hidden_state[0], weight, batch, token_loss, top)
+
+    def _plain_logits(self, batch: MicroBatch) -> Tensor:
+        ours = self.hf.config._attn_implementation
+        self.hf.set_attn_implementation("eager")
+        try:
+            sequences = torch.split(batch.tokens, list(batch.lengths))
+            logits = [self.hf(input_ids=each[None], use_cache=False).logits[0] for each in sequences]
+        finally:
+            self.hf.set_attn_implementation(ours)
+        return torch.cat(logits).float()
+
+
+class ShardedModel(PackedModel, FSDPModule):
+    """What `shard` makes of a model: its parameters are `DTensor`s, cut along their first dimension."""
+
+
+def shard(hf_model: PreTrainedModel, *, dtype: torch.dtype, offload: bool, recompute: bool) -> ShardedModel:
+    """Divide the float32 parameters of a model, its main weights, among all ranks.
+
+    Layers are gathered one at a time as `dtype`, in which they compute; the embedding, the output layer and
+    what else lies beside the layers stay gathered during a pass. Gradients are added up in float32.
+
+    Args:
+        hf_model: may have weights that mean nothing yet.
+        dtype: of activations.
+        offload: the shards lie in the host's memory.
+        recompute: the backward pass computes each layer again.
+    """
+    model = PackedModel(hf_model)
+    place = device()
+    mesh = init_device_mesh(place.type, (dist.get_world_size(),))
+    offloading = CPUOffloadPolicy(pin_memory=place.type == "cuda") if offload else OffloadPolicy()
+    rounded = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    shared: dict[str, Any] = {"mesh": mesh, "mp_policy": rounded, "offload_policy": offloading}
+    for layer in _layers(hf_model):
+        if recompute:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        fully_shard(layer, **shared)
+    fully_shard(model, reshard_after_forward=False, **shared)  # each call moves buffers to the device
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # both settings are of one module, and not of those inside it
+            # The loss of a step is a sum over ranks, which is divided by its denominator afterwards.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model  # type: ignore[return-value]  # `fully_shard` has changed its class
+
+
+def _layers(hf_model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the blocks that transformers never divides, which are the layers."""
+    kinds = hf_model._no_split_modules or ()
+    return [module for module in hf_model.modules() if type(module).__name__ in kinds]

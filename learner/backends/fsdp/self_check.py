@@ -1,0 +1,58 @@
+"""Proves at the start that packed sequences give what transformers itself gives of each alone.
+
+This backend takes any model of transformers, so that nobody has read the code of each. What a family does
+besides the attention that this backend computes (a state that goes from token to token, scaled logits,
+positions of another kind) shows here, before anything is trained.
+"""
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+
+from bus.errors import ConfigError
+from learner.backends.fsdp.build import refusal
+from learner.backends.fsdp.model import ShardedModel
+from learner.data.packing import Sample, micro_batch_of
+from learner.world.process_group import device
+
+LENGTHS = (11, 5, 8)
+"""Tokens of the sequences that are compared."""
+LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+"""Nats by which the log-probs may differ, since kernels add up in other orders."""
+
+
+@torch.no_grad()
+def refuse_other_results(model: ShardedModel, vocab_size: int, dtype: torch.dtype) -> None:
+    """Raise `ConfigError` where the log-probs of a pack are not transformers' own, or would not be those of
+    longer sequences. Every rank calls this."""
+    draw = np.random.default_rng(0)
+    samples = [
+        Sample(
+            token_ids=draw.integers(0, vocab_size, length).astype(np.int32),
+            loss_mask=np.ones(length, bool),
+            streams={},
+        )
+        for length in LENGTHS
+    ]
+    batch = micro_batch_of(samples).to(device())
+    try:
+        packed, _ = model(batch)
+        [logits] = model(batch, plain=True)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(refusal([f"its forward pass does not take packed sequences: {error}"])) from error
+    if _has_windows(model.hf.config) and not model.windows:
+        what = "its sliding window is in transformers' mask alone, which a pack does without"
+        raise ConfigError(refusal([what]))
+    plain = torch.log_softmax(logits, -1).gather(-1, batch.labels[:, None])[:, 0]
+    difference = (packed - plain[batch.trained]).abs().max().item()
+    if not difference <= LARGEST_DIFFERENCE[dtype]:
+        what = f"log-probs in a pack are up to {difference:.3g} nats from transformers' own of each sequence"
+        raise ConfigError(refusal([what]))
+
+
+def _has_windows(hf_config: PretrainedConfig) -> bool:
+    """Tell whether layers of the model see a sliding window, which may be longer than `LENGTHS`."""
+    if kinds := getattr(hf_config, "layer_types", None):
+        return "sliding_attention" in kinds
+    used = getattr(hf_config, "use_sliding_window", True)
+    return bool(used and getattr(hf_config, "sliding_window", None))

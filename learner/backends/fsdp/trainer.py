@@ -1,0 +1,290 @@
+"""The `Backend` of any causal language model of transformers, sharded by torch's FSDP2."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import JsonValue
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from bus.errors import ConfigError
+from learner.algorithms.objective import Objective
+from learner.backends.base import CriticSource, Exported, StepResult
+from learner.backends.frozen import FrozenPolicies, Weights
+from learner.backends.fsdp import checkpoint
+from learner.backends.fsdp.build import empty_model
+from learner.backends.fsdp.fingerprint import fingerprint
+from learner.backends.fsdp.model import shard
+from learner.backends.fsdp.names import FileNames, lasting_tensors
+from learner.backends.fsdp.optimizer import ShardedAdamW
+from learner.backends.fsdp.self_check import refuse_other_results
+from learner.backends.fsdp.weights import load_weights, local, stream_weights, whole_here
+from learner.backends.trainable import EVERYTHING, TrainableWeights
+from learner.backends.update.counts import UpdateCounts
+from learner.backends.update.decision import decide
+from learner.backends.update.learning_rate import learning_rate
+from learner.backends.update.loss_step import MicroBatchLoss, added_up
+from learner.checkpoint.copies import CopyBuffers
+from learner.checkpoint.manifest import differences
+from learner.config.loss import SFTLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import UNDIVIDED, ParallelConfig
+from learner.data.packing import MicroBatch, empty_micro_batch
+from learner.lazy_weights import State
+from learner.world.process_group import device, most_over_ranks
+
+
+class FsdpTrainer:
+    """A model and its optimizer on this rank. Every rank is data parallel, and has a part of every tensor."""
+
+    critic: None = None
+    """There is none: the configuration refuses objectives that want one."""
+
+    def __init__(
+        self,
+        hf_config: PretrainedConfig,
+        state: State,
+        optimizer: OptimizerConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        parallel: ParallelConfig = UNDIVIDED,
+        trainable: TrainableWeights = EVERYTHING,
+        critic: CriticSource | None = None,
+    ) -> None:
+        """Build the model, load `state` by Hugging Face names, and prove that it computes what transformers
+        does.
+
+        Raises `ConfigError` for models, settings and weights that cannot be trained."""
+        if critic is not None:
+            raise ConfigError("learner.backend=fsdp has no critic: use megatron, or an advantage without one")
+        self.hf_config = hf_config
+        self.dtype = dtype
+        self._names = FileNames(hf_config)
+        hf_model = empty_model(hf_config, torch.device("cpu"))
+        parameters = dict(hf_model.named_parameters())
+        files = {name: list(self._names.tensors[name].files) for name in parameters}  # no buffer is trained
+        self._frozen_weights = trainable.frozen(files)
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name not in self._frozen_weights)
+        self.model = shard(
+            hf_model, dtype=dtype, offload=bool(optimizer.offload), recompute=parallel.recompute == "full"
+        )
+        self._offloaded = bool(optimizer.offload)
+        self._tensors = lasting_tensors(hf_model)
+        load_weights(self._tensors, self._names, state)
+        refuse_other_results(self.model, hf_config.vocab_size, dtype)
+        self._copies = CopyBuffers()
+        self._read: torch.cuda.Event | None = None
+        """Event until which no weight may change."""
+        self.frozen = FrozenPolicies(self._live, load=self._load)
+        self.counts = UpdateCounts()
+        self.set_optimizer(optimizer)
+
+    def set_optimizer(self, config: OptimizerConfig) -> None:
+        """Start over with a fresh optimizer state and warm-up; the weights stay."""
+        if bool(config.offload) != self._offloaded:
+            raise ConfigError(
+                "optimizer.offload of the warm-up and of reinforcement learning must be the same with "
+                "learner.backend=fsdp"
+            )
+        self._settle()
+        self.optimizer_config = config
+        self.optimizer = ShardedAdamW(config, self._parameters)
+        self.counts.begin()
+
+    def train_step(
+        self, micro_batches: Sequence[MicroBatch], loss: SFTLoss | Objective, *, policy_version: int
+    ) -> StepResult:
+        """Update the weights once, on the mean loss over the trained tokens of all ranks and micro-batches.
+
+        The arguments are those of `Backend.train_step`."""
+        config = self.optimizer_config
+        lr = learning_rate(config, self.counts.updates_done + 1)
+        objective = self.counts.objective(loss)
+        self.optimizer.clear_gradients()
+        per_micro_batch = []
+        for batch in self._shares(micro_batches):
+            step = MicroBatchLoss.of(objective, batch, policy_version=policy_version)
+            loss_sum, _, sums = step.of_output(self.model(batch, step.token_loss))
+            loss_sum.backward()  # type: ignore[no-untyped-call]
+            per_micro_batch.append(sums)
+        names, totals = added_up(per_micro_batch)
+        dist.all_reduce(totals)
+        total = dict(zip(names, totals, strict=True))
+        decision = decide(
+            total["loss"],
+            total["trained_tokens"],
+            total["denominator"],
+            self.optimizer.gradient_norm(),
+            config.clip_grad,
+        )
+        self._settle()
+        self.optimizer.update(config, lr, decision)
+        self.optimizer.clear_gradients()
+        *values, norm = torch.cat((totals, decision.norm[None].to(totals.dtype))).tolist()
+        return self.counts.finished(objective, dict(zip(names, values, strict=True)), norm, lr, config)
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Return the log-probs and entropy in nats, float32 [2, T] on the host; NaN where nothing is
+        trained."""
+        return self._passed(micro_batches, top=0)
+
+    def top_tokens(self, micro_batches: Sequence[MicroBatch], count: int) -> list[Tensor]:
+        """Return ids and log-probs of the likeliest tokens, float32 [2 count + 1, T] on the host."""
+        return self._passed(micro_batches, top=count)
+
+    @torch.no_grad()
+    def _passed(self, micro_batches: Sequence[MicroBatch], *, top: int) -> list[Tensor]:
+        found = []
+        for batch in self._shares(micro_batches):
+            output = self.model(batch, top=top)
+            rows = torch.cat([values.float().t() for values in output]) if top else torch.stack(output[:2])
+            every = torch.full((len(rows), len(batch.tokens)), torch.nan, device=rows.device)
+            found.append(every.index_copy_(1, batch.trained, rows).cpu())
+        self._settle()
+        return found[: len(micro_batches)]
+
+    def _shares(self, micro_batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches on the device, then as many idle ones as other ranks have more: each pass
+        gathers every layer from all ranks."""
+        missing = max(1, most_over_ranks(len(micro_batches))) - len(micro_batches)
+        for batch in (*micro_batches, *[empty_micro_batch()] * missing):
+            yield batch.to(device())
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """Return all ranks."""
+        group: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]  # there is one
+        return group
+
+    def release_memory(self) -> None:
+        """Free the gradients, and what torch keeps for later; the next step takes it again."""
+        self._settle()
+        self.optimizer.clear_gradients()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @property
+    def _parameters(self) -> dict[str, Any]:
+        return {name: each for name, each in self._tensors.items() if isinstance(each, torch.nn.Parameter)}
+
+    def _live(self) -> Weights:
+        self._settle()
+        return [{name: local(tensor) for name, tensor in self._tensors.items()}]
+
+    def _load(self, hf_config: PretrainedConfig, state: State) -> None:
+        if other := self.other_hyperparameters(hf_config):
+            raise ConfigError(f"its weights do not fit this model: {', '.join(other)}")
+        load_weights(self._tensors, self._names, state)
+
+    def _settle(self) -> None:
+        """Wait for a copy to the host that still reads the weights, and forget what a pass left gathered:
+        the next pass gathers what has changed."""
+        if self._read is not None:
+            torch.cuda.current_stream().wait_event(self._read)
+            self._read = None
+        self.model.reshard()
+
+    # --- weights out ---
+
+    def export(self) -> dict[str, Tensor]:
+        """Return copies of the weights by Hugging Face name, on rank 0; nothing on the others."""
+        return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.streamed()}
+
+    def streamed(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights by name on rank 0, each good until the next; every rank exhausts it."""
+        self._settle()
+        yield from stream_weights(self._tensors, self._names, self.dtype)
+
+    def exported(self) -> Exported:
+        """Return the weights as rank 0 has them, to copy them at once; every other rank calls `export`."""
+        self._settle()
+        here: dict[str, Tensor] = {}
+        if dist.get_world_size() == 1 and self.dtype == torch.float32:
+            here = whole_here(self._tensors, self._names)
+        left = {
+            name: tensor
+            for name, tensor in self._tensors.items()
+            if not here.keys() >= self._names.tensors[name].files.keys()
+        }
+        rest = partial(stream_weights, left, self._names, self.dtype)
+        return Exported(self._names.files, here, rest, self._float32_buffers)
+
+    @property
+    def _float32_buffers(self) -> dict[str, torch.dtype]:
+        """Return the dtype of those buffers by their names in files, which FSDP rounds to no other."""
+        buffers = self._tensors.keys() - self._parameters.keys()
+        exact = [name for name in buffers if self._tensors[name].dtype == torch.float32]
+        return {file: torch.float32 for name in exact for file in self._names.tensors[name].files}
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of the weights on this rank."""
+        return sum(local(tensor).nbytes for tensor in self._tensors.values())
+
+    def keep_until(self, read: torch.cuda.Event) -> None:
+        """Have the device change no weight before `read`; the host does not wait."""
+        self._read = read
+
+    # --- checkpoints ---
+
+    def fingerprint(self) -> dict[str, JsonValue]:
+        """Return the model's hyperparameters that decide which weights fit it."""
+        return fingerprint(self.hf_config)
+
+    def other_hyperparameters(self, hf_config: PretrainedConfig) -> list[str]:
+        """List, for people, those by which weights of a model `hf_config` do not fit this one."""
+        return differences(fingerprint(hf_config), self.fingerprint())
+
+    def training_state(self) -> dict[str, JsonValue]:
+        """Return where training stands, and what of it must be the same to go on from there."""
+        return {
+            "backend": "fsdp",
+            **self.counts.saved(),
+            "ranks": dist.get_world_size(),
+            "frozen": [*sorted(self._frozen_weights)],
+            "policies": [*sorted(self.frozen.own)],
+        }
+
+    def stage_checkpoint(self, directory: Path) -> checkpoint.Staged:
+        """Copy weights, optimizer, random generators and own frozen policies, to be written there."""
+        self._settle()
+        policies = {tag: self.frozen.weights(tag) for tag in self.frozen.own}
+        entries = self._entries(policies) | checkpoint.generator_states()
+        return checkpoint.stage(entries, directory, self._copies)
+
+    def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` when a checkpoint of that `training_state` does not fit."""
+        if frozen := set(training["frozen"]) ^ self._frozen_weights:
+            raise ConfigError(
+                f"checkpoint {directory} was trained with other weights frozen ({len(frozen)} differ, as "
+                f"{min(frozen)}): its optimizer does not fit; keep model.freeze and model.train_only, or "
+                "start a new run from its weights with --model.path"
+            )
+
+    def load_checkpoint(self, directory: Path, training: Mapping[str, Any]) -> None:
+        """Restore what `stage_checkpoint` wrote, and `training_state`. Raises `StorageError` if it cannot."""
+        self._settle()
+        policies = {tag: self.frozen.weights(tag) for tag in training["policies"]}
+        same_ranks = training["ranks"] == dist.get_world_size()  # else whose generators would they be?
+        generators = checkpoint.generator_states() if same_ranks else {}
+        checkpoint.load(self._entries(policies) | generators, directory)
+        for tag, weights in policies.items():
+            self.frozen.restore(tag, weights)
+        checkpoint.restore_generators(generators)
+        self.counts.restore(training)
+        self.optimizer.restore_steps(self.counts.updates_done)
+
+    def _entries(self, policies: Mapping[str, Weights]) -> dict[str, Tensor]:
+        """Return the state, with these frozen policies, by its names in the files of a checkpoint."""
+        entries = {f"{checkpoint.MODEL}{name}": tensor.detach() for name, tensor in self._tensors.items()}
+        for name, (parameter, mine) in self.optimizer.moments().items():
+            entries[f"optimizer.{name}"] = checkpoint.like(parameter, mine)
+        for tag, [weights] in sorted(policies.items()):
+            for name, mine in weights.items():
+                entries[f"policies.{tag}.{name}"] = checkpoint.like(self._tensors[name], mine)
+        return entries

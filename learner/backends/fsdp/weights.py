@@ -1,0 +1,111 @@
+"""Loads weights into a sharded model and takes them out, by the names that model files have.
+
+Each rank reads its rows of each tensor, and of safetensors files nothing else; only what files divide, as
+experts, it reads as a whole. On the way out one tensor at a time is whole.
+"""
+
+from collections.abc import Container, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from bus.errors import ConfigError
+from learner.backends.fsdp.names import FileNames
+from learner.lazy_weights import State, part_of, spec_of
+from learner.world.process_group import device, gathered
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a parameter, or a buffer, without gradient and without a copy."""
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def first_row(tensor: Tensor) -> int:
+    """Return the row of the whole tensor at which this rank's part begins."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    rows = -(-tensor.shape[0] // dist.get_world_size())  # as torch.chunk cuts them
+    return min(rows * dist.get_rank(), tensor.shape[0])
+
+
+@torch.no_grad()
+def load_weights(tensors: Mapping[str, Tensor], names: FileNames, state: State) -> None:
+    """Copy this rank's part of `state` into the `tensors` of its model, converting to their dtype and device.
+
+    Raises `ConfigError` with all names that are missing, unexpected or of another shape, on every rank alike;
+    the model is then unchanged. Every rank calls this.
+    """
+    problems = {problem for of_rank in gathered(list(_problems(names, state))) for problem in of_rank}
+    if problems:
+        listed = "\n".join(f"- {problem}" for problem in sorted(problems))
+        raise ConfigError(f"these weights do not fit the model:\n{listed}")
+    for name, tensor in tensors.items():
+        mine, of_tensor = local(tensor), names.tensors[name]
+        if not mine.numel():
+            continue
+        start, stop = first_row(tensor), first_row(tensor) + len(mine)
+        if of_tensor.is_as_in_files:
+            mine.copy_(part_of(state, next(iter(of_tensor.files)), 0, start, stop))
+        else:
+            mine.copy_(names.merge(name, state)[start:stop])
+
+
+def _problems(names: FileNames, state: State) -> Iterator[str]:
+    wanted = names.files
+    for name, shape in wanted.items():
+        if name not in state:
+            yield f"{name} is missing"
+        elif (found := spec_of(state, name).shape) != shape:
+            yield f"{name} has the shape {list(found)}, the model's is {list(shape)}"
+    for name in state:
+        if name not in wanted and not names.is_ignored(name):
+            yield f"{name} is unexpected"
+
+
+@torch.no_grad()
+def stream_weights(
+    tensors: Mapping[str, Tensor], names: FileNames, dtype: torch.dtype, *, without: Container[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights by their names in files on rank 0, as `dtype`, each good until the next.
+
+    Every rank must exhaust this iterator; it yields nothing on the others. `without` names tensors of the
+    model that are left out, on every rank alike. Buffers keep their dtype.
+    """
+    for name, tensor in tensors.items():
+        if name in without:
+            continue
+        whole = _whole(tensor, dtype) if isinstance(tensor, DTensor) else tensor.detach()
+        if dist.get_rank() == 0:
+            yield from names.split(name, whole).items()
+
+
+def _whole(tensor: DTensor, dtype: torch.dtype) -> Tensor:
+    """Gather a tensor on every rank. Every rank calls this."""
+    mine = local(tensor).to(device(), dtype)
+    if dist.get_world_size() == 1:
+        return mine
+    rows = -(-tensor.shape[0] // dist.get_world_size())
+    padded = mine.new_zeros(rows, *tensor.shape[1:])
+    padded[: len(mine)] = mine
+    whole = mine.new_empty(dist.get_world_size(), *padded.shape)
+    dist.all_gather(list(whole), padded)
+    return whole.flatten(0, 1)[: tensor.shape[0]]
+
+
+def whole_here(tensors: Mapping[str, Tensor], names: FileNames) -> dict[str, Tensor]:
+    """Return views of all weights by their names in files, where one rank has the model alone.
+
+    Only for float32 activations: else the published weights would not be those that are computed with.
+    Tensors whose parts in files are no views are left out.
+    """
+    views: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        mine = local(tensor)
+        parts = names.split(name, mine)
+        pointer = mine.untyped_storage().data_ptr()
+        are_views = all(part.untyped_storage().data_ptr() == pointer for part in parts.values())
+        if are_views and all(part.is_contiguous() for part in parts.values()):
+            views |= parts
+    return views

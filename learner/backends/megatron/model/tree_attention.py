@@ -1,0 +1,276 @@
+"""Attention where sequences share their first tokens: each segment of a tree sees itself and what led to it.
+
+Segments lie in depth-first order, so those that follow a segment come right behind it. The keys that a query
+sees are its own segment's, causally, and those of each segment before it on its path, all of them. The
+former is one call of a kernel for all segments; the latter is one for each level of segments that others
+follow, in which the queries of everything below such a segment are one run: its keys and values are read
+once, and neither copied for each sequence nor expanded.
+
+Softmax over the union of these sets of keys comes from softmax over each (arXiv:2112.05682): with the
+logarithm l_i of the sum of exponentials over set i and l = logaddexp of them, the output is the sum of
+exp(l_i - l) * output_i. Backwards a set's probabilities are exp(score - l), and the kernels compute the
+gradients from exactly that l and the whole output, as in ring attention (arXiv:2310.01889).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.publication.transfer import to_device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeySets:
+    """Runs of queries, each with its run of keys."""
+
+    causal: bool
+    """Says that a run's queries are its keys, of which each sees itself and those before it."""
+    query_sizes: tuple[int, ...]
+    key_sizes: tuple[int, ...]
+    cu_queries: Tensor
+    """int32 [runs + 1], where each run's queries start."""
+    cu_keys: Tensor
+    """int32 [runs + 1], where each run's keys start."""
+
+    def to(self, device: torch.device) -> "KeySets":
+        """Copy to `device`; a no-op when already there."""
+        return replace(
+            self,
+            cu_queries=to_device(self.cu_queries, device),
+            cu_keys=to_device(self.cu_keys, device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Segments of one depth that others follow, as keys of all that is below them."""
+
+    sets: KeySets
+    queries: Tensor
+    """int64, the tokens that are queries, run by run."""
+    keys: Tensor
+    """int64, the tokens that are keys, run by run."""
+
+    def to(self, device: torch.device) -> "Level":
+        """Copy to `device`; a no-op when already there."""
+        return Level(self.sets.to(device), to_device(self.queries, device), to_device(self.keys, device))
+
+    def of(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Pick this level's queries, keys and values."""
+        return query[self.queries], key[self.keys], value[self.keys]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLayout:
+    """The sets of keys that queries see: their own segment's, and those of each level above."""
+
+    own: KeySets
+    above: tuple[Level, ...]
+
+    def to(self, device: torch.device) -> "TreeLayout":
+        """Copy to `device`; a no-op when already there."""
+        return TreeLayout(self.own.to(device), tuple(level.to(device) for level in self.above))
+
+
+def tree_layout(lengths: Sequence[int], parents: Sequence[int]) -> TreeLayout:
+    """Compute what each segment sees, from the lengths of segments in depth-first order and their parents."""
+    starts = [0, *accumulate(lengths)]
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    levels: dict[int, list[tuple[range, range]]] = {}
+    for segment, depth in enumerate(depths):
+        begin = end = segment + 1
+        while end < len(depths) and depths[end] > depth:
+            end += 1
+        if end > begin:
+            queries, keys = range(starts[begin], starts[end]), range(starts[segment], starts[begin])
+            levels.setdefault(depth, []).append((queries, keys))
+    own = _key_sets(lengths, lengths, causal=True)
+    return TreeLayout(own, tuple(_level(levels[depth]) for depth in sorted(levels)))
+
+
+def _level(runs: Sequence[tuple[range, range]]) -> Level:
+    queries, keys = zip(*runs, strict=True)
+    return Level(
+        _key_sets([len(run) for run in queries], [len(run) for run in keys], causal=False),
+        torch.cat([torch.arange(run.start, run.stop) for run in queries]),
+        torch.cat([torch.arange(run.start, run.stop) for run in keys]),
+    )
+
+
+def _key_sets(query_sizes: Sequence[int], key_sizes: Sequence[int], *, causal: bool) -> KeySets:
+    return KeySets(
+        causal=causal,
+        query_sizes=tuple(query_sizes),
+        key_sizes=tuple(key_sizes),
+        cu_queries=_starts(query_sizes),
+        cu_keys=_starts(key_sizes),
+    )
+
+
+def _starts(sizes: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(sizes)], dtype=torch.int32)
+
+
+def attend_along_paths(
+    query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, *, scale: float
+) -> Tensor:
+    """Attend from each token to those on its path: [U, heads, d] and twice [U, groups, d] to [U, heads, d].
+
+    `scale` is a factor of the scores. On CUDA the dtype is one of 16 bits.
+    """
+    attended: Tensor = _TreeAttention.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
+    return attended
+
+
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float
+    ) -> Tensor:
+        """Attend to one set of keys after another; keep the outputs in float32 until all are in."""
+        attend = _attend_cuda if query.is_cuda else _attend_cpu
+        output, log_total = attend(query, key, value, layout.own, scale)
+        if layout.above:
+            output = output.to(log_total.dtype)
+        for level in layout.above:
+            found, found_log_total = attend(*level.of(query, key, value), level.sets, scale)
+            before = log_total[level.queries]
+            total = torch.logaddexp(before, found_log_total)
+            output[level.queries] = output[level.queries] * (before - total).exp()[..., None] + (
+                found * (found_log_total - total).exp()[..., None]
+            )
+            log_total[level.queries] = total
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, log_total)
+        ctx.layout, ctx.scale = layout, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Add up the gradients through each set of keys."""
+        query, key, value, output, log_total = ctx.saved_tensors
+        layout: TreeLayout = ctx.layout
+        differentiate = _differentiate_cuda if query.is_cuda else _differentiate_cpu
+        grad = grad.contiguous()
+        of_query, of_key, of_value = differentiate(
+            grad, query, key, value, output, log_total, layout.own, ctx.scale
+        )
+        for level in layout.above:
+            found = differentiate(
+                grad[level.queries],
+                *level.of(query, key, value),
+                output[level.queries],
+                log_total[level.queries],
+                level.sets,
+                ctx.scale,
+            )
+            of_query.index_add_(0, level.queries, found[0])
+            of_key.index_add_(0, level.keys, found[1])
+            of_value.index_add_(0, level.keys, found[2])
+        return of_query, of_key, of_value, None, None
+
+
+def _attend_cuda(
+    query: Tensor, key: Tensor, value: Tensor, sets: KeySets, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs [q, heads, d], and the logarithms of their softmax's sums, float32 [q, heads]."""
+    output, log_total, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        sets.cu_queries,
+        sets.cu_keys,
+        max(sets.query_sizes),
+        max(sets.key_sizes),
+        0.0,
+        sets.causal,
+        False,
+        scale=scale,
+    )
+    return output, log_total.t().contiguous()
+
+
+def _differentiate_cuda(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_total: Tensor,
+    sets: KeySets,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value from those of the whole output."""
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        grad,
+        query,
+        key,
+        value,
+        output,
+        log_total.t().contiguous(),
+        sets.cu_queries,
+        sets.cu_keys,
+        max(sets.query_sizes),
+        max(sets.key_sizes),
+        0.0,
+        sets.causal,
+        no_dropout,
+        torch.empty(0, device=query.device),
+        scale=scale,
+    )
+    return found
+
+
+def _attend_cpu(
+    query: Tensor, key: Tensor, value: Tensor, sets: KeySets, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Do what `_attend_cuda` does, run by run; the logarithms have the dtype in which the kernel computes."""
+    found = [
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*run, 0.0, sets.causal, scale=scale)
+        for run in zip(*_by_run(sets, (query,), (key, value)), strict=True)
+    ]
+    outputs, log_totals = zip(*found, strict=True)
+    return _joined(outputs), torch.cat([each[0].t() for each in log_totals])
+
+
+def _differentiate_cpu(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_total: Tensor,
+    sets: KeySets,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `_differentiate_cuda` does, run by run."""
+    grads, queries, outputs, keys, values = _by_run(sets, (grad, query, output), (key, value))
+    log_totals = [each.t()[None] for each in torch.split(log_total, list(sets.query_sizes))]
+    found = [
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *run, 0.0, sets.causal, scale=scale
+        )
+        for run in zip(grads, queries, keys, values, outputs, log_totals, strict=True)
+    ]
+    of_query, of_key, of_value = zip(*found, strict=True)
+    return _joined(of_query), _joined(of_key), _joined(of_value)
+
+
+def _by_run(sets: KeySets, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Cut tensors [tokens, heads, d] into their runs, [1, heads, tokens, d] each."""
+    sizes = [sets.query_sizes] * len(of_queries) + [sets.key_sizes] * len(of_keys)
+    return [
+        [run.transpose(0, 1)[None] for run in torch.split(tensor, list(size))]
+        for tensor, size in zip((*of_queries, *of_keys), sizes, strict=True)
+    ]
+
+
+def _joined(runs: Sequence[Tensor]) -> Tensor:
+    return torch.cat([run[0].transpose(0, 1) for run in runs])

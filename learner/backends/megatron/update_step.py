@@ -1,0 +1,105 @@
+"""One update of one model, be it the policy or the critic: its gradients, its norm, and whether it counts."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.algorithms.objective import Objective
+from learner.backends.megatron.core import (
+    DistributedDataParallel,
+    MegatronOptimizer,
+    get_forward_backward_func,
+    parallel_state,
+)
+from learner.backends.megatron.device_memory import restore_gradients
+from learner.backends.megatron.optimizer.optimizer import gradient_norm, update
+from learner.backends.megatron.process_groups import (
+    data_parallel_sum,
+    from_last_stage,
+    tensor_from_last_stage,
+)
+from learner.backends.update.decision import decide
+from learner.backends.update.loss_step import MicroBatchLoss, added_up
+from learner.config.optimizer import OptimizerConfig
+from learner.data.packing import MicroBatch
+from learner.world.process_group import device
+
+
+def accumulate_gradients(
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, shares: Sequence[MicroBatch],
+    forward_step: Callable[..., Any],
+) -> tuple[list[str], Tensor]:  # fmt: skip
+    """Run all micro-batches forwards and backwards; return names and sums over them and over all ranks.
+
+    Args:
+        chunks: this rank's pieces of the model.
+        optimizer: of these pieces.
+        shares: this rank's parts of the micro-batches.
+        forward_step: (batches, model) to the model's output and a function from it to loss, tokens and sums.
+
+    Returns nothing where the rank is not the last of its pipeline."""
+    restore_gradients(chunks)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    per_micro_batch = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(shares) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(shares),
+        seq_length=len(shares[0].tokens),
+        micro_batch_size=1,
+    )
+    if not per_micro_batch:
+        return [], torch.empty(0)
+    names, sums = added_up(per_micro_batch)
+    return names, data_parallel_sum(sums)
+
+
+def forward_step(
+    objective: Objective, policy_version: int, batches: Iterator[MicroBatch], model: DistributedDataParallel
+) -> tuple[object, object]:
+    """Megatron-core's protocol: the model's output, and a function from it to (loss sum, tokens, sums)."""
+    batch = next(batches)
+    loss = MicroBatchLoss.of(
+        objective, batch, policy_version=policy_version,
+        context_group=parallel_state.get_context_parallel_group(),
+    )  # fmt: skip
+    return model(batch, loss.token_loss), loss.of_output
+
+
+def update_if_finite(
+    optimizer: MegatronOptimizer, config: OptimizerConfig, names: list[str], totals: Tensor, *,
+    pipeline: int, before_update: Callable[[], None],
+) -> tuple[dict[str, float], float]:  # fmt: skip
+    """Update where the loss and the gradient allow it; return the sums and the gradient's norm as numbers.
+
+    The device decides by itself, so that the host waits once, when everything has been put to work.
+
+    Args:
+        optimizer: its learning rate is set, and its gradients are those of the sum of all losses.
+        config: says where the gradient is clipped.
+        names: of the sums; among them are `loss`, `trained_tokens` and `denominator`.
+        totals: the sums; names and sums are empty before the last stage of a pipeline.
+        pipeline: number of stages.
+        before_update: is called when all but the update itself is under way.
+    """
+    loss, tokens, denominator = _loss_and_counts(names, totals)
+    decision = decide(loss, tokens, denominator, gradient_norm(optimizer), config.clip_grad)
+    before_update()
+    update(optimizer, divisor=decision.divisor, skip=decision.skip)
+    if pipeline > 1:
+        names, totals = from_last_stage((names, totals.cpu()))
+    *values, norm_value = torch.cat((totals, decision.norm[None].to(totals.device))).tolist()
+    return dict(zip(names, values, strict=True)), norm_value
+
+
+def _loss_and_counts(names: list[str], totals: Tensor) -> Tensor:
+    """Send loss, trained tokens and denominator of all ranks, float64 [3], from the last stage to all."""
+    values = torch.zeros(3, dtype=torch.float64, device=device())
+    if names:
+        wanted = ("loss", "trained_tokens", "denominator")
+        torch.stack([totals[names.index(name)] for name in wanted], out=values)
+    return tensor_from_last_stage(values)

@@ -1,0 +1,58 @@
+"""What a policy's forward pass returns, made from the hidden states of its last layer."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from learner.backends.output.chosen_tokens import label_and_chosen_logprobs, top_tokens
+from learner.backends.output.output_layer import TokenLoss, kept_columns, label_logprobs, output_layer_loss
+from learner.data.packing import MicroBatch
+
+LOGITS_BYTES = 2 * 2**30 if torch.cuda.is_available() else 4 * 2**20
+"""Bytes of logits in memory at a time, counted as float32; longer packs are processed in chunks. On a CPU
+it is the size of its caches, so that passes over the logits are quick."""
+LEAST_ROWS = 256
+"""Least rows of logits at a time: matrix products of fewer rows are slow."""
+
+
+def policy_output(
+    hidden: Tensor, weight: Tensor, batch: MicroBatch, token_loss: TokenLoss | None, top: int, *,
+    first_label: int = 0, largest_part: int | None = None, group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the loss over the trained tokens, and without gradient their log-probabilities and entropy.
+
+    Without a loss, log-probabilities and entropy only, which then carry gradient; all float32 [N], and
+    behind them float32 [N, K + 1] of a teacher's tokens where the batch has these. With `top`, only the
+    ids [N, top] and log-probabilities [N, top + 1] of the likeliest tokens.
+
+    Args:
+        hidden: [U, H], of the tokens that are computed, in the order of the micro-batch.
+        weight: [v, H], this rank's part of the output layer.
+        batch: this rank's share of the micro-batch.
+        token_loss: the loss, where it is a sum over tokens.
+        top: number of likeliest tokens; 0 asks for none.
+        first_label: token of the first row of `weight`.
+        largest_part: rows of the rank that has the most, so that all take as many chunks; `None` is those of
+            `weight`.
+        group: tensor-parallel ranks that share the vocabulary; `None` is one rank.
+    """
+    rows, labels = hidden.index_select(0, batch.predicting), batch.labels.index_select(0, batch.trained)
+    chunk_size = max(LEAST_ROWS, LOGITS_BYTES // (4 * (largest_part or len(weight))))
+    temperatures = batch.of_trained("temperatures")
+    project = partial(F.linear, weight=weight)
+    shared: dict[str, Any] = {"temperatures": temperatures, "group": group, "chunk_size": chunk_size}
+    if top:
+        return top_tokens(rows, project, top, first=first_label, **shared)
+    kept = None if batch.kept is None else batch.kept.index_select(0, batch.trained)
+    shared["kept"] = kept_columns(kept, first_label)
+    labels = labels - first_label
+    if token_loss is not None:
+        return output_layer_loss(rows, weight, labels, token_loss, **shared)
+    if batch.teacher_token_ids is None:
+        return label_logprobs(rows, project, labels, **shared)
+    ids = batch.teacher_token_ids.index_select(0, batch.trained)
+    return label_and_chosen_logprobs(rows, project, labels, kept_columns(ids, first_label), **shared)

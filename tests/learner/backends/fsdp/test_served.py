@@ -1,0 +1,42 @@
+"""What this backend publishes of a family that only it trains, in the embedded engine."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.config import EmbeddedEngineConfig
+from actors.engines.embedded.engine import EmbeddedEngine
+from bus.errors import EngineError
+from learner.backends.fsdp.trainer import FsdpTrainer
+from learner.config.optimizer import OptimizerConfig
+from learner.data.packing import pack
+from tests.learner.backends.fsdp.families import family_model
+from tests.learner.tiny import TIS, hf_state, random_samples
+
+ENGINE = EmbeddedEngineConfig(dtype="float32")
+
+
+async def test_the_engine_gives_published_weights_the_learners_logprobs(tmp_path: Path):
+    model = family_model("llama with scaled rope")
+    trainer = FsdpTrainer(model.config, hf_state(model), OptimizerConfig(lr=1e-2))
+    [sample] = random_samples([40])
+    trainer.train_step(pack([sample], 100), TIS, policy_version=0)
+    model.config.save_pretrained(tmp_path)
+    engine = EmbeddedEngine.from_directory(tmp_path, ENGINE)
+    await engine.start()
+    try:
+        await engine.load_weights(trainer.export(), 1)
+        [served] = await engine.score([sample.token_ids.tolist()])
+    finally:
+        await engine.close()
+    [[learned, _]] = trainer.logprobs(pack([sample], 100))
+    trained = sample.loss_mask[1:]
+    assert np.abs(np.array(served)[trained] - learned.numpy()[:-1][trained]).max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_the_engine_refuses_sliding_windows_by_name(tmp_path: Path, family: str):
+    family_model(family).config.save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="sliding"):
+        EmbeddedEngine.from_directory(tmp_path, ENGINE.model_copy(update={"attention": "eager"}))
