@@ -1,7 +1,8 @@
 """Weights that are read one at a time, so that a model larger than memory can be converted or loaded."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -40,11 +41,49 @@ class LazyWeights(Mapping[str, Tensor]):
         return self[name].narrow(dimension, start, stop - start)
 
 
+class SomeWeights(LazyWeights):
+    """Some of the weights of a state; the others are as if they were not there."""
+
+    def __init__(self, state: State, names: Collection[str]) -> None:
+        self._state = state
+        self._names = names
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._state[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def spec(self, name: str) -> Spec:
+        """Return shape and dtype without reading the tensor, where the state can."""
+        return spec_of(self._state, name)
+
+    def part(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
+        """Return the elements from `start` to `stop` along a dimension, as the state does."""
+        return part_of(self._state, name, dimension, start, stop)
+
+
 def spec_of(state: State, name: str) -> Spec:
     """Return shape and dtype of one tensor, unread where that is possible."""
     if isinstance(state, LazyWeights):
         return state.spec(name)
     return Spec(tuple(state[name].shape), state[name].dtype)
+
+
+def main_dtype(specs: Iterable[Spec]) -> torch.dtype:
+    """Return the dtype of most bytes; some weights may have another, such as a router in float32."""
+    sizes: Counter[torch.dtype] = Counter()
+    for spec in specs:
+        sizes[spec.dtype] += spec.size_bytes
+    return sizes.most_common(1)[0][0]
 
 
 def part_of(state: State, name: str, dimension: int, start: int, stop: int) -> Tensor:

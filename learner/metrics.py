@@ -10,11 +10,14 @@ from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.messages import Metrics
+from bus.permissions import COUNTERS
 from bus.publish import Publisher
 from learner.backends.base import StepResult
 from learner.config.diagnostics import DiagnosticsConfig
 from learner.data.batches import StepBatch
 from learner.range_warnings import RangeWarnings
+from learner.selection_bias import SelectionBias
+from storage.metrics.records import integer, number
 
 log = structlog.get_logger()
 LOG_EVERY_S = 10.0
@@ -36,11 +39,15 @@ class StepReporter:
         self._incarnation = incarnation
         self._tasks = tasks
         self._range_warnings = RangeWarnings(diagnostics)
+        self._selection: SelectionBias | None = None
+        """Comparison with what actors sample, from the first step of reinforcement learning on."""
         self._log_at = 0.0
         """Monotonic time from which on the next step has a line in the log."""
 
     def report(self, stage: str, step: int, values: dict[str, Json]) -> None:
         """Tell of a step of `stage`, which is `warmup` or `rl`."""
+        if stage == "rl":
+            values = {**values, **self._selection_figures(values)}
         self._bus.state.metrics = values
         if stage == "rl":
             self._range_warnings.look(step, values)
@@ -53,6 +60,19 @@ class StepReporter:
         )
         name = f"metrics-{self._incarnation}-{stage}-{step}"
         self._tasks.create_task(self._publish(name, encode(metrics)), name=f"publish {name}")
+
+    def _selection_figures(self, values: dict[str, Json]) -> dict[str, float]:
+        """Compare a step with what actors have sampled."""
+        if self._selection is None:
+            self._selection = SelectionBias()
+            listening = self._bus.listen(self._bus.subject(COUNTERS), Metrics, self._selection.hear)
+            self._tasks.create_task(listening, name="hear actors' counters")
+        trajectories = integer(values, "train/trajectories")
+        return self._selection.figures(
+            trajectories=trajectories,
+            tokens=number(values, "train/response_tokens_mean") * trajectories,
+            reward_sum=number(values, "reward/mean") * trajectories,
+        )
 
     async def _publish(self, name: str, metrics: bytes) -> None:
         """Publish, or say that it failed: only screens miss them."""
@@ -69,8 +89,11 @@ def step_values(result: StepResult) -> dict[str, Json]:
         "train/grad_norm": result.grad_norm,
         "train/lr": result.lr,
         "train/response_tokens": result.tokens,
+        "train/computed_tokens": result.computed_tokens,
+        "train/computed_per_trained": result.computed_tokens / max(1, result.tokens),
         "train/skipped": result.skipped,
         **{f"policy/{name}": value for name, value in result.diagnostics.items()},
+        **{f"critic/{name}": value for name, value in result.critic.items()},
     }
 
 

@@ -43,9 +43,14 @@ class HFWeights(LazyWeights):
     def __init__(self, directory: Path) -> None:
         """Read the headers. Raises `ConfigError` when files are missing or torn."""
         self._file_of: dict[str, Path] = {}
+        self._kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+        """Shapes and names of dtypes: to open a file for each costs as long as its header."""
         for file in _weight_files(directory):
             with _opened(file) as opened:
-                self._file_of |= dict.fromkeys(opened.keys(), file)
+                for name in opened.keys():  # noqa: SIM118  # no dictionary
+                    found = opened.get_slice(name)
+                    self._file_of[name] = file
+                    self._kinds[name] = tuple(found.get_shape()), found.get_dtype()
 
     def __getitem__(self, name: str) -> Tensor:
         with _opened(self._file_of[name]) as opened:
@@ -69,9 +74,7 @@ class HFWeights(LazyWeights):
 
     def spec(self, name: str) -> Spec:
         """Return shape and dtype; raises `ConfigError` for a dtype that weights do not have."""
-        with _opened(self._file_of[name]) as opened:
-            found = opened.get_slice(name)
-            shape, dtype = tuple(found.get_shape()), found.get_dtype()
+        shape, dtype = self._kinds[name]
         if dtype not in DTYPES:
             raise ConfigError(f"{self._file_of[name]}: {name} is {dtype}, not one of {', '.join(DTYPES)}")
         return Spec(shape, DTYPES[dtype])
@@ -110,6 +113,15 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"cannot read the tokenizer in {path}: {_first_line(error)}") from error
+
+
+def other_tokens(directory: Path, model_directory: Path) -> list[str]:
+    """Return the tokens of `model_directory` that have another id in `directory`; none where that has no
+    tokenizer."""
+    if directory == model_directory or not has_tokenizer(directory):
+        return []
+    ours, theirs = (load_tokenizer(path).get_vocab() for path in (model_directory, directory))
+    return sorted(token for token, number in ours.items() if theirs.get(token) != number)
 
 
 def refuse_other_vocabulary(

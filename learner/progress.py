@@ -1,6 +1,6 @@
 """Tells how far a run has come: saved inside every checkpoint, so that counters and weights move together."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -12,6 +12,18 @@ from learner.settings import LearnerSettings
 from storage.disk import checkpoints
 
 Stage = Literal["warmup", "rl", "done"]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The checkpoint whose version scored best."""
+
+    metric: str
+    """Data set and score, as `evaluation.best` names them."""
+    value: float
+    policy_version: int
+    step: int
+    """Step of the checkpoint."""
 
 
 @dataclass
@@ -40,6 +52,10 @@ class Progress:
     """Step -> leases of its groups, of the steps since the checkpoint before."""
     baselines: dict[str, float] = field(default_factory=dict)
     """What the advantage estimator keeps from step to step, by name."""
+    best: Best | None = None
+    """The best checkpoint by the score that `evaluation.best` names; None if none is known."""
+    awaited: list[int] = field(default_factory=list)
+    """Steps whose versions are being evaluated: each may turn out to be the best."""
 
     def to_json(self) -> dict[str, Any]:
         """Return what the checkpoint keeps."""
@@ -49,7 +65,13 @@ class Progress:
     def from_json(cls, values: dict[str, Any]) -> Self:
         """Read what a checkpoint kept."""
         evaluations = {version: (pair[0], pair[1]) for version, pair in values["evaluations"].items()}
-        return cls(**{**values, "evaluations": evaluations})
+        best = values.get("best")
+        return cls(**{**values, "evaluations": evaluations, "best": best and Best(**best)})
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Steps whose checkpoints are kept, however many newer ones there are."""
+        return kept_steps(self.to_json())
 
     def end_warm_up(self, *, has_trained: bool) -> None:
         """Enter reinforcement learning, from a new policy version if the warm-up changed the weights."""
@@ -65,6 +87,12 @@ class Progress:
     def forget_groups(self, through: int) -> None:
         """Drop those of the steps up to `through`: an earlier checkpoint has them."""
         self.groups = {step: leases for step, leases in self.groups.items() if int(step) > through}
+
+
+def kept_steps(saved: Mapping[str, Any]) -> frozenset[int]:
+    """Return `Progress.kept` of what a checkpoint keeps of the progress, as `to_json` gives it."""
+    best = saved.get("best")
+    return frozenset([*saved.get("awaited", ()), *([best["step"]] if best else ())])
 
 
 def values_to_save(settings: LearnerSettings, progress: Progress) -> dict[str, Any]:

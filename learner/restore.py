@@ -7,10 +7,11 @@ import structlog
 import torch
 
 from learner.backends.base import Backend
-from learner.backends.factory import build_backend
+from learner.backends.factory import build_backend, refuse_batches
 from learner.checkpoint.commit import load_checkpoint
 from learner.config.parallel import ParallelConfig
 from learner.initial import Initial
+from learner.initial_critic import critic_source
 from learner.progress import Progress
 from learner.scoring.frozen_policies import hold_frozen_policies
 from learner.settings import LearnerSettings
@@ -25,13 +26,24 @@ def restore_backend(
 ) -> Backend:  # fmt: skip
     """Return the backend of `checkpoint`, whose `progress` this is; without one, of the initial model.
 
-    Model, optimizer, frozen policies, random generators and the stage's threads are as they were then. A run
-    that was done trains on. Every rank calls this, in a world divided as `parallel` says. The files of a
-    `verified` checkpoint are not read twice. Raises `StorageError` for a checkpoint that is missing or
-    damaged, `ConfigError` for another model's.
+    Model, optimizer, critic, frozen policies, random generators and the stage's threads are as they were
+    then. A run that was done trains on. Every rank calls this, in a world divided as `parallel` says. The
+    files of a `verified` checkpoint are not read twice. Raises `StorageError` for a checkpoint that is
+    missing or damaged, `ConfigError` for another model's or another critic's and for batches that cannot be
+    trained on here.
     """
-    stage = settings.warmup if progress.stage == "warmup" else settings.learner
-    backend = build_backend(settings.model, initial.hf_config, initial.state, stage.optimizer, parallel)
+    refuse_batches(settings.model, settings.learner.batch)
+    # a run without a warm-up begins in this stage too, but takes no step in it
+    stage = settings.warmup if progress.stage == "warmup" and settings.warmup.steps else settings.learner
+    backend = build_backend(
+        settings.model,
+        initial.hf_config,
+        initial.state,
+        stage.optimizer,
+        parallel,
+        critic_source(settings, initial),
+        backend=settings.learner.backend,
+    )
     if checkpoint is not None:
         load_checkpoint(backend, checkpoint, verified=verified)
         progress.stage = "rl" if progress.stage == "done" else progress.stage

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import structlog
+import torch
 
 from bus.connection import Bus
 from bus.process_tuning import few_collections
@@ -21,7 +22,9 @@ from learner.checkpoint.commit import read_extra
 from learner.checkpoint.newest import newest_whole
 from learner.initial import prepare
 from learner.progress import Progress
+from learner.publication.dtypes import exact_dtypes
 from learner.restore import restore_backend
+from learner.scoring.served_teachers import refuse_other_teachers
 from learner.settings import LearnerSettings
 from learner.train import Learner
 from learner.world.channel import Channel
@@ -105,11 +108,19 @@ def build(
     `thread`."""
     refuse_bad_plugins(settings.learner)  # a wrong name shows before the model is loaded
     initial = prepare(settings, demonstrations)
-    init_world(settings.learner.parallel, settings.learner.world.collective_timeout_s)
+    refuse_other_teachers(
+        settings.learner, settings.model_directory, stop.is_set, engine_context=settings.engine_context
+    )
+    world = settings.learner.world
+    init_world(settings.learner.parallel, world.collective_timeout_s, backend=settings.learner.backend)
     refuse_unshared(settings.checkpoints)
     channel = Channel(stop)
     latest = newest_whole(settings.checkpoints)
     progress = Progress.from_json(read_extra(latest)) if latest else Progress()
     backend = restore_backend(settings, initial, latest, progress, settings.learner.parallel, verified=True)
-    rank = Rank(backend, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread)
+    published, trained = getattr(torch, settings.learner.publish_dtype), getattr(torch, settings.model.dtype)
+    rank = Rank(
+        backend, settings, reader=reader, demonstrations=initial.demonstrations, thread=thread,
+        exact_dtypes=exact_dtypes(initial.state, published, trained),
+    )  # fmt: skip
     return Built(World(channel, rank, settings), progress)

@@ -8,7 +8,7 @@ from bus.config import ColocationConfig
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.warmup import WarmupConfig
-from storage.config import EvaluationConfig
+from storage.evaluation_config import EvaluationConfig
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class LearnerSettings:
     lineage: Path
     """Says where the groups of every step are written down."""
     export: Path
-    evaluated_on: Literal["own", "rollout"] = "own"
+    evaluated_on: Literal["own", "rollout", "none"] = "own"
     """The actors' engines that answer held-out prompts; those that roll out take later versions meanwhile."""
     colocation: ColocationConfig = field(default_factory=ColocationConfig)
     """Says whether actors share this host's devices."""
+    engine_context: int | None = None
+    """Context of the actors' engines in tokens, where it is set and may be shorter than the model's."""

@@ -3,13 +3,13 @@
 import asyncio
 import time
 from collections.abc import Coroutine
-from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from bus.codec import Json
 from bus.connection import Bus
-from bus.errors import ConfigError, UnreadableGroupsError
+from bus.errors import ConfigError
 from bus.messages import EvaluationResult, Probe
 from bus.requests import BatchLease
 from bus.status import report_status
@@ -17,11 +17,13 @@ from bus.waiting import ended_before
 from learner import lineage
 from learner.algorithms.rl_step import lineage_line
 from learner.backends.base import StepResult
+from learner.best_checkpoint import BestCheckpoint
 from learner.checkpoint.commit import WRITING_TIMEOUT_S
 from learner.colocation import Device
 from learner.data.batches import StepBatch
 from learner.evaluation import HeldOut
 from learner.metrics import StepReporter, batch_values, read_values, step_values
+from learner.next_batch import NextBatch
 from learner.progress import Progress, refuse_other_history, values_to_save
 from learner.publication.broadcast import Broadcaster
 from learner.publication.host_copy import Copied
@@ -56,7 +58,8 @@ class Learner:
         self._doing, self._waits = "starting", {"batch": "", "devices": ""}
         publication = settings.learner.publication
         store = blob_store(bus, publication.transport, settings.export.parent / "weights")
-        self._weights = WeightPublisher(bus, store, publication, incarnation=incarnation)
+        kept = settings.export.parent / "kept-versions"
+        self._weights = WeightPublisher(bus, store, publication, incarnation=incarnation, kept=kept)
         self._broadcaster = Broadcaster(
             bus, self._weights.announced, incarnation=incarnation,
             timeout_s=publication.broadcast_timeout_s, threads=publishing_threads(publication),
@@ -67,9 +70,14 @@ class Learner:
             incarnation=incarnation, release_memory=partial(world.call, Rank.release_memory),
             on_wait=partial(self._waits.__setitem__, "devices"),
         )  # fmt: skip
-        self._heldout = HeldOut(bus, incarnation, self._on_evaluation, settings.evaluation.patience_s)
+        evaluation = settings.evaluation
+        self._heldout = HeldOut(bus, incarnation, self._on_evaluation, evaluation.patience_s, evaluation.sets)
+        self._best = BestCheckpoint(evaluation.best, progress, warms_up=settings.warmup.steps > 0)
         self._publishing: asyncio.Task[None] | None = None
-        self._fetching: asyncio.Task[BatchLease] | None = None
+        self._next_batch = NextBatch(
+            reader, world, progress,
+            steps=settings.learner.steps, on_wait=partial(self._waits.__setitem__, "batch"),
+        )  # fmt: skip
         self._saving: tuple[int, dict[str, Any]] | None = None
         """Step and progress of the checkpoint that is being written."""
         self._saved_step = progress.step
@@ -88,14 +96,10 @@ class Learner:
         async with self._tasks as tasks:
             tasks.create_task(
                 report_status(
-                    self._bus,
-                    source="learner",
-                    role="learner",
-                    look=self._look,
-                    stop=finished,
+                    self._bus, source="learner", role="learner", look=self._look, stop=finished,
                     waits_for=lambda: "" if self._joined else "the first publication of its weights",
                 )
-            )
+            )  # fmt: skip
             tasks.create_task(self._weights.serve(finished), name="publish snapshots")
             try:
                 joining = asyncio.create_task(self._join())
@@ -107,8 +111,7 @@ class Learner:
                     joining.cancel()
             finally:
                 finished.set()
-                if self._fetching is not None:
-                    self._fetching.cancel()
+                await self._next_batch.drop()
                 await self._broadcaster.close()
                 await self._weights.close()
 
@@ -126,7 +129,7 @@ class Learner:
         await self._publish()
         await self._published()
         self._joined = True
-        if self.progress.policy_version == 0:
+        if self.progress.policy_version == 0 or self._best.asks_again:
             await self._evaluate()
 
     # --- warm-up ---
@@ -170,6 +173,8 @@ class Learner:
                     await self._checkpoint()
                 if progress.target_reached_step is not None and await self._latest_reaches_target():
                     return
+                if self._best.keeps(progress.step) and self._saved_step != progress.step:
+                    await self._checkpoint()
 
     @property
     def _is_overdue(self) -> bool:
@@ -185,7 +190,8 @@ class Learner:
         """Take one optimizer step and publish; return False if `stop` came before it."""
         progress = self.progress
         started = time.monotonic()
-        lease = await self._next_groups()
+        self._doing = WAITING
+        lease = await self._next_batch.take(progress.step + 1, self._stop)
         if lease is None:
             return False
         waited = time.monotonic() - started
@@ -207,7 +213,7 @@ class Learner:
             progress.steps_skipped += result.skipped
             progress.max_staleness_seen = max(progress.max_staleness_seen, batch.staleness_max)
             self._doing = "publishing weights"
-            await self._publish()
+            await self._publish(result)
         every = self._settings.evaluation.every_versions
         if every and progress.step % every == 0:
             await self._published()
@@ -224,31 +230,6 @@ class Learner:
             **read_values(self._reader.read),
         })  # fmt: skip
         return True
-
-    async def _next_groups(self) -> BatchLease | None:
-        """Return the groups of the next step; those of the step after are asked for while it trains."""
-        fetching = self._fetching or self._begin_fetch(self.progress.step + 1)
-        self._doing = WAITING
-        if not await ended_before(self._stop, fetching):
-            self._fetching = fetching
-            return None
-        self._fetching = None
-        if self.progress.step + 1 < self._settings.learner.steps:
-            self._fetching = self._begin_fetch(self.progress.step + 2)
-        return fetching.result()
-
-    def _begin_fetch(self, step: int) -> asyncio.Task[BatchLease]:
-        return asyncio.create_task(self._fetch(step), name=f"fetch batch {step}")
-
-    async def _fetch(self, step: int) -> BatchLease:
-        """Lease the groups of a step, and have every rank fetch its own."""
-        version = self.progress.trains_from + step - 1
-        while True:
-            lease = await self._reader.lease(step, version, on_wait=partial(self._waits.__setitem__, "batch"))
-            self._waits["batch"] = ""
-            with suppress(UnreadableGroupsError):  # which was reported: the next lease has other groups
-                await self._world.fetch(lease)
-                return lease
 
     async def _train_on(self, lease: BatchLease) -> tuple[StepBatch, StepResult]:
         """Train, and write down what the step consumed and what came of it."""
@@ -271,7 +252,8 @@ class Learner:
 
     async def _conclude(self) -> None:
         """Save everything; if training is complete, measure the result and tell the others."""
-        await self._give_back_the_next_batch()
+        await self._next_batch.drop()
+        await self._tell(self._reader.resumed(self.progress.step))
         await self._published()
         await self._accuracy_now()
         await self._checkpoint()
@@ -289,21 +271,14 @@ class Learner:
     async def _accuracy_now(self) -> float | None:
         """Return the held-out sampled accuracy of this version; None if nobody measures it, or on `stop`."""
         version = self.progress.policy_version
-        if self._heldout.prompts is None or self._stop.is_set():
+        if not self._heldout.measures or self._stop.is_set():
             return None
         await self._published()
-        if self.progress.sampled_accuracy(version) is None:
+        if self.progress.sampled_accuracy(version) is None or self._heldout.awaits(version):
             await self._evaluate()
             self._doing = f"waiting for the evaluation of version {version}"
             await self._heldout.measured(version, self._stop)
         return self.progress.sampled_accuracy(version)
-
-    async def _give_back_the_next_batch(self) -> None:
-        if self._fetching is not None:
-            self._fetching.cancel()
-            await asyncio.wait({self._fetching})
-            self._fetching = None
-        await self._tell(self._reader.resumed(self.progress.step))
 
     async def _exported(self) -> Copied | None:
         """Export, before the run is done, and return the copied weights; None if `stop` came first."""
@@ -317,21 +292,28 @@ class Learner:
 
     # --- publication, evaluation, checkpoints ---
 
-    async def _publish(self) -> None:
+    async def _publish(self, result: StepResult | None = None) -> None:
         """Copy the weights, then publish them while training goes on; one publication at a time."""
         await self._published()
         probe = None
         if self._settings.learner.publication.probe:
             probe = await self._world.call(Rank.score_probe)
-        self._announce(await self._world.call(Rank.copy_weights), probe)
+        self._announce(await self._world.call(Rank.copy_weights), probe, result)
 
-    def _announce(self, copied: Copied, probe: Probe | None) -> None:
+    def _announce(self, copied: Copied, probe: Probe | None, result: StepResult | None = None) -> None:
         progress = self.progress
+        is_trained = progress.step == 0 or not self._settings.learner.only_critic_trains(progress.step)
 
         async def publish(version: int, stage: str, trains_from: int) -> None:
             tensors = await copied.arrived()
             await self._weights.publish(
-                tensors, policy_version=version, stage=stage, trains_from=trains_from, probe=probe
+                tensors,
+                policy_version=version,
+                stage=stage,
+                trains_from=trains_from,
+                probe=probe,
+                is_trained=is_trained,
+                ess_fraction=None if result is None else result.ess_fraction,
             )
 
         # of the group: where nobody awaits it, since no batch comes without its version, it ends the learner
@@ -347,15 +329,22 @@ class Learner:
     async def _evaluate(self) -> None:
         """Ask the actors for the held-out accuracy of the version published last."""
         manifest = self._weights.latest
-        if manifest is not None and self._heldout.prompts is not None:
+        if manifest is None or self._heldout.was_asked(manifest.policy_version):
+            return
+        if self._heldout.measures:
             self._weights.pin(manifest.policy_version)
+            self._best.asked(manifest.policy_version)
             await self._heldout.ask(manifest)
 
     def _on_evaluation(self, result: EvaluationResult) -> None:
         progress, target = self.progress, self._settings.learner.target_accuracy
+        self._best.on_result(result)
+        if not self._heldout.awaits(result.policy_version):
+            self._weights.unpin(result.policy_version)
+        if result.data_set:
+            return
         measured = {str(result.policy_version): (result.sampled, result.greedy)}
         progress.evaluations = progress.evaluations | measured  # a checkpoint's thread may read the old one
-        self._weights.unpin(result.policy_version)
         reached = target is not None and result.sampled >= target and progress.stage == "rl"
         if reached and progress.target_reached_step is None:
             progress.target_reached_step = progress.step
@@ -394,9 +383,11 @@ class Learner:
     # --- what others see ---
 
     def _look(self) -> tuple[str, dict[str, Json]]:
-        waits = self._waits["devices"] or (self._waits["batch"] if self._doing == WAITING else "")
-        progress = self.progress
-        return f"{self._doing}: {waits}" if waits else self._doing, {
+        progress, doing, waits = self.progress, self._doing, self._waits["devices"]
+        if doing == WAITING:
+            doing = self._world.rank.waits_for_teachers(progress.step + 1) or WAITING
+            waits = waits or (self._waits["batch"] if doing == WAITING else "")
+        return f"{doing}: {waits}" if waits else doing, {
             "stage": progress.stage,
             "step": progress.step,
             "warmup_step": progress.warmup_step,
@@ -405,4 +396,5 @@ class Learner:
             "max_staleness_seen": progress.max_staleness_seen,
             "trained_tokens_per_s": self._tokens_per_s,
             "alarm": self._weights.alarm,
+            "best": None if progress.best is None else asdict(progress.best),
         }

@@ -30,9 +30,12 @@ def warm_up_step(
 
 
 def begin_reinforcement_learning(backend: Backend, settings: LearnerSettings) -> None:
-    """Give the policy a fresh optimizer, and make it the reference if that is due. Every rank calls this."""
+    """Give the policy a fresh optimizer, make it the reference if that is due, and begin the critic. Every
+    rank calls this."""
     torch.set_num_threads(settings.learner.threads)
     backend.set_optimizer(settings.learner.optimizer)
+    if backend.critic is not None:
+        backend.critic.begin()
     hold_frozen_policies(backend, settings, settings.learner, stage="rl", step=0)
 
 

@@ -21,6 +21,7 @@ from learner.algorithms.losses.regression import regression_loss
 from learner.algorithms.losses.reinforce import reinforce_loss
 from learner.algorithms.losses.sapo import sapo_loss
 from learner.algorithms.losses.sft import sft_loss
+from learner.algorithms.losses.top_k_kl import DIRECTIONS, top_k_kl
 from learner.algorithms.losses.topr import topr_loss
 from learner.algorithms.losses.vespo import vespo_loss
 from learner.algorithms.plugin import chosen_function
@@ -30,13 +31,14 @@ from learner.algorithms.tokens import LossTokens
 from learner.algorithms.whole_sequences import over_whole_sequences
 from learner.config.correction import NoCorrection, NoRejection, RejectionConfig, TokenTIS, UsedCorrection
 from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
-from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
+from learner.config.frozen_policies import NO_REFERENCE, ReferenceConfig
 from learner.config.learner import LearnerConfig
 from learner.config.loss import PluginLoss, PPOClipLoss, SFTLoss, UsedLoss
 
-DISTANCES = ("reference_k1", "reference_k3", "teacher_k1", "proximal_k1")
+DISTANCES = ("reference_k1", "reference_k3", "teacher_k1", "teacher_kl", "proximal_k1")
 """Sums that `token_losses` has for an objective that wants these policies: estimates of KL(current || other),
-but KL(proximal || current)."""
+but KL(proximal || current); `teacher_kl` is computed over the teacher's likeliest tokens, in the direction
+that is configured."""
 Sums = dict[str, Tensor]
 LOSSES: dict[str, Callable[..., tuple[Tensor, Sums]]] = {
     "aipo": aipo_loss,
@@ -97,10 +99,16 @@ class Objective:
     correction: UsedCorrection = NO_CORRECTION
     entropy_coef: float = 0.0
     reference: ReferenceConfig = NO_REFERENCE
-    teacher: TeacherConfig = NO_TEACHER
+    teachers: tuple[str, ...] = ()
+    """Tags of the teachers of sampled tokens; their weights for each are in the stream `teacher_coefs`."""
     rejection: RejectionConfig = NO_REJECTION
     entropy_target: EntropyTargetConfig = NO_ENTROPY_TARGET
     """Entropy to which a backend adapts `entropy_coef` between updates."""
+    values_by_vtrace: bool = False
+    """A critic learns the value of the policy before the step, whose log-probs it therefore wants."""
+    top_k_teachers: tuple[str, ...] = ()
+    """Tags of the teachers of whole distributions; their weights for each token are in the streams
+    `reverse_kl_coefs` and `forward_kl_coefs`."""
 
     @classmethod
     def of(cls, learner: LearnerConfig) -> Self:
@@ -110,22 +118,23 @@ class Objective:
             learner.used_correction,
             learner.entropy_coef,
             learner.reference,
-            learner.teacher,
+            tuple(tag for tag, teacher in learner.used_teachers.items() if teacher.kl == "sampled"),
             learner.rejection,
             learner.entropy_target,
+            learner.has_critic and learner.critic.targets == "vtrace",
+            tuple(tag for tag, teacher in learner.used_teachers.items() if teacher.kl == "top_k"),
         )
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Policies besides the current one whose log-probs it wants: "proximal" and tags of frozen ones."""
-        before_the_step = self.proximal == "recomputed" or bool(self.selected)
-        return ("proximal",) * before_the_step + self.frozen
+        """Policies besides the current one and the teachers whose log-probs it wants."""
+        before_the_step = self.proximal == "recomputed" or bool(self.selected) or self.values_by_vtrace
+        return ("proximal",) * before_the_step + ("reference",) * (self.reference.kl_coef > 0)
 
     @property
     def frozen(self) -> tuple[str, ...]:
         """Tags of the frozen policies that it wants."""
-        wanted = {"reference": self.reference.kl_coef > 0, "teacher": self.teacher.path is not None}
-        return tuple(tag for tag in wanted if wanted[tag])
+        return ("reference",) * (self.reference.kl_coef > 0) + self.teachers + self.top_k_teachers
 
     @property
     def is_decoupled(self) -> bool:
@@ -148,7 +157,9 @@ class Objective:
 
     @property
     def is_separable(self) -> bool:
-        """Tell whether the loss of each token depends on that token alone."""
+        """Tell whether the loss of each token depends on that token's log-prob and entropy alone."""
+        if self.top_k_teachers:  # it depends on the log-probs of others in its place
+            return False
         if self.correction.type not in ("none", "token_tis"):  # a plugin may look at whole sequences
             return False
         if self.rejection.type not in ("none", *SELECTED, *REJECTIONS_BY_TOKEN):
@@ -204,6 +215,9 @@ def token_losses(objective: Objective, tokens: LossTokens) -> tuple[Tensor, Sums
     losses = losses * torch.where(kept, weights, 0.0)
     if objective.reference.kl_coef > 0 and objective.reference.kl_in == "loss":
         losses = losses + objective.reference.kl_coef * _reference_kl(objective, tokens)
+    if objective.top_k_teachers:
+        divergence, found = _teacher_kl(tokens)
+        losses, sums = losses + divergence, sums | found
     if objective.entropy_coef > 0:
         losses = losses - objective.entropy_coef * tokens.entropy
     losses = torch.where(kept, losses, 0.0) * tokens.streams["loss_weights"]
@@ -279,12 +293,24 @@ def _reference_kl(objective: Objective, tokens: LossTokens) -> Tensor:
     )
 
 
+def _teacher_kl(tokens: LossTokens) -> tuple[Tensor, Sums]:
+    """Return each token's weighed divergence from its teacher over the teacher's likeliest tokens, [N]."""
+    total = divergence = torch.zeros_like(tokens.logprobs)
+    if tokens.top_logprobs is not None and tokens.teacher_top_logprobs is not None:
+        for direction in DIRECTIONS:
+            coefs = tokens.streams[f"{direction}_kl_coefs"]
+            kl = top_k_kl(tokens.top_logprobs, tokens.teacher_top_logprobs, direction=direction)
+            total = total + coefs * kl
+            divergence = divergence + torch.where(coefs > 0, kl.detach(), 0.0)
+    return total, {"teacher_kl": divergence.sum()}
+
+
 def _penalised(objective: Objective, tokens: LossTokens) -> tuple[LossTokens, Sums]:
     """Take from the advantages what the policy is penalised for; sum up its distance to other policies."""
     advantages, streams, sums = tokens.streams["advantages"], tokens.streams, {}
     logprobs = tokens.logprobs.detach()
     old = streams["proximal_logprobs"] if objective.is_decoupled else logprobs
-    reference, teacher = objective.reference, objective.teacher
+    reference = objective.reference
     if reference.kl_coef > 0:
         if reference.kl_in == "advantage":
             kl = kl_estimates(old, streams["reference_logprobs"], estimator=reference.kl_estimator)
@@ -292,9 +318,10 @@ def _penalised(objective: Objective, tokens: LossTokens) -> tuple[LossTokens, Su
         for estimator in ("k1", "k3"):
             kl = kl_estimates(logprobs, streams["reference_logprobs"], estimator=estimator)
             sums[f"reference_{estimator}"] = kl.sum()
-    if teacher.path is not None:
-        kl = kl_estimates(old, streams["teacher_logprobs"], estimator="k1")
-        advantages = advantages - teacher.coef * kl
+    if objective.teachers:
+        taught = streams["teacher_coefs"] > 0
+        kl = torch.where(taught, kl_estimates(old, streams["teacher_logprobs"], estimator="k1"), 0.0)
+        advantages = advantages - streams["teacher_coefs"] * kl
         sums["teacher_k1"] = kl.sum()
     if objective.is_decoupled:
         sums["proximal_k1"] = (old - logprobs).sum()

@@ -1,4 +1,5 @@
-"""Finds the function of a configured advantage, correction, loss or aggregation: built in or a user's."""
+"""Finds the function of a configured advantage, correction, loss, aggregation or hook: built in or a
+user's."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -8,6 +9,7 @@ from typing import Any
 from bus.config import Config
 from bus.errors import ConfigError
 from bus.plugins import load_function
+from learner.config.hooks import HookConfig
 from learner.config.learner import LearnerConfig
 from learner.config.plugin import Plugin
 
@@ -16,9 +18,14 @@ ARGUMENTS = {
     "correction": ("log_ratio", "sequence"),
     "loss": ("tokens",),
     "aggregation": ("lengths", "prompts"),
+    "reward_hook": ("groups",),
+    "before_step": ("step", "groups", "optimizer"),
 }
 """Says what a function of each kind is called with, in order, before its settings."""
-OFFERED = {"advantage": ("sums", "token_penalties", "baselines")}
+OFFERED = {
+    "advantage": ("sums", "token_penalties", "baselines", "critic"),
+    "reward_hook": ("sums",),
+}
 """Says what a function of a kind gets besides, if it has a parameter of that name."""
 
 
@@ -72,5 +79,7 @@ def refuse_bad_plugins(learner: LearnerConfig) -> None:
     """Raise `ConfigError` for a function of the user's that cannot be used, before anything else is begun."""
     for kind in ARGUMENTS:
         config = getattr(learner, kind)
+        if isinstance(config, HookConfig):
+            config = config.plugin
         if isinstance(config, Plugin):
             load_plugin(kind, config)

@@ -1,12 +1,15 @@
 """One step of reinforcement learning on the groups it was given: the same for whoever trains on them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 
 from bus.requests import GroupRef
 from bus.trajectory import Groups
-from learner.algorithms.advantages.of_step import advantages_of_step
+from learner.algorithms.advantages.of_step import advantages_of_step, with_value_targets
 from learner.algorithms.aggregation import aggregated
+from learner.algorithms.critic_step import train_critic
+from learner.algorithms.hooks import optimizer_of_step, with_processed_rewards
 from learner.algorithms.objective import Objective
 from learner.algorithms.selection import with_selections
 from learner.backends.base import Backend, StepResult
@@ -17,48 +20,97 @@ from learner.data.packing import MicroBatch, Sample, pack, refuse_oversized
 from learner.lineage import TrainedStep
 from learner.scoring.frozen_policies import refresh_reference
 from learner.scoring.logprobs import with_logprobs
+from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers
+from learner.scoring.values import with_values
 
 
 def train_on(
     backend: Backend, groups: Groups, weights: Sequence[float], learner: LearnerConfig, *,
     step: int, policy_version: int, baselines: Mapping[str, float] = NO_BASELINES,
+    answers: TeacherAnswers = NO_ANSWERS,
 ) -> tuple[StepBatch, StepResult]:  # fmt: skip
     """Update the weights, which are of `policy_version`, on these groups with their importance weights.
 
-    `step` counts from 1. `baselines` are those in the batch of the step before. Of several ranks each gives
+    Where there is a critic it is trained as well, on what its values should have been; in the first
+    `critic.warmup_steps` steps of a run it alone is.
+
+    `step` counts from 1. `baselines` are those in the batch of the step before, `answers` those of the
+    teachers behind servers, equal on the ranks that share a model. Of several ranks each gives
     its own groups; the batch's counts and the result are those of all. Raises `ConfigError` for a trajectory
-    over the token budget, if such are to be refused, and for rewards that the advantage cannot take.
+    over the token budget, if such are to be refused, for rewards that the advantage cannot take, and for
+    hooks of the user's that misfit.
     """
     ranks = backend.data_parallel_group
     samples = recorded_samples(groups)
     if learner.batch.oversized == "refuse":  # all of them, before a pass or an update is made in vain
         refuse_oversized(samples, learner.batch.tokens_per_micro_batch)
-    samples = with_logprobs(backend, samples, learner)
-    advantages, kept = advantages_of_step(
-        groups, samples, learner, sums=sums_over_ranks(ranks), baselines=baselines
-    )
+    if learner.before_step.function is not None:
+        backend.optimizer_config = optimizer_of_step(step, groups, learner)
+    samples = with_logprobs(backend, samples, learner, answers)
+    if learner.has_critic:
+        samples = with_values(backend, samples, learner)
+    sums = sums_over_ranks(ranks)
+    rewarded = with_processed_rewards(groups, learner, sums)
+    advantages, kept = advantages_of_step(rewarded, samples, learner, sums=sums, baselines=baselines)
     batch = of_all_ranks(
         make_step_batch(
-            groups, samples, advantages, policy_version=policy_version, weights=weights, baselines=kept
+            groups,
+            with_value_targets(rewarded, samples, learner),
+            advantages,
+            policy_version=policy_version,
+            weights=weights,
+            baselines=kept,
         ),
         ranks,
     )
-    results = [
+    updates = _by_update(batch.samples, learner.batch.updates)
+    critic = train_critic(backend, updates, learner) if learner.has_critic else {}
+    if learner.only_critic_trains(step):
+        result = _none(batch)
+    else:
+        result = _policy_updates(backend, updates, learner, policy_version)
+    refresh_reference(backend, learner, step)
+    return batch, replace(result, critic=critic)
+
+
+def _policy_updates(
+    backend: Backend, updates: Sequence[Sequence[Sample]], learner: LearnerConfig, policy_version: int
+) -> StepResult:
+    """Update the policy on the samples of each update."""
+    ranks = backend.data_parallel_group
+    return _together([
         backend.train_step(
             equally_many(_packed(backend, own, learner), ranks),
             Objective.of(learner),
             policy_version=policy_version,
         )
-        for own in _by_update(batch.samples, learner.batch.updates)
-    ]
-    refresh_reference(backend, learner, step)
-    return batch, _together(results)
+        for own in updates
+    ])  # fmt: skip
+
+
+def _none(batch: StepBatch) -> StepResult:
+    """Return the result of a step that leaves the policy as it is, as it is meant to."""
+    return StepResult(
+        loss=0.0,
+        grad_norm=0.0,
+        lr=0.0,
+        tokens=batch.response_tokens,
+        computed_tokens=0,
+        denominator=0.0,
+        skipped=False,
+        diagnostics={},
+    )
 
 
 def _packed(backend: Backend, samples: Sequence[Sample], learner: LearnerConfig) -> list[MicroBatch]:
     """Return the micro-batches of an update on these samples, weighed and with what is picked of them all."""
     picked = with_selections(samples, learner, backend.data_parallel_group)
-    return pack(aggregated(picked, learner.aggregation), learner.batch.tokens_per_micro_batch)
+    batch = learner.batch
+    return pack(
+        aggregated(picked, learner.aggregation),
+        batch.tokens_per_micro_batch,
+        share_prefixes=batch.share_prefixes,
+    )
 
 
 def _by_update(samples: Sequence[Sample], updates: int) -> list[list[Sample]]:
@@ -83,6 +135,7 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
         grad_norm=max((update.grad_norm for update in updates), key=_alarming),
         lr=updates[-1].lr,
         tokens=sum(update.tokens for update in updates),
+        computed_tokens=sum(update.computed_tokens for update in updates),
         denominator=sum(update.denominator for update in updates),
         skipped=any(update.skipped for update in updates),
         diagnostics={

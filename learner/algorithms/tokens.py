@@ -42,6 +42,11 @@ class LossTokens:
     """Ranks that share the tokens of each sequence, if there are several."""
     policy_version: int = 0
     """Version of the weights before the step."""
+    top_logprobs: Tensor | None = None
+    """float32 [N, K + 1] nats, current policy, of a teacher's likeliest tokens and of all others together;
+    carries gradient. None where no token of the micro-batch has such a teacher."""
+    teacher_top_logprobs: Tensor | None = None
+    """float32 [N, K + 1] nats, the teacher's of the same; -inf for entries that are none."""
 
     def with_streams(self, **streams: Tensor) -> Self:
         """Return these tokens with other values of some streams."""
@@ -81,6 +86,7 @@ class TrainedTokens:
     streams: Mapping[str, Tensor]
     context_group: dist.ProcessGroup | None
     policy_version: int
+    teacher_top_logprobs: Tensor | None = None
 
     @classmethod
     def of(
@@ -95,10 +101,17 @@ class TrainedTokens:
             streams={name: batch.of_trained(name) for name in STREAMS},
             context_group=context_group,
             policy_version=policy_version,
+            teacher_top_logprobs=None
+            if batch.teacher_logprobs is None
+            else batch.teacher_logprobs.index_select(0, batch.trained),
         )
 
-    def with_logprobs(self, logprobs: Tensor, entropy: Tensor, rows: slice = EVERY_ROW) -> LossTokens:
-        """Join `rows` of these tokens with what the model says of them: log-probs [n] and entropies [n]."""
+    def with_logprobs(
+        self, logprobs: Tensor, entropy: Tensor, rows: slice = EVERY_ROW, top_logprobs: Tensor | None = None
+    ) -> LossTokens:
+        """Join `rows` of these tokens with what the model says of them: log-probs [n] and entropies [n], and
+        log-probs [n, K + 1] of a teacher's likeliest tokens, if it was asked for these."""
+        teacher = self.teacher_top_logprobs
         return LossTokens(
             logprobs=logprobs,
             entropy=entropy,
@@ -109,6 +122,8 @@ class TrainedTokens:
             streams={name: values[rows] for name, values in self.streams.items()},
             context_group=self.context_group,
             policy_version=self.policy_version,
+            top_logprobs=top_logprobs,
+            teacher_top_logprobs=None if teacher is None else teacher[rows],
         )
 
 

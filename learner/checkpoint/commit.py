@@ -6,7 +6,7 @@ on disk.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ from learner.backends.base import Backend, StagedFiles
 from learner.checkpoint.manifest import (
     amend_manifest,
     damaged_files,
+    differences,
     read_manifest,
     refuse_damage,
     refuse_other_model,
     write_manifest,
+    written_by,
 )
+from learner.model_directory import load_hf_config
 from learner.world.process_group import gathered
 from storage.disk import checkpoints
 
@@ -96,6 +99,7 @@ def start_checkpoint(
     extra: Mapping[str, JsonValue],
     *,
     keep: int,
+    besides: Container[int] = (),
     after: PendingCheckpoint | None = None,
 ) -> PendingCheckpoint:
     """Copy everything `load_checkpoint` needs, and begin to write it. Every rank calls this.
@@ -108,6 +112,7 @@ def start_checkpoint(
         step: names the checkpoint; one of the same step is replaced.
         extra: kept with it; that of rank 0 counts.
         keep: how many of the newest checkpoints remain.
+        besides: steps whose checkpoints remain whatever their age.
         after: the checkpoint before, if it may be unfinished.
     """
     if after is not None:
@@ -125,7 +130,7 @@ def start_checkpoint(
             temporary, model=backend.fingerprint(), training=training, extra=extra, digests=digests
         )
         checkpoints.replace(temporary, final)
-        checkpoints.prune(root, keep)
+        checkpoints.prune(root, keep, besides=besides)
 
     return PendingCheckpoint(staged, publish, final)
 
@@ -146,7 +151,15 @@ def load_checkpoint(backend: Backend, directory: Path, *, verified: bool = False
     of another model, or with other weights frozen.
     """
     manifest = read_manifest(directory)
-    refuse_other_model(directory, manifest, backend.fingerprint())
+    wrote, ours = written_by(manifest), backend.training_state().get("backend", "megatron")
+    if wrote != ours:
+        raise ConfigError(
+            f"checkpoint {directory} was written with learner.backend={wrote}, not {ours}: set that again, "
+            "or start a new run from its weights with --model.path"
+        )
+    if differences(manifest["model"], backend.fingerprint()):
+        # the transformers that wrote it may have had fewer hyperparameters: its config.json is read anew
+        refuse_other_model(directory, backend.other_hyperparameters(load_hf_config(directory)))
     training: dict[str, Any] | None = manifest["training"]
     if training is None:
         raise ConfigError(f"{directory} holds weights only: training starts from it with --model.path")

@@ -1,7 +1,7 @@
 """Manifest of a checkpoint: its model, where training stood, and a digest of every file."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +93,26 @@ def refuse_damage(directory: Path, damaged: Iterable[str]) -> None:
         )
 
 
-def refuse_other_model(
-    directory: Path, manifest: Mapping[str, Any], fingerprint: Mapping[str, JsonValue]
-) -> None:
-    """Raise `ConfigError` with all differences when the checkpoint belongs to another model."""
-    if different := differences(manifest["model"], fingerprint):
+def refuse_other_model(directory: Path, different: Sequence[str]) -> None:
+    """Raise `ConfigError` when hyperparameters of a checkpoint's model are `different` from ours."""
+    if different:
         raise ConfigError(f"checkpoint {directory} is of another model: {', '.join(different)}")
+
+
+def written_by(manifest: Mapping[str, Any]) -> str:
+    """Return which backend wrote a checkpoint; those of weights only are Megatron's."""
+    return str((manifest["training"] or {}).get("backend", "megatron"))
+
+
+def is_written_by(backend: str, directory: Path) -> bool:
+    """Tell whether a checkpoint has a manifest that says so, whatever else is missing there."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        return False
+    try:
+        return written_by(json.loads(path.read_text())) == backend
+    except (ValueError, KeyError, AttributeError) as error:
+        raise LostDataError(f"{path} is garbled ({error!r})") from error
 
 
 def differences(found: Mapping[str, JsonValue], wanted: Mapping[str, JsonValue]) -> list[str]:

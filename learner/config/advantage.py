@@ -29,6 +29,18 @@ class RLOOAdvantage(Config):
     """Name of the estimator."""
 
 
+class OAPLAdvantage(Config):
+    """Reward less the optimal value of the prompt, b log mean exp(reward / b) over its group
+    (arXiv:2602.19362)."""
+
+    type: Literal["oapl"] = "oapl"
+    """Name of the estimator."""
+
+    value_kl_weight: float = Field(1.0, gt=0)
+    """Number b, in units of the reward: a small one makes the best reward of the group its value, a large one
+    the mean."""
+
+
 class MaxRLAdvantage(Config):
     """Reward relative to the mean of its group, in units of that mean (arXiv:2602.02710); rewards are at
     least 0."""
@@ -141,9 +153,22 @@ class RAEAdvantage(Config):
     its own."""
 
 
+class GAEAdvantage(Config):
+    """What a critic did not foresee of the rewards, action by action (generalised advantage estimation,
+    arXiv:1506.02438). `learner.critic` says what an action is."""
+
+    type: Literal["gae"] = "gae"
+    """Name of the estimator."""
+
+    trace_decay: float = Field(0.95, ge=0, le=1)
+    """Weight of what comes later against the critic's prediction (lambda): 1 is the return less the value, 0
+    looks one action ahead. The critic's targets have their own (arXiv:2503.01491)."""
+
+
 AdvantageConfig = Annotated[
     GRPOAdvantage
     | RLOOAdvantage
+    | OAPLAdvantage
     | MaxRLAdvantage
     | GDPOAdvantage
     | ReinforcePPAdvantage
@@ -152,6 +177,7 @@ AdvantageConfig = Annotated[
     | TurnCredit
     | HierarchicalAdvantage
     | RAEAdvantage
+    | GAEAdvantage
     | Plugin,
     Field(discriminator="type"),
 ]

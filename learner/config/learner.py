@@ -1,5 +1,6 @@
 """Settings of the learner, which this module assembles. Loads without torch."""
 
+from itertools import combinations
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -10,12 +11,14 @@ from learner.config.advantage import (
     OVERLONG,
     WHITENED,
     AdvantageConfig,
+    GAEAdvantage,
     GDPOAdvantage,
     GRPOAdvantage,
     MaxRLAdvantage,
     OverlongPenalty,
 )
 from learner.config.algorithm import AggregationConfig, TokenMean
+from learner.config.backend import BackendName, refuse_unsupported
 from learner.config.correction import (
     AutoCorrection,
     CorrectionConfig,
@@ -25,9 +28,11 @@ from learner.config.correction import (
     TokenTIS,
     UsedCorrection,
 )
+from learner.config.critic import NO_CRITIC, CriticConfig
 from learner.config.diagnostics import DiagnosticsConfig
 from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
+from learner.config.hooks import NO_HOOK, HookConfig
 from learner.config.loss import (
     LossConfig,
     PluginLoss,
@@ -58,6 +63,10 @@ class BatchConfig(Config):
     """Sets what happens to a trajectory longer than the budget. `alone`: it is a micro-batch by itself.
     `refuse`: it ends the run with an error that names it."""
 
+    share_prefixes: bool = False
+    """Compute once what trajectories of one prompt have in common from their first token on: the prompt of
+    siblings, the earlier turns of strands. Token budgets then count what is computed."""
+
     balance: Literal["tokens", "flops"] = "tokens"
     """Measure by which data-parallel ranks get equal shares. With `flops`, attention counts by the square of
     the length."""
@@ -84,6 +93,10 @@ class LearnerConfig(Config):
 
     threads: int = Field(1, ge=1)
     """CPU threads of the learner."""
+
+    backend: BackendName = "megatron"
+    """What holds and trains the model: `megatron` for its own families, with every kind of parallel ranks;
+    `fsdp` for any causal language model of transformers, with data parallel ranks that share its weights."""
 
     loss: LossConfig = ReinforceLoss()
     """Objective of each token."""
@@ -116,11 +129,24 @@ class LearnerConfig(Config):
     overlong: OverlongPenalty = NO_OVERLONG
     """Takes from the reward of long answers before it becomes an advantage."""
 
+    reward_hook: HookConfig = NO_HOOK
+    """Function that turns the recorded rewards of a step into those that advantages are made of:
+    `(groups)` to a reward for each trajectory."""
+
+    before_step: HookConfig = NO_HOOK
+    """Function that is called before each step and may change the optimizer's settings for it:
+    `(step, groups, optimizer)` to an `OptimizerConfig`, or None."""
+
     reference: ReferenceConfig = NO_REFERENCE
     """Frozen policy that training stays close to."""
 
     teacher: TeacherConfig = NO_TEACHER
     """Frozen policy to distil from."""
+
+    critic: CriticConfig = NO_CRITIC
+    """Model that predicts rewards, where `learner.advantage.type` is `gae`."""
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """Further ones by names of your own, each for some sources of prompts or for all of them."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW of reinforcement learning."""
@@ -142,13 +168,24 @@ class LearnerConfig(Config):
     the others over the bus, `bus` asks all."""
 
     publish_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the published weights, in which the engines compute."""
+    """Type of the published weights, in which the engines compute. Weights that the model itself has in a
+    wider type than most of its weights, such as a router in float32, are published as the learner has them.
+    """
 
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
     """Sets when the learner warns of a figure of a step."""
 
     publication: PublicationConfig = PublicationConfig()
     """Sets how policy versions reach the actors."""
+
+    @property
+    def has_critic(self) -> bool:
+        """Tell whether a critic trains beside the policy."""
+        return isinstance(self.advantage, GAEAdvantage) or self.critic.train == "always"
+
+    def only_critic_trains(self, step: int) -> bool:
+        """Tell whether a step of the run, counted from 1, leaves the policy as it is."""
+        return self.has_critic and step <= self.critic.warmup_steps
 
     @property
     def used_loss(self) -> UsedLoss:
@@ -160,11 +197,34 @@ class LearnerConfig(Config):
         return loss.model_copy(update={"proximal": source})
 
     @property
+    def used_teachers(self) -> dict[str, TeacherConfig]:
+        """Return the teachers by their tags, under which the weights of those with a `path` are held."""
+        named = {f"teacher.{name}": teacher for name, teacher in self.teachers.items()}
+        every = {"teacher": self.teacher, **named}
+        return {tag: teacher for tag, teacher in every.items() if teacher.exists}
+
+    @property
+    def served_teachers(self) -> dict[str, TeacherConfig]:
+        """Return those of `used_teachers` that are asked over HTTP."""
+        return {tag: teacher for tag, teacher in self.used_teachers.items() if teacher.url is not None}
+
+    @property
     def used_correction(self) -> UsedCorrection:
         """Return the correction as configured, or the one that suits the loss."""
         if not isinstance(self.correction, AutoCorrection):
             return self.correction
         return NoCorrection() if _has_its_own_ratio(self.loss) else TokenTIS()
+
+    @model_validator(mode="after")
+    def _backend_supports_the_settings(self) -> Self:
+        if self.backend == "fsdp":
+            refuse_unsupported(
+                self.parallel,
+                self.optimizer,
+                has_critic=self.has_critic,
+                share_prefixes=self.batch.share_prefixes,
+            )
+        return self
 
     @model_validator(mode="after")
     def _correction_has_an_effect(self) -> Self:
@@ -206,6 +266,39 @@ class LearnerConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _one_top_k_teacher_for_each_token(self) -> Self:
+        top_k = [(tag, teacher) for tag, teacher in self.used_teachers.items() if teacher.kl == "top_k"]
+        for (tag, teacher), (other_tag, other) in combinations(top_k, 2):
+            common = sorted(set(teacher.sources) & set(other.sources))
+            if common or not (teacher.sources and other.sources):
+                raise ValueError(
+                    f"the {tag} and the {other_tag} both have kl=top_k and teach "
+                    f"{f'the source {common[0]!r}' if common else 'the same trajectories'}, each with tokens "
+                    "of its own: give them sources that differ, or one of them kl=sampled"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _prefixes_are_of_whole_sequences(self) -> Self:
+        if self.batch.share_prefixes and self.parallel.context > 1:
+            raise ValueError(
+                f"learner.batch.share_prefixes=true needs whole sequences, and learner.parallel.context="
+                f"{self.parallel.context} divides them over ranks: set one of them to its default"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_is_used(self) -> Self:
+        changed = sorted(self.critic.model_dump(exclude_defaults=True))
+        if changed and not self.has_critic:
+            raise ValueError(
+                f"learner.critic.{changed[0]}={getattr(self.critic, changed[0])} has no effect, since "
+                f"learner.advantage.type={self.advantage.type} has no critic: set that to gae, or set "
+                "learner.critic.train=always"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _shaped_rewards_suit_the_advantage(self) -> Self:
         overlong = self.overlong.longest_tokens is not None
         kl = self.reference.kl_coef > 0 and self.reference.kl_in == "reward"
@@ -218,6 +311,11 @@ class LearnerConfig(Config):
             raise ValueError(
                 f"learner.overlong has no effect with learner.advantage.type=gdpo: give it a weight, as "
                 f"learner.advantage.rewards.{OVERLONG}=1.0"
+            )
+        if isinstance(self.advantage, GDPOAdvantage) and self.reward_hook.function is not None:
+            raise ValueError(
+                "learner.reward_hook has no effect with learner.advantage.type=gdpo, which takes the parts "
+                "of the reward one by one: change these in the environment"
             )
         if isinstance(self.advantage, GDPOAdvantage) and kl:
             raise ValueError(

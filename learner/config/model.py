@@ -34,7 +34,8 @@ class ModelConfig(Config):
     """The policy that training starts from."""
 
     path: Path | None = None
-    """Hugging Face model directory with its tokenizer. Without it a small random model is made."""
+    """Hugging Face model directory, or a name on the hub such as Qwen/Qwen3-0.6B, with @REVISION if wanted.
+    Without it a small random model is made."""
 
     scratch: ScratchModel = ScratchModel()
     """Sizes of the scratch model."""

@@ -1,5 +1,7 @@
 """Settings of how policy versions reach the actors. Loads without torch."""
 
+from typing import Annotated
+
 from pydantic import Field
 
 from bus.config import Config
@@ -15,6 +17,10 @@ class PublicationConfig(Config):
 
     keep: int = Field(8, ge=2)
     """Number of latest versions that can be fetched, besides those that still wait for their evaluation."""
+
+    keep_versions: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Versions that can be fetched as long as the run goes on, for opponents that are one of them
+    (`actors.opponents`). Each is a snapshot, by the transport and in the run's directory."""
 
     probe: bool = True
     """Whether a few fixed sequences are scored at each version, so that actors can tell whether their engines

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.trajectory import Groups, Trajectory
+from bus.trajectory import SOURCE, Groups, Trajectory
 from learner.data.packing import Sample
 
 DIGESTS = 1 << 128
@@ -41,8 +41,8 @@ class StepBatch:
     completed: int
     """Trajectories whose end is "completed": neither cut off by their length nor by a limit of turns."""
     cut_off_tokens: int
-    """Trained tokens that were drawn with `top_p` below 1 or with `top_k`, so not from the recorded
-    distribution."""
+    """Trained tokens that were drawn with `top_p`, `top_k` or `min_p` and have no kept set: not from the
+    recorded distribution."""
     digest: int
     """Sum of the samples' digests modulo `DIGESTS`, which packing and division over ranks do not change."""
     baselines: Mapping[str, float] = field(default_factory=dict)
@@ -136,15 +136,19 @@ def _sample(trajectory: Trajectory) -> Sample:
         },
         update_slot=trajectory.lease_id + trajectory.sample,
         group=trajectory.lease_id,
+        kept=trajectory.kept_sets,
+        source=str(trajectory.metadata.get(SOURCE, "")),
         name=trajectory.trajectory_id,
     )
 
 
 def _cut_off_tokens(trajectory: Trajectory) -> int:
+    kept, mask = trajectory.kept_sets, trajectory.loss_mask
+    unrecorded = mask if kept is None else mask & (kept.counts == 0)
     return sum(
-        int(np.count_nonzero(trajectory.loss_mask[turn.start : turn.stop]))
+        int(np.count_nonzero(unrecorded[turn.start : turn.stop]))
         for turn in trajectory.turns
-        if turn.top_p < 1 or turn.top_k > 0
+        if turn.is_cut_off
     )
 
 

@@ -10,7 +10,17 @@ import xxhash
 from torch import Tensor
 
 from bus.errors import ConfigError
+from bus.kept_sets import KeptSets
+from learner.data.prefix_tree import (
+    PrefixTree,
+    SegmentPath,
+    chunks_within,
+    computed_tokens,
+    prefix_paths,
+    prefix_tree,
+)
 from learner.data.streams import STREAMS, StreamValues, pack_streams
+from learner.data.top_tokens import TopTokens, pack_top_tokens
 from learner.publication.transfer import to_device
 
 
@@ -31,6 +41,12 @@ class Sample:
     denominator: float | None = None
     """This sample's share of what the sum of all token losses is divided by; `None` stands for its number of
     trained tokens, which gives the mean over tokens."""
+    kept: KeptSets | None = None
+    """Kept sets of the L tokens, of which their log-probs are; None where all are of the whole vocabulary."""
+    taught: TopTokens | None = None
+    """The likeliest tokens of a teacher that compares distributions; None where it has none."""
+    source: str = ""
+    """Name of the data that its prompt is of; empty where that is not known."""
     name: str = "a sample"
     """Name of the sample in messages to people."""
 
@@ -52,6 +68,9 @@ class Sample:
         for name in sorted(name for name in self.streams if STREAMS[name].recorded):
             digest.update(name.encode())
             digest.update(np.ascontiguousarray(self.streams[name], STREAMS[name].array_dtype).tobytes())
+        if self.kept is not None:
+            digest.update(self.kept.counts.tobytes())
+            digest.update(self.kept.token_ids.tobytes())
         return digest.intdigest()
 
 
@@ -77,14 +96,37 @@ class MicroBatch:
     """int64 [N], the positions under `loss_mask`: only they need logits."""
     lengths: tuple[int, ...]
     """Lengths of the sequences, the differences of `cu_seqlens`, without waiting for the device."""
+    kept: Tensor | None = None
+    """int32 [T, K], the kept set of each label with -1 behind it; None where no label has one."""
+    teacher_token_ids: Tensor | None = None
+    """int32 [T, K], the likeliest tokens of a teacher in place of each label, with -1 for entries that are
+    none; None where no sample has any."""
+    teacher_logprobs: Tensor | None = None
+    """float32 [T, K + 1] nats, what the teacher gives to these and to all others together; -inf for entries
+    that are none."""
     denominator: float
     """Share of these sequences in what the sum of all token losses is divided by."""
+    tree: PrefixTree | None = None
+    """Which tokens are computed for several sequences; `None` computes each token of each sequence."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Return the number of tokens that go through the model."""
+        return len(self.tokens if self.tree is None else self.tree.source)
+
+    @property
+    def predicting(self) -> Tensor:
+        """Return the computed tokens that predict the trained ones, int64 [N].
+
+        One of them may predict several, each of another trajectory."""
+        return self.trained if self.tree is None else self.tree.computed.index_select(0, self.trained)
 
     def to(self, device: torch.device) -> Self:
         """Copy to `device`; a no-op when already there."""
         moved = {field.name: getattr(self, field.name) for field in fields(self)}
         moved |= {k: to_device(v, device) for k, v in moved.items() if isinstance(v, Tensor)}
         moved["streams"] = {name: to_device(values, device) for name, values in self.streams.items()}
+        moved["tree"] = None if self.tree is None else self.tree.to(device)
         return type(self)(**moved)
 
     def of_trained(self, name: str) -> Tensor:
@@ -97,10 +139,32 @@ class MicroBatch:
         )
 
 
-def pack(samples: Sequence[Sample], tokens_per_micro_batch: int) -> list[MicroBatch]:
-    """Put each sample, in order, into the first micro-batch with room; a larger one is alone in its own."""
-    bins = first_fit([len(sample.token_ids) for sample in samples], tokens_per_micro_batch)
-    return [micro_batch_of([samples[i] for i in members]) for members in bins]
+def pack(
+    samples: Sequence[Sample], tokens_per_micro_batch: int, *, share_prefixes: bool = False
+) -> list[MicroBatch]:
+    """Put each sample, in order, into the first micro-batch with room; a larger one is alone in its own.
+
+    With `share_prefixes`, the budget is of computed tokens, and samples of one prompt come together."""
+    packs = numbered_packs(samples, tokens_per_micro_batch, share_prefixes=share_prefixes)
+    return [micro_batch for _, micro_batch in packs]
+
+
+def numbered_packs(
+    samples: Sequence[Sample], tokens_per_micro_batch: int, *, share_prefixes: bool = False
+) -> list[tuple[list[int], MicroBatch]]:
+    """Return the micro-batches of `pack`, each with the numbers of its samples in their order there."""
+    if not share_prefixes:
+        bins = first_fit([len(sample.token_ids) for sample in samples], tokens_per_micro_batch)
+        return [(members, micro_batch_of([samples[i] for i in members])) for members in bins]
+    prompts = [sample.group for sample in samples]
+    paths = prefix_paths([sample.token_ids for sample in samples], prompts)
+    chunks = chunks_within(paths, prompts, tokens_per_micro_batch)
+    costs = [computed_tokens([paths[i] for i in chunk]) for chunk in chunks]
+    bins = [[i for n in found for i in chunks[n]] for found in first_fit(costs, tokens_per_micro_batch)]
+    return [
+        (members, micro_batch_of([samples[i] for i in members], [paths[i] for i in members]))
+        for members in bins
+    ]
 
 
 def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -135,11 +199,12 @@ def refuse_oversized(samples: Sequence[Sample], tokens_per_micro_batch: int) -> 
         )
 
 
-def micro_batch_of(samples: Sequence[Sample]) -> MicroBatch:
-    """Lay `samples` end to end."""
+def micro_batch_of(samples: Sequence[Sample], paths: Sequence[SegmentPath] | None = None) -> MicroBatch:
+    """Lay `samples` end to end; with their `paths`, in depth-first order, common segments are shared."""
     lengths = [len(sample.token_ids) for sample in samples]
     sequence_of_token = np.repeat(np.arange(len(samples)), lengths)
     loss_mask = np.concatenate(_shifted([sample.loss_mask for sample in samples]))
+    taught = pack_top_tokens([sample.taught for sample in samples], lengths)
     return MicroBatch(
         tokens=_tensor([sample.token_ids for sample in samples], torch.int64),
         position_ids=_tensor([np.arange(n) for n in lengths], torch.int64),
@@ -150,8 +215,28 @@ def micro_batch_of(samples: Sequence[Sample]) -> MicroBatch:
         streams=pack_streams([sample.streams for sample in samples], lengths),
         trained=torch.from_numpy(np.flatnonzero(loss_mask)),
         lengths=tuple(lengths),
+        kept=_kept(samples),
+        teacher_token_ids=None if taught is None else taught[0],
+        teacher_logprobs=None if taught is None else taught[1],
         denominator=float(sum(_denominator(sample) for sample in samples)),
+        tree=None if paths is None else prefix_tree(paths),
     )
+
+
+def _kept(samples: Sequence[Sample]) -> Tensor | None:
+    """Return the kept sets of the trained labels, where each is predicted; None where there is none."""
+    if all(sample.kept is None for sample in samples):
+        return None
+    sets = [
+        KeptSets.none(len(sample.token_ids)) if sample.kept is None else sample.kept.only(sample.loss_mask)
+        for sample in samples
+    ]
+    counts = np.concatenate(_shifted([each.counts for each in sets]))
+    if not counts.any():
+        return None
+    firsts = [each.counts[0] for each in sets]  # nothing predicts the first token, which is not trained
+    ids = [each.token_ids[int(first) :] for each, first in zip(sets, firsts, strict=True)]
+    return torch.from_numpy(KeptSets(counts, np.concatenate(ids)).padded())
 
 
 def _denominator(sample: Sample) -> float:

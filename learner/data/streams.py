@@ -46,7 +46,12 @@ STREAMS = {
     "reference_logprobs": Stream(fill=np.nan, recorded=False),  # nats, under the frozen reference policy
     "picked_by_covariance": Stream(fill=np.nan, recorded=False),  # 1 or 0 (learner/algorithms/selection.py)
     "beyond_second_moment": Stream(fill=np.nan, recorded=False),  # 1 or 0 (learner/algorithms/selection.py)
-    "teacher_logprobs": Stream(fill=np.nan, recorded=False),  # nats, under the teacher
+    "teacher_logprobs": Stream(fill=np.nan, recorded=False),  # nats, mean of the teachers' by their weights
+    "teacher_coefs": Stream(recorded=False),  # sum of the weights of the teachers that the token has
+    "reverse_kl_coefs": Stream(recorded=False),  # weight of KL(policy || teacher) over the teacher's top k
+    "forward_kl_coefs": Stream(recorded=False),  # weight of KL(teacher || policy) over the teacher's top k
+    "values": Stream(fill=np.nan, recorded=False),  # of the state before the token, by the critic
+    "value_targets": Stream(fill=np.nan, recorded=False),  # what they should be; NaN where none is learned
 }
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bus.codec import Json
 from bus.errors import ConfigError, StorageError
-from bus.topology import shard_of
 from bus.trajectory import Trajectory
 from learner import lineage
 from learner.algorithms.rl_step import train_on
@@ -23,8 +22,10 @@ from learner.lineage import TrainedStep
 from learner.progress import Progress
 from learner.restore import restore_alone
 from learner.scoring.frozen_policies import hold_frozen_policies
+from learner.scoring.served_teachers import refuse_other_teachers, teachers_asked
 from learner.settings import LearnerSettings
 from storage.disk import checkpoints
+from storage.store.many_groups import read_groups
 from storage.store.replay import ReplayStore
 
 log = structlog.get_logger()
@@ -85,7 +86,8 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
         uses: how often the groups of these leases are trained on in their steps; others once.
         at_end: is called with the backend after the last step.
 
-    Raises `ConfigError` when there is no checkpoint to start from or the lineage lacks a step, `StorageError`
+    Raises `ConfigError` when there is no checkpoint to start from, the lineage lacks a step, or a critic is
+    wanted of a run that has none, `StorageError`
     for groups that are no longer there and for a checkpoint that is damaged or of another history.
     """
     used = changed or settings.learner
@@ -94,7 +96,16 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
             "other rewards have no effect with learner.advantage.type=gdpo, which takes the parts of the "
             "reward that were recorded: name another advantage"
         )
+    if used.has_critic and not settings.learner.has_critic:
+        raise ConfigError(
+            f"learner.advantage.type={used.advantage.type} needs the critic of a run that had one, and this "
+            "run had none: compare the two with `launch learner --shadow`"
+        )
+    refuse_other_teachers(used, settings.model_directory, engine_context=settings.engine_context)
     backend, progress = _begin(settings, initial, from_step)
+    if used is not settings.learner and progress.step < from_step:  # the run's own trains what is between
+        own, context = settings.learner, settings.engine_context
+        refuse_other_teachers(own, settings.model_directory, engine_context=context)
     lines = _lines(settings, progress.step, to_step)
     lineage.refuse_other_groups(settings.lineage, {int(s): g for s, g in progress.groups.items()})
     for line in lines:
@@ -191,7 +202,7 @@ def _used(line: TrainedStep, uses: Mapping[int, int]) -> TrainedStep:
 
 def _groups(stores: Sequence[ReplayStore], line: TrainedStep) -> list[list[Trajectory]]:
     try:
-        return [stores[shard_of(lease, len(stores))].read([lease]) for lease in line.leases]
+        return read_groups(stores, line.leases)
     except StorageError as error:
         raise StorageError(
             f"step {line.step} cannot be trained again: {error}. While the run's storage is stopped, `launch "
@@ -212,6 +223,7 @@ def _train(
         step=line.step,
         policy_version=line.policy_version - 1,
         baselines=progress.baselines,
+        answers=teachers_asked(groups, learner, vocab_size=backend.hf_config.vocab_size),
     )
     progress.baselines = dict(batch.baselines)
     return RetrainedStep(

@@ -38,6 +38,7 @@ from learner.initial import Initial, prepare
 from learner.metrics import batch_values, step_values
 from learner.progress import Progress, values_to_save
 from learner.restore import restore_alone
+from learner.scoring.served_teachers import ask_teachers, refuse_other_teachers
 from learner.settings import LearnerSettings
 from storage.client.reader import ReplayReader
 from storage.disk import checkpoints
@@ -216,6 +217,13 @@ class Shadow:
         progress, settings, backend = self.progress, self._settings.learner, self._backend
         if backend is None:
             raise RuntimeError("nothing to train")
+        self._doing = f"asking teachers about step {given.step}"
+        asking = asyncio.create_task(
+            ask_teachers(groups, settings.learner, vocab_size=backend.hf_config.vocab_size)
+        )
+        if not await ended_before(self._stop, asking):
+            asking.cancel()
+            return
         self._doing = f"training step {given.step}"
         version, weights = given.trains_from + given.step - 1, [group.weight for group in given.groups]
         batch, result = await self._in_thread(
@@ -227,6 +235,7 @@ class Shadow:
                 step=given.step,
                 policy_version=version,
                 baselines=progress.baselines,
+                answers=asking.result(),
             )
         )
         line = lineage_line(given.step, version + 1, self._incarnation, given.groups, batch, result)
@@ -247,6 +256,10 @@ class Shadow:
         """Load the newest state of our own, else that of `from_checkpoint`, else the initial model."""
         settings = self._settings.learner
         self._initial = self._initial or prepare(settings, self._demonstrations)
+        refuse_other_teachers(
+            settings.learner, settings.model_directory, self._stop.is_set,
+            engine_context=settings.engine_context,
+        )  # fmt: skip
         own = newest_whole(settings.checkpoints)
         start = own or self._settings.from_checkpoint
         if own is not None:

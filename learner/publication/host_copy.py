@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from storage.weights.tensors import TORCH_DTYPES, WORD, HostTensor
 NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
 """Name of each torch dtype in safetensors."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+NONE_EXACT: Mapping[str, torch.dtype] = MappingProxyType({})
 SHORT_BYTES = 512 << 20
 """Size up to which a CPU copies in the calling thread: waking another takes a tenth as long or more."""
 
@@ -44,22 +46,25 @@ class HostCopy:
     run beside the training that follows: `Copied.done` says when the weights may change again.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, exact: Mapping[str, torch.dtype] = NONE_EXACT) -> None:
+        """Copy weights as `dtype`, except those that `exact` gives a dtype of their own by name."""
         self.seconds = 0.0
         """Duration of the latest `take`."""
-        self._dtype = dtype
+        self._dtype, self._exact = dtype, exact
         self._sets: list[_Buffers | None] = [None, None]
         self._turn = 0
         self._beside: torch.cuda.Stream | None = None
 
     @torch.no_grad()
     def take(self, weights: Exported) -> Copied:
-        """Copy the weights as the dtype to publish: one call for all that this rank has whole."""
+        """Copy the weights as the dtypes to publish: one call for all that this rank has whole."""
         began = time.perf_counter()
         self._turn = 1 - self._turn
         buffers = self._sets[self._turn]
         if buffers is None or buffers.shapes != weights.shapes:
-            buffers = self._sets[self._turn] = _Buffers(weights.shapes, self._dtype)
+            buffers = self._sets[self._turn] = _Buffers(
+                weights.shapes, self._dtype, {**self._exact, **weights.exact}
+            )
         on_gpu = device().type == "cuda"
         with self._beside_training() if on_gpu else nullcontext():
             buffers.fill(weights)
@@ -93,9 +98,11 @@ def _copy(host: HostCopy, backend: Backend) -> Copied:
 class _Buffers:
     """Memory for all weights, in one piece, and the tensors in it."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, exact: Mapping[str, torch.dtype]
+    ) -> None:
         self.shapes = shapes
-        wanted = ((shape, dtype) for shape in shapes.values())
+        wanted = ((shape, exact.get(name, dtype)) for name, shape in shapes.items())
         memory = host_memory(wanted, page_locked=device().type == "cuda")
         self.tensors = dict(zip(shapes, memory, strict=True))
         self.words = host_tensors(self.tensors)

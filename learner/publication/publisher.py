@@ -18,6 +18,7 @@ from bus.messages import BlobRef, DeltaRef, ModelFiles, PolicyManifest, Probe, R
 from bus.publish import Publisher
 from bus.waiting import set_within
 from learner.config.publication import PublicationConfig
+from learner.publication.kept_versions import KeptVersions
 from storage.disk.atomic_files import Content
 from storage.weights.blob_stores import BlobStore, on_bus
 from storage.weights.deltas import Delta, encode_delta
@@ -53,7 +54,11 @@ class WeightPublisher:
     past.
     """
 
-    def __init__(self, bus: Bus, store: BlobStore, config: PublicationConfig, *, incarnation: str) -> None:
+    def __init__(
+        self, bus: Bus, store: BlobStore, config: PublicationConfig, *,
+        incarnation: str, kept: Path | None = None,
+    ) -> None:  # fmt: skip
+        """Publish to `store`; `kept` is a directory for the versions that stay."""
         self.latest: PolicyManifest | None = None
         self.figures: dict[str, Json] = {}
         """Figures of the latest publication, for metrics."""
@@ -69,6 +74,7 @@ class WeightPublisher:
         self._weights: Weights | None = None
         """The weights announced last, which are the base of the next delta."""
         self._held: OrderedDict[int, PolicyManifest] = OrderedDict()
+        self._kept = KeptVersions(config.keep_versions, kept)
         self._stored: set[BlobRef] = set()
         self._pinned: set[int] = set()
         self._revision = 0
@@ -93,16 +99,17 @@ class WeightPublisher:
 
     async def publish(
         self, tensors: Tensors, *, policy_version: int, stage: str, trains_from: int,
-        probe: Probe | None = None,
+        probe: Probe | None = None, is_trained: bool = True, ess_fraction: float | None = None,
     ) -> PolicyManifest:  # fmt: skip
         """Store what is new, then announce it; the announcement never precedes the bytes.
 
-        `tensors` must stay as they are until the publication after this one is done. The same version again
-        announces its new stage; its weights must be the same.
+        A version that `is_trained` differs from the one before it, or there is an alarm. `tensors` must stay
+        as they are until the publication after this one is done. The same version again announces its new
+        stage; its weights must be the same.
         """
         async with self._one:
             began = time.perf_counter()
-            announcement = _Announcement(policy_version, stage, trains_from, probe)
+            announcement = _Announcement(policy_version, stage, trains_from, probe, is_trained, ess_fraction)
             manifest = await self._as_delta(tensors, announcement) if await self._mended() else None
             if manifest is None:
                 manifest = await self._as_snapshot(tensors, announcement)
@@ -173,7 +180,9 @@ class WeightPublisher:
             return None
         delta = await asyncio.to_thread(self._encoded, base, tensors, announcement.policy_version)
         again = announcement.policy_version == base.policy_version
-        self._note_unchanged(announcement.policy_version, unchanged=not (again or delta.sent_words))
+        self._note_unchanged(
+            announcement.policy_version, unchanged=announcement.is_trained and not (again or delta.sent_words)
+        )
         if again and delta.sent_words:
             raise ValueError(f"version {announcement.policy_version} was published with other weights")
         large = self._config.snapshot_every == 1 or len(delta.data) > WORTH_IT * delta.weights.size_bytes
@@ -204,7 +213,11 @@ class WeightPublisher:
             raise RuntimeError("nothing was published")
         snapshot = await self._put_snapshot(weights)
         announcement = _Announcement(
-            manifest.policy_version, manifest.stage, manifest.trains_from, manifest.probe
+            manifest.policy_version,
+            manifest.stage,
+            manifest.trains_from,
+            manifest.probe,
+            ess_fraction=manifest.ess_fraction,
         )
         return await self._announce(weights, announcement, snapshot, manifest.policy_version, deltas)
 
@@ -219,6 +232,7 @@ class WeightPublisher:
         """Make it the run's policy: a key for those who come later, a notice for those here."""
         if self._model is None:
             raise RuntimeError("the publisher was not started: call `start` first")
+        kept = await self._kept.up_to(weights, self._put)
         manifest = PolicyManifest(
             policy_version=announcement.policy_version,
             incarnation=self._incarnation,
@@ -229,6 +243,8 @@ class WeightPublisher:
             snapshot_version=snapshot_version,
             deltas=deltas,
             probe=announcement.probe,
+            kept=kept,
+            ess_fraction=announcement.ess_fraction,
         )
         self.latest = self._held[manifest.policy_version] = manifest
         self._weights = weights  # not before: a snapshot is of the version that is announced
@@ -268,6 +284,7 @@ class WeightPublisher:
         if self.latest is None or await self._store.holds(_blobs(self.latest)):
             return True
         log.warning("published_weights_are_gone", policy_version=self.latest.policy_version)
+        self._kept.forget_published()
         return False
 
     async def _retire(self) -> None:
@@ -335,7 +352,10 @@ class _Announcement(NamedTuple):
     stage: str
     trains_from: int
     probe: Probe | None = None
+    is_trained: bool = True
+    ess_fraction: float | None = None
 
 
 def _blobs(manifest: PolicyManifest) -> set[BlobRef]:
-    return {manifest.snapshot, *(delta.blob for delta in manifest.deltas)}
+    kept = (version.snapshot for version in manifest.kept)
+    return {manifest.snapshot, *(delta.blob for delta in manifest.deltas), *kept}

@@ -1,4 +1,4 @@
-"""Provides the frozen policies of a run (reference and teacher), the same ones after a resume.
+"""Provides the frozen policies of a run (reference and teachers), the same ones after a resume.
 
 Weights that came from a directory are read from it again. Weights that were the run's own policy are in its
 checkpoints.
@@ -12,7 +12,7 @@ from learner.backends.base import Backend
 from learner.backends.frozen import FrozenPolicies
 from learner.config.frozen_policies import ReferenceConfig
 from learner.config.learner import LearnerConfig
-from learner.model_directory import has_tokenizer, load_hf_directory, load_tokenizer
+from learner.model_directory import load_hf_directory, other_tokens
 from learner.progress import Stage
 from learner.settings import LearnerSettings
 
@@ -29,11 +29,13 @@ def hold_frozen_policies(
     Raises `ConfigError` when a directory does not fit the policy, and when the policy that reinforcement
     learning began with is no longer there.
     """
-    wanted, frozen = Objective.of(learner).frozen, backend.frozen
-    frozen.keep_only(set(wanted))
-    teacher, reference = learner.teacher, learner.reference
-    if "teacher" in wanted and teacher.path is not None and frozen.sources.get("teacher") != teacher.path:
-        _load(backend, settings, "teacher", teacher.path)
+    frozen = backend.frozen
+    wanted = set(Objective.of(learner).frozen) - learner.served_teachers.keys()
+    frozen.keep_only(wanted)
+    reference = learner.reference
+    for tag, teacher in learner.used_teachers.items():
+        if teacher.path is not None and frozen.sources.get(tag) != teacher.path:
+            _load(backend, settings, tag, teacher.path)
     source = reference.path or (None if settings.warmup.steps else settings.model_directory)
     if "reference" not in wanted or _is_held(frozen, reference, source):
         return
@@ -73,12 +75,10 @@ def _load(backend: Backend, settings: LearnerSettings, tag: str, directory: Path
             f"the {tag} in {directory} takes the policy's place in the model, so all of it must be the same, "
             f"but {', '.join(different)}: choose a model like the policy"
         )
-    if directory != settings.model_directory and has_tokenizer(directory):
-        ours, theirs = (load_tokenizer(path).get_vocab() for path in (settings.model_directory, directory))
-        if other := {token for token, number in ours.items() if theirs.get(token) != number}:
-            raise ConfigError(
-                f"the {tag} in {directory} has another vocabulary than the policy in "
-                f"{settings.model_directory}: {len(other)} tokens have other ids, as {min(other)!r}; choose "
-                "a model with the policy's tokenizer"
-            )
+    if other := other_tokens(directory, settings.model_directory):
+        raise ConfigError(
+            f"the {tag} in {directory} has another vocabulary than the policy in "
+            f"{settings.model_directory}: {len(other)} tokens have other ids, as {other[0]!r}; choose "
+            "a model with the policy's tokenizer"
+        )
     backend.frozen.load(tag, hf_config, state, directory)

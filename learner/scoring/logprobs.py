@@ -1,16 +1,20 @@
 """Passes that only compute log-probs: without gradient or stored activations, with their own token budget."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from learner.algorithms.objective import Objective
 from learner.backends.base import Backend
+from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
-from learner.data.packing import Sample, first_fit, micro_batch_of
+from learner.data.packing import Sample, numbered_packs
+from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers
+from learner.scoring.top_tokens import with_top_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,9 +27,12 @@ class Scores:
     """float32 [L], nats, of the distribution that the token was drawn from."""
 
 
-def with_logprobs(backend: Backend, samples: Sequence[Sample], learner: LearnerConfig) -> list[Sample]:
+def with_logprobs(
+    backend: Backend, samples: Sequence[Sample], learner: LearnerConfig, answers: TeacherAnswers = NO_ANSWERS
+) -> list[Sample]:
     """Add log-probs under the other policies that the objective wants, a pass each. Every rank calls this.
 
+    `answers` are those of the teachers behind servers, which need no pass.
     The current policy is the proximal one of the updates that follow (arXiv:2110.00641).
     """
     budget = learner.batch.logprob_tokens_per_micro_batch or learner.batch.tokens_per_micro_batch
@@ -36,10 +43,63 @@ def with_logprobs(backend: Backend, samples: Sequence[Sample], learner: LearnerC
             samples,
             policy=None if tag == "proximal" else tag,
             tokens_per_micro_batch=budget,
+            share_prefixes=learner.batch.share_prefixes,
         )
         for i, scores in enumerate(found):
             scored[i] = scored[i].with_streams(**{f"{tag}_logprobs": scores.logprobs})
-    return scored
+    share, teachers = learner.batch.share_prefixes, learner.used_teachers
+    scored = _with_teachers(
+        backend,
+        scored,
+        {tag: teacher for tag, teacher in teachers.items() if teacher.kl == "sampled"},
+        answers.logprobs,
+        tokens_per_micro_batch=budget,
+        share_prefixes=share,
+    )
+    return with_top_tokens(
+        backend,
+        scored,
+        {tag: teacher for tag, teacher in teachers.items() if teacher.kl == "top_k"},
+        answers.top_tokens,
+        tokens_per_micro_batch=budget,
+        share_prefixes=share,
+    )
+
+
+def _with_teachers(
+    backend: Backend, samples: Sequence[Sample], teachers: Mapping[str, TeacherConfig],
+    answers: Mapping[str, Sequence[NDArray[np.float32]]], *,
+    tokens_per_micro_batch: int, share_prefixes: bool,
+) -> list[Sample]:  # fmt: skip
+    """Add what the loss wants of the teachers: how much each sample is drawn to them, and where they are.
+
+    The sum over teachers of c log(policy / teacher) is C log(policy / m), with C the sum of the weights c and
+    log m the mean of the teachers' log-probs by these weights: so any number of teachers is one penalty.
+    """
+    coefs = [0.0] * len(samples)
+    totals: list[NDArray[np.float64] | float] = [0.0] * len(samples)
+    for tag, teacher in teachers.items():
+        taught = [i for i, sample in enumerate(samples) if teacher.teaches(sample.source)]
+        if teacher.url is not None:
+            found = answers[tag]
+        else:
+            passed = score(
+                backend,
+                [samples[i] for i in taught],
+                policy=tag,
+                tokens_per_micro_batch=tokens_per_micro_batch,
+                share_prefixes=share_prefixes,
+            )
+            found = [scores.logprobs for scores in passed]
+        for i, logprobs in zip(taught, found, strict=True):
+            coefs[i] += teacher.coef
+            totals[i] = totals[i] + teacher.coef * logprobs.astype(np.float64)
+    return [
+        sample.with_streams(teacher_logprobs=np.asarray(total / coef, np.float32), teacher_coefs=coef)
+        if coef
+        else sample
+        for sample, coef, total in zip(samples, coefs, totals, strict=True)
+    ]
 
 
 def score(
@@ -48,6 +108,7 @@ def score(
     *,
     policy: str | None = None,
     tokens_per_micro_batch: int,
+    share_prefixes: bool = False,
 ) -> list[Scores]:
     """Compute log-probs and entropy of the trained tokens. Every rank calls this.
 
@@ -56,14 +117,20 @@ def score(
         samples: the samples of this data-parallel rank, equal on the ranks that share a model with it.
         policy: tag of a frozen policy; `None` is the current one.
         tokens_per_micro_batch: budget of a pack, by first fit; a longer sample is alone in its own.
+        share_prefixes: compute once what samples of one prompt begin with.
     """
     if policy is not None:
         with backend.frozen.in_place(policy):
-            return score(backend, samples, tokens_per_micro_batch=tokens_per_micro_batch)
-    bins = first_fit([len(sample.token_ids) for sample in samples], tokens_per_micro_batch)
-    batches = [micro_batch_of([samples[i] for i in members]) for members in bins]
+            return score(
+                backend,
+                samples,
+                tokens_per_micro_batch=tokens_per_micro_batch,
+                share_prefixes=share_prefixes,
+            )
+    packs = numbered_packs(samples, tokens_per_micro_batch, share_prefixes=share_prefixes)
+    values_of = backend.logprobs([batch for _, batch in packs])
     found: dict[int, Scores] = {}
-    for members, batch, values in zip(bins, batches, backend.logprobs(batches), strict=True):
+    for (members, batch), values in zip(packs, values_of, strict=True):
         for i, of_sample in zip(members, torch.split(values, list(batch.lengths), dim=1), strict=True):
             found[i] = _scores(of_sample)
     return [found[i] for i in range(len(samples))]

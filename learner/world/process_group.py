@@ -53,6 +53,35 @@ def gathered(value: T) -> list[T]:
     return values
 
 
+class Peers:
+    """The ranks of the world that were given the same number as this one, of which the first acts for all."""
+
+    def __init__(self, number: int, timeout_s: float) -> None:
+        """Find them. Every rank calls this; `timeout_s` bounds each collective of theirs."""
+        numbers = gathered(number)
+        members = [[rank for rank, n in enumerate(numbers) if n == each] for each in sorted(set(numbers))]
+        self._first = numbers.index(number)
+        self._alone = numbers.count(number) == 1
+        self._group = None
+        if len(members) < len(numbers):  # every rank has to call this, or none
+            self._group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                members, timeout=timedelta(seconds=timeout_s), backend="gloo"
+            )
+
+    @property
+    def is_first(self) -> bool:
+        """Tell whether this rank is the one that acts."""
+        return dist.get_rank() == self._first
+
+    def from_first(self, value: T) -> T:
+        """Return the `value` of the first of them on each. All of them call this."""
+        if self._alone:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self._first, group=self._group, device=torch.device("cpu"))
+        return box[0]
+
+
 def most_over_ranks(count: int) -> int:
     """Return the largest `count` of any rank. Every rank calls this."""
     counts = torch.tensor(count, device=device())

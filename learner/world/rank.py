@@ -5,8 +5,9 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,17 @@ from learner.checkpoint.commit import PendingCheckpoint, start_checkpoint
 from learner.data.batches import StepBatch
 from learner.data.demonstrations import Demonstrations
 from learner.model_directory import stream_hf_directory
-from learner.publication.host_copy import Copied, HostCopy, copy_weights
+from learner.progress import kept_steps
+from learner.publication.host_copy import NONE_EXACT, Copied, HostCopy, copy_weights
 from learner.publication.probe import scored_probe
+from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
 from learner.settings import LearnerSettings
 from learner.warmup import begin_reinforcement_learning, warm_up_step
-from learner.world.process_group import gathered
+from learner.world.process_group import Peers, gathered
 from storage.client.reader import ReplayReader
 
 T = TypeVar("T")
+Fetched: TypeAlias = tuple[Groups, TeacherAnswers]
 OTHERS_POLL_S = 0.05
 """Seconds between two questions whether the other ranks have their groups."""
 
@@ -46,7 +50,9 @@ class Rank:
     def __init__(
         self, backend: Backend, settings: LearnerSettings, *,
         reader: ReplayReader, demonstrations: Demonstrations | None, thread: Executor,
+        exact_dtypes: Mapping[str, torch.dtype] = NONE_EXACT,
     ) -> None:  # fmt: skip
+        """Take over the backend, of whose weights `exact_dtypes` are published in dtypes of their own."""
         self.hf_config = backend.hf_config
         self.share, self.shares = backend.data_parallel_group.rank(), backend.data_parallel_group.size()
         self._backend = backend
@@ -54,12 +60,19 @@ class Rank:
         self._reader = reader
         self._demonstrations = demonstrations
         self._thread = thread
-        self._host = HostCopy(getattr(torch, settings.learner.publish_dtype))
+        self._host = HostCopy(getattr(torch, settings.learner.publish_dtype), exact_dtypes)
         self._saving: PendingCheckpoint | None = None
         self._saved_step: int | None = None
         """Step of the checkpoint begun last, unless the backend has changed since."""
-        self._fetching: dict[int, tuple[tuple[GroupRef, ...], asyncio.Task[Groups]]] = {}
-        """Says what is being fetched for each step: which groups, and their trajectories."""
+        served, timeout_s = settings.learner.served_teachers, settings.learner.world.collective_timeout_s
+        self._peers = Peers(self.share, timeout_s) if served else None
+        """Ranks that share this one's model, of which one asks the teachers behind servers; None without
+        such."""
+        self._fetching: dict[int, tuple[tuple[GroupRef, ...], asyncio.Task[Fetched]]] = {}
+        """Says what is being fetched for each step: which groups, their trajectories, and what teachers
+        behind servers think of them."""
+        self._asking = set[int]()
+        """Steps about whose groups teachers are being asked."""
 
     def fetch(self, step: int, shares: Sequence[tuple[GroupRef, ...]], given_to: str) -> None:
         """Begin to fetch this rank's share of the groups of `step`, whatever else goes on."""
@@ -69,13 +82,30 @@ class Rank:
         task = asyncio.create_task(self._fetch(step, refs, given_to), name=f"fetch batch {step}")
         self._fetching[step] = refs, task
 
-    async def _fetch(self, step: int, refs: Sequence[GroupRef], given_to: str) -> Groups:
-        """Fetch these groups. Those that cannot be read are reported first: a restart is given others."""
+    async def _fetch(self, step: int, refs: Sequence[GroupRef], given_to: str) -> Fetched:
+        """Fetch these groups. Those that cannot be read are reported first: a restart is given others.
+
+        Teachers behind servers are asked here, where no rank waits in a collective for an answer."""
         try:
-            return await self._reader.fetch(refs)
+            groups = await self._reader.fetch(refs)
         except UnreadableGroupsError as error:
             await self._reader.report_unreadable(step, error, given_to)
             raise
+        if self._peers is None or not self._peers.is_first:
+            return groups, NO_ANSWERS
+        learner, vocab_size = self._settings.learner, self.hf_config.vocab_size
+        self._asking.add(step)
+        try:
+            return groups, await ask_teachers(groups, learner, vocab_size=vocab_size)
+        finally:
+            self._asking.discard(step)
+
+    def waits_for_teachers(self, step: int) -> str:
+        """Return which teachers this rank asks about the groups of a step, in words; empty if none."""
+        if step not in self._asking:
+            return ""
+        served = self._settings.learner.served_teachers
+        return f"waiting for {' and '.join(f'the {tag} at {one.url}' for tag, one in served.items())}"
 
     async def fetched(self, step: int) -> None:
         """Return when this rank's groups of `step` are here; raises what fetching raised."""
@@ -91,15 +121,15 @@ class Rank:
     async def train(
         self, step: int, policy_version: int, baselines: Mapping[str, float]
     ) -> tuple[StepBatch, StepResult]:
-        """Take one optimizer step on what was fetched for it, from weights of `policy_version`.
+        """Take one optimizer step on what was fetched for it by all, from weights of `policy_version`.
 
         `baselines` are those in the batch of the step before. The counts and the result are those of all
         ranks."""
         refs, task = self._fetching[step]
-        await self._fetched_by_all(task)
-        groups = await task
+        groups, answers = await task
         self._saved_step = None
         del self._fetching[step]
+        peers = self._peers
         return await self.in_thread(
             lambda: train_on(
                 self._backend,
@@ -109,14 +139,25 @@ class Rank:
                 step=step,
                 policy_version=policy_version,
                 baselines=baselines,
+                answers=answers if peers is None else peers.from_first(answers),
             )
         )
 
-    async def _fetched_by_all(self, task: asyncio.Task[Groups]) -> None:
-        """Return when every rank has its groups, or knows why not. None of them waits in a collective, whose
-        time is bounded, while another waits for the bus."""
-        while not all(await self.in_thread(lambda: gathered(task.done()))):
+    async def fetched_by_all(self, step: int) -> bool | None:
+        """Return whether every rank has its groups of `step`, once each has them or knows why not; None while
+        some do not: ask again.
+
+        A rank that cannot read some has reported them by then: `step` is to be leased and fetched again. None
+        waits in a collective, whose time is bounded, while another waits for the bus. Raises whatever else
+        this rank's fetch raised."""
+        _, task = self._fetching[step]
+        done, readable = zip(*await self.in_thread(lambda: gathered(_state(task))), strict=True)
+        if not all(done):
             await asyncio.wait({task}, timeout=OTHERS_POLL_S)
+            return None
+        with suppress(UnreadableGroupsError):
+            task.result()
+        return all(readable)
 
     async def warm_up(self, step: int) -> StepResult:
         """Take one optimizer step on the `step`-th batch of demonstrations, from 0."""
@@ -175,9 +216,9 @@ class Rank:
             await self.in_thread(partial(self._saving.amend, extra))
             return
         root, keep, before = self._settings.checkpoints, self._settings.learner.checkpoint.keep, self._saving
-        backend = self._backend
+        backend, kept = self._backend, kept_steps(extra)
         self._saving = await self.in_thread(
-            lambda: start_checkpoint(backend, root, step, extra, keep=keep, after=before)
+            lambda: start_checkpoint(backend, root, step, extra, keep=keep, besides=kept, after=before)
         )
 
     async def written(self) -> bool:
@@ -193,6 +234,13 @@ class Rank:
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run torch work where all of it runs. Raises `WorldError` when another rank was lost meanwhile."""
         return await in_thread(self._thread, work)
+
+
+def _state(task: asyncio.Task[Fetched]) -> tuple[bool, bool]:
+    """Return whether a rank's fetch has ended, and whether it met no group that cannot be read."""
+    done = task.done()
+    unreadable = done and not task.cancelled() and isinstance(task.exception(), UnreadableGroupsError)
+    return done, not unreadable
 
 
 async def in_thread(thread: Executor, work: Callable[[], T]) -> T:

@@ -31,8 +31,9 @@ from learner.scratch_model import character_tokenizer
 from learner.settings import LearnerSettings
 from learner.train import Learner
 from storage.client import reader
-from storage.config import AdmissionConfig, EvaluationConfig
+from storage.config import AdmissionConfig
 from storage.dispatch import dispatcher
+from storage.evaluation_config import EvaluationConfig
 from tests.factories import make_trajectory
 from tests.storage.serving import SHARDS, Storage, send, serving, until
 
@@ -60,7 +61,7 @@ def in_one_process(patch: pytest.MonkeyPatch) -> None:
     thread = _TrainThread()
     for module in (service, shadow):
         patch.setattr(module, "ThreadPoolExecutor", lambda *_, **__: thread)
-        patch.setattr(module, "init_world", lambda *_: None)
+        patch.setattr(module, "init_world", lambda *_, **__: None)
         patch.setattr(module, "close_world", lambda: None)
     patch.setattr(Learner, "_step", _step_once_written(Learner._step))
     patch.setattr(shadow, "POLL_S", 0.02)

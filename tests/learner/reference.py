@@ -7,9 +7,13 @@ from tests.learner.tiny import reference_logits
 
 
 def reference_optimizer(model, config):
+    decayed, exempt = [], []
+    for name, parameter in model.named_parameters():
+        is_exempt = parameter.dim() == 1 or name.endswith("bias")  # of experts, biases have two dimensions
+        (exempt if is_exempt else decayed).append(parameter)
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 

@@ -94,3 +94,14 @@ async def test_a_learner_stopped_while_it_waits_for_the_device_to_export_is_take
         published = await bus.get("policy", PolicyManifest)
         assert published is not None
         assert published[0].stage == "done"
+
+
+async def test_each_trained_version_says_the_effective_sample_size_of_its_step(bus, tmp_path):
+    heard: list[PolicyManifest] = []
+    await bus.listen(bus.subject("notice", "policy"), PolicyManifest, heard.append)
+    async with mini_run(bus, tmp_path) as run:
+        await run.train()
+    figures = {manifest.policy_version: manifest.ess_fraction for manifest in heard if manifest.stage == "rl"}
+    assert list(figures) == [1, 2, 3, 4, 5]
+    assert figures.pop(1) is None  # the warm-up made it
+    assert all(figure is not None and 0 < figure <= 1 for figure in figures.values())

@@ -1,14 +1,17 @@
 """Tests how the learner asks for held-out accuracy and waits for it."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from structlog.testing import capture_logs
 
 from bus.codec import encode
-from bus.messages import BlobRef, EvaluationResult, PolicyManifest
+from bus.errors import ConfigError
+from bus.messages import BlobRef, EvaluationResult, EvaluationTask, PolicyManifest
 from bus.publish import Publisher
 from learner.evaluation import HeldOut
+from storage.evaluation_config import EvaluationSetConfig
 
 pytestmark = pytest.mark.nats
 BLOB = BlobRef(subject="none", chunks=1, size_bytes=1, digest="")
@@ -42,7 +45,7 @@ async def test_held_out_prompts_are_found_though_the_bus_is_away_for_a_while(bus
 
 
 async def tell(bus, result: EvaluationResult) -> None:
-    name = f"{result.incarnation}-{result.policy_version}"
+    name = f"{result.incarnation}-{result.policy_version}-{result.data_set}"
     await Publisher(bus).publish(bus.subject("events", "evaluation"), encode(result), message_id=name)
 
 
@@ -80,6 +83,43 @@ async def test_a_learner_that_stops_waits_for_no_result(bus):
     stop.set()
     async with asyncio.timeout(TIMEOUT_S):
         await waiting
+
+
+async def test_every_data_set_is_asked_for_as_configured_and_waited_for(bus):
+    asked, heard = asyncio.Queue(), []
+    await bus.listen(bus.subject("tasks", "evaluation"), EvaluationTask, asked.put_nowait)
+    await bus.put("heldout", BLOB)
+    await bus.put("heldout.aime", BLOB)
+    aime = EvaluationSetConfig(name="aime", prompts="a.jsonl", samples=6, temperature=0.5, max_new_tokens=7)
+    found = HeldOut(bus, "one", heard.append, TIMEOUT_S, [aime])
+    await found.find()
+    await found.ask(manifest(7))
+    await found.ask(manifest(7))  # changes nothing
+    async with asyncio.timeout(TIMEOUT_S):
+        tasks = {task.data_set: task for task in [await asked.get(), await asked.get()]}
+    assert tasks[""] == EvaluationTask(policy=manifest(7), prompts=BLOB)
+    assert tasks["aime"] == EvaluationTask(
+        policy=manifest(7), prompts=BLOB, data_set="aime", samples=6, pass_at=(1, 2, 4, 6),
+        temperature=0.5, max_new_tokens=7,
+    )  # fmt: skip
+    waiting = asyncio.create_task(found.measured(7, asyncio.Event()))
+    await tell(bus, answer(7))
+    async with asyncio.timeout(TIMEOUT_S):
+        while not heard:  # noqa: ASYNC110 - a subscription is no event
+            await asyncio.sleep(0.02)
+    assert found.awaits(7)
+    assert not waiting.done()
+    await tell(bus, replace(answer(7), data_set="aime", samples=6))
+    async with asyncio.timeout(TIMEOUT_S):
+        await waiting
+    assert not found.awaits(7)
+    assert asked.empty()
+
+
+async def test_a_data_set_that_storage_does_not_have_is_refused(bus):
+    aime = EvaluationSetConfig(name="aime", prompts="a.jsonl")
+    with pytest.raises(ConfigError, match="names 'aime', of which storage has no prompts"):
+        await HeldOut(bus, "one", [].append, 1.0, [aime]).find()
 
 
 @pytest.mark.parametrize(("answered", "missing"), [((8,), [[7, 9]]), ((7, 8, 9), [])])

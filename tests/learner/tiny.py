@@ -30,20 +30,22 @@ _OWN = {
 }  # fmt: skip
 
 
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "attn_implementation": "eager",
+}
+"""Hyperparameters of a tiny model of most families."""
+
+
 def tiny_config(family: str = "qwen3", *, tied: bool = False, **changes: object) -> PretrainedConfig:
     """A configuration of two layers."""
-    values = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": tied,
-        "attn_implementation": "eager",
-    }
-    values |= _OWN.get(family, {})
+    values = {**SIZES, "tie_word_embeddings": tied, **_OWN.get(family, {})}
     return getattr(transformers, f"{_CLASSES[family]}Config")(**{**values, **changes})
 
 

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from multiprocessing import connection
 from typing import Any, Self
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
 
 TIMEOUT_S = 60
 IMPORTED_BEFORE_FORKING = [
@@ -52,11 +52,13 @@ class _World:
     def __init__(self, ranks: int) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED_BEFORE_FORKING)
-        port = _free_port()
+        # Kept by this process, a port cannot be taken between its choice and its use.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes, self._processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, ranks, port, theirs), daemon=True)
+            args = rank, ranks, self._store.port, theirs
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -87,12 +89,6 @@ class _World:
         return [answers[rank] for rank in range(len(self._pipes))]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _serve(rank: int, ranks: int, port: int, pipe: connection.Connection) -> None:
     from learner.backends.factory import init_world
 
@@ -102,6 +98,7 @@ def _serve(rank: int, ranks: int, port: int, pipe: connection.Connection) -> Non
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torchrun's name for a store that no rank serves
     }
     try:
         init_world()

@@ -8,10 +8,12 @@ from numpy.typing import NDArray
 
 from bus.errors import ConfigError
 from bus.trajectory import LARGEST_REWARD, Groups, Trajectory
+from learner.algorithms.advantages.gae import CriticValues, gae_advantages
 from learner.algorithms.advantages.gdpo import gdpo_advantages
 from learner.algorithms.advantages.grpo import grpo_advantages
 from learner.algorithms.advantages.hierarchical import hierarchical_advantages
 from learner.algorithms.advantages.maxrl import maxrl_advantages
+from learner.algorithms.advantages.oapl import oapl_advantages
 from learner.algorithms.advantages.rae import rae_advantages
 from learner.algorithms.advantages.reinforce_pp import (
     reinforce_pp_advantages,
@@ -31,10 +33,12 @@ with episodes, agents, turns and rewards; and what it has parameters for of `Off
 for each trajectory; those of what is not trained are ignored."""
 ESTIMATORS: dict[str, Estimator] = {
     "discounted_returns": discounted_return_advantages,
+    "gae": gae_advantages,
     "gdpo": gdpo_advantages,
     "grpo": grpo_advantages,
     "hierarchical": hierarchical_advantages,
     "maxrl": maxrl_advantages,
+    "oapl": oapl_advantages,
     "rae": rae_advantages,
     "reinforce_pp": reinforce_pp_advantages,
     "reinforce_pp_baseline": reinforce_pp_baseline_advantages,
@@ -56,6 +60,8 @@ class Offered:
     baselines: dict[str, float] = field(default_factory=dict)
     """Numbers by name that the estimator changes in place and finds again at the next step, also after a
     resume."""
+    critic: CriticValues | None = None
+    """What the critic thinks of the trajectories; None where there is no critic."""
 
 
 NOTHING = Offered()
@@ -79,6 +85,11 @@ def estimate_advantages(
     given = {name: getattr(offered, name) for name in asked_for("advantage", estimator)}
     if given.get("token_penalties", ()) is None:
         given["token_penalties"] = [[0.0] * len(group) for group in groups]
+    if given.get("critic", ()) is None:
+        raise ConfigError(
+            f"advantage {config.type}: it has a parameter `critic`, and there is none: set "
+            "learner.critic.train=always"
+        )
     found = [list(group) for group in estimator(groups, **given)]
     if [len(group) for group in found] != [len(group) for group in groups]:
         raise ConfigError(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from learner.backends.factory import close_world, init_world
+from learner.backends.fsdp.trainer import FsdpTrainer
 from learner.backends.megatron.trainer import Trainer
 from learner.checkpoint.commit import (
     load_checkpoint,
@@ -28,22 +29,26 @@ KINDS = {
     "on the host": (ADAM.model_copy(update={"offload": 0.6}), torch.float32),
     "main weights on the host": (ADAM.model_copy(update={"offload": 0.6}), torch.bfloat16),
     "both": (ADAM.model_copy(update={"state_dtype": "bfloat16"}), torch.bfloat16),
+    "fsdp": (ADAM, torch.float32),
+    "fsdp, all in bfloat16": (ADAM.model_copy(update={"state_dtype": "bfloat16"}), torch.bfloat16),
+    "fsdp, on the host": (ADAM.model_copy(update={"offload": 1.0}), torch.float32),
 }
 Steps = list[tuple[float, float, float]]
 
 
-def trainer_of(kind: str, *, seed: int = 0) -> Trainer:
+def trainer_of(kind: str, *, seed: int = 0) -> Trainer | FsdpTrainer:
     """A trainer with weights drawn from `seed`."""
     optimizer, dtype = KINDS[kind]
     model = tiny_model(seed=seed)
-    return Trainer(model.config, hf_state(model), optimizer, dtype=dtype)
+    backend = FsdpTrainer if kind.startswith("fsdp") else Trainer
+    return backend(model.config, hf_state(model), optimizer, dtype=dtype)
 
 
-def train(trainer: Trainer, steps: int) -> Steps:
+def train(trainer: Trainer | FsdpTrainer, steps: int) -> Steps:
     """Return loss, gradient norm and learning rate of each step; each rank has its share of the samples."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     results = []
-    for step in range(trainer.steps_done, trainer.steps_done + steps):
+    for step in range(trainer.counts.steps_done, trainer.counts.steps_done + steps):
         samples = random_samples([5, 17, 2, 32, 9, 20, 20, 3], seed=step)[rank::ranks]
         result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
         results.append((result.loss, result.grad_norm, result.lr))

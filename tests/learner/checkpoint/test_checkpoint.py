@@ -9,8 +9,8 @@ from bus.errors import ConfigError, StorageError
 from learner.backends.megatron.checkpoint.state import SHARDING
 from learner.backends.megatron.checkpoint.writer import Staged
 from learner.backends.megatron.optimizer.optimizer import load_optimizer_state
-from learner.backends.megatron.trainable import TrainableWeights
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.commit import (
     load_checkpoint,
     read_extra,
@@ -71,7 +71,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, dtype, family)
     second = trainer_of(tiny_model(family, seed=1), dtype=dtype)
     train(second, range(10, 12))  # its own optimizer state must not survive
     assert load_checkpoint(second, latest_checkpoint(tmp_path)) == {"policy_version": 7}
-    assert (second.steps_done, second.updates_done) == (3, 3)
+    assert (second.counts.steps_done, second.counts.updates_done) == (3, 3)
     for resumed, expected in zip(train(second, range(3, 6)), uninterrupted[3:], strict=True):
         assert resumed.loss == pytest.approx(expected.loss, abs=1e-5)
         assert resumed.grad_norm == pytest.approx(expected.grad_norm, abs=1e-5)

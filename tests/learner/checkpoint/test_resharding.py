@@ -76,7 +76,7 @@ def train(layout: dict[str, object], model_changes: dict[str, object], mode: str
         load_checkpoint(trainer, latest_checkpoint(root))
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     results = []
-    for step in range(trainer.steps_done, 4 if mode == "whole" else trainer.steps_done + 2):
+    for step in range(trainer.counts.steps_done, 4 if mode == "whole" else trainer.counts.steps_done + 2):
         samples = random_samples([5, 17, 2, 32, 9, 20, 20, 3], seed=step)[rank::ranks]
         result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
         results.append((result.loss, result.grad_norm))

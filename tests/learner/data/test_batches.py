@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from bus.errors import ConfigError
+from bus.kept_sets import KeptSets
 from bus.trajectory import Turn
 from learner.algorithms.advantages.estimator import estimate_advantages
 from learner.config.advantage import GRPOAdvantage
@@ -231,6 +232,13 @@ def test_completed_answers_and_tokens_of_a_cut_off_distribution_are_counted():
     group[1] = replace(group[1], turns=tuple(turn._replace(top_p=0.9) for turn in group[1].turns))
     group[2] = replace(group[2], turns=tuple(turn._replace(top_k=20) for turn in group[2].turns))
     group[3] = replace(group[3], end="tool_error")  # is not trained
+    turns = tuple(turn._replace(min_p=0.1) for turn in group[0].turns)
+    sets = KeptSets.of([np.array([t] if m else [], np.int32) for t, m in zip(
+        group[0].token_ids, group[0].loss_mask, strict=True
+    )])  # fmt: skip
+    group[0] = replace(
+        group[0], turns=turns, kept_counts=sets.counts.tobytes(), kept_tokens=sets.token_ids.tobytes()
+    )
     values = batch_values(batch_of([group]))
     assert values["rollout/completed_fraction"] == 2 / 3
     cut, trained = (sum(int(t.loss_mask.sum()) for t in some) for some in (group[1:3], group[:3]))

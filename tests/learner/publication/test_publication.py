@@ -115,10 +115,11 @@ async def test_the_probe_is_announced_with_its_version_also_when_a_snapshot_come
     probe = Probe(token_ids=((1, 2, 3),), logprobs=((-1.5, -0.25),))
     for version in range(4):  # the last one is announced again, with its snapshot
         await publisher.publish(
-            host_tensors(state(version)), policy_version=version, stage="rl", trains_from=0, probe=probe
-        )
+            host_tensors(state(version)), policy_version=version, stage="rl", trains_from=0, probe=probe,
+            ess_fraction=version / 4,
+        )  # fmt: skip
     found = await announced(bus)
-    assert (found.snapshot_at, found.probe) == (3, probe)
+    assert (found.snapshot_at, found.probe, found.ess_fraction) == (3, probe, 0.75)
 
 
 async def test_weights_that_changed_everywhere_are_a_snapshot(bus, publisher):

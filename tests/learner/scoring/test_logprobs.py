@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from learner.backends.megatron.core import parallel_state
-from learner.backends.megatron.model import model
-from learner.backends.megatron.model import output_layer as head
 from learner.backends.megatron.process_groups import divide_world
 from learner.backends.megatron.trainer import Trainer
+from learner.backends.output import output_layer as head
+from learner.backends.output import policy_output
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import ParallelConfig
 from learner.data.packing import pack
@@ -167,16 +167,16 @@ def test_a_pass_packs_by_its_own_budget(monkeypatch):
 
 
 def test_a_pass_keeps_nothing_for_a_backward_pass_and_takes_logits_in_chunks(monkeypatch):
-    trainer, rows, softmax_sums = trainer_of(), [], head._softmax_sums
+    trainer, rows, softmax_sums = trainer_of(), [], head.softmax_sums
     monkeypatch.setattr(
-        head, "_softmax_sums", lambda logits, scale: rows.append(len(logits)) or softmax_sums(logits, scale)
+        head, "softmax_sums", lambda logits, scale: rows.append(len(logits)) or softmax_sums(logits, scale)
     )
     samples = random_samples([200, 250, 220, 180])
     whole = score(trainer, samples, tokens_per_micro_batch=1000)
     trained = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
     assert sum(rows) == trained
     rows.clear()
-    monkeypatch.setattr(model, "LOGITS_BYTES", 300 * 4 * trainer.hf_config.vocab_size)
+    monkeypatch.setattr(policy_output, "LOGITS_BYTES", 300 * 4 * trainer.hf_config.vocab_size)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
         chunked = score(trainer, samples, tokens_per_micro_batch=1000)

@@ -227,7 +227,7 @@ def other_model(directory: Path, settings, **changes) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("tag", ["reference", "teacher"])
+@pytest.mark.parametrize("tag", ["reference", "teacher", "teacher.other"])
 def test_a_directory_gives_the_policy_and_one_of_another_model_is_refused(tmp_path, tag):
     trainer, settings = trainer_and_settings(tmp_path)
     fine = other_model(tmp_path / "fine", settings)
@@ -242,6 +242,8 @@ def test_a_directory_gives_the_policy_and_one_of_another_model_is_refused(tmp_pa
     def learner(path: Path) -> LearnerConfig:
         if tag == "teacher":
             return LearnerConfig(teacher=TeacherConfig(path=path))
+        if tag == "teacher.other":
+            return LearnerConfig(teachers={"other": TeacherConfig(path=path)})
         return LearnerConfig(reference=ReferenceConfig(kl_coef=1.0, path=path))
 
     before = trainer.export()

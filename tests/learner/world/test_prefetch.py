@@ -29,8 +29,8 @@ from learner.world.channel import Channel
 from learner.world.rank import Rank
 from learner.world.world import World
 from storage.client.reader import ReplayReader
-from storage.config import EvaluationConfig
 from storage.disk import checkpoints
+from storage.evaluation_config import EvaluationConfig
 from storage.store.segments import FILE
 from tests.factories import make_trajectory
 from tests.learner.tiny import tiny_config
@@ -214,9 +214,9 @@ def waits_for_a_batch(learner: Learner) -> bool:
     return learner._look()[0].startswith(WAITING)
 
 
-def flip_a_bit(path: Path) -> None:
+def flip_a_bit(path: Path, lease_id: int = 0) -> None:
     """Damage the first trajectory of a segment that may be mapped: it keeps its length and inode."""
-    tokens = make_trajectory(0, 0).token_ids.tobytes()
+    tokens = make_trajectory(lease_id, 0).token_ids.tobytes()
     at = path.read_bytes().index(tokens)
     with path.open("r+b") as file:
         file.seek(at)

@@ -50,7 +50,10 @@ class OwnRank(Rank):
             return []
 
         self.in_thread = counted
-        await self._fetched_by_all(asyncio.create_task(arriving()))
+        self._fetching[1] = (), asyncio.create_task(arriving())
+        while (readable := await self.fetched_by_all(1)) is None:
+            pass
+        assert readable
         self.in_thread = in_thread
         return asked
 

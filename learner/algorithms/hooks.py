@@ -1,0 +1,109 @@
+"""Functions of the user's own that are called once a step: on the rewards, and before the update."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from bus.errors import ConfigError, TrainingError
+from bus.trajectory import LARGEST_REWARD, Groups, Trajectory
+from learner.algorithms.advantages.sums import Sums
+from learner.algorithms.plugin import asked_for, load_plugin
+from learner.config.hooks import HookConfig
+from learner.config.learner import LearnerConfig
+from learner.config.optimizer import OptimizerConfig
+from learner.world.process_group import gathered
+
+T = TypeVar("T")
+BUILT_WITH = ("state_dtype", "offload")
+"""Settings that an optimizer was built with, which no step can change."""
+
+
+def with_processed_rewards(groups: Groups, learner: LearnerConfig, sums: Sums) -> Groups:
+    """Return the groups with the rewards that `learner.reward_hook` gives them; without one, as they are.
+
+    The function takes this rank's groups, in which all trajectories of a prompt are together, and returns a
+    reward for each trajectory. `sums` adds up over ranks, if it has a parameter of that name. Every rank
+    calls this. Raises `ConfigError` for anything else than a reward each, and `TrainingError` when it takes
+    too long.
+    """
+    hook = learner.reward_hook
+    if hook.function is None:
+        return groups
+    found: Sequence[Sequence[float]] = _called("reward_hook", hook, groups, sums=sums)
+    if [len(rewards) for rewards in found] != [len(group) for group in groups]:
+        raise ConfigError(
+            f"learner.reward_hook {hook.function!r} returned {[len(rewards) for rewards in found]} rewards "
+            f"for groups of {[len(group) for group in groups]} trajectories: return one for each"
+        )
+    return [
+        [_rewarded(t, reward, hook.function) for t, reward in zip(group, rewards, strict=True)]
+        for group, rewards in zip(groups, found, strict=True)
+    ]
+
+
+def _rewarded(trajectory: Trajectory, reward: float, function: str) -> Trajectory:
+    value = float(reward)
+    if not abs(value) <= LARGEST_REWARD:  # also refuses NaN
+        raise ConfigError(
+            f"learner.reward_hook {function!r} gave {trajectory.trajectory_id} the reward {value}: return "
+            "finite numbers that float32 holds"
+        )
+    return replace(trajectory, reward=value)
+
+
+def optimizer_of_step(step: int, groups: Groups, learner: LearnerConfig) -> OptimizerConfig:
+    """Return the optimizer's settings for `step`, which `learner.before_step` may change.
+
+    The function takes the number of the step, this rank's groups and the configured settings, and returns
+    other settings, or None to leave them. Every rank calls this, and is to return the same. Raises
+    `ConfigError` where they differ, or are none that this optimizer can take, and `TrainingError` when the
+    function takes too long.
+    """
+    hook = learner.before_step
+    if hook.function is None:
+        return learner.optimizer
+    found = _called("before_step", hook, step, groups, learner.optimizer)
+    chosen = learner.optimizer if found is None else found
+    if not isinstance(chosen, OptimizerConfig):
+        raise ConfigError(
+            f"learner.before_step {hook.function!r} returned {type(chosen).__name__}: return an "
+            "OptimizerConfig, as optimizer.model_copy(update={'lr': 1e-6}), or None"
+        )
+    for name in BUILT_WITH:
+        if getattr(chosen, name) != getattr(learner.optimizer, name):
+            raise ConfigError(
+                f"learner.before_step {hook.function!r} changed {name}, with which the optimizer was built: "
+                f"set learner.optimizer.{name}"
+            )
+    if len({settings.model_dump_json() for settings in gathered(chosen)}) > 1:
+        raise ConfigError(
+            f"learner.before_step {hook.function!r} returned other settings on other ranks, which have other "
+            "groups: go by the step alone"
+        )
+    return chosen
+
+
+def _called(kind: str, hook: HookConfig, *args: object, **offered: object) -> Any:
+    """Call the function of a hook, and wait for what it returns if it is `async`."""
+    plugin = hook.plugin
+    if plugin is None:
+        raise ValueError(f"learner.{kind} names no function")
+    function = load_plugin(kind, plugin)
+    wanted = [name for name in asked_for(kind, function) if name not in plugin.settings]
+    result = function(*args, **plugin.settings, **{name: offered[name] for name in wanted})
+    if not inspect.isawaitable(result):
+        return result
+    try:
+        return asyncio.run(_within(result, hook.timeout_s))  # torch's thread has no event loop of its own
+    except TimeoutError as error:
+        raise TrainingError(
+            f"learner.{kind} {plugin.function!r} took longer than {hook.timeout_s:g} s: see what it waits "
+            f"for, or raise learner.{kind}.timeout_s"
+        ) from error
+
+
+async def _within(result: Awaitable[T], timeout_s: float) -> T:
+    async with asyncio.timeout(timeout_s):
+        return await result

@@ -1,0 +1,43 @@
+"""Tells which backends there are, and which settings FSDP does not have. Loads without torch."""
+
+from typing import Literal
+
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+
+BackendName = Literal["megatron", "fsdp"]
+
+SIZES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+"""Settings of `learner.parallel` by which ranks share a model otherwise than FSDP does."""
+
+
+def refuse_unsupported(
+    parallel: ParallelConfig, optimizer: OptimizerConfig, *, has_critic: bool, share_prefixes: bool
+) -> None:
+    """Raise `ValueError` with all settings that `learner.backend=fsdp` does not have."""
+    problems = [
+        f"learner.parallel.{name}={size}: each of its ranks is data parallel; leave it at 1"
+        for name in SIZES
+        if (size := getattr(parallel, name)) > 1
+    ]
+    if not parallel.distributed_optimizer:
+        problems.append("learner.parallel.distributed_optimizer=false: its ranks always share the optimizer")
+    problems += [
+        f"learner.parallel.{name}=true: its communication always overlaps; leave it out"
+        for name in ("overlap_grad_reduce", "overlap_param_gather")
+        if getattr(parallel, name)
+    ]
+    if parallel.recompute == "selective":
+        problems.append("learner.parallel.recompute=selective: set it to full or none")
+    if 0 < optimizer.offload < 1:
+        problems.append(
+            f"learner.optimizer.offload={optimizer.offload}: it offloads weights, gradients and moments "
+            "altogether (1) or not at all (0)"
+        )
+    if has_critic:
+        problems.append("a critic: use an advantage without one, and leave learner.critic.train alone")
+    if share_prefixes:
+        problems.append("learner.batch.share_prefixes=true: set it to false")
+    if problems:
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        raise ValueError(f"learner.backend=fsdp does not have these settings; use megatron, or:\n{listed}")

@@ -1,0 +1,74 @@
+"""Versions that stay when later ones come, for opponents that are pinned to them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
+
+import structlog
+
+from bus.messages import BlobRef, KeptVersion
+from storage.disk.atomic_files import Content, publish_files, remove
+from storage.weights.tensors import Weights, snapshot_content
+
+log = structlog.get_logger()
+Put = Callable[[Content, int, str], Awaitable[BlobRef]]
+FILE = "model.safetensors"
+
+
+class KeptVersions:
+    """Snapshots of some versions, as files too: a learner that resumes publishes them again.
+
+    What the learner before it had published is freed when it begins, and a bus may lose its disk."""
+
+    def __init__(self, versions: Collection[int], directory: Path | None) -> None:
+        """Keep `versions` in `directory`; without it they last as long as this learner and its bus."""
+        self._versions = frozenset(versions)
+        self._directory = directory
+        self._named: dict[int, KeptVersion] = {}
+        self._looked = False
+
+    async def up_to(self, weights: Weights, put: Put) -> tuple[KeptVersion, ...]:
+        """Return those that have been published, these weights included if they are to stay.
+
+        Files of later versions are of steps that a resumed learner has taken back, and go."""
+        if not self._versions:
+            return ()
+        if not self._looked:
+            await self._take_over(weights.policy_version, put)
+        version = weights.policy_version
+        if version in self._versions and version not in self._named:
+            content = snapshot_content(weights)
+            await self._write(version, content)
+            self._named[version] = KeptVersion(
+                policy_version=version, snapshot=await put(content, version, "kept")
+            )
+            log.info("version_kept", policy_version=version)
+        return tuple(self._named[version] for version in sorted(self._named))
+
+    def forget_published(self) -> None:
+        """Publish all of them again with the next version: the bus or a disk has lost some."""
+        self._named = {}
+        self._looked = False
+
+    async def _take_over(self, newest: int, put: Put) -> None:
+        self._looked = True
+        if self._directory is None or not self._directory.is_dir():
+            return
+        for path in sorted(self._directory.glob("version-*")):
+            number = path.name.removeprefix("version-")
+            version = int(number) if number.isdecimal() else -1
+            if version > newest:
+                await asyncio.to_thread(remove, path)
+            elif version in self._versions:
+                data = await asyncio.to_thread((path / FILE).read_bytes)
+                blob = await put([data], version, "kept")
+                self._named[version] = KeptVersion(policy_version=version, snapshot=blob)
+
+    async def _write(self, version: int, content: Content) -> None:
+        if self._directory is None:
+            return
+        path = self._directory / f"version-{version}"
+        self._directory.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            await asyncio.to_thread(remove, path)
+        await asyncio.to_thread(publish_files, path, {FILE: content})

@@ -1,0 +1,112 @@
+"""What the embedded engine draws with tokens cut off is on-policy for the learner: every ratio is 1."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from actors.engines.base import GenerationRequest, Sampling
+from actors.engines.embedded.decoder import BatchedDecoder
+from actors.environments.base import Episode
+from actors.group import Group
+from actors.policy.strand import Call, Strand
+from bus.codec import decode, encode
+from bus.trajectory import Trajectory, TrajectoryBatch
+from learner.algorithms.objective import Objective
+from learner.algorithms.rl_step import train_on
+from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.trainer import Trainer
+from learner.config.learner import BatchConfig, LearnerConfig
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import ParallelConfig
+from learner.data.batches import recorded_samples
+from learner.data.packing import pack
+from learner.metrics import batch_values
+from learner.scoring.logprobs import score
+from storage.store.segments import Segment, write_segment
+from tests.factories import make_lease
+from tests.learner.tiny import VOCAB, hf_state, tiny_model
+
+CUTS = (
+    Sampling(temperature=0.8, top_p=0.7, keep_masks=True, max_new_tokens=12),
+    Sampling(top_k=3, keep_masks=True, max_new_tokens=9),
+    Sampling(temperature=1.3, min_p=0.2, top_k=20, keep_masks=True, max_new_tokens=15),
+    Sampling(max_new_tokens=7),
+)
+
+
+async def rolled_out(model) -> list[Trajectory]:
+    """A group of two: each of two turns, with context between them, as a shard gets it."""
+    decoder = BatchedDecoder(model, slots=8, prefill_tokens=256, seed=1)
+    decoder.policy_version = 3
+    group = Group(make_lease(0, samples=2, policy_version=3), 1, "tester")
+    draw = np.random.default_rng(0)
+    for sample in range(2):
+        strand = Strand(0, "solver", "default", None)
+        for turn in range(2):
+            sampling = CUTS[2 * sample + turn]
+            prompt = [*strand.tokens, *draw.integers(0, VOCAB, 5).tolist()]
+            decoder.submit([GenerationRequest(f"{sample}-{turn}", prompt, sampling)])
+            finished = []
+            while not finished:
+                finished = decoder.step()
+            strand.extend(prompt, finished[0][1], Call(turn, "solver", "default", sampling, True))
+        recorded = strand.trajectory(float(sample), turn_rewards={}, reward_components={}, end="completed")
+        group.add(sample, Episode((recorded,), metrics={}))
+    [(_, batch)] = group.unsent()
+    return list(decode(encode(batch), TrajectoryBatch).trajectories)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(seed=0)
+
+
+@pytest.fixture(scope="module")
+def stored(model, tmp_path_factory) -> list[Trajectory]:
+    path = tmp_path_factory.mktemp("store") / "segment_00000000"
+    write_segment(path, asyncio.run(rolled_out(model)))
+    segment = Segment(path)
+    found = [segment.trajectory(row, copied=True) for row in range(2)]
+    segment.close()
+    return found
+
+
+def learner_of(model) -> Trainer:
+    divide_world(ParallelConfig())
+    return Trainer(model.config, hf_state(model), OptimizerConfig(lr=1e-3))
+
+
+def test_the_learner_gives_every_token_the_log_prob_that_it_was_drawn_with(model, stored):
+    trainer = learner_of(model)
+    sizes = [t.kept_sets.counts[t.loss_mask] for t in stored]
+    assert [size.min() > 0 for size in sizes] == [True, False]  # the last turn cuts nothing off
+    assert all(size.max() > 1 for size in sizes)
+    samples = recorded_samples([stored])
+    for sample, found in zip(samples, score(trainer, samples, tokens_per_micro_batch=64), strict=True):
+        behaviour = sample.streams["behaviour_logprobs"][sample.loss_mask]
+        np.testing.assert_allclose(found.logprobs[sample.loss_mask], behaviour, atol=1e-5)
+    without = [replace(sample, kept=None) for sample in samples]
+    for sample, found in zip(without, score(trainer, without, tokens_per_micro_batch=64), strict=True):
+        behaviour = sample.streams["behaviour_logprobs"][sample.loss_mask]
+        assert (behaviour - found.logprobs[sample.loss_mask]).max() > 0.05
+
+
+def test_a_step_on_them_is_on_policy(model, stored):
+    learner = LearnerConfig(batch=BatchConfig(tokens_per_micro_batch=64))
+    batch, result = train_on(learner_of(model), [stored], [1.0], learner, step=1, policy_version=3)
+    figures = result.diagnostics
+    assert figures["ess_fraction"] == pytest.approx(1.0, abs=1e-6)
+    assert figures["importance_ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert figures["mismatch_nats"] < 1e-5
+    assert batch_values(batch)["rollout/cut_off_fraction"] == 0.0
+    plain = [replace(sample, kept=None) for sample in recorded_samples([stored])]
+    samples = [sample.with_streams(advantages=1.0) for sample in plain]
+    unmasked = learner_of(model).train_step(pack(samples, 64), Objective.of(learner), policy_version=3)
+    assert unmasked.diagnostics["mismatch_nats"] > 0.05  # what keep masks are for
+
+
+def test_the_digest_of_a_batch_depends_on_the_kept_sets(stored):
+    [sample, _] = recorded_samples([stored])
+    assert sample.xxh3() != replace(sample, kept=None).xxh3()

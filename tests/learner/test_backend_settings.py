@@ -1,0 +1,43 @@
+"""Settings that a backend does not have are refused when the configuration is read, all at once."""
+
+import pytest
+from pydantic import ValidationError
+
+from learner.config.learner import LearnerConfig
+
+
+def test_fsdp_names_every_setting_that_it_does_not_have():
+    with pytest.raises(ValidationError) as error:
+        LearnerConfig.model_validate(
+            {
+                "backend": "fsdp",
+                "parallel": {
+                    "tensor": 2, "pipeline": 2, "context": 2, "expert": 4, "recompute": "selective",
+                    "overlap_grad_reduce": True,
+                },
+                "optimizer": {"offload": 0.5},
+                "advantage": {"type": "gae"},
+            }
+        )  # fmt: skip
+    for problem in (
+        "learner.parallel.tensor=2", "learner.parallel.pipeline=2", "learner.parallel.context=2",
+        "learner.parallel.expert=4", "recompute=selective: set it to full or none", "reduce=true",
+        "learner.optimizer.offload=0.5", "a critic: use an advantage without one",
+    ):  # fmt: skip
+        assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"parallel": {"distributed_optimizer": False}}, "distributed_optimizer=false"),
+        ({"batch": {"share_prefixes": True}}, "share_prefixes=true: set it to false"),
+    ],
+)
+def test_fsdp_refuses_further_settings_of_megatron(settings, problem):
+    with pytest.raises(ValidationError, match=problem):
+        LearnerConfig.model_validate({"backend": "fsdp", **settings})
+    LearnerConfig.model_validate({"backend": "megatron", **settings})
+    LearnerConfig.model_validate(
+        {"backend": "fsdp", "parallel": {"recompute": "full"}, "optimizer": {"offload": 1}}
+    )
