@@ -8,11 +8,17 @@ from pydantic import Field, JsonValue, model_validator
 
 from actors.engines.fleet.config import FleetConfig
 from actors.environments.agent_config import AgentConfig
+from actors.environments.clients_config import ClientsConfig
+from actors.environments.debate_config import DebateConfig
+from actors.environments.games.config import GameConfig
 from actors.environments.length_config import LengthProfileConfig
+from actors.environments.panel_config import PanelConfig
 from actors.environments.tools_config import ToolsConfig
+from actors.evaluation.config import EvaluationEngine, EvaluatorConfig
 from actors.group_config import GroupLimitsConfig, RetriesConfig
+from actors.opponents.config import OpponentConfig, refuse_misnamed
 from actors.rewards.config import RewardConfig
-from bus.config import Config
+from bus.config import MOST_KEPT, Config
 from storage.weights.transport_config import RelayConfig
 
 REST_S = 90.0
@@ -37,8 +43,29 @@ class SamplingConfig(Config):
     top_k: int = Field(0, ge=0)
     """Number of the likeliest tokens that are kept; 0 keeps all, as the learner assumes."""
 
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Least probability of the tokens that are kept, as a fraction of the likeliest one's; 0 keeps all."""
+
+    keep_masks: bool = False
+    """Record which tokens were kept where some are cut off, so that the learner computes log-probs over the
+    same ones. Only the embedded engine can; at most 1024 are kept then."""
+
     max_new_tokens: int = Field(512, ge=1)
     """Upper bound on a completion in tokens; one that reaches it ends with finish reason `length`."""
+
+    @property
+    def cuts_off(self) -> bool:
+        """Tell whether tokens are drawn from some of the vocabulary alone."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @model_validator(mode="after")
+    def _kept_sets_are_bounded(self) -> Self:
+        if self.keep_masks and (self.top_k > MOST_KEPT or not self.cuts_off):
+            raise ValueError(
+                f"sampling.keep_masks=true records what top_p, top_k or min_p keep, at most {MOST_KEPT}: "
+                f"set one of them (top_k={self.top_k}), or leave keep_masks out"
+            )
+        return self
 
 
 class EmbeddedEngineConfig(Config):
@@ -68,10 +95,19 @@ class EmbeddedEngineConfig(Config):
     close_timeout_s: float = Field(30.0, gt=0)
     """Longest time that closing waits for the present decode step."""
 
+    kv_tokens: int | None = Field(None, ge=1)
+    """Tokens of contexts that the engine is to hold at once, by which leases are taken
+    (`fleet.soft_kv_share`). `None` bounds them by their number alone."""
+
     @property
     def routed_experts(self) -> bool:
         """Return whether it records where tokens were routed: never, unlike the sglang engine."""
         return False
+
+    @property
+    def context(self) -> int | None:
+        """Return None: its context is always the model's, unlike that of the sglang engine."""
+        return None
 
 
 class DisaggregationConfig(Config):
@@ -252,6 +288,12 @@ class SglangEngineConfig(Config):
             }
         )
 
+    @property
+    def context(self) -> int | None:
+        """Return the context of its servers in tokens, where that is set; else it is the model's."""
+        context = by_name(self.server).get("context_length")
+        return context if isinstance(context, int) else None
+
 
 EngineConfig = Annotated[EmbeddedEngineConfig | SglangEngineConfig, Field(discriminator="type")]
 
@@ -277,22 +319,27 @@ class PluginEnvironmentConfig(Config):
 
 
 EnvironmentConfig = Annotated[
-    SingleTurnConfig | ToolsConfig | AgentConfig | LengthProfileConfig | PluginEnvironmentConfig,
+    SingleTurnConfig
+    | ToolsConfig
+    | AgentConfig
+    | GameConfig
+    | PanelConfig
+    | DebateConfig
+    | ClientsConfig
+    | LengthProfileConfig
+    | PluginEnvironmentConfig,
     Field(discriminator="type"),
 ]
 
 
-class EvaluatorConfig(Config):
-    """How an actor answers held-out prompts."""
+class NamedEnvironmentConfig(Config):
+    """One more environment of a run, which prompts choose by its name."""
 
-    engine: Literal["own", "rollout"] | None = None
-    """Engine that answers held-out prompts. `own`: an embedded engine beside the others, which keeps exactly
-    the version asked for. `rollout`: the engines that roll out, in turn with rollouts, once they have that
-    version; later versions may sample some of the tokens, and the result says which. `None` means `own` where
-    the rollouts' engine is embedded, and `rollout` with `sglang`."""
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$")
+    """Name by which it is chosen: letters, digits, - and _."""
 
-    prompts_at_once: int = Field(64, ge=1)
-    """Most held-out prompts at a time on the engines that roll out: rollouts wait for no more than these."""
+    environment: EnvironmentConfig
+    """Environment, with its reward."""
 
 
 class ActorsConfig(Config):
@@ -306,6 +353,13 @@ class ActorsConfig(Config):
 
     environment: EnvironmentConfig = SingleTurnConfig()
     """Environment of a rollout, with its reward."""
+
+    environments: tuple[NamedEnvironmentConfig, ...] = ()
+    """Further environments. A source of prompts, an evaluation set or a prompt's metadata choose one of them
+    by its name instead of `environment`."""
+
+    opponents: dict[str, OpponentConfig] = Field(default_factory=dict)
+    """Frozen policies that environments may ask beside the policy, by name."""
 
     evaluation: EvaluatorConfig = EvaluatorConfig()
     """How the actor answers held-out prompts."""
@@ -344,10 +398,35 @@ class ActorsConfig(Config):
     """Longest time that a starting actor waits for the learner's first policy version."""
 
     @property
-    def evaluates_on(self) -> Literal["own", "rollout"]:
+    def evaluates_on(self) -> EvaluationEngine:
         """Engine of held-out prompts, also where the settings derive it from that of the rollouts."""
-        default: Literal["own", "rollout"] = "rollout" if self.engine.type == "sglang" else "own"
+        if self.evaluation.only or self.evaluation.has_own_servers:
+            return "own"
+        default: EvaluationEngine = "rollout" if self.engine.type == "sglang" else "own"
         return self.evaluation.engine or default
+
+    @property
+    def by_name(self) -> Mapping[str, EnvironmentConfig]:
+        """Return all environments by name, first that of prompts that choose none, whose name is empty."""
+        return {"": self.environment, **{one.name: one.environment for one in self.environments}}
+
+    @model_validator(mode="after")
+    def _opponents_have_names_of_their_own(self) -> Self:
+        refuse_misnamed(self.opponents, ())
+        return self
+
+    @model_validator(mode="after")
+    def _environments_go_together(self) -> Self:
+        """Refuse names used twice, and clients from outside: they take only the leases that they ask for."""
+        names = [one.name for one in self.environments]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two environments are named {twice[0]!r}: give each a name of its own")
+        if self.environments and any(isinstance(one, ClientsConfig) for one in self.by_name.values()):
+            raise ValueError(
+                "environments with type=clients: leases are taken when clients ask for them, which those of "
+                "another environment would wait for: leave out environments, or that type"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_url_is_one_engine(self) -> Self:
@@ -374,4 +453,20 @@ class ActorsConfig(Config):
                         f"server are more than fleet.{limit}={fleets:g}: "
                         f"lower the engine's, or raise the fleet's to {needed:g}"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluations_have_their_own_servers(self) -> Self:
+        rolling = self.engine.attached if isinstance(self.engine, SglangEngineConfig) else ()
+        both = {url.rstrip("/") for url in rolling} & {url.rstrip("/") for url in self.evaluation.urls}
+        if both:
+            raise ValueError(
+                f"evaluation.urls names {min(both)}, which rolls out with other weights (engine.urls): name "
+                'another server, or set evaluation.engine="rollout" and leave out evaluation.urls'
+            )
+        if self.evaluation.only and isinstance(self.environment, ClientsConfig):
+            raise ValueError(
+                "evaluation.only=true with environment.type=clients: no held-out prompts are offered to "
+                "clients: leave out one of them"
+            )
         return self

@@ -1,17 +1,27 @@
 """The siblings of one lease while an actor gathers them: stored by another, finished here, sent or not."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, count
 
 from actors.environments.base import AgentTrajectory, Episode, FailedEpisode
+from actors.further_policies.held_lease import HeldLease
 from actors.rewards.group_filters import EpisodeSize
-from bus.codec import decode, encode
+from bus.codec import Json, decode, encode
 from bus.errors import SchemaError
 from bus.messages import Lease, trajectory_name
+from bus.policy_names import DEFAULT_POLICY
 from bus.requests import GroupStatus
-from bus.trajectory import AgentReward, Parent, Trajectory, TrajectoryBatch, refuse_impossible_logprobs
+from bus.trajectory import (
+    SOURCE,
+    AgentReward,
+    Parent,
+    Trajectory,
+    TrajectoryBatch,
+    refuse_impossible_logprobs,
+)
 
 NOTHING = GroupStatus(group_size=0)
 
@@ -34,6 +44,8 @@ class Group:
     failures: dict[int, FailedEpisode] = field(default_factory=dict)
     """Rollouts that failed here, by sample; their siblings go on without them."""
     sent: set[int] = field(default_factory=set)
+    further: Mapping[str, HeldLease] = field(default_factory=dict)
+    """Leases of further policies, by name: the group is one of each of them too."""
     _unsent_since: float | None = None
 
     @property
@@ -70,6 +82,31 @@ class Group:
             if part.is_trained:
                 parts.setdefault((part.policy, part.agent, rollout), []).append(part)
         return {whose: _size(found) for whose, found in parts.items()}
+
+    def part_of(self, policy: str, lease: Lease, belongs: Callable[[AgentTrajectory], bool]) -> "Group":
+        """Return the trajectories that `belongs` chooses, as a group of a lease of the policy `policy`.
+
+        An episode without any is left out; one that failed has failed for every policy."""
+        of_this_prompt = replace(lease, prompt=self.lease.prompt)
+        part = Group(of_this_prompt, None, self.actor, failures=dict(self.failures))
+        for sample, episode in self.episodes.items():
+            if sample in self.failures:
+                part.episodes[sample] = self.failures[sample].as_episode(1, policy)
+            elif chosen := tuple(filter(belongs, episode.trajectories)):
+                part.episodes[sample] = replace(episode, trajectories=chosen)
+        return part
+
+    @property
+    def by_policy(self) -> dict[str, "Group"]:
+        """Return the group as one of each policy, by name: without further policies it is that of the run's
+        own."""
+        if not self.further:
+            return {DEFAULT_POLICY: self}
+        own = self.part_of(DEFAULT_POLICY, self.lease, lambda part: part.policy not in self.further)
+        others = {
+            name: self.part_of(name, held.lease, partial(_is_of, name)) for name, held in self.further.items()
+        }
+        return {DEFAULT_POLICY: own, **others}
 
     @property
     def unfailed(self) -> dict[int, Episode]:
@@ -138,7 +175,7 @@ class Group:
         routed experts, which are large, each sample is one whose place is known.
         """
         samples = sorted(self.episodes.keys() - self.sent)
-        whole = len(samples) == self.samples and (self.each is None or not self._is_large)
+        whole = self.each is None or (len(samples) == self.samples and not self._is_large)
         self.sent.update(samples)
         self._unsent_since = None
         if whole:
@@ -180,6 +217,11 @@ class Group:
         place = places[rollout, part.fork.strand]
         return Parent(trajectory_name(self.lease.lease_id, place), part.fork.token)
 
+    def _sourced(self, metadata: Mapping[str, Json]) -> dict[str, Json]:
+        """Return a trajectory's metadata with the source of its prompt, unless it names one itself."""
+        source = self.lease.prompt.metadata.get(SOURCE)
+        return {**({SOURCE: source} if isinstance(source, str) else {}), **metadata}
+
     def _trajectory(
         self, place: int, size: int, rollout: int, part: AgentTrajectory, parent: Parent | None
     ) -> Trajectory:
@@ -205,13 +247,19 @@ class Group:
             trainable=part.trainable,
             reward_components=dict(part.reward_components),
             actor=self.actor,
-            metadata=dict(part.metadata),
+            metadata=self._sourced(part.metadata),
             reward_due=part.reward_due,
             run=self.lease.run,
             routed_experts=b"" if routed is None else routed.tobytes(),
             moe_layers=layers,
             experts_per_token=per_token,
+            kept_counts=b"" if part.kept is None else part.kept.counts.tobytes(),
+            kept_tokens=b"" if part.kept is None else part.kept.token_ids.tobytes(),
         )
+
+
+def _is_of(policy: str, part: AgentTrajectory) -> bool:
+    return part.policy == policy
 
 
 def _size(parts: Sequence[AgentTrajectory]) -> EpisodeSize:

@@ -1,49 +1,53 @@
 """`launch actors`: the engines, the rollout workers and the evaluator of one host, in one process."""
 
 import asyncio
-import os
-import platform
 import tempfile
-import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
-import structlog
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from actors.colocation import DeviceSharing, able_to_release
 from actors.config import ActorsConfig, SamplingConfig
 from actors.counters import report_metrics
+from actors.engine_report import EngineReport
 from actors.engines.base import Engine, Sampling
-from actors.engines.build import build_engine, evaluation_engine
+from actors.engines.build import engine_builds
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
-from actors.environments.base import Closable, Environment
-from actors.environments.build import build_environment
+from actors.environments.base import Environment, RunsOnDemand
+from actors.environments.clients import ClientsEnvironment
+from actors.evaluation.actor import EvaluatingActor
+from actors.evaluation.dedicated import beside_rollouts, exact_engine, refuse_unfit_servers
 from actors.evaluation.engines import EvaluationEngines, OwnEngine, RolloutEngines
 from actors.evaluation.evaluator import Evaluator
+from actors.first_policy import actor_name, first_policy
+from actors.further_policies.engines import FurtherEngines
+from actors.further_policies.further_policy import FurtherPolicy, FurtherSettings, PolicyOpener
+from actors.lease_admission import LeaseAdmission
+from actors.opponents.opponents import Opponents
 from actors.policy.cut_off_sampling import warn_of_cut_off_sampling
 from actors.policy.policy import Policy
 from actors.rewards.group_filters import GroupFilter, load_filter
+from actors.run_end import stop_when_done
 from actors.weights.follow import PolicyFollower, obtain_model
 from actors.weights.probe import ProbeCheck
 from actors.worker import Worker
 from bus.codec import Json
 from bus.config import ColocationConfig
 from bus.connection import Bus
-from bus.errors import BusAwayError, ConfigError, EngineLostError
-from bus.messages import PolicyManifest, SnapshotWanted
+from bus.errors import ConfigError
 from bus.pace import follow_pace
-from bus.process_tuning import few_collections
+from bus.process_tuning import few_collections, quick_turns
 from bus.status import report_status
-from bus.waiting import RETRY_S, set_within
 from storage.weights.blob_sources import BlobSource, blob_source
 
-log = structlog.get_logger()
-NOTHING_ANNOUNCED = SnapshotWanted(incarnation="", policy_version=-1, reason="no policy is announced")
+Startable: TypeAlias = Fleet | Opponents | OwnEngine | FurtherPolicy
 
 
 @dataclass(frozen=True)
@@ -57,20 +61,35 @@ class ActorSettings:
     """Directory for what an engine in a process of its own prints."""
     colocation: ColocationConfig = field(default_factory=ColocationConfig)
     """Whether its engines share the devices of this host with the learner."""
+    gateway_token: str | None = field(default=None, repr=False)
+    """What clients of `launch gateway` must know; None on a bus without credentials."""
+    further: Mapping[str, FurtherSettings] = field(default_factory=dict)
+    """Policies that the run trains beside its own, by name."""
+
+    @property
+    def agents(self) -> dict[str, str]:
+        """Return the names of further policies by the agents that they are."""
+        return {agent: name for name, one in self.further.items() for agent in one.agents}
 
 
-async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> None:
-    """Roll out until `stop`, or until the learner says that it is done."""
+async def run_actors(
+    bus: Bus, settings: ActorSettings, environment: Environment, stop: asyncio.Event
+) -> None:
+    """Roll out in `environment`, which others close, until `stop` or until the learner says it is done."""
     await follow_pace(bus)
     warn_of_cut_off_sampling(settings.sampling)
-    environment = build_environment(settings.actors.environment)
+    if settings.sampling.keep_masks and settings.actors.engine.type != "embedded":
+        raise ConfigError(
+            f"sampling.keep_masks=true needs the embedded engine, since {settings.actors.engine.type} tells "
+            "no kept tokens: leave it out, and see the warning sampling_is_off_policy"
+        )
+    if isinstance(environment, ClientsEnvironment):
+        environment.token = settings.gateway_token
     keep = load_filter(settings.actors.group_filter, settings.actors.group_limits)
-    manifest = await _first_policy(bus, settings.actors.patience_s, stop)
+    manifest = await first_policy(bus, settings.actors.patience_s, stop)
     if manifest is None:
         return
     async with AsyncExitStack() as open_parts:
-        if isinstance(environment, Closable):
-            open_parts.push_async_callback(environment.close)
         directory = open_parts.enter_context(tempfile.TemporaryDirectory(prefix="sluice-model-"))
         blobs = await open_parts.enter_async_context(blob_source(bus, settings.actors.weights))
         model = await obtain_model(
@@ -80,43 +99,96 @@ async def run_actors(bus: Bus, settings: ActorSettings, stop: asyncio.Event) -> 
             return
         claimed = EngineClaims.open(bus, actor_name(), settings.actors.engine)
         claims = await open_parts.enter_async_context(claimed)
-        engine = _fleet(settings, model)
-        try:
-            if settings.colocation.enabled:
-                sharing = DeviceSharing(bus, engine, settings.colocation, actor=actor_name())
-                await open_parts.enter_async_context(sharing.active())
-            if not await _started(bus, engine, stop):
-                return
-            open_parts.enter_context(few_collections())
-            actor = _actor(bus, settings, engine, blobs, model, environment, keep, claims)
-            await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
-        finally:
-            await engine.close()
+        for url in settings.actors.evaluation.urls:
+            await claims.claim(url.rstrip("/"))
+        own = OwnEngine(_own_builder(settings, model), blobs)
+        open_parts.push_async_callback(own.close)
+        await refuse_unfit_servers(
+            settings.actors, model, blobs, manifest, max_new_tokens=settings.sampling.max_new_tokens
+        )
+        opponents = Opponents.from_config(settings.actors, model, settings.logs, blobs, actor=actor_name())
+        open_parts.push_async_callback(opponents.close)
+        policy = _fleet(settings, model)
+        if settings.colocation.enabled:
+            sharing = DeviceSharing(bus, policy, settings.colocation, actor=actor_name())
+            await open_parts.enter_async_context(sharing.active())
+        open_parts.push_async_callback(policy.close)
+        further = await _further_policies(settings, model, open_parts, stop)
+        if further is None:
+            return
+        engines = _Engines(policy, opponents, claims, own, further)
+        if not await _started(bus, engines.at_start(settings.actors), stop):
+            return
+        open_parts.enter_context(few_collections())
+        open_parts.enter_context(quick_turns())
+        if settings.actors.evaluation.only:
+            await _evaluating_actor(bus, settings, engines, model, environment).run(stop)
+            return
+        actor = _actor(bus, settings, engines, blobs, model, environment, keep)
+        await actor.run(stop, groups_at_once=settings.actors.groups_at_once)
+
+
+class _Engines(NamedTuple):
+    """The engines of an actor process, and its claims to servers that it shares with other actors."""
+
+    policy: Fleet
+    """Engines that roll out; they are not started where the actor only evaluates."""
+    opponents: Opponents
+    claims: EngineClaims
+    own: OwnEngine
+    """Engines of evaluations; where they are no servers, the first evaluation starts them."""
+    further: Mapping[str, FurtherPolicy]
+    """Policies that the run trains beside its own, by name."""
+
+    def at_start(self, actors: ActorsConfig) -> Sequence[Startable]:
+        """Return what is started before the actor takes any work."""
+        if actors.evaluation.only:
+            return [self.own, self.opponents]
+        beside = [self.own] if actors.evaluation.has_own_servers else []
+        return [self.policy, self.opponents, *beside, *self.further.values()]
+
+
+async def _further_policies(
+    settings: ActorSettings, model: Path, opened: AsyncExitStack, stop: asyncio.Event
+) -> dict[str, FurtherPolicy] | None:
+    """Return the further policies with engines that have not started; None on `stop`."""
+    opener = PolicyOpener(settings.actors, opened, model, shards=settings.shards, logs=settings.logs)
+    found: dict[str, FurtherPolicy] = {}
+    for name, own in settings.further.items():
+        policy = await opener.open(name, own, stop)
+        if policy is None:
+            return None
+        found[name] = policy
+    return found
 
 
 def _actor(
-    bus: Bus, settings: ActorSettings, engine: Fleet, blobs: BlobSource, model: Path,
-    environment: Environment, keep: GroupFilter, claims: EngineClaims,
+    bus: Bus, settings: ActorSettings, engines: _Engines, blobs: BlobSource, model: Path,
+    environment: Environment, keep: GroupFilter,
 ) -> "_Actor":  # fmt: skip
     """Put the parts of an actor together around engines that have started."""
+    engine, opponents = engines.policy, engines.opponents.engines
     tokenizer = AutoTokenizer.from_pretrained(model)
     sampled = Sampling.from_config(settings.sampling, stop_tokens(model, tokenizer))
-    greedy = replace(sampled, temperature=0.0, top_p=1.0, top_k=0)
     from_learner = getattr(settings.actors.engine, "update", "") == "group"
     probe = ProbeCheck(engine, bound_nats=settings.actors.probe_bound_nats)
     follower = PolicyFollower(
         bus, engine, blobs, loads_at_once=2, from_learner=from_learner, on_loaded=probe.loaded
     )
+    policy = Policy(
+        engine,
+        tokenizer,
+        sampled,
+        mask_older_versions=settings.actors.mask_older_versions,
+        routed_experts=settings.actors.engine.routed_experts,
+        tool_calls=settings.actors.tool_calls,
+        opponents=opponents,
+    )
+    further = FurtherEngines({name: one.engine for name, one in engines.further.items()}, settings.agents)
+    policy.further = further
     worker = Worker(
         bus,
-        Policy(
-            engine,
-            tokenizer,
-            sampled,
-            mask_older_versions=settings.actors.mask_older_versions,
-            routed_experts=settings.actors.engine.routed_experts,
-            tool_calls=settings.actors.tool_calls,
-        ),
+        policy,
         environment,
         follower=follower,
         keep=keep,
@@ -125,45 +197,76 @@ def _actor(
         share_after_s=settings.actors.share_after_s,
     )
     worker.retries = settings.actors.retries
-    at_once = settings.actors.evaluation.prompts_at_once
-    answering: EvaluationEngines = (
-        RolloutEngines(bus, engine, follower, prompts_at_once=at_once)
-        if settings.actors.evaluates_on == "rollout"
-        else OwnEngine(partial(evaluation_engine, settings.actors.engine, model), blobs)
+    worker.further = {name: one.leases for name, one in engines.further.items()}
+    worker.room.admission = LeaseAdmission(
+        policy.contexts, lambda: engine.kv_tokens, soft_share=settings.actors.fleet.soft_kv_share
     )
-    evaluator = Evaluator(
-        bus, answering, tokenizer, environment,
-        sampled=sampled, greedy=greedy, tool_calls=settings.actors.tool_calls,
-    )  # fmt: skip
+    answering: EvaluationEngines = engines.own
+    if settings.actors.evaluates_on == "rollout":
+        at_once = settings.actors.evaluation.prompts_at_once
+        answering = RolloutEngines(bus, engine, follower, prompts_at_once=at_once)
+    evaluator = None
+    # no client waits for held-out prompts
+    if settings.actors.evaluates_on != "none" and not isinstance(environment, RunsOnDemand):
+        evaluator = _evaluator(bus, settings, engines, answering, model, environment)
+        evaluator.further = further
     admin = EngineAdmin(
-        bus, engine, settings.actors.engine, model, claims,
+        bus, engine, settings.actors.engine, model, engines.claims,
         actor=actor_name(), colocated=settings.colocation.enabled,
     )  # fmt: skip
-    return _Actor(bus, engine, follower, probe, worker, evaluator, admin, claims)
+    return _Actor(bus, engines, follower, probe, worker, environment, evaluator, admin)
+
+
+def _evaluator(
+    bus: Bus, settings: ActorSettings, engines: _Engines, answering: EvaluationEngines, model: Path,
+    environment: Environment,
+) -> Evaluator:  # fmt: skip
+    """Return what answers held-out prompts on `answering`."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    sampled = Sampling.from_config(settings.sampling, stop_tokens(model, tokenizer))
+    return Evaluator(
+        bus,
+        answering,
+        tokenizer,
+        environment,
+        sampled=sampled,
+        greedy=replace(sampled, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, keep_masks=False),
+        tool_calls=settings.actors.tool_calls,
+        opponents=engines.opponents.engines,
+    )
+
+
+def _evaluating_actor(
+    bus: Bus, settings: ActorSettings, engines: _Engines, model: Path, environment: Environment
+) -> EvaluatingActor:
+    """Put the parts of an actor together that rolls nothing out."""
+    evaluator = _evaluator(bus, settings, engines, engines.own, model, environment)
+    return EvaluatingActor(bus, actor_name(), evaluator, engines.opponents, engines.claims)
 
 
 class _Actor:
     """The parts of an actor process, run together, and what they show."""
 
     def __init__(
-        self, bus: Bus, engine: Fleet, follower: PolicyFollower, probe: ProbeCheck, worker: Worker,
-        evaluator: Evaluator, admin: EngineAdmin, claims: EngineClaims,
+        self, bus: Bus, engines: _Engines, follower: PolicyFollower, probe: ProbeCheck, worker: Worker,
+        environment: Environment, evaluator: Evaluator | None, admin: EngineAdmin,
     ) -> None:  # fmt: skip
         self._bus = bus
-        self._engine = engine
+        self._engine, self._opponents, self._claims, _, self._further = engines
         self._follower = follower
         self._probe = probe
         self._worker = worker
+        self._environment = environment
         self._evaluator = evaluator
         self._admin = admin
-        self._claims = claims
-        self._seen = (time.monotonic(), 0)
+        self._report = EngineReport(self._engine, follower)
 
     async def run(self, stop: asyncio.Event, *, groups_at_once: int) -> None:
         finished = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._follower.run(finished))
             tasks.create_task(self._probe.run(finished))
+            tasks.create_task(self._opponents.run(lambda: self._follower.latest, finished))
             tasks.create_task(
                 report_status(
                     self._bus,
@@ -179,25 +282,22 @@ class _Actor:
             )
             tasks.create_task(self._admin.run(finished))
             tasks.create_task(self._claims.run(finished))
-            tasks.create_task(self._stop_when_done(stop))
+            tasks.create_task(stop_when_done(lambda: self._follower.stage, self._failure, stop))
+            for further in self._further.values():
+                tasks.create_task(further.run(finished))
             try:
                 async with asyncio.TaskGroup() as work:
                     work.create_task(self._worker.run(stop, groups_at_once=groups_at_once))
-                    work.create_task(self._evaluator.run(stop))
+                    for further in self._further.values():
+                        work.create_task(further.leases.run(stop, groups_at_once=groups_at_once))
+                    if self._evaluator is not None:
+                        work.create_task(self._evaluator.run(stop))
             finally:
                 finished.set()
 
-    async def _stop_when_done(self, stop: asyncio.Event) -> None:
-        """A run that was done before this process came may be going on soon; one that gets done is over."""
-        trained = False
-        while not stop.is_set():
-            if self._engine.failure:
-                raise EngineLostError(self._engine.failure)
-            trained = trained or self._follower.stage in ("warmup", "rl")
-            if trained and self._follower.stage == "done":
-                log.info("run_is_done")
-                stop.set()
-            await set_within(stop, RETRY_S)
+    def _failure(self) -> str:
+        further = [one.failure for one in self._further.values()]
+        return next(filter(None, (self._engine.failure, self._opponents.failure, *further)), "")
 
     def _waits_for(self) -> str:
         if self._follower.stage == "done":
@@ -205,61 +305,57 @@ class _Actor:
         return "" if self._engine.policy_version >= 0 else "weights of its engines"
 
     def _counters(self) -> tuple[int, dict[str, Json]]:
-        engine = self._engine
-        return max(0, engine.policy_version), {
-            "engine/count": len(engine.engines),
-            "engine/busy_s": engine.busy_s,
-            "engine/request_s": engine.request_s,
-            "engine/tokens": engine.tokens_generated,
-            "engine/pause_s": self._follower.pause_s,
-            "engine/receive_s": self._follower.receive_s,
+        return self._report.step, {
+            **self._worker.episode_metrics.metrics,
+            **self._report.counters(),
             **self._worker.ends.metrics,
+            **self._worker.failures.metrics,
+            **(self._worker.room.admission.metrics if self._worker.room.admission else {}),
+            **self._worker.sampled.metrics,
             **({"engine/probe_nats": max(self._probe.nats.values())} if self._probe.nats else {}),
         }
 
     def _look(self) -> tuple[str, dict[str, Json]]:
         engine = self._engine
-        before, tokens = self._seen
-        now = time.monotonic()
-        rate = (engine.tokens_generated - tokens) / max(now - before, 1e-9)
-        if now - before > 1.0:
-            self._seen = (now, engine.tokens_generated)
         doing = "generating" if engine.running else "waiting for leases"
         if engine.released:
             doing = "waiting while the learner has the device"
         if not engine.running and self._follower.stage == "warmup":
             doing = "waiting for the warm-up to end"
-        if self._evaluator.doing:
+        alarms = [further.alarm for further in self._further.values()]
+        progress: dict[str, Json] = {name: further.progress for name, further in self._further.items()}
+        if self._evaluator is not None and self._evaluator.doing:
             doing = f"{doing}, {self._evaluator.doing}"
         return doing, {
-            "running": engine.running,
-            "waiting": engine.waiting,
-            "tokens_generated": engine.tokens_generated,
-            "generated_tokens_per_s": rate,
-            "policy_version": engine.policy_version,
-            "pause_s": self._follower.pause_s,
-            "engines": engine.engines,
-            "alarm": "; ".join(self._probe.alarms.values()),
+            **self._report.state(),
+            "opponents": dict(self._opponents.versions),
+            **({"policies": progress} if progress else {}),
+            "alarm": "; ".join([*self._probe.alarms.values(), *filter(None, alarms)]),
             **self._worker.counts,
             **self._worker.ends.status,
+            **(environment.status if isinstance(environment := self._environment, RunsOnDemand) else {}),
         }
+
+
+def _own_builder(settings: ActorSettings, model: Path) -> Callable[[], Engine]:
+    """Return what builds the engines of evaluations that are not of the rollouts' engines."""
+    if settings.actors.evaluation.only:
+        return partial(_fleet, settings, model)
+    return beside_rollouts(settings.actors, model, settings.logs, actor=actor_name())
 
 
 def _fleet(settings: ActorSettings, model: Path) -> Fleet:
     """Return the engines of this process, not started."""
-    engine, builds = settings.actors.engine, {}
+    engine = settings.actors.engine
+    if settings.actors.evaluation.only:
+        engine = exact_engine(engine)
     if settings.colocation.enabled:
         engine = able_to_release(engine)
-    for number in range(settings.actors.fleet.engines):
-        log_file = settings.logs / f"engine-{number}-{actor_name()}.log"
-        build = partial(build_engine, engine, model, log_file, number=number)
-        builds[f"engine-{number}"] = partial(asyncio.to_thread, build)
-    return Fleet(attached_builds(engine, model) or builds, settings.actors.fleet)
-
-
-def actor_name() -> str:
-    """Return this process among the run's actors."""
-    return f"actor-{platform.node()}-{os.getpid()}"
+    numbers = {f"engine-{number}": number for number in range(settings.actors.fleet.engines)}
+    builds = attached_builds(engine, model) or engine_builds(
+        engine, model, numbers, settings.logs, actor=actor_name()
+    )
+    return Fleet(builds, settings.actors.fleet)
 
 
 def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -272,8 +368,8 @@ def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
     return tuple(sorted(found))
 
 
-async def _started(bus: Bus, engine: Engine, stop: asyncio.Event) -> bool:
-    """Start the engine, which may take minutes; return False when `stop` came first."""
+async def _started(bus: Bus, engines: Sequence[Startable], stop: asyncio.Event) -> bool:
+    """Start the engines, which may take minutes; return False when `stop` came first."""
     finished = asyncio.Event()
     showing = asyncio.create_task(
         report_status(
@@ -285,7 +381,8 @@ async def _started(bus: Bus, engine: Engine, stop: asyncio.Event) -> bool:
             waits_for=lambda: "its engine to start",
         )
     )
-    starting, stopping = asyncio.create_task(engine.start()), asyncio.create_task(stop.wait())
+    starting = asyncio.create_task(_start_each(engines))
+    stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({starting, stopping, showing}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -301,29 +398,6 @@ async def _started(bus: Bus, engine: Engine, stop: asyncio.Event) -> bool:
     return True
 
 
-async def _first_policy(bus: Bus, patience_s: float, stop: asyncio.Event) -> PolicyManifest | None:
-    """Return the first policy manifest, or None on `stop`. Raises `BusAwayError` after `patience_s`."""
-    finished = asyncio.Event()
-    waiting = "waiting for the learner's first policy version"
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(
-            report_status(
-                bus,
-                source=actor_name(),
-                role="actor",
-                look=lambda: (waiting, {}),
-                stop=finished,
-                waits_for=lambda: "the learner's first policy version",
-            )
-        )
-        try:
-            deadline = time.monotonic() + patience_s
-            while time.monotonic() < deadline:
-                found = await bus.get("policy", PolicyManifest)
-                if found is not None or stop.is_set():
-                    return found[0] if found else None
-                await bus.notify(bus.subject("notice", "snapshot"), NOTHING_ANNOUNCED)
-                await set_within(stop, RETRY_S * bus.slower)
-        finally:
-            finished.set()
-    raise BusAwayError(f"waited {patience_s:g} s for a policy: is `launch learner` running for this run?")
+async def _start_each(engines: Sequence[Startable]) -> None:
+    for engine in engines:
+        await engine.start()

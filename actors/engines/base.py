@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 
 from actors.config import SamplingConfig
 from bus.errors import EngineError
+from bus.kept_sets import KeptSets
 from bus.trajectory import FinishReason
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ class Sampling:
     looks for them (`Policy.chat`, `Policy.generate`)."""
     seed: int | None = None
     """Seed of the tokens at a deterministic engine; other engines ignore it."""
+    min_p: float = 0.0
+    """Least probability of a token to keep, as a fraction of the likeliest one's; 0 keeps all."""
+    keep_masks: bool = False
+    """Record what was kept where tokens are cut off, at most `MOST_KEPT` of them, and report log-probs of
+    that set; an engine that cannot do so is never asked to."""
 
     @classmethod
     def from_config(cls, config: SamplingConfig, stop_token_ids: Iterable[int]) -> Self:
@@ -41,6 +47,8 @@ class Sampling:
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
+            min_p=config.min_p,
+            keep_masks=config.keep_masks,
             max_new_tokens=config.max_new_tokens,
             stop_token_ids=tuple(stop_token_ids),
         )
@@ -65,7 +73,8 @@ class Generation:
     token_ids: np.ndarray
     """int32 [N]"""
     logprobs: np.ndarray
-    """float32 [N], nats, of the whole temperature-scaled distribution: log_softmax(logits / T)."""
+    """float32 [N], nats, of the whole temperature-scaled distribution, log_softmax(logits / T); of the tokens
+    in its kept set alone where a token has one."""
     policy_versions: np.ndarray
     """int32 [N], version of the weights that sampled each token."""
     finish_reason: FinishReason
@@ -73,6 +82,16 @@ class Generation:
     """uint8 [R, layers, experts per token]: where the tokens from `experts_from` to the last but one went,
     each in the pass that computed its keys and values; no pass has read the last one. None when the engine
     cannot tell: who goes on with these tokens asks from the same one on."""
+    kept: KeptSets | None = None
+    """Kept sets of the N tokens; None where nothing was cut off, or they were not asked for."""
+
+
+def joined_kept_sets(parts: Iterable[Generation]) -> KeptSets | None:
+    """Return the kept sets of generations that follow one another; None where none of them has any."""
+    found = [(part.kept, len(part.token_ids)) for part in parts]
+    if all(kept is None for kept, _ in found):
+        return None
+    return KeptSets.joined([KeptSets.none(tokens) if kept is None else kept for kept, tokens in found])
 
 
 NOTHING = Generation(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "abort")
@@ -130,6 +149,27 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop and free everything; requests in progress raise EngineError."""
+
+
+class KvTokens(NamedTuple):
+    """How full the cache of keys and values is."""
+
+    used: int
+    """Tokens of the requests that it has, the prompts of waiting ones included."""
+    capacity: int
+    shares_prefixes: bool
+    """Whether requests that begin alike hold their beginning once."""
+    reading: int = 0
+    """Number of the reading, where it is taken now and then: requests since then are not in it."""
+
+
+@runtime_checkable
+class TellsKvTokens(Protocol):
+    """An engine that knows how full its cache is."""
+
+    @property
+    def kv_tokens(self) -> KvTokens | None:
+        """Return how full it is; None while that is not known."""
 
 
 @runtime_checkable

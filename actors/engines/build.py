@@ -1,9 +1,16 @@
-"""Builds the engine that a configuration names."""
+"""Builds the engines that a configuration names."""
 
+import asyncio
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actors.config import EmbeddedEngineConfig, EngineConfig
 from actors.engines.base import Engine
+
+if TYPE_CHECKING:
+    from actors.engines.fleet.member import Build
 
 
 def build_engine(config: EngineConfig, model: Path, log_file: Path, *, number: int = 0) -> Engine:
@@ -21,6 +28,30 @@ def build_engine(config: EngineConfig, model: Path, log_file: Path, *, number: i
     from actors.engines.sglang.engine import SglangEngine
 
     return SglangEngine(model, config, log_file, number=number)
+
+
+def engine_builds(
+    config: EngineConfig, model: Path, numbers: Mapping[str, int], logs: Path, *, actor: str
+) -> "Mapping[str, Build]":
+    """Return what builds each engine in a thread, by its name.
+
+    Args:
+        config: type and settings of the engines.
+        model: as `build_engine` takes it.
+        numbers: number of each engine in this process, by its name.
+        logs: directory of the log files, one for each engine.
+        actor: this process among the run's actors."""
+    return {
+        name: partial(
+            asyncio.to_thread,
+            partial(build_engine, config, model, logs / f"{_log_name(name)}-{actor}.log", number=number),
+        )
+        for name, number in numbers.items()
+    }
+
+
+def _log_name(engine: str) -> str:
+    return engine if engine.startswith("engine-") else f"engine-{engine}"
 
 
 def evaluation_engine(config: EngineConfig, model: Path) -> Engine:

@@ -2,31 +2,31 @@
 
 import asyncio
 import json
-import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
-from urllib.parse import urlsplit
 
 import structlog
 
 from actors.environments.agent_config import POSTED, AgentConfig
-from actors.environments.agent_program import ProgramEnd, ProgramError, run_program
+from actors.environments.agent_program import (
+    ProgramEnd,
+    ProgramError,
+    check_program,
+    program_variables,
+    run_program,
+)
 from actors.environments.answer_scoring import AnswerScoring
 from actors.environments.base import Episode, EpisodeError, FailedEpisode, Task
+from actors.environments.session_episode import posted_episode, scored_episode
 from actors.gateway.posted_reward import PostedReward
 from actors.gateway.server import Gateway
 from actors.gateway.session import Session
 from actors.policy.policy import Policy
-from actors.rewards.base import Answer, RewardError
-from bus.errors import ConfigError
-from bus.plugins import refuse_program
+from actors.rewards.base import RewardError
 
 log = structlog.get_logger()
-PRIVATE = ("SLUICE_", "OPENAI_", "ANTHROPIC_")
-"""Beginnings of variables that no program inherits: the bus's address and keys, and real servers' keys."""
 
 
 class AgentEnvironment:
@@ -41,17 +41,12 @@ class AgentEnvironment:
         self._gateway = Gateway(config.gateway)
         self._starting = asyncio.Lock()
         self._is_serving = False
-        self._places = asyncio.Semaphore(config.programs_at_once)
+        self._places = asyncio.Semaphore(config.programs)
 
     @classmethod
     def from_config(cls, config: AgentConfig) -> Self:
         """Build. Raises `ConfigError` for a program that is not there, or that this host does not allow."""
-        refuse_program(f"actors.environment.command={config.command!r}", [config.command])
-        for name, value in config.variables.items():  # some of them decide what the program loads
-            refuse_program(f"actors.environment.variables.{name}={value!r}", [value])
-        program = config.arguments[0]
-        if shutil.which(program) is None:
-            raise ConfigError(f"actors.environment.command: there is no program {program!r}: give its path")
+        check_program(config)
         return cls(config, None if config.reward == POSTED else AnswerScoring.from_config(config))
 
     async def run(self, task: Task, policy: Policy) -> Episode:
@@ -65,19 +60,9 @@ class AgentEnvironment:
             last = session.last
             if last is None:
                 raise self._failed(task, "it asked the policy nothing: does it heed OPENAI_BASE_URL?")
-            metrics = {f"gateway/{name}": float(count) for name, count in session.counts.items()}
             if self._scoring is None:
-                return self._posted(policy, session, await self._reward(task, session), metrics)
-            answer = Answer(
-                task_id=task.task_id,
-                messages=task.messages,
-                text=str(last.message["content"]),
-                finish_reason="stop" if session.end is None and last.finish_reason == "stop" else "length",
-                label=task.label,
-                metadata=task.metadata,
-                token_count=session.counts["tokens"],
-            )
-            return await self._scoring.episode(policy, answer, metrics, end=session.end)
+                return posted_episode(policy, session, await self._reward(task, session))
+            return await scored_episode(self._scoring, policy, session, task, last)
 
     async def score_group(self, episodes: Mapping[int, Episode]) -> Mapping[int, Episode | FailedEpisode]:
         """Return the episodes of a group with their final rewards; raises RewardError."""
@@ -134,38 +119,16 @@ class AgentEnvironment:
             "set another actors.environment.reward"
         )
 
-    @staticmethod
-    def _posted(
-        policy: Policy, session: Session, posted: PostedReward, metrics: Mapping[str, float]
-    ) -> Episode:
-        value = posted.value
-        if isinstance(value, Mapping) and (missing := session.agents - set(value)):
-            raise RewardError(f"the posted reward names no {', '.join(sorted(missing))}: name every agent")
-        recorded = policy.trajectories(value, end=session.end, reward_components=posted.components)
-        return Episode(recorded, metrics)
-
     def _described(self, task: Task) -> dict[str, object]:
         """Return the task for its program, with the label only if the program computes the reward."""
         described = {"task_id": task.task_id, "prompt": task.prompt, "metadata": dict(task.metadata)}
+        described |= {"tools": list(task.tools)} if task.tools else {}
         return {**described, **({"label": task.label} if self._scoring is None else {})}
 
     def _variables(self, session: Session, task: Path) -> dict[str, str]:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
         url = self._gateway.url_of(session)
-        near = ",".join(filter(None, [inherited.get("NO_PROXY"), urlsplit(url).hostname]))
-        return {
-            **inherited,
-            "NO_PROXY": near,
-            "no_proxy": near,
-            "OPENAI_BASE_URL": f"{url}/v1",
-            "OPENAI_API_KEY": session.key,
-            "ANTHROPIC_BASE_URL": url,
-            "ANTHROPIC_API_KEY": session.key,
-            "SLUICE_MODEL": self._config.gateway.model,
-            "SLUICE_REWARD_URL": f"{url}/reward",
-            "SLUICE_TASK": str(task),
-            **self._config.variables,
-        }
+        own = {"SLUICE_REWARD_URL": f"{url}/reward", "SLUICE_TASK": str(task)}
+        return program_variables(self._config, url, session.key, own)
 
     def _failed(self, task: Task, reason: str) -> EpisodeError:
         return EpisodeError(f"the program {self._config.command!r} on task {task.task_id}: {reason}")

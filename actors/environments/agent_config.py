@@ -1,7 +1,8 @@
-"""Settings of the environment that runs a program of somebody's for each episode. Loads without torch."""
+"""Settings of the environment that runs somebody's program. Loads without torch."""
 
 import shlex
-from typing import Literal, Self
+import sys
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -10,45 +11,64 @@ from actors.rewards.config import RewardConfig
 
 POSTED = "posted"
 """Name of the reward that a program posts."""
+OWN_PYTHON = "{python}"
+PROGRAMS_AT_ONCE = 32
+"""Programs of one task each that run at the same time, if the settings say nothing."""
 
 
 class AgentConfig(RewardConfig):
-    """Environment in which each episode is a program, which asks the policy as it would ask OpenAI's or
-    Anthropic's servers.
+    """Environment in which a program asks the policy as it would ask OpenAI's or Anthropic's servers: one for
+    each episode, or a long-lived one that takes many tasks.
 
     The reward is computed from the policy's last answer, or it is named `posted`: then each program posts its
-    own, at most `reward_timeout_s` after it has ended."""
+    own, at most `reward_timeout_s` after it has ended. A long-lived program ends an episode by it."""
 
     type: Literal["agent"] = "agent"
     """Name of the environment."""
 
     command: str
-    """Command of the program, such as `python my_agent.py`. No shell reads it."""
+    """Command of the program, such as `python my_agent.py`. No shell reads it; a word `{python}` stands for
+    the Python that runs Sluice."""
+
+    long_lived: bool = False
+    """Whether a program takes tasks from SLUICE_TASKS_URL, many at once and one after the other, until it is
+    ended. Without it a program is started for each task."""
+
+    packages: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], ...] = ()
+    """Packages that the program imports from the Python that runs Sluice: without them nothing starts."""
 
     program_timeout_s: float = Field(600.0, gt=0)
-    """Longest time that a program may take; then it is ended, and its episode fails."""
+    """Longest time that an episode may take; then it fails, and its program is ended. A long-lived program
+    goes on, unless it took no task for so long although it had none."""
 
-    programs_at_once: int = Field(32, ge=1)
-    """Most programs that run at the same time; further episodes wait."""
+    programs_at_once: int | None = Field(None, ge=1)
+    """Most programs that run at the same time; further episodes wait. `None` means 32, or one that is
+    long-lived."""
 
     unfinished_reward: float | None = None
-    """Reward of an episode that a limit of the gateway ended before its program posted one. With None such an
-    episode fails, and is not trained."""
+    """Reward of an episode that a limit of the gateway ended before one was posted. With None such an episode
+    fails, and is not trained."""
 
     variables: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the program, besides those of the actor and those by which it finds the
     policy."""
 
     most_output_bytes: int = Field(16 << 20, ge=1024)
-    """Output of a program after which it is ended, and its episode fails; the log shows the end of it."""
+    """Output of a program after which it is ended, and its episode fails; the log shows the end of it. It
+    does not bound that of a long-lived one."""
 
     gateway: GatewayConfig = GatewayConfig()
-    """HTTP server that the programs ask."""
+    """HTTP server by which the policy is asked."""
 
     @property
     def arguments(self) -> list[str]:
         """Return the command in words."""
-        return shlex.split(self.command)
+        return [sys.executable if word == OWN_PYTHON else word for word in shlex.split(self.command)]
+
+    @property
+    def programs(self) -> int:
+        """Return how many programs may run at the same time."""
+        return self.programs_at_once or (1 if self.long_lived else PROGRAMS_AT_ONCE)
 
     @field_validator("command")
     @classmethod

@@ -2,15 +2,24 @@
 
 import asyncio
 import os
+import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
+from urllib.parse import urlsplit
 
+from actors.environments.agent_config import AgentConfig
 from bus.child_process import die_with_parent
-from bus.errors import SluiceError
+from bus.errors import ConfigError, SluiceError
+from bus.plugins import refuse_of_record
 from bus.waiting import cancelled
+
+PRIVATE = ("SLUICE_", "OPENAI_", "ANTHROPIC_")
+"""Beginnings of variables that no program inherits: the bus's address and keys, and real servers' keys."""
 
 TAIL_BYTES = 4096
 """What is kept of a program's output: its end, which says what went wrong."""
@@ -36,10 +45,46 @@ class ProgramEnd:
     """The end of its output."""
 
 
+def check_program(config: AgentConfig) -> None:
+    """Raise `ConfigError` for a program that is not there, or that this host does not allow."""
+    command = config.command
+    refuse_of_record(f"actors.environment.command={command!r}", command, is_program=True)
+    for name, value in config.variables.items():  # some of them decide what the program loads
+        refuse_of_record(f"actors.environment.variables.{name}={value!r}", value, is_program=True)
+    program = config.arguments[0]
+    if shutil.which(program) is None:
+        raise ConfigError(f"actors.environment.command: there is no program {program!r}: give its path")
+    if missing := [name for name in config.packages if find_spec(name) is None]:
+        names = " ".join(missing)
+        raise ConfigError(
+            f"actors.environment.packages: {command!r} needs {names}, which {sys.executable} does not have: "
+            f"{sys.executable} -m pip install {names}"
+        )
+
+
+def program_variables(config: AgentConfig, url: str, key: str, own: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a program that asks the gateway at `url` with `key`; `own` tells its task."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(PRIVATE)}
+    near = ",".join(filter(None, [inherited.get("NO_PROXY"), urlsplit(url).hostname]))
+    return {
+        **inherited,
+        "NO_PROXY": near,
+        "no_proxy": near,
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+        "SLUICE_MODEL": config.gateway.model,
+        **own,
+        **config.variables,
+    }
+
+
 async def run_program(
-    arguments: Sequence[str], variables: Mapping[str, str], *, timeout_s: float, most_output_bytes: int
-) -> ProgramEnd:
-    """Run a program until it ends. Raises `ProgramError`.
+    arguments: Sequence[str], variables: Mapping[str, str], *,
+    timeout_s: float | None, most_output_bytes: int | None,
+) -> ProgramEnd:  # fmt: skip
+    """Run a program until it ends; `None` sets no bound. Raises `ProgramError`.
 
     However this ends, also by cancellation, no process of the program's group is left."""
     async with _output(most_output_bytes) as (output, writing):
@@ -80,7 +125,7 @@ async def _end_group(pid: int, ending: asyncio.Task[int]) -> None:
 class _Output:
     """Reads what a program writes, and keeps the end of it."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int | None) -> None:
         self.overflown: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the program has written more than it may."""
         self._most_bytes = most_bytes
@@ -112,12 +157,13 @@ class _Output:
         while part := await reader.read(READ_BYTES):
             self._size += len(part)
             self._tail = (self._tail + part)[-TAIL_BYTES:]
-            if self._size > self._most_bytes and not self.overflown.done():
+            limit = self._most_bytes
+            if limit is not None and self._size > limit and not self.overflown.done():
                 self.overflown.set_result(None)
 
 
 @asynccontextmanager
-async def _output(most_bytes: int) -> AsyncIterator[tuple[_Output, int]]:
+async def _output(most_bytes: int | None) -> AsyncIterator[tuple[_Output, int]]:
     """Yield a reader, and the descriptor of the pipe into which a program writes.
 
     asyncio's own pipes would have `wait` last until every process that inherited one has ended."""

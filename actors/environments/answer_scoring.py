@@ -5,15 +5,30 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Self
 
-from actors.environments.base import Episode, FailedEpisode
+from actors.environments.base import Episode, FailedEpisode, Task
 from actors.policy.policy import Policy
 from actors.rewards.base import Answer, RewardError, Scored
 from actors.rewards.config import RewardConfig
 from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
 from bus.codec import Json
-from bus.trajectory import End
+from bus.trajectory import End, FinishReason
 
 NOTHING: Mapping[str, Json] = MappingProxyType({})
+
+
+def answer_to(task: Task, text: str, finish_reason: FinishReason, *, token_count: int) -> Answer:
+    """Return what a reward sees of an episode: the task, the text that answers it, and how that ended.
+
+    `token_count` counts all tokens that the policy sampled, also those of earlier turns."""
+    return Answer(
+        task_id=task.task_id,
+        messages=task.messages,
+        text=text,
+        finish_reason=finish_reason,
+        label=task.label,
+        metadata=task.metadata,
+        token_count=token_count,
+    )
 
 
 @dataclass(frozen=True, slots=True)

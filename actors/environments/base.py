@@ -1,14 +1,18 @@
 """What a rollout starts from and what it leaves behind."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 
 from bus.codec import Json
 from bus.errors import SchemaError, SluiceError
-from bus.trajectory import DEFAULT_POLICY, TRUSTED_ENDS, YOUNGEST, End, Turn
+from bus.kept_sets import KeptSets
+from bus.messages import Prompt
+from bus.policy_names import DEFAULT_POLICY
+from bus.trajectory import TRUSTED_ENDS, YOUNGEST, End, Turn
 
 if TYPE_CHECKING:
     from actors.policy.policy import Policy
@@ -30,6 +34,25 @@ class Task:
     label: str | None = None
     """What the reward compares with."""
     metadata: Mapping[str, JSON] = field(default_factory=dict)
+    sample: int = 0
+    """Which rollout of the prompt it is, from 0."""
+    heldout: bool = False
+    """Whether it only measures: nothing is trained on it."""
+    tools: Sequence[ChatMessage] = ()
+    """Functions that the prompt offers to the policy, in the shape of OpenAI's `tools`."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, task_id: str, *, sample: int = 0, heldout: bool = False) -> Self:
+        """Return the task of a prompt as it was on the bus."""
+        return cls(
+            task_id=task_id,
+            prompt=prompt.content,
+            label=prompt.label,
+            metadata=prompt.metadata,
+            sample=sample,
+            heldout=heldout,
+            tools=tuple(tool for tool in prompt.tools if isinstance(tool, dict)),
+        )
 
     @property
     def messages(self) -> Sequence[ChatMessage]:
@@ -87,6 +110,8 @@ class AgentTrajectory:
     """What else is worth keeping with it."""
     routed_experts: np.ndarray | None = None
     """uint8 [L - 1, layers, experts per token], as `Generation` has it: the last token has no row."""
+    kept: KeptSets | None = None
+    """Kept sets of the L tokens, where sampling cut tokens off and told which it kept."""
 
     @property
     def is_trained(self) -> bool:
@@ -105,9 +130,13 @@ class Episode:
 
     trajectories: tuple[AgentTrajectory, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to log, by `area/name_unit`."""
+    """Numbers to record, by `area/name_unit`: each actor records the mean over its latest episodes."""
     answer: "Answer | None" = None
     """What was scored, where `score_group` of its environment is to score it again."""
+    outcome: float | None = None
+    """What a held-out task counts with, where that is not the reward of the first trajectory."""
+    environment: str = ""
+    """Name of the environment that the prompt chose, in a run that has several."""
 
     @property
     def end(self) -> End:
@@ -115,6 +144,18 @@ class Episode:
         trajectory ended."""
         ends = [part.end for part in self.trajectories if part.trainable] or [self.trajectories[0].end]
         return next((end for end in ends if end not in TRUSTED_ENDS), ends[0])
+
+    def with_frozen(self, policies: Collection[str]) -> "Episode":
+        """Return the episode with nothing to train of these policies, which only play any more."""
+        if not policies:
+            return self
+        parts = (
+            replace(part, trainable=False, loss_mask=np.zeros_like(part.loss_mask))
+            if part.policy in policies
+            else part
+            for part in self.trajectories
+        )
+        return replace(self, trajectories=tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +166,7 @@ class FailedEpisode:
     reason: str
     """What went wrong, for people."""
 
-    def as_episode(self, trajectories: int) -> Episode:
+    def as_episode(self, trajectories: int, policy: str = DEFAULT_POLICY) -> Episode:
         """Record the failure in as many trajectories as its siblings have: no tokens, and why they ended.
 
         A group is complete when each of its episodes has ended, so the failed one takes its place too.
@@ -139,6 +180,7 @@ class FailedEpisode:
             turns=(),
             reward=0.0,
             end=self.end,
+            policy=policy,
             metadata={"failure": self.reason},
         )
         return Episode(tuple(replace(failed, strand=n) for n in range(trajectories)))
@@ -177,6 +219,21 @@ class ScoresGroups(Protocol):
         """Return the episodes of a group, by sample, with their final rewards, or why they have none.
 
         It gets those that did not fail, once all of the group have ended. What it raises fails them all."""
+
+
+@runtime_checkable
+class RunsOnDemand(Protocol):
+    """An environment whose rollouts are led from outside: leases are taken when somebody wants them."""
+
+    @property
+    def status(self) -> Mapping[str, Json]:
+        """Return numbers for a screen."""
+
+    async def open(self, stop: asyncio.Event) -> None:
+        """Let others in. After `stop` what nobody has begun goes back by `HandBackError`."""
+
+    async def leases_wanted(self, samples: int, timeout_s: float) -> int:
+        """Return how many leases of so many rollouts are wanted, once some are or time is over."""
 
 
 @runtime_checkable

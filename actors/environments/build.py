@@ -1,11 +1,24 @@
 """The environment that a configuration names."""
 
-from actors.config import EnvironmentConfig, PluginEnvironmentConfig
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from actors.config import ActorsConfig, EnvironmentConfig, PluginEnvironmentConfig
 from actors.environments.agent import AgentEnvironment
 from actors.environments.agent_config import AgentConfig
 from actors.environments.base import Closable, Environment
+from actors.environments.choice import DEFAULT, EnvironmentChoice
+from actors.environments.clients import ClientsEnvironment
+from actors.environments.clients_config import ClientsConfig
+from actors.environments.debate import Debate
+from actors.environments.debate_config import DebateConfig
+from actors.environments.games.config import GameConfig
+from actors.environments.games.environment import GameEnvironment
 from actors.environments.length_config import LengthProfileConfig
 from actors.environments.length_profile import LengthProfile
+from actors.environments.long_lived_agent import LongLivedAgent
+from actors.environments.panel import Panel
+from actors.environments.panel_config import PanelConfig
 from actors.environments.plugin import plugin_environment
 from actors.environments.single_turn import SingleTurn
 from actors.environments.tools import ToolChat
@@ -21,12 +34,33 @@ def build_environment(config: EnvironmentConfig) -> Environment:
     if isinstance(config, ToolsConfig):
         return ToolChat.from_config(config)
     if isinstance(config, AgentConfig):
-        return AgentEnvironment.from_config(config)
+        return (LongLivedAgent if config.long_lived else AgentEnvironment).from_config(config)
+    if isinstance(config, GameConfig):
+        return GameEnvironment.from_config(config)
+    if isinstance(config, PanelConfig):
+        return Panel.from_config(config)
+    if isinstance(config, DebateConfig):
+        return Debate.from_config(config)
+    if isinstance(config, ClientsConfig):
+        return ClientsEnvironment.from_config(config)
     return SingleTurn.from_config(config)
 
 
-async def check_environment(config: EnvironmentConfig) -> None:
+@asynccontextmanager
+async def built_environment(actors: ActorsConfig) -> AsyncIterator[Environment]:
+    """Build the environment of an actor, which is a choice where it has several, and close it at the end.
+
+    Raises `ConfigError` as `build_environment` does."""
+    async with AsyncExitStack() as opened:
+        built: dict[str, Environment] = {}
+        for name, config in actors.by_name.items():
+            built[name] = environment = build_environment(config)
+            if isinstance(environment, Closable):
+                opened.push_async_callback(environment.close)
+        yield EnvironmentChoice(built) if actors.environments else built[DEFAULT]
+
+
+async def check_environment(actors: ActorsConfig) -> None:
     """Build it, and close it again. Raises `ConfigError` as `build_environment` does."""
-    environment = build_environment(config)
-    if isinstance(environment, Closable):
-        await environment.close()
+    async with built_environment(actors):
+        pass

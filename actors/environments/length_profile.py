@@ -39,7 +39,7 @@ class LengthProfile:
         length = self.length(task.task_id)
         # no stop token, and so SGLang's ignore_eos: its min_new_tokens needs a tokenizer, which it has not
         policy.sampling = replace(policy.sampling, max_new_tokens=length, stop_token_ids=())
-        await policy.chat(task.messages)
+        await policy.chat(task.messages, tools=task.tools or None)
         reward = _uniform(self._config.seed, "reward", task.task_id)
         return Episode(
             trajectories=policy.trajectories(reward),

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from typing import Self
 
 from actors.config import SingleTurnConfig
-from actors.environments.answer_scoring import AnswerScoring
+from actors.environments.answer_scoring import AnswerScoring, answer_to
 from actors.environments.base import Episode, FailedEpisode, Task
 from actors.policy.policy import Policy
-from actors.rewards.base import Answer
 from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
 
 
@@ -28,18 +27,11 @@ class SingleTurn:
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once; raises EngineError or RewardError for a rollout that failed."""
         policy = policy.fresh(task.task_id)
-        completion = await policy.chat(task.messages)
-        answer = Answer(
-            task_id=task.task_id,
-            messages=task.messages,
-            text=completion.text,
-            finish_reason=completion.finish_reason,
-            label=task.label,
-            metadata=task.metadata,
-            token_count=len(completion.token_ids),
-        )
+        completion = await policy.chat(task.messages, tools=task.tools or None)
+        tokens = len(completion.token_ids)
+        answer = answer_to(task, completion.text, completion.finish_reason, token_count=tokens)
         metrics = {
-            "rollout/completion_tokens": float(len(completion.token_ids)),
+            "rollout/completion_tokens": float(tokens),
             "rollout/truncated": float(completion.finish_reason == "length"),
         }
         return await self._scoring.episode(policy, answer, metrics)

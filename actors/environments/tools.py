@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Self
 
-from actors.environments.answer_scoring import AnswerScoring
+from actors.environments.answer_scoring import AnswerScoring, answer_to
 from actors.environments.base import ChatMessage, Episode, EpisodeError, FailedEpisode, Task
 from actors.environments.call_styles import CallStyle, FoundCall, MalformedCall, NativeCalls, TaggedCalls
+from actors.environments.prompt_tools import names_of, refused_names
 from actors.environments.tools_config import ToolsConfig
 from actors.policy.messages import Completion
 from actors.policy.policy import Policy
-from actors.rewards.base import Answer
 from actors.tools.base import Arguments, Tool, ToolError, ToolResult, function_schema
 from actors.tools.build import build_tools
 from actors.tools.output import shortened
@@ -27,11 +27,21 @@ COUNTED = ("tool_calls", "tool_failures", "malformed_calls")
 by the model's mistake, and those that could not be carried out."""
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Tools that a chat has."""
+
+    style: CallStyle
+    stops: tuple[str, ...]
+    """Strings that end a completion."""
+
+
 @dataclass(slots=True)
 class Conversation:
     """A chat while it goes on."""
 
     messages: list[ChatMessage]
+    offer: Offer
     completions: list[Completion] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     tool_time_s: float = 0.0
@@ -57,12 +67,7 @@ class ToolChat:
         self._config = config
         self._tools = tools
         self._scoring = scoring
-        self._stops = tuple(f"</{name}>" for name in tools) if config.stop_at_call else ()
-        self._style: CallStyle = (
-            TaggedCalls(tools)
-            if config.calls == "tags"
-            else NativeCalls(tools, [function_schema(tool) for tool in tools.values()])
-        )
+        self._all = self._offer(tools)
 
     @classmethod
     def from_config(cls, config: ToolsConfig) -> Self:
@@ -72,7 +77,7 @@ class ToolChat:
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once. Raises EngineError, RewardError, ToolError or EpisodeError."""
         policy = policy.fresh(task.task_id)
-        chat = Conversation(self._opening(task))
+        chat = Conversation(self._opening(task), self._offered(task))
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 await self._converse(chat, policy)
@@ -80,15 +85,7 @@ class ToolChat:
             limit = self._config.timeout_s
             raise EpisodeError(f"the episode of {task.task_id} took longer than {limit:g} s") from error
         last = chat.completions[-1]
-        answer = Answer(
-            task_id=task.task_id,
-            messages=task.messages,
-            text=last.content,
-            finish_reason=last.finish_reason,
-            label=task.label,
-            metadata=task.metadata,
-            token_count=chat.sampled,
-        )
+        answer = answer_to(task, last.content, last.finish_reason, token_count=chat.sampled)
         counts: dict[str, Json] = {name: chat.counts[name] for name in COUNTED}
         return await self._scoring.episode(policy, answer, _metrics(chat), end=chat.end, metadata=counts)
 
@@ -103,6 +100,21 @@ class ToolChat:
                 parts.push_async_callback(tool.close)
             parts.push_async_callback(self._scoring.close)
 
+    def _offer(self, tools: Mapping[str, Tool]) -> Offer:
+        if self._config.calls == "tags":
+            stops = tuple(f"</{name}>" for name in tools) if self._config.stop_at_call else ()
+            return Offer(TaggedCalls(tools), stops)
+        return Offer(NativeCalls(tools, [function_schema(tool) for tool in tools.values()]), ())
+
+    def _offered(self, task: Task) -> Offer:
+        """Return the tools that the prompt names, or all. Raises EpisodeError for one that is not there."""
+        if not task.tools:
+            return self._all
+        names = names_of(task.tools)
+        if problem := refused_names(names, self._tools):
+            raise EpisodeError(f"task {task.task_id}: {problem}")
+        return self._offer({name: self._tools[name] for name in names})
+
     def _opening(self, task: Task) -> list[ChatMessage]:
         messages, system = list(task.messages), self._config.system
         if system is not None and messages[0].get("role") != "system":
@@ -116,14 +128,14 @@ class ToolChat:
             if completion is None:
                 return
             chat.completions.append(completion)
-            calls = self._style.calls(completion) if completion.finish_reason == "stop" else []
+            calls = chat.offer.style.calls(completion) if completion.finish_reason == "stop" else []
             if not calls:
                 return
             if len(chat.completions) == self._config.max_turns:
                 chat.end = "turn_limit"
                 return
             answered = [(call, await self._answer(n, call, chat)) for n, call in enumerate(calls)]
-            chat.messages += [completion.message, *self._style.results(answered)]
+            chat.messages += [completion.message, *chat.offer.style.results(answered)]
 
     async def _completion(self, chat: Conversation, policy: Policy) -> Completion | None:
         """Return the next completion, or None where budget or context leave no room for one."""
@@ -134,9 +146,9 @@ class ToolChat:
             chat.end = "length"
             return None
         asked = policy.sampling
-        sampling = replace(asked, max_new_tokens=room, stop=(*asked.stop, *self._stops))
+        sampling = replace(asked, max_new_tokens=room, stop=(*asked.stop, *chat.offer.stops))
         try:
-            return await policy.chat(chat.messages, tools=self._style.schemas, sampling=sampling)
+            return await policy.chat(chat.messages, tools=chat.offer.style.schemas, sampling=sampling)
         except RequestRefusedError:
             if not chat.completions:
                 raise  # the prompt itself is too long

@@ -1,4 +1,4 @@
-"""Engines that answer held-out prompts: one of their own, or those that roll out."""
+"""Engines that answer held-out prompts: engines of their own, or those that roll out."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ import structlog
 from actors.engines.base import Engine
 from actors.weights.follow import PolicyFollower, fetch_state
 from bus.connection import Bus
-from bus.errors import BusError, EngineError, HandBackError
+from bus.errors import BusError, EngineError, EngineLostError, HandBackError
 from bus.messages import PolicyManifest
 from storage.weights.blob_sources import BlobSource
 
@@ -38,12 +38,15 @@ class EvaluationEngines(Protocol):
         `StorageError` when the weights are gone, `HandBackError` when another actor may be sooner, and
         `EngineError` when no actor seems to be able to load them."""
 
+    async def after_loss(self, policy: PolicyManifest, error: EngineLostError) -> EngineError | HandBackError:
+        """Return what an evaluation of `policy` raises, in the midst of which no engine was left."""
+
     async def close(self) -> None:
         """Close what was started for evaluations."""
 
 
 class OwnEngine:
-    """An engine that has exactly the version asked for. The first evaluation starts it."""
+    """An engine that has exactly the version asked for. `start` or the first evaluation starts it."""
 
     prompts_at_once: int | None = None
     hands_back = False
@@ -53,31 +56,50 @@ class OwnEngine:
         self._build = build
         self._blobs = blobs
         self._engine: Engine | None = None
+        self._has: tuple[str, int] | None = None
+        """Learner and version of its weights; data sets of one version follow each other."""
         self._failed_version: int | None = None
         """Version for which the engine failed to start or to load, and which was left to other actors."""
+
+    async def start(self) -> None:
+        """Start the engine before an evaluation needs it. Raises EngineError or ConfigError."""
+        self._engine = engine = self._build()
+        await engine.start()
 
     async def with_weights(self, policy: PolicyManifest, stop: asyncio.Event) -> Engine | None:
         """Fetch the weights, also those of a learner that is gone, and load them.
 
         An engine that cannot is closed, and the next evaluation starts another: rollouts go on meanwhile."""
+        wanted = policy.incarnation, policy.policy_version
+        if self._engine is not None and self._has == wanted:
+            return self._engine
+        self._has = None
         state = await fetch_state(self._blobs, policy)
         try:
             if self._engine is None:
-                self._engine = self._build()
-                await self._engine.start()
+                await self.start()
+            assert self._engine is not None, "it was started"
             await self._engine.load_weights(state, policy.policy_version)
         except (EngineError, RuntimeError) as error:  # torch raises a RuntimeError when memory is short
-            await self.close()
-            reason = f"the evaluation engine failed: {type(error).__name__}: {error}"
-            before, self._failed_version = self._failed_version, policy.policy_version
-            if before == policy.policy_version:  # it came back: nobody else had it, or they failed too
-                raise EngineError(reason) from error
-            raise HandBackError(reason) from error
+            raise await self._given_up(policy, error) from error
+        self._has = wanted
         return self._engine
+
+    async def after_loss(self, policy: PolicyManifest, error: EngineLostError) -> EngineError | HandBackError:
+        """Close the engine: the next evaluation starts another, and rollouts go on meanwhile."""
+        return await self._given_up(policy, error)
+
+    async def _given_up(self, policy: PolicyManifest, error: Exception) -> EngineError | HandBackError:
+        await self.close()
+        reason = f"the evaluation engine failed: {type(error).__name__}: {error}"
+        before, self._failed_version = self._failed_version, policy.policy_version
+        if before == policy.policy_version:  # it came back: nobody else had it, or they failed too
+            return EngineError(reason)
+        return HandBackError(reason)
 
     async def close(self) -> None:
         """Close the engine."""
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._has = self._engine, None, None
         if engine is not None:
             await engine.close()
 
@@ -116,6 +138,10 @@ class RolloutEngines:
             f"version {self._engine.policy_version}: they are slow to load it, or it could not be had, "
             "of which this actor's log says weights_not_fetched"
         )
+
+    async def after_loss(self, policy: PolicyManifest, error: EngineLostError) -> EngineError:
+        """Return the error, which ends the actor: it can roll nothing out either."""
+        return error
 
     async def close(self) -> None:
         """Leave the engines open, since rollouts use them."""

@@ -2,14 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from statistics import fmean
+from types import MappingProxyType
 
 import structlog
 
 from actors.engines.base import Engine, Sampling
 from actors.environments.base import Environment, Episode, Task, raised_by_environment
 from actors.evaluation.engines import EvaluationEngines
+from actors.evaluation.pass_at_k import pass_all, pass_at
+from actors.further_policies.engines import FurtherEngines
 from actors.policy.chat_format import Tokenizer
 from actors.policy.policy import Policy
 from bus.blobs import get_blob
@@ -19,18 +23,24 @@ from bus.consume import Inbox, consume
 from bus.errors import BusError, EngineError, EngineLostError, HandBackError, StorageError
 from bus.messages import BlobRef, EvaluationResult, EvaluationTask, Prompt, PromptSet
 from bus.publish import Publisher, together
+from bus.trajectory import TRUSTED_ENDS
 
 log = structlog.get_logger()
+KEPT_SETS = 8
+"""Data sets whose prompts are kept in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Rewards and versions of the answers to one prompt."""
+    """Reward and versions of one answer to a prompt."""
 
-    reward: float
+    reward: float | None
+    """None where something around the policy failed, so that no reward says anything about it."""
     versions: frozenset[int] = frozenset()
     """Versions of the weights that sampled the tokens."""
-    failed: bool = False
+
+
+_FAILED = _Answer(reward=None)
 
 
 class Evaluator:
@@ -39,20 +49,24 @@ class Evaluator:
     def __init__(
         self, bus: Bus, engines: EvaluationEngines, tokenizer: Tokenizer, environment: Environment, *,
         sampled: Sampling, greedy: Sampling, tool_calls: str = "auto",
+        opponents: Mapping[str, Engine] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.doing = ""
+        self.further = FurtherEngines()
+        """Policies that the run trains beside its own: each plays with its newest weights."""
         self._bus = bus
         self._engines = engines
         self._tokenizer = tokenizer
         self._sampled = sampled
         self._greedy = greedy
         self._tool_calls = tool_calls
+        self._opponents = opponents
         self._environment = environment
         self._publisher = Publisher(bus)
         self._prompts: dict[str, Sequence[Prompt]] = {}
         self._stop = asyncio.Event()
-        self._latest: tuple[BlobRef, EvaluationResult] | None = None
-        """Prompts and result of the evaluation before; None if some of its rollouts failed."""
+        self._latest: dict[str, tuple[EvaluationTask, EvaluationResult]] = {}
+        """Latest task and result of each data set, without those of which rollouts failed."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Evaluate until `stop`."""
@@ -65,13 +79,16 @@ class Evaluator:
 
     async def _on_task(self, task: EvaluationTask) -> None:
         version = task.policy.policy_version
-        self.doing = f"evaluating version {version}"
+        on = f" on {task.data_set}" if task.data_set else ""
+        self.doing = f"evaluating version {version}{on}"
         try:
             result = await self._evaluated(task)
         except EngineLostError:
             raise
         except (BusError, StorageError, EngineError) as error:  # a living learner keeps what is evaluated
-            log.warning("evaluation_skipped", policy_version=version, reason=str(error))
+            log.warning(
+                "evaluation_skipped", policy_version=version, data_set=task.data_set, reason=str(error)
+            )
         else:
             if result is not None:
                 await self._publish(result)
@@ -84,19 +101,27 @@ class Evaluator:
         Raises `BusError` or `StorageError` when prompts or weights cannot be had."""
         started, version = time.monotonic(), task.policy.policy_version
         prompts = await self._heldout(task.prompts)
-        engine = await self._engines.with_weights(task.policy, self._stop)
+        engine = await self._engine_of(task)
         if engine is None:
             log.warning("evaluation_skipped", policy_version=version, reason="its learner is gone")
             return None
         if known := self._known(task):
             return replace(known, policy_version=version, seconds=time.monotonic() - started)
-        sampled = await self._answers(prompts, engine, self._sampled)
-        greedy = await self._answers(prompts, engine, self._greedy)
+        tasks, once = (_tasks(task.data_set, prompts, samples) for samples in (task.samples, 1))
+        try:
+            sampled = await self._answers(tasks, engine, _sampling(task, self._sampled))
+            greedy = await self._answers(once, engine, _sampling(task, self._greedy, temperature=0.0))
+        except EngineLostError as error:
+            raise await self._engines.after_loss(task.policy, error) from error
         answers = (*sampled, *greedy)
+        failed = sum(answer.reward is None for answer in answers)
         versions = frozenset[int]().union(*(answer.versions for answer in answers))
-        if not versions:
-            log.warning("evaluation_skipped", policy_version=version, reason="no rollout drew a token")
+        if not versions or not _mostly_answered(sampled) or not _mostly_answered(greedy):
+            reason = f"{failed} of {len(answers)} rollouts failed"
+            log.warning("evaluation_skipped", policy_version=version, reason=reason)
             return None
+        if task.answered_by:
+            versions = frozenset({version})  # its own are of another count
         if min(versions) < version:
             log.warning("evaluation_skipped", policy_version=version, reason="older weights came meanwhile")
             return None
@@ -109,47 +134,72 @@ class Evaluator:
             seconds=time.monotonic() - started,
             oldest_version=min(versions),
             newest_version=max(versions),
-            failed=sum(answer.failed for answer in answers),
+            failed=failed,
+            data_set=task.data_set,
+            samples=task.samples,
+            scores=_scores(task, sampled),
         )
-        self._latest = None if result.failed else (task.prompts, result)
+        self._latest.pop(task.data_set, None)
+        if not result.failed:
+            self._latest[task.data_set] = task, result
         return result
+
+    async def _engine_of(self, task: EvaluationTask) -> Engine | None:
+        """Return who answers, as `with_weights` does. Raises EngineError for a missing opponent."""
+        if not task.answered_by:
+            return await self._engines.with_weights(task.policy, self._stop)
+        if task.answered_by not in self._opponents:
+            there = ", ".join(self._opponents) or "none"
+            raise EngineError(f"{task.answered_by!r} is no opponent of this actor: there are {there}")
+        return self._opponents[task.answered_by]
 
     def _known(self, task: EvaluationTask) -> EvaluationResult | None:
         """Return the result before if none of its tokens is older than the version asked for.
 
         It then answers for this version too, so that slow evaluations do not pile up. The learner's current
-        version is still measured alone, since no token can have a later version."""
-        if self._latest is None:
+        version is still measured alone, since no token can have a later version. One result of a model that
+        stays as it is answers for every version."""
+        if task.data_set not in self._latest:
             return None
-        (prompts, result), version = self._latest, task.policy.policy_version
-        same = prompts.digest == task.prompts.digest and result.incarnation == task.policy.incarnation
+        (before, result), version = self._latest[task.data_set], task.policy.policy_version
+        same = replace(before, policy=task.policy) == task
+        if task.answered_by:
+            learner = task.policy.incarnation
+            again = replace(result, incarnation=learner, oldest_version=version, newest_version=version)
+            return again if same else None
+        same = same and result.incarnation == task.policy.incarnation
         oldest, newest = result.drawn_by
         answers = oldest == newest == version if self._engines.exact else oldest >= version
         return result if same and answers else None
 
     async def _publish(self, result: EvaluationResult) -> None:
         name = f"evaluation-{result.incarnation}-{result.policy_version}"
+        if result.data_set:
+            name = f"{name}-{result.data_set}"
         await self._publisher.publish(
             self._bus.subject("events", "evaluation"), encode(result), message_id=name
         )
         log.info(
             "evaluated",
             policy_version=result.policy_version,
+            data_set=result.data_set,
             drawn_by=result.drawn_by,
             sampled=result.sampled,
             greedy=result.greedy,
             failed=result.failed,
+            **result.scores,
         )
 
-    async def _answers(
-        self, prompts: Sequence[Prompt], engine: Engine, sampling: Sampling
-    ) -> Sequence[_Answer]:
-        """Answer every prompt; return one answer for each.
+    async def _answers(self, tasks: Sequence[Task], engine: Engine, sampling: Sampling) -> Sequence[_Answer]:
+        """Carry out every task; return one answer for each.
 
-        Raises `HandBackError` when this process is to end before all prompts began and others can do it,
+        Raises `HandBackError` when this process is to end before all of them began and others can do it,
         and `EngineLostError` when no engine is left."""
-        policy = Policy(engine, self._tokenizer, sampling, tool_calls=self._tool_calls)
-        places = asyncio.Semaphore(self._engines.prompts_at_once or len(prompts))
+        policy = Policy(
+            engine, self._tokenizer, sampling, tool_calls=self._tool_calls, opponents=self._opponents
+        )
+        policy.further = self.further
+        places = asyncio.Semaphore(self._engines.prompts_at_once or len(tasks))
 
         async def answer(task: Task) -> _Answer:
             async with places:
@@ -157,10 +207,10 @@ class Evaluator:
                     raise HandBackError("an evaluation was not finished when this actor was stopped")
                 return await self._answer(task, policy)
 
-        return await together(answer(_task(n, prompt)) for n, prompt in enumerate(prompts))
+        return await together(map(answer, tasks))
 
     async def _answer(self, task: Task, policy: Policy) -> _Answer:
-        """Answer one prompt. A rollout that fails, or whose reward is not known at once, has reward 0."""
+        """Answer one prompt. A rollout that fails, or whose reward is not known at once, has no reward."""
         try:
             episode = await self._environment.run(task, policy.fresh(task.task_id))
         except (EngineLostError, HandBackError, MemoryError):  # not the rollout's fault: another evaluates
@@ -173,29 +223,77 @@ class Evaluator:
                 reason=f"{type(error).__name__}: {error}",
                 exc_info=raised_by_environment(error),
             )
-            return _Answer(reward=0.0, failed=True)
+            return _FAILED
         [first, *_] = episode.trajectories
-        if first.reward_due:
-            log.warning("evaluation_rollout_failed", task=task.task_id, reason="its reward comes later")
-        return _Answer(reward=0.0 if first.reward_due else first.reward, versions=_versions(episode))
+        if first.reward_due or episode.end not in TRUSTED_ENDS:
+            reason = "its reward comes later" if first.reward_due else f"it ended as {episode.end}"
+            log.warning("evaluation_rollout_failed", task=task.task_id, reason=reason)
+            return _FAILED
+        own = next((part for part in episode.trajectories if part.policy not in self._others), first)
+        reward = own.reward if episode.outcome is None else episode.outcome
+        return _Answer(reward=reward, versions=_versions(episode, self._others))
+
+    @property
+    def _others(self) -> Set[str]:
+        """Names of the policies whose versions are their own."""
+        return self._opponents.keys() | self.further.engines.keys()
 
     async def _heldout(self, ref: BlobRef) -> Sequence[Prompt]:
         if ref.digest not in self._prompts:
-            self._prompts = {ref.digest: decode(await get_blob(self._bus, ref), PromptSet).prompts}
+            while len(self._prompts) >= KEPT_SETS:
+                del self._prompts[next(iter(self._prompts))]
+            self._prompts[ref.digest] = decode(await get_blob(self._bus, ref), PromptSet).prompts
         return self._prompts[ref.digest]
 
 
 def _accuracy(answers: Sequence[_Answer]) -> float:
-    return sum(answer.reward for answer in answers) / len(answers)
+    """Return the mean reward of those that did not fail: a failure says nothing about the policy."""
+    return fmean(answer.reward for answer in answers if answer.reward is not None)
 
 
-def _versions(episode: Episode) -> frozenset[int]:
-    """Versions of the weights that sampled the tokens."""
-    drawn = (t.policy_versions[t.policy_versions >= 0].tolist() for t in episode.trajectories)
+def _mostly_answered(answers: Sequence[_Answer]) -> bool:
+    """Return whether at most half of them failed; the mean of a few would be taken for that of all."""
+    return 2 * sum(answer.reward is None for answer in answers) <= len(answers)
+
+
+def _versions(episode: Episode, others: Set[str]) -> frozenset[int]:
+    """Versions of the weights that sampled the tokens, but for those of other policies."""
+    measured = (t for t in episode.trajectories if t.policy not in others)
+    drawn = (t.policy_versions[t.policy_versions >= 0].tolist() for t in measured)
     return frozenset[int]().union(*drawn)
 
 
-def _task(number: int, prompt: Prompt) -> Task:
-    return Task(
-        task_id=f"heldout-{number}", prompt=prompt.content, label=prompt.label, metadata=prompt.metadata
-    )
+def _tasks(data_set: str, prompts: Sequence[Prompt], samples: int) -> list[Task]:
+    """Return `samples` tasks for each prompt, those of one prompt next to each other."""
+    name = f"heldout-{data_set}-" if data_set else "heldout-"
+    return [
+        Task.of(prompt, f"{name}{number}" + (f".{sample}" if samples > 1 else ""), heldout=True)
+        for number, prompt in enumerate(prompts)
+        for sample in range(samples)
+    ]
+
+
+def _sampling(task: EvaluationTask, usual: Sampling, *, temperature: float | None = None) -> Sampling:
+    """Return the sampling of a data set: what it does not choose is as usual."""
+    chosen = {
+        "temperature": task.temperature if temperature is None else temperature,
+        "top_p": task.top_p,
+        "top_k": task.top_k,
+        "max_new_tokens": task.max_new_tokens,
+    }
+    return replace(usual, **{name: value for name, value in chosen.items() if value is not None})  # type: ignore[arg-type]  # each has its field's type
+
+
+def _scores(task: EvaluationTask, sampled: Sequence[_Answer]) -> dict[str, float]:
+    """Return pass@k and pass^k, each the mean over the prompts of which at least k rollouts did not fail."""
+    scores = dict[str, float]()
+    answered = [
+        [answer.reward >= task.solved_at for answer in of_prompt if answer.reward is not None]
+        for of_prompt in (sampled[n : n + task.samples] for n in range(0, len(sampled), task.samples))
+    ]
+    for k in task.pass_at:
+        enough = [(len(right), sum(right)) for right in answered if len(right) >= k]
+        if enough:
+            scores[f"pass@{k}"] = fmean(pass_at(n, right, k) for n, right in enough)
+            scores[f"pass^{k}"] = fmean(pass_all(n, right, k) for n, right in enough)
+    return scores

@@ -1,8 +1,9 @@
 """Settings of the recording gateway. Loads without torch."""
 
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from bus.config import Config
 
@@ -13,10 +14,21 @@ class GatewayConfig(Config):
     """HTTP server by which an agent written by somebody else asks the policy, which records it."""
 
     host: str = "127.0.0.1"
-    """Address to listen at. Requests travel in the clear: whoever can read them can speak for a session."""
+    """Address to listen at. Without `certificate` requests travel in the clear: whoever can read them can
+    speak for a session."""
 
     port: int = Field(0, ge=0, le=65535)
     """Port to listen on; 0 takes any that is free, which agents find in their environment."""
+
+    certificate: Path | None = None
+    """File of the server's certificate and its chain, as PEM; with it the gateway speaks TLS only."""
+
+    certificate_key: Path | None = None
+    """File of the certificate's private key, as PEM."""
+
+    advertise: str | None = None
+    """URL by which clients reach the gateway, if it is another than where it listens, such as that of a
+    proxy."""
 
     model: str = "policy"
     """Name of the policy in `/v1/models`; requests may name any model."""
@@ -45,3 +57,9 @@ class GatewayConfig(Config):
 
     body_timeout_s: float = Field(30.0, gt=0)
     """Longest time that a client may take to send a body."""
+
+    @model_validator(mode="after")
+    def _a_certificate_has_its_key(self) -> Self:
+        if (self.certificate is None) != (self.certificate_key is None):
+            raise ValueError("certificate and certificate_key are of no use alone: give both, or none")
+        return self

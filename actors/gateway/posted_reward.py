@@ -21,6 +21,10 @@ class PostedReward(Body):
     """For all agents, or by agent."""
     components: Annotated[Mapping[Name, Number], Field(max_length=MOST_PARTS)] = {}
     """Parts of the reward by name; without `reward` it is their sum."""
+    outcome: Number | None = None
+    """What a held-out task counts with, where that is not the reward of the agent that was asked first."""
+    final: bool = True
+    """Whether it ends an episode that a client of `launch gateway` leads; it may be replaced until then."""
 
     @property
     def value(self) -> float | Mapping[str, float]:

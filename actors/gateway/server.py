@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import ssl
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -41,13 +42,16 @@ BACKLOG = 1024
 AGENT_HEADER = "X-Sluice-Agent"
 AGENT_NAME = re.compile(r"[\w.-]{1,64}")
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Routes: TypeAlias = Callable[[web.Application], None]
+"""Adds further paths."""
 
 
 class Gateway:
     """Serves sessions, each of which records one rollout."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, further: Routes | None = None) -> None:
         self._config = config
+        self._further = further
         self._hook = load_hook(config.tool_hook)
         self._sessions: dict[str, Session] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
@@ -61,7 +65,8 @@ class Gateway:
         return self._url
 
     async def start(self) -> None:
-        """Begin to serve. Raises `ConfigError` for an address that is not available."""
+        """Begin to serve. Raises `ConfigError` for an address or a certificate that is not available."""
+        tls = _tls(self._config)
         # A client that leaves cancels its handler, and with it what the engine does for it.
         runner = web.AppRunner(
             self._application(), access_log=None, handle_signals=False, handler_cancellation=True,
@@ -70,7 +75,7 @@ class Gateway:
         await runner.setup()
         host, port = self._config.host, self._config.port
         try:
-            await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+            await web.TCPSite(runner, host, port, backlog=BACKLOG, ssl_context=tls).start()
         except OSError as error:
             await runner.cleanup()
             raise ConfigError(
@@ -79,7 +84,8 @@ class Gateway:
             ) from error
         self._runner = runner
         shown = f"[{host}]" if ":" in host else host
-        self._url = f"http://{shown}:{runner.addresses[0][1]}"
+        own = f"{'http' if tls is None else 'https'}://{shown}:{runner.addresses[0][1]}"
+        self._url = (self._config.advertise or own).rstrip("/")
         log.info("gateway_ready", url=self._url)
 
     async def close(self) -> None:
@@ -123,10 +129,12 @@ class Gateway:
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._model)
             app.router.add_post(f"{prefix}/reward", self._reward)
+        if self._further is not None:
+            self._further(app)
         return app
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        session, dialect, raw = self._session(request), dialect_of(request), await self._body(request)
+        session, dialect, raw = self.session_of(request), dialect_of(request), await self.body_of(request)
         ask = dialect.parse(raw)
         key, counted = request.headers.get("Idempotency-Key"), request.headers.get("x-stainless-retry-count")
         attempt = Attempt.of(request.path, raw, key, counted)
@@ -136,23 +144,23 @@ class Gateway:
         return web.json_response(dialect.body(ask, await answer))
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        session = self._session(request)
-        ask = ANTHROPIC.parse(await self._body(request))
+        session = self.session_of(request)
+        ask = ANTHROPIC.parse(await self.body_of(request))
         return web.json_response({"input_tokens": await session.count_tokens(ask)})
 
     async def _reward(self, request: web.Request) -> web.Response:
-        session = self._session(request)
-        session.post_reward(posted_reward(await self._body(request)))
+        session = self.session_of(request)
+        session.post_reward(posted_reward(await self.body_of(request)))
         return web.json_response({"accepted": True})
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._session(request)
+        self.session_of(request)
         name, model = self._config.model, self._described()
         page = {"has_more": False, "first_id": name, "last_id": name}
         return web.json_response({"object": "list", "data": [model], **page})
 
     async def _model(self, request: web.Request) -> web.Response:
-        self._session(request)
+        self.session_of(request)
         return web.json_response({**self._described(), "id": request.match_info["model"]})
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -170,10 +178,10 @@ class Gateway:
             "created_at": "1970-01-01T00:00:00Z",
         }
 
-    def _session(self, request: web.Request) -> Session:
+    def session_of(self, request: web.Request) -> Session:
         """Find a request's session by its path, `X-Session-ID` or API key. Raises `RefusedError`."""
         named = request.match_info.get("session")
-        keys = [named] if named is not None else _keys(request)
+        keys = [named] if named is not None else keys_of(request)
         for key in keys:
             if key in self._sessions:
                 return self._sessions[key]
@@ -187,7 +195,8 @@ class Gateway:
             401, "unknown_session", "the API key names no session: use the one that you were given"
         )
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def body_of(self, request: web.Request) -> bytes:
+        """Return a request's body. Raises `RefusedError`."""
         try:
             async with asyncio.timeout(self._config.body_timeout_s):
                 return await request.read()
@@ -197,6 +206,20 @@ class Gateway:
         except web.HTTPRequestEntityTooLarge as error:
             reason = f"the body has more than {self._config.most_body_bytes} bytes"
             raise RefusedError(413, "request_too_large", reason) from error
+
+
+def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
+    if config.certificate is None or config.certificate_key is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(config.certificate, config.certificate_key)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"gateway.certificate={config.certificate} with certificate_key={config.certificate_key}: {error}"
+        ) from error
+    return context
 
 
 def dialect_of(request: web.Request) -> Dialect:
@@ -235,8 +258,8 @@ def _refused(request: web.Request, refusal: RefusedError) -> web.Response:
     return web.json_response(body, status=refusal.status, headers=headers)
 
 
-def _keys(request: web.Request) -> list[str]:
-    """Return what may name the session: agents' frameworks send ids of their own in `X-Session-ID`."""
+def keys_of(request: web.Request) -> list[str]:
+    """Return what may name the session or be a token: frameworks send ids of their own in `X-Session-ID`."""
     bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
     found = (request.headers.get("X-Session-ID"), request.headers.get("x-api-key"), bearer)
     return [key for key in found if key]

@@ -49,6 +49,12 @@ class Session:
         self.agents: set[str] = set()
         """Names of the agents that got answers."""
         self.counts: Counter[str] = Counter()
+        self.ended = asyncio.Event()
+        """Set when the agent has said that its episode is over, by a final reward or otherwise."""
+        self.failed: str | None = None
+        """Why the episode failed, as the agent said."""
+        self.last_request_s = time.monotonic()
+        """When the newest request came, by the monotonic clock."""
         self._name = name
         self._policy = policy
         self._config = config
@@ -76,6 +82,7 @@ class Session:
 
     async def answer(self, ask: Ask, agent: str, attempt: Attempt) -> Reply:
         """Answer a request, or give a retry the answer of its first attempt. Raises `RefusedError`."""
+        self.last_request_s = time.monotonic()
         exchange = self._exchanges.earlier(attempt)
         if exchange is None:
             self._refuse_if_over()
@@ -83,6 +90,7 @@ class Session:
         else:
             self.counts["retries"] += 1
         reply = await self._exchanges.answer(exchange)
+        self.last_request_s = time.monotonic()
         self.last = self._unclaimed.pop(reply.reply_id, self.last)
         return reply
 
@@ -99,7 +107,20 @@ class Session:
         if not self.posts_rewards:
             raise RefusedError(403, "reward_not_wanted", "this run computes rewards itself: post none")
         self.reward = posted
+        self.last_request_s = time.monotonic()
         self._rewarded.set()
+        if posted.final:
+            self.ended.set()
+
+    def end_episode(self, failed: str | None) -> None:
+        """Note that the agent is done, and why it failed if it did."""
+        self.failed = failed
+        self.ended.set()
+
+    @property
+    def is_answering(self) -> bool:
+        """Return whether a request waits for the policy."""
+        return self._exchanges.under_way > 0
 
     async def rewarded_within(self, timeout_s: float) -> bool:
         """Wait for a posted reward for at most the given time; return whether there is one."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -15,6 +16,10 @@ REASONING_KEYS = ("reasoning_content", "reasoning")
 """Names under which clients keep the reasoning of a message."""
 WITHOUT_MEANING = frozenset(("role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS))
 """Keys of a message that are compared by rules of their own, or not at all."""
+MESSAGES_REMEMBERED = 16_384
+REMEMBERED_CHARACTERS = 2048
+"""Longest texts of messages whose fingerprints are remembered: at most some tens of megabytes."""
+_ENCODER = json.JSONEncoder(sort_keys=True)
 
 
 def checked_messages(messages: Sequence[ChatMessage]) -> list[dict[str, JSON]]:
@@ -162,7 +167,23 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(message: Mapping[str, JSON], original: ChatMessage) -> Fingerprint:
-    """Return the fingerprint of a checked message; `original` is how it was given."""
+    """Return the fingerprint of a checked message; `original` is how it was given.
+
+    A chat repeats all its messages in each turn: those of short texts are looked up."""
+    pairs, originals = tuple(message.items()), tuple(original.items())
+    if all(isinstance(value, str) and len(value) <= REMEMBERED_CHARACTERS for _, value in pairs + originals):
+        return _remembered_fingerprint(pairs, originals)
+    return _computed_fingerprint(message, original)
+
+
+@lru_cache(MESSAGES_REMEMBERED)
+def _remembered_fingerprint(
+    message: tuple[tuple[str, JSON], ...], original: tuple[tuple[str, JSON], ...]
+) -> Fingerprint:
+    return _computed_fingerprint(dict(message), dict(original))
+
+
+def _computed_fingerprint(message: Mapping[str, JSON], original: ChatMessage) -> Fingerprint:
     calls = message.get("tool_calls")
     reasoning = message.get("reasoning_content")
     meaning: list[JSON] = [
@@ -193,7 +214,7 @@ def own_fingerprint(message: Mapping[str, JSON], original: ChatMessage, text: st
 def digest(value: object) -> bytes:
     """Return a digest of a value, whatever the order of its keys. Raises `MessagesError` if it is no JSON."""
     try:
-        return blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+        return blake2b(_ENCODER.encode(value).encode(), digest_size=16).digest()
     except (TypeError, ValueError, RecursionError) as error:
         raise MessagesError(f"messages and tools must be JSON: {error}") from error
 

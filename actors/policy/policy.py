@@ -1,21 +1,26 @@
 """The policy as an environment sees it: chat or tokens in, completions out, everything recorded."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from copy import copy
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import count
+from types import MappingProxyType
 
 from actors.engines.base import Engine, Generation, GenerationRequest, Sampling
-from actors.environments.base import DEFAULT_AGENT, AgentTrajectory, ChatMessage
+from actors.environments.base import DEFAULT_AGENT, AgentTrajectory, ChatMessage, EpisodeError
+from actors.further_policies.agents import policy_of
+from actors.further_policies.engines import FurtherEngines
 from actors.policy.answers import Answer
 from actors.policy.chat_format import ChatFormat, Tokenizer
+from actors.policy.context_tokens import ContextTokens
 from actors.policy.messages import Completion, Tool
 from actors.policy.stop_strings import first_end, generate_until
 from actors.policy.strand import Call, Strand, forked_from
 from actors.policy.version_masking import without_older_versions
-from bus.trajectory import DEFAULT_POLICY, End
+from bus.policy_names import DEFAULT_POLICY
+from bus.trajectory import End
 
 
 class Policy:
@@ -29,17 +34,24 @@ class Policy:
     `trainable`, as that of a frozen opponent or a judge. Greedy turns (temperature 0) are recorded, but not
     trained: log-probs of a choice are not those of a distribution that was sampled.
     With `mask_older_versions`, tokens that lag the trajectory's newest version by more are not trained on.
-    With `routed_experts` the engine is asked where it sent the tokens, once for each token. `tool_calls` is
-    how the model writes tool calls, "auto" what the chat template shows."""
+    `opponents` are frozen policies by name, with engines of their own: a call for the policy of such a name
+    goes there, and is not trained. With `routed_experts` the engine is asked where it sent the tokens, once
+    for each token. `tool_calls` is how the model writes tool calls, "auto" what the chat template shows."""
 
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, sampling: Sampling, *,
         mask_older_versions: int | None = None, routed_experts: bool = False, tool_calls: str = "auto",
+        opponents: Mapping[str, Engine] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.sampling = sampling
+        self.contexts = ContextTokens()
+        """Lengths of the contexts of all rollouts that share this."""
+        self.further = FurtherEngines()
+        """Policies that are trained beside this one, with engines of their own, and which agents they are."""
         self._max_lag = mask_older_versions
         self._routed_experts = routed_experts
         self._engine = engine
+        self._opponents = opponents
         self._format = ChatFormat(tokenizer, tool_calls)
         self._calls = count()
         self._rollout_id = "rollout"
@@ -49,6 +61,11 @@ class Policy:
         """Rewards of single turns, by the number of the completion."""
         self._untrained: set[int] = set()
         """Numbers of the completions that nobody saw."""
+
+    @property
+    def opponents(self) -> Set[str]:
+        """Return the names of the other policies that may be asked, frozen ones and trained ones."""
+        return self._opponents.keys() | self.further.engines.keys()
 
     def fresh(self, rollout_id: str) -> "Policy":
         """Return a policy with nothing recorded, which shares the engine and the remembered prompts."""
@@ -65,7 +82,8 @@ class Policy:
         """Answer a chat; a string is one user message. Raises EngineError, and MessagesError for no chat.
 
         `tools` are functions in the shape of OpenAI's; calls are looked for only where there are tools.
-        `policy` is the name of the policy that is trained on the agent's part, in a run that trains several.
+        `policy` is the name of the policy that answers: of one that is trained beside this one, or of an
+        opponent. Raises EpisodeError for a name that none of them has.
         """
         if isinstance(messages, str):
             messages = ({"role": "user", "content": messages},)
@@ -142,6 +160,14 @@ class Policy:
         return tuple(without_older_versions(trajectory, self._max_lag) for trajectory in recorded)
 
     def _call(self, agent: str, policy: str, sampling: Sampling | None, trainable: bool) -> Call:
+        if policy == DEFAULT_POLICY:
+            policy = policy_of(agent, self.further.agents)
+        elif self.further.engines and policy not in self.opponents:
+            raise EpisodeError(
+                f"agent {agent!r} is to be policy {policy!r}, and there are only "
+                f"{', '.join(sorted(self.opponents))}: define it in policies or actors.opponents"
+            )
+        trainable = trainable and policy not in self._opponents
         return Call(next(self._completions), agent, policy, sampling or self.sampling, trainable)
 
     async def _complete(self, token_ids: Sequence[int], call: Call) -> tuple[Strand, Generation]:
@@ -151,23 +177,28 @@ class Policy:
         request_id = f"{next(self._calls)}-{self._rollout_id}"  # none is another's prefix, as SGLang needs
         experts_from = self._experts_from(call, token_ids)
         request = GenerationRequest(request_id, token_ids, self._seeded(call), experts_from)
-        generation = await self._generate(request)
+        self.contexts.note(self._rollout_id, call.agent, len(token_ids), call.sampling.max_new_tokens)
+        generation = await self._generate(request, self._engine_of(call.policy))
         strand = self._continued(call, token_ids)
         if strand is None:
             fork = forked_from(token_ids, self._of(call))
             self._strands.append(strand := Strand(len(self._strands), call.agent, call.policy, fork))
         strand.extend(token_ids, generation, call)
+        self.contexts.note(self._rollout_id, call.agent, len(strand.tokens))
         return strand, generation
 
-    async def _generate(self, request: GenerationRequest) -> Generation:
+    def _engine_of(self, policy: str) -> Engine:
+        return self._opponents.get(policy) or self.further.engines.get(policy) or self._engine
+
+    async def _generate(self, request: GenerationRequest, engine: Engine) -> Generation:
         stops = request.sampling.stop
         if not stops:
-            return await self._engine.generate(request)
+            return await engine.generate(request)
 
         async def end(token_ids: Sequence[int]) -> int | None:
             return await self._format.in_thread(first_end, token_ids, stops, self._format.decode)
 
-        return await generate_until(self._engine.generate, request, end)
+        return await generate_until(engine.generate, request, end)
 
     def _seeded(self, call: Call) -> Sampling:
         """Return the sampling of a call, whose seed is other than its siblings' and always the same."""
@@ -177,7 +208,7 @@ class Policy:
 
     def _experts_from(self, call: Call, token_ids: Sequence[int]) -> int | None:
         """First of the tokens whose experts are not recorded yet; None when none are."""
-        if not self._routed_experts:
+        if not self._routed_experts or call.policy in self._opponents:
             return None
         strand = self._continued(call, token_ids)
         return 0 if strand is None else sum(map(len, strand.routed))

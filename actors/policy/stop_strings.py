@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from actors.engines.base import Generation, GenerationRequest
+from actors.engines.base import Generation, GenerationRequest, joined_kept_sets
 from bus.errors import RequestRefusedError
 
 FIRST_PIECE = 64
@@ -81,6 +81,7 @@ def _joined(one: Generation, other: Generation) -> Generation:
         np.concatenate([one.policy_versions, other.policy_versions]),
         other.finish_reason,
         np.concatenate(routed) if routed else None,
+        joined_kept_sets((one, other)),
     )
 
 
@@ -95,4 +96,5 @@ def _cut(generation: Generation, tokens: int, prompt: int, experts_from: int | N
         generation.policy_versions[:tokens],
         "stop",
         routed,
+        None if generation.kept is None else generation.kept.first(tokens),
     )

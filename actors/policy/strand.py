@@ -9,6 +9,7 @@ import numpy as np
 from actors.engines.base import Generation, Sampling
 from actors.environments.base import AgentTrajectory, Fork
 from actors.policy.conversation import Conversation
+from bus.kept_sets import KeptSets
 from bus.trajectory import End, FinishReason, Turn
 
 ENDS: dict[FinishReason, End] = {"stop": "completed", "length": "length", "abort": "cancelled"}
@@ -97,7 +98,18 @@ class Strand:
             trainable=bool(mask.any()),
             metadata=dict(self.conversation.departures) if self.conversation else {},
             routed_experts=self._experts(),
+            kept=self._kept(),
         )
+
+    def _kept(self) -> KeptSets | None:
+        """Return the kept sets of all tokens, or None where no engine told any."""
+        if all(generation.kept is None for _, _, generation in self.sampled):
+            return None
+        parts, end = [], 0
+        for start, _, generation in self.sampled:
+            parts += [KeptSets.none(start - end), generation.kept or KeptSets.none(len(generation.token_ids))]
+            end = start + len(generation.token_ids)
+        return KeptSets.joined(parts)
 
     def _experts(self) -> np.ndarray | None:
         """Return the experts of all tokens but the last, or None if an engine ended without them."""
@@ -115,6 +127,7 @@ def _turn(span: slice, call: Call, generation: Generation, reward: float | None)
         top_p=call.sampling.top_p,
         top_k=call.sampling.top_k,
         reward=reward,
+        min_p=call.sampling.min_p,
     )
 
 

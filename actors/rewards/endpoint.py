@@ -137,7 +137,8 @@ class Endpoint:
 def _headers(config: EndpointConfig, what: str) -> dict[str, str]:
     if config.key_variable is None:
         return {}
-    refuse_of_record(f"{what}: the environment variable", config.key_variable)  # or it would tell a stranger
+    variable = config.key_variable
+    refuse_of_record(f"{what}: the environment variable {variable!r}", variable)  # it may be a secret
     key = os.environ.get(config.key_variable)
     if not key:
         raise ConfigError(

@@ -8,8 +8,8 @@ import numpy as np
 
 from actors.environments.base import Task
 from actors.policy.chat_format import ChatFormat
-from actors.rewards.base import LATER, Answer, RewardError
-from actors.rewards.scoring import Scorer
+from actors.rewards.base import Answer, RewardError, Scored
+from actors.rewards.scoring import RewardChoice, Scorer
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from bus.trajectory import Trajectory
@@ -26,7 +26,11 @@ class Rescored:
 
 
 async def rescore(
-    group: Sequence[Trajectory], prompt: Prompt, chat: ChatFormat, scorer: Scorer, into: Rescored
+    group: Sequence[Trajectory],
+    prompt: Prompt,
+    chat: ChatFormat,
+    scorer: Scorer | RewardChoice,
+    into: Rescored,
 ) -> None:
     """Score a group's answers to `prompt`, adding to `into`. Raises `ConfigError` when they answer another.
 
@@ -37,22 +41,22 @@ async def rescore(
         scorer: the new reward.
         into: receives a score for each trajectory, or why there is none.
     """
+    trained = [trajectory for trajectory in group if trajectory.is_trained]
+    answers = [answer_of(trajectory, prompt, chat) for trajectory in trained]
     left_out = [trajectory for trajectory in group if not trajectory.is_trained]
     into.failures += [f"{t.trajectory_id}: its rollout failed: there is no answer" for t in left_out]
-    group = [trajectory for trajectory in group if trajectory.is_trained]
-    answers = [answer_of(trajectory, prompt, chat) for trajectory in group]
-    outcomes = await asyncio.gather(*map(scorer.score, answers), return_exceptions=True)
-    for trajectory, outcome in zip(group, outcomes, strict=True):
+    outcomes = await asyncio.gather(*map(scorer.scored, answers), return_exceptions=True)
+    for trajectory, outcome in zip(trained, outcomes, strict=True):
         if isinstance(outcome, RewardError):
             into.failures.append(str(outcome))
         elif isinstance(outcome, BaseException):
             raise outcome
-        elif outcome is LATER:
+        elif isinstance(outcome, Scored):
+            into.scores.append(Score(trajectory.trajectory_id, trajectory.reward, outcome.reward))
+        else:
             into.failures.append(
                 f"{trajectory.trajectory_id}: its new reward comes later: nothing waits for it"
             )
-        else:
-            into.scores.append(Score(trajectory.trajectory_id, trajectory.reward, outcome))
 
 
 def answer_of(trajectory: Trajectory, prompt: Prompt, chat: ChatFormat) -> Answer:
@@ -62,12 +66,12 @@ def answer_of(trajectory: Trajectory, prompt: Prompt, chat: ChatFormat) -> Answe
     not stored.
     """
     name = trajectory.trajectory_id
-    task = Task(task_id=name, prompt=prompt.content, label=prompt.label, metadata=prompt.metadata)
+    task = Task.of(prompt, name)
     sampled = np.flatnonzero(trajectory.loss_mask)
     begin, end = int(sampled[0]), int(sampled[-1]) + 1
     if end - begin != len(sampled):
         raise ConfigError(f"{name} has several turns: only single-turn answers can be scored again")
-    prompt_ids = chat.encode_chat(task.messages)
+    prompt_ids = chat.encode_chat(task.messages, task.tools)
     if tuple(trajectory.token_ids[:begin].tolist()) != prompt_ids:
         raise ConfigError(
             f"{name} does not answer the prompt that its lease has in these files: the prompts, their keys, "

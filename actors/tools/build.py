@@ -19,7 +19,7 @@ from actors.tools.config import (
 from actors.tools.python import PythonTool
 from actors.tools.search import SearchTool
 from bus.errors import ConfigError
-from bus.plugins import load_function, refuse_of_record, refuse_program
+from bus.plugins import load_function, refuse_of_record
 
 PARTS = ("name", "description", "parameters", "call", "close")
 
@@ -38,12 +38,13 @@ def _build(config: ToolConfig) -> Sequence[Tool]:
     match config:
         case PythonToolConfig():
             for name in config.packages:  # importing one runs its code outside of the sandbox's limits
-                refuse_of_record("the package", name)
+                refuse_of_record(f"the package {name!r}", name)
             return [PythonTool.from_config(config)]
         case CalculatorConfig():
             return [Calculator(config.name)]
         case SearchConfig():
-            refuse_of_record("the corpus", str(config.corpus))  # or a stranger would read a file of this host
+            corpus = str(config.corpus)
+            refuse_of_record(f"the corpus {corpus!r}", corpus)  # or a stranger would read a file of this host
             return [SearchTool(config)]
         case McpConfig():
             return _mcp(config)
@@ -57,7 +58,7 @@ def _mcp(config: McpConfig) -> Sequence[Tool]:
     except ImportError as error:
         raise ConfigError("tools of MCP servers need mcp: pip install 'sluice-rl[mcp]'") from error
     if config.command:
-        refuse_program(f"MCP server {config.server!r}", config.command)
+        refuse_of_record(f"MCP server {config.server!r}", *config.command, is_program=True)
     return McpServer(config).tools
 
 

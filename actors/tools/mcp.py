@@ -100,7 +100,8 @@ class _Connection:
         self.loop = asyncio.new_event_loop()
         self._config = config
         self._opening = asyncio.Lock()
-        self._session: ClientSession | None = None
+        self._opened: asyncio.Future[ClientSession] | None = None
+        """The session of `_holder`, once it is open."""
         self._holder: asyncio.Task[None] | None = None
         self._thread = Thread(target=self.loop.run_forever, name=f"mcp {config.server}", daemon=True)
         self._thread.start()
@@ -116,29 +117,30 @@ class _Connection:
 
     async def call(self, name: str, arguments: dict[str, JSON]) -> CallToolResult:
         session = await self._open()
+        holder = self._holder
         try:
             result = await session.call_tool(name, arguments)
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
-                await self._close()  # the next call connects again
+                await _ended(holder)  # the next call connects again
             raise
         if not isinstance(result, CallToolResult):
             raise ToolError(f"MCP server {self._config.server} answered {name} with {type(result).__name__}")
         return result
 
     async def _open(self) -> ClientSession:
-        """Return the session; open one where there is none, or where it broke."""
+        """Return the session; open one where there is none, or where it broke.
+
+        A call that is cancelled meanwhile leaves the opening to the next one, which waits for the same."""
         async with self._opening:
-            if self._holder is None or self._holder.done():
-                opened: asyncio.Future[ClientSession] = self.loop.create_future()
-                self._holder = self.loop.create_task(self._hold(opened))
-                both: list[asyncio.Future[Any]] = [opened, self._holder]
-                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-                if not opened.done():
-                    self._holder.result()  # raises what opening raised
-                self._session = opened.result()
-            assert self._session is not None
-            return self._session
+            if self._opened is None or self._holder is None or self._holder.done():
+                self._opened = self.loop.create_future()
+                self._holder = self.loop.create_task(self._hold(self._opened))
+            both: list[asyncio.Future[Any]] = [self._opened, self._holder]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not self._opened.done():
+                self._holder.result()  # raises what opening raised
+            return self._opened.result()
 
     async def _hold(self, opened: "asyncio.Future[ClientSession]") -> None:
         """Keep a session open until this task is cancelled: what opened it has to close it."""
@@ -157,9 +159,14 @@ class _Connection:
         self.loop.close()
 
     async def _close(self) -> None:
-        if self._holder is not None:
-            self._holder.cancel()
-            await asyncio.wait([self._holder])
+        await _ended(self._holder)
+
+
+async def _ended(holder: asyncio.Task[None] | None) -> None:
+    """Close the session that a task holds; another may be open by now."""
+    if holder is not None:
+        holder.cancel()
+        await asyncio.wait([holder])
 
 
 def _transport(config: McpConfig) -> AbstractAsyncContextManager[TransportStreams]:

@@ -9,6 +9,7 @@ from safetensors.torch import save
 from actors.engines.base import Sampling
 from actors.environments.base import Episode
 from actors.evaluation.evaluator import Evaluator
+from actors.further_policies.engines import FurtherEngines
 from actors.weights.follow import PolicyFollower
 from bus.blobs import put_blob
 from bus.codec import encode
@@ -84,12 +85,13 @@ class Evaluations:
         return info.delivered.consumer_seq >= times
 
     @asynccontextmanager
-    async def evaluator(self, engines, environment, *, fails=False):
+    async def evaluator(self, engines, environment, *, fails=False, opponents=(), further=(), agents=()):
         """An evaluator at work, its end awaited; yields what stops it, and its task."""
         working = Evaluator(
             self.bus, engines, TOKENIZER, environment,
-            sampled=SAMPLED, greedy=replace(SAMPLED, temperature=0.0),
+            sampled=SAMPLED, greedy=replace(SAMPLED, temperature=0.0), opponents=dict(opponents),
         )  # fmt: skip
+        working.further = FurtherEngines(dict(further), dict(agents))
         stop = asyncio.Event()
         running = asyncio.create_task(working.run(stop))
         try:

@@ -66,12 +66,16 @@ class StandIn:
         """Times that a request was put aside for want of memory."""
         self.asked: list[dict[str, Any]] = []
         """The bodies of requests to generate."""
+        self.architectures = ["Qwen3ForCausalLM"]
+        self.longest_prompt = 4091
         self.tensor_ranks = 1
         self.replicas = 1
         self.speculation: str | None = None
         self.draft: str | None = None
         """The path of its draft model."""
         self.update_sessions = True
+        self.loads: list[dict[str, int]] = []
+        """Load of each replica; without any it does not tell."""
         self.received: dict[str, torch.Tensor] = {}
         """What the learner sent."""
         self.answers_early = False
@@ -82,7 +86,7 @@ class StandIn:
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
-        app.router.add_route("*", "/{path}", self._answer)
+        app.router.add_route("*", "/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -100,11 +104,18 @@ class StandIn:
             self.updates.append(body | {"path": path})
         match path:
             case "model_info":
-                return web.json_response({"weight_version": self.version, "model_path": "stand-in"})
+                return web.json_response(
+                    {
+                        "weight_version": self.version,
+                        "model_path": "stand-in",
+                        "architectures": self.architectures,
+                    }
+                )
             case "server_info":
                 return web.json_response(
                     {
                         "version": "0.5.23",
+                        "max_req_input_len": self.longest_prompt,
                         "tp_size": self.tensor_ranks,
                         "dp_size": self.replicas,
                         "model_path": "stand-in",
@@ -118,9 +129,10 @@ class StandIn:
                     }
                 )
             case "openapi.json":
-                return web.json_response(
-                    {"paths": {"/begin_weight_update": {}} if self.update_sessions else {}}
-                )
+                paths = {"/begin_weight_update": {}} if self.update_sessions else {}
+                return web.json_response({"paths": paths | ({"/v1/loads": {}} if self.loads else {})})
+            case "v1/loads":
+                return web.json_response({"loads": self.loads})
             case "generate":
                 self.asked.append(body)
                 await self.running.wait()

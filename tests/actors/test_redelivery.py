@@ -159,7 +159,7 @@ async def test_a_lease_published_again_is_completed_in_the_size_its_siblings_say
 async def test_without_an_answer_from_storage_everything_is_rolled_out(bus, engine):
     environment = Scripted()
     lease = make_lease(0, samples=2)
-    async with at_work(make_worker(bus, engine, environment)):
+    async with at_work(make_worker(bus, engine, environment, share_after_s=None)):
         await publish_lease(
             bus, type(lease)(lease_id=0, prompt=lease.prompt, samples=2, policy_version=0, republished=True)
         )

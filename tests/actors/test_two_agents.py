@@ -78,7 +78,7 @@ async def test_agents_turns_and_forks_reach_the_learner_and_each_agent_has_its_o
     prompt = len(solver.token_ids) - 3
     assert solver.turns == (Turn(prompt, prompt + 3, "stop", reward=0.25),)
     assert again.turns == (Turn(prompt, prompt + 2, "length"),)
-    assert [turn[2:] for turn in critic.turns] == [("stop", 0.5, 0.9, 3, None)]
+    assert [turn[2:] for turn in critic.turns] == [("stop", 0.5, 0.9, 3, None, 0.0)]
     assert (solver.parent, again.parent) == (None, Parent("g00000000.4", prompt))
     assert (judge.turns[0].is_greedy, judge.loss_mask.any()) == (True, np.False_)
     assert (judge.policy_versions[-3:] == 0).all()

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from actors import worker as worker_module
 from actors.config import SingleTurnConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
@@ -97,6 +96,13 @@ async def test_a_lease_becomes_one_group_on_its_shard_and_is_acked(bus, engine):
     assert await actor.leases_left() == 0
 
 
+async def test_trajectories_name_the_source_of_their_prompt(bus, engine):
+    lease = make_lease(0, samples=1, policy_version=4)
+    lease = replace(lease, prompt=replace(lease.prompt, metadata={"source": "tables", "other": 1}))
+    [batch] = await Actor(bus, engine).roll_out(lease, result=GROUPS)
+    assert [t.metadata for t in batch.trajectories] == [{"source": "tables"}]
+
+
 async def test_a_redelivered_lease_gives_the_same_ids_so_nothing_is_stored_twice(bus, engine):
     lease = make_lease(0, samples=2, policy_version=4)
     [first] = await Actor(bus, engine).roll_out(lease, result=GROUPS)
@@ -114,7 +120,7 @@ async def test_a_redelivered_lease_gives_the_same_ids_so_nothing_is_stored_twice
 
 
 async def test_that_storage_does_not_answer_is_told_once_for_all_leases(bus, engine, monkeypatch):
-    monkeypatch.setattr("actors.worker.UNANSWERED_LOG_PERIOD_S", 3600.0)
+    monkeypatch.setattr("actors.leases.UNANSWERED_LOG_PERIOD_S", 3600.0)
     leases = [replace(make_lease(n, samples=1, policy_version=4), republished=True) for n in (0, 2, 4, 6)]
     with capture_logs() as logs:
         await Actor(bus, engine).roll_out(*leases, result=GROUPS)
@@ -126,6 +132,7 @@ async def test_a_group_of_equal_rewards_is_rejected_with_a_countable_reason(bus,
     actor = Actor(bus, engine, keep="zero_variance")
     [rejection] = await actor.roll_out(make_lease(2, samples=2, policy_version=4), result=REJECTED)
     assert (rejection.lease_id, rejection.reason, rejection.actor) == (2, "zero_variance", "tester")
+    assert actor.worker.sampled == (2, 4, 2, 0.0)  # "0<|end|>" twice, which nobody trains on
     assert await actor.leases_left() == 0
 
 
@@ -157,6 +164,7 @@ async def test_a_group_whose_reward_comes_later_is_published_without_it_and_past
     [batch] = await actor.roll_out(lease, result=GROUPS)
     assert [(t.reward, t.reward_due, t.run) for t in batch.trajectories] == [(0.0, True, "ours")] * 2
     assert actor.worker.counts["groups_with_rewards_due"] == 1
+    assert actor.worker.sampled == (2, 4, 0, 0.0)
 
 
 async def test_a_failing_reward_rejects_the_group_and_the_actor_goes_on(bus, engine):
@@ -176,7 +184,7 @@ async def test_a_failing_reward_rejects_the_group_and_the_actor_goes_on(bus, eng
 async def test_a_reward_that_is_never_a_number_ends_the_run_and_shows_few_of_its_failures(
     bus, engine, monkeypatch
 ):
-    monkeypatch.setattr(worker_module, "MOST_INVALID_REWARDS", 6)
+    monkeypatch.setattr("actors.environment_failures.MOST_INVALID_REWARDS", 6)
     answers = iter([None, {}, 1.0, *["0.5"] * 20])
     environment = SingleTurn(Scorer("wrong", timeout_s=5, reward=lambda _: next(answers)))
     actor = Actor(bus, engine, environment)
@@ -236,6 +244,7 @@ async def test_failed_episodes_cost_themselves_and_say_how_they_ended(bus, engin
     [logged] = [line for line in logs if "mine:Env raised ZeroDivisionError" in str(line)]
     assert logged["exc_info"] is failures[1]
     assert actor.worker.counts["failed_episodes"] == 4
+    assert actor.worker.sampled == (2, 4, 2, 2.0)
     assert await actor.leases_left() == 0
 
 

@@ -74,6 +74,11 @@ class BatchedDecoder:
                 f"{self.vocab_size}: tokenizer and model differ"
             )
 
+    @property
+    def sampled_held(self) -> int:
+        """Return the number of sampled tokens that the cache holds."""
+        return self._rows.sampled
+
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue checked requests, first come first served."""
         self._waiting.extend(requests)
@@ -190,13 +195,13 @@ class BatchedDecoder:
 
     def _sample(self, logits: Tensor, first: int) -> Finished:
         """Append a token to the rows from `first` on; return and remove the rows that ended."""
-        tokens, logprobs = sample(logits, self._rows.controls(first), self._generator)
+        tokens, logprobs, kept = sample(logits, self._rows.controls(first), self._generator)
         values = logprobs.cpu().numpy()
         if not np.isfinite(values).all():
             raise EngineError(
                 f"logits of policy version {self.policy_version} are not finite: its weights are broken"
             )
-        self._rows.record(first, tokens.cpu().numpy(), values, self.policy_version)
+        self._rows.record(first, tokens.cpu().numpy(), values, self.policy_version, kept)
         self.tokens_generated += len(values)
         rows, stopped = self._rows.finished()
         finished = [

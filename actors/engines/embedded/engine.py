@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from actors.config import EmbeddedEngineConfig
-from actors.engines.base import Generation, GenerationRequest, InterruptedGenerationError
+from actors.engines.base import Generation, GenerationRequest, InterruptedGenerationError, KvTokens
 from actors.engines.embedded.decoder import BatchedDecoder, Finished, prepare_weights
 from bus.errors import EngineError, RequestRefusedError
 
@@ -91,6 +91,14 @@ class EmbeddedEngine:
     def waiting(self) -> int:
         """Return the number of requests accepted but not yet decoded."""
         return max(0, len(self._generations) - self._decoder.running)
+
+    @property
+    def kv_tokens(self) -> KvTokens | None:
+        """Return how full its cache is, by the capacity that its settings name; None if they name none."""
+        if self._config.kv_tokens is None:
+            return None
+        prompts = sum(len(request.token_ids) for request, _ in self._generations.values())
+        return KvTokens(prompts + self._decoder.sampled_held, self._config.kv_tokens, shares_prefixes=False)
 
     @property
     def tokens_generated(self) -> int:

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from actors.engines.base import Generation, GenerationRequest
 from actors.engines.embedded.sampling import Controls
+from bus.kept_sets import KeptSets
 from bus.trajectory import FinishReason
 
 SMALLEST_LENGTH = 32
@@ -24,6 +25,8 @@ ROW = np.dtype(
         ("temperature", np.float32),
         ("top_p", np.float32),
         ("top_k", np.int64),
+        ("min_p", np.float32),
+        ("keep_masks", np.bool_),
         ("stops", np.int64),  # index into the table of stop sets
     ]
 )
@@ -132,6 +135,8 @@ class Rows:
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
+        self._kept: list[list[np.ndarray]] = []
+        """Kept sets of what was sampled in each row that records them; nothing in other rows."""
         self._rows = np.zeros(0, ROW)
         self._tokens = np.zeros((0, 0), np.int32)
         self._logprobs = np.zeros((0, 0), np.float32)
@@ -147,10 +152,17 @@ class Rows:
         """int64 [n], tokens of each row, prompt included."""
         return self._rows["length"]
 
+    @property
+    def sampled(self) -> int:
+        """Return the number of sampled tokens in all rows."""
+        rows = self._rows
+        return int((rows["length"] - rows["prompt"]).sum())
+
     def controls(self, first: int) -> Controls:
         """Return the sampling settings of the rows from `first` on."""
         rows = self._rows[first:]
-        return Controls(rows["temperature"].copy(), rows["top_p"].copy(), rows["top_k"].copy())
+        names = "temperature", "top_p", "top_k", "min_p", "keep_masks"
+        return Controls(**{name: rows[name].copy() for name in names})
 
     def last_tokens(self) -> np.ndarray:
         """Return int64 [n], the newest token of each row."""
@@ -161,13 +173,21 @@ class Rows:
         """Append rows that hold their prompts."""
         first = len(self)
         self.requests.extend(requests)
+        self._kept.extend([] for _ in requests)
         self._rows = np.append(self._rows, np.array([self._row(request) for request in requests], ROW))
         self._reserve(len(self), int(self.lengths.max()) + 1)
         for row, request in enumerate(requests, first):
             self._tokens[row, : len(request.token_ids)] = request.token_ids
 
-    def record(self, first: int, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Append one sampled token to each row from `first` on."""
+    def record(
+        self, first: int, tokens: np.ndarray, logprobs: np.ndarray, version: int,
+        kept: Sequence[np.ndarray] | None = None,
+    ) -> None:  # fmt: skip
+        """Append one sampled token to each row from `first` on, and its kept set."""
+        if kept is not None:
+            for sets, ids in zip(self._kept[first:], kept, strict=True):
+                if len(ids):
+                    sets.append(ids)
         self._reserve(len(self), int(self.lengths.max()) + 1)
         rows = np.arange(first, len(self))
         positions = self.lengths[first:]
@@ -190,6 +210,7 @@ class Rows:
             logprobs=self._logprobs[row, span].copy(),
             policy_versions=self._versions[row, span].copy(),
             finish_reason=reason,
+            kept=KeptSets.of(self._kept[row]) if self._kept[row] else None,
         )
 
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -199,17 +220,20 @@ class Rows:
         sources = np.setdiff1d(np.arange(left, len(self)), rows, assume_unique=True)
         for target, source in zip(targets, sources, strict=True):
             self.requests[target] = self.requests[source]
+            self._kept[target] = self._kept[source]
         del self.requests[left:]
+        del self._kept[left:]
         for array in (self._rows, self._tokens, self._logprobs, self._versions):
             array[targets] = array[sources]
         self._rows = self._rows[:left]
         return targets, sources
 
-    def _row(self, request: GenerationRequest) -> tuple[int, int, int, float, float, int, int]:
+    def _row(self, request: GenerationRequest) -> tuple[int | float | bool, ...]:
         sampling, prompt = request.sampling, len(request.token_ids)
         limit = prompt + sampling.max_new_tokens
         stops = self._stop_set(sampling.stop_token_ids)
-        return prompt, prompt, limit, sampling.temperature, sampling.top_p, sampling.top_k, stops
+        cut = sampling.top_p, sampling.top_k, sampling.min_p, sampling.keep_masks
+        return prompt, prompt, limit, sampling.temperature, *cut, stops
 
     def _stop_set(self, token_ids: tuple[int, ...]) -> int:
         """Return the index of a set of stop tokens in the table, which pads with -1."""

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bus.config import MOST_KEPT
+
 
 @dataclass(frozen=True, slots=True)
 class Controls:
@@ -17,23 +19,69 @@ class Controls:
     """float32; 1 keeps all."""
     top_k: np.ndarray
     """int64; 0 keeps all."""
+    min_p: np.ndarray
+    """float32; 0 keeps all."""
+    keep_masks: np.ndarray
+    """bool; whether what is kept is to be told."""
+
+    @property
+    def cuts_off(self) -> np.ndarray:
+        """Tell which rows are drawn from some of the vocabulary alone, bool [n]."""
+        cut: np.ndarray = (self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0)
+        return cut & (self.temperature > 0)
+
+    @property
+    def recorded(self) -> np.ndarray:
+        """Tell of which rows the kept tokens are to be told, bool [n]."""
+        recorded: np.ndarray = self.keep_masks & self.cuts_off
+        return recorded
+
+    @property
+    def most(self) -> np.ndarray:
+        """Return the most tokens that each row keeps, int64 [n]; 0 for all."""
+        bounded = np.where(self.top_k == 0, MOST_KEPT, np.minimum(self.top_k, MOST_KEPT))
+        return np.where(self.recorded, bounded, self.top_k)
 
 
-def sample(logits: Tensor, controls: Controls, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+Drawn = tuple[Tensor, Tensor, list[np.ndarray] | None]
+
+
+def sample(logits: Tensor, controls: Controls, generator: torch.Generator) -> Drawn:
     """Draw a token for each row.
 
     Args:
         logits: [n, V].
         controls: the settings of the n rows.
         generator: source of randomness, on the logits' device.
-    Returns int64 [n] tokens and float32 [n] log-probs in nats of the whole distribution at the row's
-    temperature (1 for greedy rows), whatever top_p and top_k cut away."""
+    Returns int64 [n] tokens; float32 [n] log-probs in nats at the row's temperature (1 for greedy rows); and
+    None, or the kept token ids of each row, int32, none where they are not recorded. Log-probs are of the
+    whole distribution, whatever is cut away; of the kept tokens alone where these are recorded."""
     logprobs = torch.log_softmax(_scaled(logits.float(), controls.temperature), dim=-1)
     greedy = controls.temperature == 0
-    tokens = logprobs.argmax(-1) if greedy.all() else _draw(_kept_mass(logprobs, controls), generator)
+    if greedy.all():
+        tokens = logprobs.argmax(-1)
+        return tokens, logprobs.gather(1, tokens[:, None])[:, 0], None
+    mass = _kept_mass(logprobs, controls)
+    tokens = _draw(mass, generator)
     if greedy.any():
         tokens = torch.where(torch.from_numpy(greedy).to(tokens.device), logprobs.argmax(-1), tokens)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    found = logprobs.gather(1, tokens[:, None])[:, 0]
+    recorded = controls.recorded
+    if not recorded.any():
+        return tokens, found, None
+    rows = torch.from_numpy(np.flatnonzero(recorded)).to(mass.device)
+    kept = mass[rows] > 0
+    normaliser = logprobs[rows].double().masked_fill(~kept, -torch.inf).logsumexp(-1)
+    found[rows] = (found[rows].double() - normaliser).float()
+    return tokens, found, _ids_by_row(kept, recorded)
+
+
+def _ids_by_row(kept: Tensor, recorded: np.ndarray) -> list[np.ndarray]:
+    """Return the ids of the kept tokens of each row, none for rows that are not recorded."""
+    of_row, ids = (found.cpu().numpy() for found in kept.nonzero(as_tuple=True))
+    ends = np.searchsorted(of_row, np.arange(1, len(kept)))
+    found = iter(np.split(ids.astype(np.int32), ends))
+    return [next(found) if each else np.zeros(0, np.int32) for each in recorded]
 
 
 def _scaled(logits: Tensor, temperature: np.ndarray) -> Tensor:
@@ -44,16 +92,17 @@ def _scaled(logits: Tensor, temperature: np.ndarray) -> Tensor:
 
 
 def _kept_mass(logprobs: Tensor, controls: Controls) -> Tensor:
-    """Return the probabilities, zero outside top_k and top_p (not normalised)."""
+    """Return the probabilities, zero outside top_k, top_p and min_p (not normalised)."""
     probs = logprobs.exp()
-    if not controls.top_k.any() and (controls.top_p == 1).all():
+    if not controls.cuts_off.any():
         return probs
     ranked, order = probs.sort(dim=-1, descending=True)
     mass_before = ranked.cumsum(-1, dtype=torch.float64) - ranked
     top_p = torch.from_numpy(controls.top_p.astype(np.float64)).to(probs.device)[:, None]
-    top_k = torch.from_numpy(np.where(controls.top_k == 0, probs.shape[1], controls.top_k)).to(probs.device)
+    top_k = torch.from_numpy(np.where(controls.most == 0, probs.shape[1], controls.most)).to(probs.device)
+    min_p = torch.from_numpy(controls.min_p).to(probs.device)[:, None]
     rank = torch.arange(probs.shape[1], device=probs.device)
-    cut = ((mass_before >= top_p) & (top_p < 1)) | (rank >= top_k[:, None])
+    cut = ((mass_before >= top_p) & (top_p < 1)) | (rank >= top_k[:, None]) | (ranked < min_p * ranked[:, :1])
     cut[:, 0] = False
     return torch.zeros_like(probs).scatter_(1, order, ranked.masked_fill(cut, 0))
 

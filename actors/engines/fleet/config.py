@@ -20,6 +20,14 @@ class FleetConfig(Config):
     """Share of a full engine's places that must be free before it takes requests again, several together. An
     engine stops decoding for each batch of prompts, however small. 0 fills each place at once."""
 
+    soft_kv_share: float = Field(0.8, gt=0, le=1)
+    """Share of the engines' KV tokens that the contexts of episodes under way are expected to fill. No lease
+    is taken beyond it, whatever `groups_at_once` allows. It holds for engines that tell how full they are."""
+
+    hard_kv_share: float = Field(0.9, gt=0, le=1)
+    """Share of an engine's KV tokens from which it gets no further request while it has others: requests wait
+    in the fleet, the oldest goes first, and no cached context is computed twice."""
+
     affinity_slack: int = Field(16, ge=0)
     """Requests by which the engine that has a request's beginning in its cache may exceed the least busy one
     and still get the request. With 0 only the load counts."""
@@ -71,6 +79,15 @@ class FleetConfig(Config):
 
     backoff_max_s: float = Field(60.0, gt=0)
     """Upper bound on that pause."""
+
+    @model_validator(mode="after")
+    def _leases_end_before_requests(self) -> Self:
+        if self.soft_kv_share > self.hard_kv_share:
+            raise ValueError(
+                f"soft_kv_share={self.soft_kv_share:g} is above hard_kv_share={self.hard_kv_share:g}: "
+                "lower it, or episodes are begun whose requests must wait"
+            )
+        return self
 
     @model_validator(mode="after")
     def _pauses_grow(self) -> Self:

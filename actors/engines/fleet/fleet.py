@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from actors.engines.announced_version import Published
-from actors.engines.base import Generation, GenerationRequest
+from actors.engines.base import Generation, GenerationRequest, KvTokens
+from actors.engines.fleet.cache_room import total_of
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.host_weights import HostWeights
 from actors.engines.fleet.member import Build, Member, Scored
@@ -87,6 +88,11 @@ class Fleet:
         """Return the seconds that requests had a place at an engine, added up over all of them."""
         here = sum(member.occupancy.request_s for member in self._members.values())
         return self._request_s_of_the_left + here
+
+    @property
+    def kv_tokens(self) -> KvTokens | None:
+        """Return how full the caches of the engines in service are; None unless all of them tell."""
+        return total_of(m.cache_room.kv_tokens for m in self._members.values() if m.state == "serving")
 
     @property
     def failure(self) -> str:
@@ -302,7 +308,7 @@ class Fleet:
                 self._queue.remove(pending)
 
     def _dispatch(self) -> None:
-        """Give places to those that wait, the oldest first.
+        """Give places to those that wait, the oldest first, as far as caches have room for their contexts.
 
         A request under which engines have failed waits for a place among few enough others; nobody younger
         goes to the least busy engine meanwhile, or it would never be less so."""
@@ -320,6 +326,8 @@ class Fleet:
             if not open_to_it and kept_free is None:
                 able = (member for member in free if member.name not in pending.refusals)
                 kept_free = min(able, key=lambda member: member.load, default=None)
+            elif open_to_it and not (open_to_it := [m for m in open_to_it if m.cache_room.takes(pending)]):
+                return  # shorter contexts would keep it waiting for ever
             elif member := self._choose(pending, open_to_it):
                 self._queue.remove(pending)
                 pending.member = member

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import structlog
 
 from actors.engines.base import NOTHING, Engine, Generation, GenerationRequest, HealthChecked, Scores
+from actors.engines.fleet.cache_room import CacheRoom
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.device_share import DeviceShare
 from actors.engines.fleet.engine_life import EngineLife
@@ -55,6 +56,10 @@ class Member:
         """Reason of the latest failure."""
         self.misconfigured: ConfigError | None = None
         """Set when the engine did not start for its settings."""
+        self.cache_room = CacheRoom(
+            lambda: self._life.engine if self._life else None, hard_share=config.hard_kv_share
+        )
+        """Room for contexts."""
         self.device_share = DeviceShare(self)
         """Its use of a device that it shares with other processes."""
         self.tried = asyncio.Event()
@@ -121,12 +126,14 @@ class Member:
     def add_request(self, pending: PendingRequest) -> None:
         """Give a request a place."""
         self.requests.add(pending)
+        self.cache_room.add(pending)
         self.served += 1
         self.occupancy.note(len(self.requests))
 
     def remove_request(self, pending: PendingRequest) -> None:
         """Take its place from it."""
         self.requests.discard(pending)
+        self.cache_room.remove(pending)
         self.occupancy.note(len(self.requests))
 
     async def live(self) -> None:
@@ -317,6 +324,7 @@ class Member:
         assert life is not None, "it was brought up"
         while not await set_within(self._out, self._config.health_period_s):
             await self._check_health(life)
+            self._changed()  # its cache may have emptied while no request ended
 
     async def _check_health(self, life: EngineLife) -> None:
         """Fail an engine that says it is not well, or says nothing."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.engines.base import NOTHING, Generation, GenerationRequest
+from actors.engines.base import NOTHING, Generation, GenerationRequest, joined_kept_sets
 from bus.trajectory import FinishReason
 
 if TYPE_CHECKING:
@@ -107,4 +107,5 @@ class PendingRequest:
             policy_versions=np.concatenate([piece.policy_versions for piece in pieces]),
             finish_reason=self.finish_reason or "abort",
             routed_experts=np.concatenate(routed) if routed else None,
+            kept=joined_kept_sets(pieces),
         )

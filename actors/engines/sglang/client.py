@@ -85,6 +85,8 @@ class SglangClient:
         return ServerFacts(
             version=str(server["version"]),
             model=str(model["model_path"]),
+            architectures=tuple(model.get("architectures") or ()),
+            longest_prompt=server.get("max_req_input_len"),
             update_sessions="/begin_weight_update" in paths,
             reports_spans="weight_versions" in answer.get("meta_info", {}),
             returns_experts="routed_experts" in answer.get("meta_info", {}),
@@ -95,6 +97,7 @@ class SglangClient:
             replicas=int(server.get("dp_size", 1)) * int(server.get("pp_size", 1)),
             settings=(server,),
             role=role,
+            tells_loads="/v1/loads" in paths,
             bootstrap_port=int(server.get("disaggregation_bootstrap_port") or 0),
         )
 
@@ -129,6 +132,10 @@ class SglangClient:
         body = {**request_body(request, rid=rid, salt=rid), "logprob_start_len": 0}
         answer = await self._call("POST", "/generate", body, timeout_s=timeout_s)
         return read_prompt_logprobs(answer, request)
+
+    async def loads(self, *, timeout_s: float) -> Json:
+        """Return what the server says of its load."""
+        return await self._call("GET", "/v1/loads", timeout_s=timeout_s)
 
     async def abort(self, rid: str) -> None:
         """End a request, and any other whose rid begins so."""
@@ -367,6 +374,7 @@ def request_body(request: GenerationRequest, *, rid: str, salt: str) -> Json:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
             "max_new_tokens": sampling.max_new_tokens,
             "stop_token_ids": stops or None,
             "ignore_eos": not stops,

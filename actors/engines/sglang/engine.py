@@ -11,8 +11,15 @@ import torch
 
 from actors.config import SglangEngineConfig
 from actors.engines.announced_version import Published
-from actors.engines.base import NOTHING, Generation, GenerationRequest, InterruptedGenerationError
+from actors.engines.base import (
+    NOTHING,
+    Generation,
+    GenerationRequest,
+    InterruptedGenerationError,
+    KvTokens,
+)
 from actors.engines.sglang.answers import Streamed
+from actors.engines.sglang.cache_loads import CacheLoads
 from actors.engines.sglang.client import SglangClient, UnreachableError
 from actors.engines.sglang.expert_routing import Routing
 from actors.engines.sglang.loading import Load, Loading
@@ -22,7 +29,7 @@ from actors.engines.sglang.server import Server
 from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.weights import HeldWeights
 from bus.errors import ConfigError, EngineError, RequestRefusedError
-from bus.waiting import left_s, unless
+from bus.waiting import cancelled, left_s, unless
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -65,6 +72,8 @@ class SglangEngine:
         self._released = False
         self._in_progress = RequestsInProgress(self._connected, number)
         self._watcher: asyncio.Task[None] | None = None
+        self._loads_of_cache = CacheLoads()
+        self._looking_at_cache: asyncio.Task[None] | None = None
 
     @property
     def policy_version(self) -> int:
@@ -81,6 +90,11 @@ class SglangEngine:
         """Return the number of requests that wait for weights, or for a look at a server that did not
         answer."""
         return self._in_progress.waiting
+
+    @property
+    def kv_tokens(self) -> KvTokens | None:
+        """Return how full the server's cache is; None where it does not say."""
+        return self._loads_of_cache.tokens
 
     @property
     def url(self) -> str:
@@ -109,6 +123,8 @@ class SglangEngine:
             )
         self._watcher = asyncio.create_task(self._watch())
         self._watcher.add_done_callback(self._watching_ended)
+        if self._facts.tells_loads:
+            self._looking_at_cache = asyncio.create_task(self._loads_of_cache.watch(self._client))
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Continue `request`; waits for the first weights. Cancelling the caller aborts the request.
@@ -188,9 +204,7 @@ class SglangEngine:
     async def close(self) -> None:
         """End the server if it is ours; requests in flight raise EngineError."""
         self._stop_for_good("it was closed")
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.wait({self._watcher})
+        await cancelled(*filter(None, (self._watcher, self._looking_at_cache)))
         await self._in_progress.aborted()
         await self._server.kill()
         if self._loading is not None:

@@ -31,6 +31,12 @@ class ServerFacts:
     """Its algorithm of speculative decoding."""
     role: str = "null"
     """`prefill` or `decode` for half of a pair."""
+    tells_loads: bool = False
+    """It says how full its cache is."""
+    architectures: tuple[str, ...] = ()
+    """Classes of its model; empty where it does not say."""
+    longest_prompt: int | None = None
+    """Tokens that a prompt may have, and with it its answer; None where it does not say."""
     bootstrap_port: int = 0
     """Where a decode server finds out how to reach a prefill server."""
 

@@ -42,6 +42,10 @@ class _Tool(Body):
     parameters: dict[str, JsonValue] | None = None
 
 
+class _Text(Body):
+    format: dict[str, JsonValue] | None = None
+
+
 class _Request(Body):
     model: str = ""
     input: str | Annotated[list[_Item], Field(min_length=1)]
@@ -53,6 +57,8 @@ class _Request(Body):
     temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
+    text: _Text | None = None
+    top_logprobs: int | None = None
 
 
 def _parse(raw: bytes) -> Ask:
@@ -73,7 +79,13 @@ def _parse(raw: bytes) -> Ask:
             top_p=request.top_p,
             max_new_tokens=request.max_output_tokens,
         ),
-        unmet=unmet({"tool_choice": request.tool_choice}),
+        unmet=unmet(
+            {
+                "tool_choice": request.tool_choice,
+                "text.format": request.text.format if request.text is not None else None,
+                "top_logprobs": request.top_logprobs,
+            }
+        ),
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from actors.config import ActorsConfig
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.agent_config import AgentConfig
@@ -40,8 +41,8 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
+def tool_tokenizer():
+    """One token a character, and a chat template that knows tools."""
     vocabulary = {token: n for n, token in enumerate((*SPECIALS, *string.printable))}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -52,6 +53,11 @@ def tokenizer():
     )  # fmt: skip
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tool_tokenizer()
 
 
 class Model:
@@ -75,10 +81,10 @@ def environment_of(*tools, **settings):
     )
 
 
-async def rolled_out(environment, tokenizer, *answers, label="42", sampling=LONG):
+async def rolled_out(environment, tokenizer, *answers, label="42", sampling=LONG, task=None):
     model = Model(tokenizer, *answers)
     policy = Policy(ScriptedEngine(model), tokenizer, sampling)
-    episode = await environment.run(Task(task_id="t", prompt="6*7", label=label), policy)
+    episode = await environment.run(task or Task(task_id="t", prompt="6*7", label=label), policy)
     return episode, model
 
 
@@ -282,7 +288,7 @@ async def test_its_tools_are_closed_with_it_and_also_after_a_check(told, monkeyp
     await told(ToolResult("done")).close()
     assert len(closed) == 1
     config = {"type": "tools", "tools": [{"type": "plugin", "tool": "users_tools:Tool"}]}
-    await check_environment(ToolsConfig.model_validate(config))
+    await check_environment(ActorsConfig(environment=ToolsConfig.model_validate(config)))
     assert len(closed) == 2
 
 

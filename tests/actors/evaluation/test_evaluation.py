@@ -1,10 +1,12 @@
 """Held-out accuracy on the engines that roll out."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from actors.engines.scripted import ScriptedEngine
+from actors.environments.base import Episode
 from actors.evaluation import engines as evaluation_engines
 from actors.evaluation.engines import RolloutEngines
 from bus.errors import EngineError, EngineLostError, HandBackError
@@ -243,7 +245,9 @@ async def test_a_measurement_with_failed_rollouts_answers_for_no_other_version(
     assert [(r.policy_version, r.drawn_by, r.failed) for r in results] == [(1, (2, 2), 1), (2, (2, 2), 0)]
 
 
-async def test_a_rollout_that_fails_counts_as_zero_and_the_others_count(bus, evaluations, follower, rollouts):
+async def test_a_rollout_that_fails_is_counted_and_says_nothing_about_the_policy(
+    bus, evaluations, follower, rollouts
+):
     async def fail(run):
         if run in (1, PROMPTS + 1, PROMPTS + 2):
             raise EngineError("this prompt ends its engines")
@@ -252,14 +256,32 @@ async def test_a_rollout_that_fails_counts_as_zero_and_the_others_count(bus, eva
     async with evaluations.evaluator(rollouts, Recording(fail)):
         await evaluations.ask(asked)
         result = await evaluations.result()
-    assert (result.sampled, result.greedy, result.failed) == (0.75, 0.5, 3)
+    assert (result.sampled, result.greedy, result.failed) == (1.0, 1.0, 3)
 
 
-async def test_nothing_is_told_where_every_rollout_failed_and_the_next_version_is_measured(
-    bus, evaluations, follower, rollouts
+async def test_what_a_tool_broke_is_a_failure_and_no_wrong_answer(bus, evaluations, follower, rollouts):
+    class Breaking(Recording):
+        async def run(self, task, policy):
+            is_first = self.runs == 0
+            episode = await super().run(task, policy)
+            if not is_first:
+                return episode
+            return Episode(
+                tuple(replace(part, end="tool_error", reward=0.0) for part in episode.trajectories)
+            )
+
+    async with evaluations.evaluator(rollouts, Breaking()):
+        await evaluations.ask(await publish(bus, 1))
+        result = await evaluations.result()
+    assert (result.sampled, result.greedy, result.failed) == (1.0, 1.0, 1)
+
+
+@pytest.mark.parametrize("failing", [range(1, 2 * PROMPTS + 1), range(1, PROMPTS)], ids=["all", "most"])
+async def test_nothing_is_told_where_most_rollouts_failed_and_the_next_version_is_measured(
+    bus, evaluations, follower, rollouts, failing
 ):
     async def fail(run):
-        if run <= 2 * PROMPTS:
+        if run in failing:
             raise EngineError("engines that answer nothing")
 
     async with evaluations.evaluator(rollouts, Recording(fail)):
@@ -318,4 +340,57 @@ async def test_whatever_an_environment_raises_costs_its_answer_alone(bus, evalua
         asked = await publish(bus, 3)
         await evaluations.ask(asked)
         result = await evaluations.result()
-    assert (result.failed, result.sampled, result.greedy) == (1, 1 - 1 / PROMPTS, 1.0)
+    assert (result.failed, result.sampled, result.greedy) == (1, 1.0, 1.0)
+
+
+class AgainstAnother:
+    """Has an opponent that moves first; the outcome is a tenth of what the policy's own part would say."""
+
+    trajectories_per_episode = None
+
+    async def run(self, task, policy):
+        assert task.heldout
+        policy = policy.fresh(task.task_id)
+        await policy.chat("a", "opponent", policy="past")
+        await policy.chat(task.messages)
+        return Episode(policy.trajectories(1.0), outcome=0.1)
+
+
+async def test_an_opponents_older_version_does_not_count_and_the_outcome_is_what_counts(
+    bus, evaluations, engine, follower, rollouts
+):
+    past = ScriptedEngine(lambda tokens: [6] * 4, policy_version=1)
+    async with evaluations.evaluator(rollouts, AgainstAnother(), opponents={"past": past}):
+        asked = await publish(bus, 3)
+        await reached(follower, 3)
+        await evaluations.ask(asked)
+        result = await evaluations.result()
+    assert result.drawn_by == (3, 3)
+    assert (result.sampled, result.greedy) == (pytest.approx(0.1), pytest.approx(0.1))
+    assert len(past.requests) == len(engine.requests) == 2 * PROMPTS
+
+
+class WithCritic:
+    """A critic answers what the policy has answered."""
+
+    trajectories_per_episode = 2
+
+    async def run(self, task, policy):
+        policy = policy.fresh(task.task_id)
+        answer = await policy.chat(task.messages)
+        await policy.chat(answer.text, "critic")
+        return Episode(policy.trajectories(1.0))
+
+
+async def test_further_policies_answer_with_their_newest_weights_and_their_versions_do_not_count(
+    bus, evaluations, engine, follower, rollouts
+):
+    critic = ScriptedEngine(lambda tokens: [6] * 4, policy_version=17)
+    further, agents = {"second": critic}, {"critic": "second"}
+    async with evaluations.evaluator(rollouts, WithCritic(), further=further, agents=agents):
+        asked = await publish(bus, 3)
+        await reached(follower, 3)
+        await evaluations.ask(asked)
+        result = await evaluations.result()
+    assert (result.drawn_by, result.failed) == ((3, 3), 0)
+    assert len(critic.requests) == len(engine.requests) == 2 * PROMPTS

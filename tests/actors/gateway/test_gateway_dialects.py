@@ -132,6 +132,10 @@ def test_what_is_asked_for_and_not_done_is_named():
     asked = ask(OPENAI_CHAT, messages=hello, tool_choice="required", frequency_penalty=0.5, seed=0, stop="x")
     assert (set(asked.unmet), asked.stop) == ({"tool_choice", "frequency_penalty"}, ("x",))
     assert ask(OPENAI_CHAT, messages=hello, tool_choice="auto", presence_penalty=0.0).unmet == ()
+    schema = {"type": "json_schema", "name": "A", "schema": SCHEMA}  # openai-agents with an output_type
+    structured = ask(OPENAI_RESPONSES, input="hi", text={"format": schema, "verbosity": "low"})
+    assert structured.unmet == ("text.format",)
+    assert ask(OPENAI_RESPONSES, input="hi", text={"format": {"type": "text"}}).unmet == ()
 
 
 @pytest.mark.parametrize(

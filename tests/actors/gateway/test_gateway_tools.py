@@ -118,3 +118,28 @@ async def test_hook_that_raises_costs_the_episode_and_not_the_server(tmp_path, m
         assert "ZeroDivisionError" in str(s.session.failure)
         assert (await s.chat("hi"))[0] == 200
     sys.modules.pop("broken_hook")
+
+
+async def test_agent_that_repeats_its_calls_as_text_forks_and_keeps_what_was_sampled():
+    """smolagents sends the history of a ToolCallingAgent as text parts, as recorded here."""
+
+    def text(role: str, words: str) -> dict:
+        return {"role": role, "content": [{"type": "text", "text": words}]}
+
+    begun = [text("system", "Call tools."), text("user", "New task:\n40+2?")]
+    async with served(answering) as s:
+        body = {"messages": begun, "tools": [TOOL], "tool_choice": "required"}
+        _, first = await s.post("/v1/chat/completions", body)
+        [call] = first["choices"][0]["message"]["tool_calls"]
+        shown = {**call, "function": {"name": "add", "arguments": {"a": 40, "b": 2}}}
+        history = [
+            *begun,
+            text("assistant", f"I add.\nCalling tools:\n[{shown}]"),
+            text("user", "Observation:\ntool 42"),
+        ]
+        _, second = await s.post("/v1/chat/completions", {**body, "messages": history})
+        assert second["choices"][0]["message"]["content"] == "42"
+        one, other = s.policy.trajectories(1.0)
+        end = encoded("<|im_end|>")
+        assert one.token_ids[one.loss_mask].tolist() == encoded(f"I add.{WRITTEN}") + end
+        assert other.token_ids[other.loss_mask].tolist() == encoded("42") + end

@@ -4,6 +4,7 @@ from math import log
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from actors.config import SamplingConfig
@@ -23,7 +24,19 @@ def test_the_whole_distribution_needs_no_warning():
 
 def test_the_bound_is_told_where_there_is_one():
     assert said(top_p=0.5) == ["up to 0.69"]
-    assert said(top_p=0.5, top_k=20) == said(top_k=20) == ["without a bound"]
+    assert said(top_p=0.5, top_k=20) == said(top_k=20) == said(min_p=0.1) == ["without a bound"]
+
+
+def test_nothing_is_off_where_kept_tokens_are_recorded():
+    assert said(top_p=0.5, keep_masks=True) == said(min_p=0.1, top_k=20, keep_masks=True) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"), [({}, r"set one of them \(top_k=0\)"), ({"top_k": 1025}, "at most 1024: set")]
+)
+def test_recording_without_a_cut_or_of_too_large_sets_is_refused(settings, why):
+    with pytest.raises(ValidationError, match=why):
+        SamplingConfig(keep_masks=True, **settings)
 
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9])

@@ -206,6 +206,8 @@ async def test_tokens_can_be_continued_as_they_are(scripted, tokenizer):
 def test_sampling_comes_from_the_config():
     config = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=9)
     assert Sampling.from_config(config, [1, 2]) == Sampling(0.7, 0.9, 5, 9, (1, 2))
+    cut = SamplingConfig(min_p=0.1, keep_masks=True)
+    assert Sampling.from_config(cut, []) == Sampling(min_p=0.1, keep_masks=True)
 
 
 async def test_each_completion_has_a_seed_of_its_own_that_is_always_the_same(tokenizer):

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from actors.config import ActorsConfig, SingleTurnConfig
+from actors.environments.prompt_choices import refuse_unknown_choices
 from actors.rewards.base import LATER, InvalidRewardError, RewardError, Scored
 from actors.rewards.config import RewardConfig
-from actors.rewards.prompt_choices import refuse_unknown_choices
 from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
 from bus.errors import ConfigError
 from bus.messages import Prompt
@@ -92,7 +93,7 @@ async def test_a_prompt_chooses_among_the_rewards_that_the_run_allows():
 
 
 def test_prompts_that_choose_a_reward_which_the_run_does_not_allow_are_refused_before_it_starts():
-    config = RewardConfig(reward="exact", rewards=("f1",))
+    config = ActorsConfig(environment=SingleTurnConfig(reward="exact", rewards=("f1",)))
     good = [Prompt(content="a"), Prompt(content="b", metadata={"reward": "f1", "source": "tables"})]
     refuse_unknown_choices(good, config, where="mine.jsonl")
     bad = [*good, Prompt(content="c", metadata={"reward": "exactt"})]

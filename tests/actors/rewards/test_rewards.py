@@ -116,14 +116,14 @@ async def test_a_number_of_numpy_or_torch_is_a_reward(value):
 
 
 async def test_plain_rewards_run_at_the_same_time_outside_the_event_loop():
-    all_in = threading.Barrier(4, timeout=5)
+    all_in = threading.Barrier(4, timeout=60)
 
     def reward(_):
         assert threading.current_thread() is not threading.main_thread()
         all_in.wait()  # breaks unless four calls are in it at the same time
         return 1.0
 
-    scorer = Scorer("mine", timeout_s=20, threads=4, reward=reward)
+    scorer = Scorer("mine", timeout_s=60, threads=4, reward=reward)
     assert await asyncio.gather(*(scorer.score(answer()) for _ in range(8))) == [1.0] * 8
 
 

@@ -1,12 +1,16 @@
 """Tools of MCP servers, over stdio and HTTP, with real servers."""
 
+import asyncio
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from actors.tools import mcp
 from actors.tools.base import ToolError, ToolResult
 from actors.tools.build import build_tools
 from actors.tools.config import McpConfig
@@ -37,6 +41,35 @@ async def test_a_servers_tools_are_called_over_stdio(monkeypatch):
             await tools["die"].call({})
         assert await tools["add"].call({"a": 1, "b": 1}) == ToolResult("2")  # it is started again
     finally:
+        await tools["add"].close()
+
+
+@pytest.mark.slow
+async def test_a_call_cancelled_while_it_connects_again_leaves_the_connection_to_the_next(monkeypatch):
+    transport, entered, let_in = mcp._transport, threading.Event(), threading.Event()
+
+    @asynccontextmanager
+    async def held(config):
+        entered.set()
+        assert await asyncio.to_thread(let_in.wait, 20)
+        async with transport(config) as streams:
+            yield streams
+
+    tools = build_tools([McpConfig(command=STDIO)])
+    try:
+        with pytest.raises(ToolError):
+            await tools["die"].call({})
+        monkeypatch.setattr(mcp, "_transport", held)
+        first = asyncio.create_task(tools["add"].call({"a": 1, "b": 1}))
+        assert await asyncio.to_thread(entered.wait, 20)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        second = asyncio.create_task(tools["add"].call({"a": 2, "b": 2}))
+        let_in.set()
+        assert await second == ToolResult("4")
+    finally:
+        let_in.set()
         await tools["add"].close()
 
 

@@ -20,8 +20,11 @@ from bus.connection import Bus
 from bus.errors import EngineError
 from bus.messages import BlobRef, PolicyManifest
 from bus.server import NatsServer
+from learner.config.frozen_policies import TeacherConfig
+from learner.config.learner import LearnerConfig
 from learner.publication.broadcast import Broadcaster
 from learner.publication.host_copy import host_tensors
+from learner.scoring.served_teachers import ask_teachers
 from storage.weights.tensors import Weights
 from tests.actors.sglang_served import (
     CONFIG,
@@ -37,6 +40,7 @@ from tests.actors.sglang_served import (
     until,
 )
 from tests.actors.tiny import recomputed, request
+from tests.factories import make_trajectory
 
 pytestmark = [pytest.mark.sglang, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(420)]
 
@@ -72,6 +76,27 @@ async def test_logprobs_equal_those_of_transformers(engine, temperature):
     assert set(generation.policy_versions.tolist()) == {0}
     expected = recomputed(FIRST, PROMPT, generation, temperature)
     np.testing.assert_allclose(generation.logprobs, expected, atol=1e-5)
+
+
+async def test_a_learner_asks_it_as_a_teacher(engine):
+    """The log-probs of a scored sequence, and those of the likeliest tokens, are transformers'."""
+    trajectory = make_trajectory(tokens=24)
+    # The server keeps a prefix that it warmed up with, which begins with 10, under other weights.
+    trajectory = replace(trajectory, token_ids=(trajectory.token_ids + 1) % 40)
+    ids, places = torch.from_numpy(trajectory.token_ids).long(), np.flatnonzero(trajectory.loss_mask)
+    with torch.inference_mode():
+        expected = FIRST(ids[None]).logits[0].log_softmax(-1)[places - 1]
+    for kl in ({}, {"kl": "top_k", "top_k": 5}):
+        learner = LearnerConfig(teacher=TeacherConfig(url=engine.url, outage_s=10.0, **kl))
+        answers = await ask_teachers([[trajectory]], learner, vocab_size=40)
+        if not kl:
+            [logprobs] = answers.logprobs["teacher"]
+            sampled = expected.gather(-1, ids[places][:, None])[:, 0]
+            np.testing.assert_allclose(logprobs[places], sampled, atol=1e-5)
+        else:
+            [top] = answers.top_tokens["teacher"]
+            np.testing.assert_allclose(top.logprobs[places, :-1], expected.topk(5).values, atol=1e-5)
+            assert top.token_ids[places].tolist() == expected.topk(5).indices.tolist()
 
 
 async def test_temperature_zero_takes_the_likeliest_token(engine):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from actors.config import SglangEngineConfig
+from actors.engines.sglang import cache_loads
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.requests_in_progress import RequestsInProgress
 from actors.engines.sglang.settings import APPLY
@@ -279,3 +280,32 @@ async def test_requests_that_are_to_begin_again_before_the_abort_is_answered_are
         flight.sent = asyncio.create_task(ended.wait())
         await asyncio.wait_for(flights.interrupt(TIMEOUT_S), TIMEOUT_S)
         assert flight.sent is None
+
+
+async def test_how_full_the_cache_is_comes_from_the_server_over_all_replicas(server, attach, monkeypatch):
+    monkeypatch.setattr(cache_loads, "PERIOD_S", 0.01)
+    used = {"num_used_tokens": 300, "num_waiting_uncached_tokens": 50, "max_total_num_tokens": 1000}
+    server.loads = [used, {"num_used_tokens": 100, "max_total_num_tokens": 1000}]
+    engine = attach()
+    await engine.start()
+    async with asyncio.timeout(TIMEOUT_S):
+        while engine.kv_tokens is None:  # noqa: ASYNC110 - the fleet asks it, too
+            await asyncio.sleep(0.01)
+        assert engine.kv_tokens[:3] == (450, 2000, True)
+        server.loads = [{"num_used_tokens": 7, "max_total_num_tokens": 10}]
+        while engine.kv_tokens.used != 7:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await engine.close()
+
+
+async def test_server_that_does_not_tell_how_full_it_is_leaves_it_open(server, attach):
+    engine = attach()
+    await engine.start()
+    assert engine.kv_tokens is None
+    assert "v1/loads" not in server.said
+    await engine.close()
+
+
+@pytest.mark.parametrize("said", [{}, {"loads": None}, {"loads": [{}]}, {"loads": [7]}, {"loads": []}])
+def test_loads_that_say_nothing_of_use_are_none(said):
+    assert cache_loads.read_loads(said, 1) is None

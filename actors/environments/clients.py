@@ -1,0 +1,271 @@
+"""Episodes that clients from outside lead: they take tasks, ask the policy, and say when they are done."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from hmac import compare_digest
+from typing import Self
+
+import structlog
+from aiohttp import web
+
+from actors.environments.agent_config import POSTED
+from actors.environments.answer_scoring import AnswerScoring
+from actors.environments.base import Episode, EpisodeError, FailedEpisode, Task
+from actors.environments.clients_config import ClientsConfig
+from actors.environments.session_episode import posted_episode, scored_episode
+from actors.gateway.posted_reward import PostedReward
+from actors.gateway.refusal import RefusedError, invalid
+from actors.gateway.server import Gateway, keys_of
+from actors.gateway.session import Session
+from actors.gateway.task_offers import Offer, Taker, TaskOffers
+from actors.gateway.task_requests import described, failure_of, task_request
+from actors.policy.policy import Policy
+from actors.rewards.base import RewardError
+from bus.codec import Json
+from bus.errors import HandBackError
+from bus.waiting import cancelled, set_within, unless
+
+log = structlog.get_logger()
+LOOK_S = 1.0
+"""Seconds after which a session whose client is gone is noticed."""
+CLAIMS_REMEMBERED = 4096
+"""Answers to requests for tasks that are kept for retries."""
+
+
+class ClientsEnvironment:
+    """Offers each rollout to clients, and waits until the one that took it is done."""
+
+    trajectories_per_episode: int | None = None
+
+    def __init__(self, config: ClientsConfig, scoring: AnswerScoring | None) -> None:
+        self.token: str | None = None
+        """What a client must know to take tasks; None lets everybody who reaches the gateway."""
+        self._config = config
+        self._scoring = scoring
+        """Computes rewards; None where clients post them."""
+        self._gateway = Gateway(config.gateway, self._add_routes)
+        self._offers = TaskOffers()
+        self._stop = asyncio.Event()
+        self._claims: OrderedDict[str, bytes] = OrderedDict()
+        """Answers to requests for tasks, by `Idempotency-Key`."""
+        self._others = Taker()
+        """Clients that nobody here has started."""
+        self._programs: dict[str, Taker] = {}
+        """Programs that were started here, by what they are known by."""
+        self._episodes = 0
+
+    @classmethod
+    def from_config(cls, config: ClientsConfig) -> Self:
+        """Build. Raises `ConfigError` for a reward that cannot be used."""
+        return cls(config, None if config.reward == POSTED else AnswerScoring.from_config(config))
+
+    @property
+    def url(self) -> str:
+        """Return where clients reach it."""
+        return self._gateway.url
+
+    @property
+    def status(self) -> dict[str, Json]:
+        """Return the numbers of its screen."""
+        return {
+            "sessions": len(self._others.sessions),
+            "tasks_offered": self._offers.offered,
+            "clients_waiting": self._offers.waiting,
+            "client_episodes": self._episodes,
+        }
+
+    async def open(self, stop: asyncio.Event) -> None:
+        """Begin to serve; `stop` has those who wait for a client go back. Raises `ConfigError`."""
+        self._stop = stop
+        await self._gateway.start()
+
+    @contextmanager
+    def program(self) -> Iterator[tuple[str, Taker]]:
+        """Let a program take tasks while inside, at the address that is yielded; nobody else knows it."""
+        key, taker = secrets.token_urlsafe(24), Taker()
+        self._programs[key] = taker
+        try:
+            yield f"{self.url}/programs/{key}/tasks", taker
+        finally:
+            del self._programs[key]
+            taker.leave(taker.gone or "its program is ended")
+
+    @property
+    def offered(self) -> int:
+        """Return the number of rollouts that nobody has taken."""
+        return self._offers.offered
+
+    def refuse(self, reason: str) -> None:
+        """Fail the rollouts that nobody has taken."""
+        self._offers.refuse(reason)
+
+    async def leases_wanted(self, samples: int, timeout_s: float) -> int:
+        """Return how many groups of so many rollouts clients wait for, once some do or time is over."""
+        if not self._offers.leases_wanted(samples):
+            await self._offers.wanted_within(timeout_s)
+        return self._offers.leases_wanted(samples)
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """Have a client roll `task` out once.
+
+        Raises EngineError, RewardError, EpisodeError for what became of the client, and HandBackError where
+        nobody takes the group, or this process ends."""
+        policy = policy.fresh(task.task_id)
+        with self._offers.offering(task) as offer:
+            await self._claimed(offer)
+            own = offer.own
+            task = task if own is None else _in_place_of(task, own.task)
+            metadata: dict[str, Json] = {} if own is None else {"client_task": own.name}
+            async with self._gateway.session(policy, task.task_id) as session:
+                session.posts_rewards = self._scoring is None
+                offer.session.set_result((task, session))
+                assert offer.taker is not None  # it was claimed
+                with offer.taker.leading(session):
+                    await self._ended(task, session)
+                await session.close()
+                episode = await self._episode(policy, session, task, metadata)
+        self._episodes += 1
+        return episode
+
+    async def score_group(self, episodes: Mapping[int, Episode]) -> Mapping[int, Episode | FailedEpisode]:
+        """Return the episodes of a group with their final rewards; raises RewardError."""
+        return episodes if self._scoring is None else await self._scoring.score_group(episodes)
+
+    async def close(self) -> None:
+        """Close the gateway, and give up the rewards' connections and processes."""
+        await self._gateway.close()
+        if self._scoring is not None:
+            await self._scoring.close()
+
+    async def _claimed(self, offer: Offer) -> None:
+        """Return when a client has taken the rollout."""
+        try:
+            async with asyncio.timeout(self._config.claim_timeout_s):
+                while not (offer.claimed.is_set() or self._stop.is_set()):
+                    await unless(self._stop, offer.claimed.wait())
+        except TimeoutError as error:
+            if offer.group.claimed:
+                raise EpisodeError(
+                    f"no client took task {offer.task.task_id} within {self._config.claim_timeout_s:g} s, "
+                    "though one took another rollout of its group"
+                ) from error
+        if offer.refused is not None:
+            raise EpisodeError(f"task {offer.task.task_id}: {offer.refused}")
+        if not offer.claimed.is_set():
+            raise HandBackError(f"no client took task {offer.task.task_id}")
+
+    async def _ended(self, task: Task, session: Session) -> None:
+        """Return when the client is done. Raises EpisodeError where it failed or left."""
+        ending = asyncio.create_task(self._drained(), name="drain")
+        try:
+            async with asyncio.timeout(self._config.episode_timeout_s):
+                while not await set_within(session.ended, LOOK_S):
+                    if ending.done():
+                        raise HandBackError(f"the client of task {task.task_id} was not done at the stop")
+                    silent_s = time.monotonic() - session.last_request_s
+                    if silent_s > self._config.idle_timeout_s and not session.is_answering:
+                        raise _failed(task, f"asked nothing for {silent_s:.0f} s") from TimeoutError()
+        except TimeoutError as error:
+            reason = f"was not done after {self._config.episode_timeout_s:g} s"
+            raise _failed(task, reason) from error
+        finally:
+            await cancelled(ending)
+        if session.failure is not None:
+            raise session.failure
+        if session.failed is not None:
+            raise _failed(task, f"failed: {session.failed}")
+
+    async def _drained(self) -> None:
+        await self._stop.wait()
+        await asyncio.sleep(self._config.drain_timeout_s)
+
+    async def _episode(
+        self, policy: Policy, session: Session, task: Task, metadata: Mapping[str, Json]
+    ) -> Episode:
+        last = session.last
+        if last is None:
+            raise _failed(task, "asked the policy nothing")
+        if self._scoring is not None:
+            return await scored_episode(self._scoring, policy, session, task, last, metadata)
+        posted = session.reward
+        if posted is None and session.end and self._config.unfinished_reward is not None:
+            posted = PostedReward(reward=self._config.unfinished_reward)
+        if posted is None:
+            raise RewardError(f"the client of task {task.task_id} ended it without a reward")
+        return posted_episode(policy, session, posted, metadata)
+
+    # Requests that are no agent's.
+
+    def _add_routes(self, app: web.Application) -> None:
+        app.router.add_post("/tasks", self._take)
+        app.router.add_get("/tasks", self._tell)
+        app.router.add_post("/programs/{program}/tasks", self._take)
+        for prefix in ("", "/s/{session}"):
+            app.router.add_post(f"{prefix}/end", self._end)
+
+    async def _take(self, request: web.Request) -> web.Response:
+        """Give a client a rollout and the session to do it in."""
+        taker = self._taker(request)
+        taker.last_request_s = time.monotonic()
+        key = request.headers.get("Idempotency-Key", "")
+        if key in self._claims:
+            return _json(self._claims[key])
+        own, wait_s = task_request(await self._gateway.body_of(request))
+        if own is not None and taker is not self._others:
+            raise invalid("a program takes the run's tasks, and brings none of its own")
+        is_over = self._stop.is_set()
+        offer = None if is_over else await unless(self._stop, self._offers.claim(own, taker, wait_s))
+        if offer is None:
+            raise RefusedError(503, "no_task", "there is no task now: ask again", retry=True)
+        task, session = await asyncio.shield(offer.session)
+        url = self._gateway.url_of(session)
+        answer = json.dumps(described(task, url, session.key, with_label=self._scoring is None)).encode()
+        if key:
+            self._claims[key] = answer
+            if len(self._claims) > CLAIMS_REMEMBERED:
+                self._claims.popitem(last=False)
+        return _json(answer)
+
+    async def _tell(self, request: web.Request) -> web.Response:
+        self._refuse_stranger(request)
+        return web.json_response(self.status)
+
+    async def _end(self, request: web.Request) -> web.Response:
+        session = self._gateway.session_of(request)
+        session.end_episode(failure_of(await self._gateway.body_of(request)))
+        return web.json_response({"ended": True})
+
+    def _taker(self, request: web.Request) -> Taker:
+        """Return who asks. Raises `RefusedError` for who may not take tasks."""
+        program = request.match_info.get("program")
+        if program is None:
+            self._refuse_stranger(request)
+            return self._others
+        if program not in self._programs:
+            raise RefusedError(404, "unknown_program", "use SLUICE_TASKS_URL as it was given")
+        return self._programs[program]
+
+    def _refuse_stranger(self, request: web.Request) -> None:
+        """Raise `RefusedError` for a client that does not know the token."""
+        token = self.token
+        if token is None or any(compare_digest(key.encode(), token.encode()) for key in keys_of(request)):
+            return
+        reason = "give the gateway's token as a bearer token: `launch gateway --show-token` says it"
+        raise RefusedError(401, "unknown_token", reason)
+
+
+def _in_place_of(task: Task, own: Task) -> Task:
+    return Task(task_id=task.task_id, prompt=own.prompt, label=own.label, metadata=own.metadata)
+
+
+def _failed(task: Task, reason: str) -> EpisodeError:
+    return EpisodeError(f"the client of task {task.task_id} {reason}")
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")

@@ -1,0 +1,55 @@
+"""Settings of the environment whose episodes are led by clients from outside. Loads without torch."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from actors.environments.agent_config import POSTED
+from actors.gateway.config import GatewayConfig
+from actors.rewards.config import RewardConfig
+
+
+class ClientsConfig(RewardConfig):
+    """Environment of `launch gateway`: clients take tasks, ask the policy, and say when they are done.
+
+    The reward is computed from the policy's last answer, or it is named `posted`: then each client posts its
+    own."""
+
+    type: Literal["clients"] = "clients"
+    """Name of the environment."""
+
+    claim_timeout_s: float = Field(300.0, gt=0)
+    """Longest time that a rollout waits for a client. A group of which none was taken goes back to the run;
+    in any other group the rollout fails by `timeout`."""
+
+    idle_timeout_s: float = Field(600.0, gt=0)
+    """Longest time between two requests of a session; then its client counts as gone, and its episode fails
+    by `timeout`."""
+
+    episode_timeout_s: float = Field(7200.0, gt=0)
+    """Longest time that an episode may take; then it fails by `timeout`."""
+
+    unfinished_reward: float | None = None
+    """Reward of an episode that a limit of the gateway ended before one was posted. With None such an episode
+    fails, and is not trained."""
+
+    drain_timeout_s: float = Field(20.0, gt=0)
+    """Time that running episodes get when the process is told to stop; then their groups go back to the
+    run."""
+
+    gateway: GatewayConfig = GatewayConfig()
+    """HTTP server by which the policy is asked."""
+
+    @model_validator(mode="after")
+    def _answers_have_no_reasoning(self) -> Self:
+        self.refuse_reasoning_rewards()
+        return self
+
+    @model_validator(mode="after")
+    def _posted_rewards_are_final(self) -> Self:
+        if self.reward == POSTED and (self.rewards or self.group_reward):
+            raise ValueError(
+                "reward=posted takes what each client posts: leave out rewards and group_reward, or name "
+                "another reward"
+            )
+        return self

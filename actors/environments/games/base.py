@@ -1,0 +1,42 @@
+"""Contract of text games: whose turn it is, what that player sees, and what it wins."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from actors.environments.base import Task
+
+
+class Game(Protocol):
+    """One play of a game. Whatever it raises fails the episode as `environment_error`."""
+
+    @property
+    def players(self) -> int:
+        """Return the number of players."""
+
+    @property
+    def player(self) -> int:
+        """Return whose turn it is, from 0."""
+
+    def observation(self) -> str:
+        """Return what the player sees that it has not seen yet; its first observation contains the rules."""
+
+    def act(self, action: str) -> bool:
+        """Make the player's move, which may be any text; return whether the game has ended."""
+
+    def rewards(self) -> Sequence[float]:
+        """Return the rewards of the outcome by player, also where the game was broken off."""
+
+    def close(self) -> None:
+        """Give up what the game holds."""
+
+
+@runtime_checkable
+class HasScriptedPlayer(Protocol):
+    """A game that can play by itself."""
+
+    def scripted(self) -> str:
+        """Return the move that it would make for the player whose turn it is."""
+
+
+Start = Callable[[Task], Game]
+"""Begins a game; rollouts of one prompt must begin alike, since they are compared."""

@@ -1,0 +1,115 @@
+"""Settings of text games. Loads without torch, and without the libraries that games come from."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from bus.config import Config
+
+SELF, SCRIPTED = "self", "scripted"
+
+
+class GuessNumber(Config):
+    """One player guesses a number that is told to be higher or lower. The task names it as its label."""
+
+    type: Literal["guess_number"] = "guess_number"
+    """Name of the game."""
+
+    guesses: int = Field(4, ge=1)
+    """Most guesses; the reward is 1 when one of them is right."""
+
+
+class Nim(Config):
+    """Two players take sticks from a pile in turn, at least one; whoever takes the last one wins.
+
+    The task's prompt ends with the size of the pile and the most sticks that a move takes, as `nim 17 3`."""
+
+    type: Literal["nim"] = "nim"
+    """Name of the game."""
+
+
+class LibraryGame(Config):
+    """Base of games that come from a library."""
+
+    id: str
+    """Name of the game in its library, as `KuhnPoker-v0` or `Blackjack-v1`."""
+
+    settings: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further arguments of the library's function `make`."""
+
+
+class TextArenaGame(LibraryGame):
+    """A game of the package textarena."""
+
+    type: Literal["textarena"]
+    """Name of the game."""
+
+    players: int = Field(1, ge=1)
+    """Number of players."""
+
+
+class GymnasiumGame(LibraryGame):
+    """An environment of the package gymnasium whose actions are numbered; the policy writes the number."""
+
+    type: Literal["gymnasium"]
+    """Name of the game."""
+
+    actions: tuple[str, ...] = ()
+    """Words for the actions from the first on, which the policy may write instead of numbers."""
+
+
+class PluginGame(Config):
+    """A game of the user's own."""
+
+    type: Literal["plugin"]
+    """Name of the game."""
+
+    start: str
+    """Function that begins it, as `my_pkg.my_module:function`; it takes a task and returns a `Game`."""
+
+
+AnyGame = Annotated[
+    GuessNumber | Nim | TextArenaGame | GymnasiumGame | PluginGame, Field(discriminator="type")
+]
+
+
+class GameConfig(Config):
+    """Environment in which policies play a text game over several turns, with rewards at its end."""
+
+    type: Literal["game"] = "game"
+    """Name of the environment."""
+
+    game: AnyGame = GuessNumber()
+    """What is played."""
+
+    opponent: str = SELF
+    """Who plays against the policy. `self`: the policy has all sides, and is trained on all of them.
+    `scripted`: the game's own player. Any other name is one of `actors.opponents`, whose side is not trained,
+    or of `policies`, whose side is.
+    Against an opponent the policy's side changes from one rollout of a prompt to the next."""
+
+    heldout_opponent: str | None = None
+    """The same for held-out tasks, in which the policy has the first side. `None` takes `opponent`."""
+
+    game_turns: int = Field(32, ge=1)
+    """Most turns of a game, of all players together; then it ends as `turn_limit` without a winner."""
+
+    game_timeout_s: float = Field(600.0, gt=0)
+    """Longest time of an episode."""
+
+    @property
+    def opponents_named(self) -> tuple[str, ...]:
+        """Return the names among `actors.opponents` that it needs."""
+        named = {self.opponent, self.heldout_opponent or self.opponent}
+        return tuple(sorted(named - {SELF, SCRIPTED}))
+
+    @model_validator(mode="after")
+    def _a_scripted_player_exists(self) -> Self:
+        if SCRIPTED in (self.opponent, self.heldout_opponent) and self.game.type in (
+            "guess_number", "textarena", "gymnasium",
+        ):  # fmt: skip
+            raise ValueError(
+                f'opponent "{SCRIPTED}": {self.game.type} has no player of its own: name one of '
+                f'actors.opponents, or set "{SELF}"'
+            )
+        return self

@@ -1,0 +1,145 @@
+"""Policies play a text game: one player, several sides of one policy, or against an opponent."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import ParamSpec, Self, TypeVar
+
+from actors.environments.base import ChatMessage, Episode, EpisodeError, Task
+from actors.environments.games.base import Game, HasScriptedPlayer, Start
+from actors.environments.games.build import game_start
+from actors.environments.games.config import SCRIPTED, SELF, GameConfig
+from actors.environments.prompt_tools import refuse_tools
+from actors.policy.policy import Policy
+from bus.errors import RequestRefusedError
+from bus.policy_names import DEFAULT_POLICY
+from bus.trajectory import End
+
+P = ParamSpec("P")
+T = TypeVar("T")
+INLINE = ("guess_number", "nim")
+"""Games whose moves take no time worth a thread."""
+
+
+@dataclass(slots=True)
+class Play:
+    """A game while it goes on."""
+
+    game: Game
+    players: Mapping[int, str]
+    """Who has each side: a policy, an opponent or the game's own player."""
+    chats: dict[int, list[ChatMessage]] = field(default_factory=dict)
+    """What each side has seen and written."""
+    turns: Counter[int] = field(default_factory=Counter)
+    """Number of turns of each side."""
+    end: End | None = None
+    """Why it was broken off; None where the last turn of each side says how that ended."""
+
+
+class GameEnvironment:
+    """Lets the policy play, each side in a chat of its own; rewards come at the end."""
+
+    trajectories_per_episode: int | None = None
+    """A game may end before a side has moved, and a chat template may rewrite earlier turns."""
+
+    def __init__(self, config: GameConfig, start: Start) -> None:
+        self._config = config
+        self._start = start
+        self._inline = config.game.type in INLINE
+
+    @classmethod
+    def from_config(cls, config: GameConfig) -> Self:
+        """Build. Raises ConfigError for a game that cannot be played on this host."""
+        return cls(config, game_start(config.game))
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """Roll `task` out once. Raises EngineError, or EpisodeError for what the game did."""
+        refuse_tools(task, "game")
+        policy = policy.fresh(task.task_id)
+        game = await self._called(self._start, task)
+        with closing(game):
+            play = Play(game, self._sides(task, game.players))
+            self._refuse_unknown_opponents(play, policy)
+            try:
+                async with asyncio.timeout(self._config.game_timeout_s):
+                    await self._play(play, task, policy)
+            except TimeoutError as error:
+                limit = self._config.game_timeout_s
+                raise EpisodeError(f"the game of {task.task_id} took longer than {limit:g} s") from error
+            rewards = await self._called(game.rewards)
+        return self._episode(play, policy, rewards)
+
+    def _sides(self, task: Task, players: int) -> dict[int, str]:
+        """Return who has each side; the policy's is another one in each rollout of a prompt."""
+        asked = self._config
+        opponent = (asked.heldout_opponent or asked.opponent) if task.heldout else asked.opponent
+        if opponent == SELF:
+            return dict.fromkeys(range(players), DEFAULT_POLICY)
+        own = 0 if task.heldout else task.sample % players
+        return {side: DEFAULT_POLICY if side == own else opponent for side in range(players)}
+
+    def _refuse_unknown_opponents(self, play: Play, policy: Policy) -> None:
+        unknown = set(play.players.values()) - {DEFAULT_POLICY, SCRIPTED} - policy.opponents
+        if unknown:
+            raise EpisodeError(f"there is no opponent {min(unknown)!r}: define it in actors.opponents")
+        if SCRIPTED in play.players.values() and not isinstance(play.game, HasScriptedPlayer):
+            raise EpisodeError("the game has no player of its own: give it a method `scripted`")
+
+    async def _play(self, play: Play, task: Task, policy: Policy) -> None:
+        ended = False
+        while not ended:
+            if play.turns.total() == self._config.game_turns:
+                play.end = "turn_limit"
+                return
+            side = play.game.player
+            action = await self._action(play, side, task, policy)
+            if action is None:
+                play.end = "length"
+                return
+            play.turns[side] += 1
+            ended = await self._called(play.game.act, action)
+
+    async def _action(self, play: Play, side: int, task: Task, policy: Policy) -> str | None:
+        """Return a side's move; None where its context has no room for one."""
+        who, game = play.players[side], play.game
+        if who == SCRIPTED:
+            assert isinstance(game, HasScriptedPlayer)  # `_refuse_unknown_opponents` has looked
+            return await self._called(game.scripted)
+        seen: ChatMessage = {"role": "user", "content": await self._called(game.observation)}
+        chat = play.chats.setdefault(side, [*task.messages[:-1]])
+        chat.append(seen)
+        try:
+            completion = await policy.chat(chat, agent_of(side, game.players), policy=who)
+        except RequestRefusedError:
+            if not play.turns[side]:
+                raise  # the prompt itself is too long
+            return None
+        chat.append(completion.message)
+        return completion.content
+
+    def _episode(self, play: Play, policy: Policy, rewards: Sequence[float]) -> Episode:
+        if len(rewards) != play.game.players:
+            raise EpisodeError(f"the game has {play.game.players} players, and rewards {list(rewards)}")
+        agents = {agent_of(side, len(rewards)): float(reward) for side, reward in enumerate(rewards)}
+        own = min(side for side, who in play.players.items() if who == DEFAULT_POLICY)
+        recorded = policy.trajectories(agents, end=play.end)
+        if not recorded:
+            raise EpisodeError("the game ended before the policy moved: begin it otherwise")
+        return Episode(
+            recorded,
+            {"rollout/turns": float(play.turns.total())},
+            outcome=float(rewards[own]),
+        )
+
+    async def _called(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a game, in a thread unless it is known to be quick."""
+        return (
+            function(*args, **kwargs) if self._inline else await asyncio.to_thread(function, *args, **kwargs)
+        )
+
+
+def agent_of(side: int, players: int) -> str:
+    """Return the name of a side in trajectories."""
+    return "player" if players == 1 else f"player-{side + 1}"

@@ -1,0 +1,113 @@
+"""Anybody's agent as a program that lives as long as the actor: it takes tasks, and plays many at once."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from math import inf
+from typing import Self
+
+import structlog
+
+from actors.environments.agent_config import POSTED, AgentConfig
+from actors.environments.agent_program import (
+    ProgramError,
+    check_program,
+    program_variables,
+    run_program,
+)
+from actors.environments.answer_scoring import AnswerScoring
+from actors.environments.base import Episode, FailedEpisode, Task
+from actors.environments.clients import ClientsEnvironment
+from actors.environments.clients_config import ClientsConfig
+from actors.gateway.task_offers import Taker
+from actors.policy.policy import Policy
+from bus.waiting import cancelled
+
+log = structlog.get_logger()
+KEY_OF_THE_TASK = "use-the-session-of-the-task"
+"""API key in the program's environment: clients want one, and each task has its own."""
+LOOK_S = 1.0
+"""Seconds after which a program that hangs is noticed."""
+RESTART_S, MOST_DOUBLINGS = 1.0, 6
+"""Time before a program is started again, and how often it doubles while none takes a task."""
+
+
+class LongLivedAgent:
+    """Offers each rollout to the programs that it keeps running, and waits until it is played."""
+
+    trajectories_per_episode: int | None = None
+
+    def __init__(self, config: AgentConfig, scoring: AnswerScoring | None) -> None:
+        self._config = config
+        limits = ClientsConfig(
+            claim_timeout_s=inf,  # what waits may wait for others that take long
+            idle_timeout_s=config.program_timeout_s,
+            episode_timeout_s=config.program_timeout_s,
+            unfinished_reward=config.unfinished_reward,
+            gateway=config.gateway,
+        )
+        self._clients = ClientsEnvironment(limits, scoring)
+        self._starting = asyncio.Lock()
+        self._programs: list[asyncio.Task[None]] = []
+
+    @classmethod
+    def from_config(cls, config: AgentConfig) -> Self:
+        """Build. Raises `ConfigError` for a program that is not there, or that this host does not allow."""
+        check_program(config)
+        return cls(config, None if config.reward == POSTED else AnswerScoring.from_config(config))
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """Have a program roll `task` out once.
+
+        Raises EngineError, RewardError, or EpisodeError for what the program did."""
+        async with self._starting:
+            if not self._programs:
+                await self._clients.open(asyncio.Event())  # what was begun is played to its end
+                count = range(self._config.programs)
+                self._programs = [asyncio.create_task(self._keep_running(), name="agent") for _ in count]
+        for ended in filter(asyncio.Task.done, self._programs):
+            ended.result()  # it ends by a mistake of ours alone
+        return await self._clients.run(task, policy)
+
+    async def score_group(self, episodes: Mapping[int, Episode]) -> Mapping[int, Episode | FailedEpisode]:
+        """Return the episodes of a group with their final rewards; raises RewardError."""
+        return await self._clients.score_group(episodes)
+
+    async def close(self) -> None:
+        """End the programs and close the gateway."""
+        await cancelled(*self._programs)
+        await self._clients.close()
+
+    async def _keep_running(self) -> None:
+        """Run a program, and start it again whenever it ends: later each time that it took no task."""
+        in_vain = 0
+        while True:
+            with self._clients.program() as (tasks_url, taker):
+                reason = await self._run_program(tasks_url, taker)
+                taker.gone = f"its program has ended: {reason}"
+            log.warning("agent_program_ended", command=self._config.command, reason=reason, tasks=taker.taken)
+            in_vain = 0 if taker.taken else in_vain + 1
+            if in_vain:
+                self._clients.refuse(f"the program {self._config.command!r} takes no task: {reason}")
+            await asyncio.sleep(RESTART_S * 2 ** min(in_vain, MOST_DOUBLINGS))
+
+    async def _run_program(self, tasks_url: str, taker: Taker) -> str:
+        """Run the program until it ends or hangs; return why it is no longer there."""
+        config = self._config
+        own = {"SLUICE_TASKS_URL": tasks_url}
+        variables = program_variables(config, self._clients.url, KEY_OF_THE_TASK, own)
+        running = asyncio.create_task(
+            run_program(config.arguments, variables, timeout_s=None, most_output_bytes=None)
+        )
+        try:
+            while not running.done():
+                await asyncio.wait([running], timeout=LOOK_S)
+                idle_s = time.monotonic() - taker.last_request_s
+                if self._clients.offered and not taker.sessions and idle_s > config.program_timeout_s:
+                    return f"it took no task for {idle_s:.0f} s, and was ended"
+            ended = running.result()
+        except (ProgramError, OSError, ValueError) as error:  # no descriptors, or a wrong variable
+            return str(error)
+        finally:
+            await cancelled(running)
+        return f"status {ended.status}: {ended.output}"

@@ -1,0 +1,83 @@
+"""Solvers, rewriters and a selector: agents of one policy that answer a task together."""
+
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from actors.environments.agent_answers import names_of, reward_now
+from actors.environments.answer_letters import lettered, number_of_letter
+from actors.environments.base import ChatMessage, Episode, Task
+from actors.environments.panel_config import PanelConfig
+from actors.environments.prompt_tools import refuse_tools
+from actors.policy.messages import Completion
+from actors.policy.policy import Policy
+from actors.rewards.scoring import RewardChoice, Scorer
+from bus.publish import together
+
+SELECTOR = "selector"
+
+
+class Panel:
+    """Every agent is rewarded for its own answer, and the selector for the one that it chose.
+
+    Agents have names of their own (`solver-1`, ...), so that each is compared with itself in the other
+    rollouts of the prompt."""
+
+    def __init__(self, config: PanelConfig, scorer: Scorer | RewardChoice) -> None:
+        self._config = config
+        self._scorer = scorer
+        self.trajectories_per_episode: int | None = config.agents
+
+    @classmethod
+    def from_config(cls, config: PanelConfig) -> Self:
+        """Build with the configured reward; raises ConfigError for one that cannot be loaded."""
+        return cls(config, RewardChoice.from_config(config))
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """Roll `task` out once; raises EngineError or RewardError for a rollout that failed."""
+        refuse_tools(task, "panel")
+        policy, asked = policy.fresh(task.task_id), self._config
+        drafts = await _asked(policy, task.messages, "solver", asked.solvers)
+        rewriting = _last_replaced(task, asked.rewriter_prompt, drafts)
+        rewritten = await _asked(policy, rewriting, "rewriter", asked.rewriters)
+        choosing = _last_replaced(task, asked.selector_prompt, rewritten)
+        choice = await policy.chat(choosing, SELECTOR)
+        rewards = await together(
+            reward_now(self._scorer, task, answer, "a panel") for answer in [*drafts, *rewritten]
+        )
+        outcome = _chosen(choice, rewards[asked.solvers :])
+        agents = [*names_of("solver", asked.solvers), *names_of("rewriter", asked.rewriters)]
+        shares = {
+            agent: reward + asked.outcome_weight * outcome
+            for agent, reward in zip(agents, rewards, strict=True)
+        }
+        parts = {
+            "solved": sum(rewards[: asked.solvers]) / asked.solvers,
+            "rewritten": sum(rewards[asked.solvers :]) / asked.rewriters,
+            "outcome": outcome,
+        }
+        recorded = policy.trajectories({**shares, SELECTOR: outcome}, reward_components=parts)
+        return Episode(recorded, {"rollout/reward": outcome}, outcome=outcome)
+
+    async def close(self) -> None:
+        """Give up the reward's connections and processes."""
+        await self._scorer.close()
+
+
+async def _asked(
+    policy: Policy, messages: Sequence[ChatMessage], role: str, count: int
+) -> Sequence[Completion]:
+    return await together(policy.chat(messages, agent) for agent in names_of(role, count))
+
+
+def _last_replaced(task: Task, template: str, answers: Sequence[Completion]) -> Sequence[ChatMessage]:
+    """Return the task's chat with the last message put into `template`, together with answers."""
+    *before, last = task.messages
+    texts = lettered((number, answer.content) for number, answer in enumerate(answers))
+    filled: Mapping[str, str] = {"prompt": str(last["content"]), "answers": texts}
+    return [*before, {**last, "content": template.format_map(filled)}]
+
+
+def _chosen(choice: Completion, rewards: Sequence[float]) -> float:
+    """Return the reward of the answer whose letter was written; 0 for any other text."""
+    number = number_of_letter(choice.content, len(rewards))
+    return 0.0 if number is None else rewards[number]

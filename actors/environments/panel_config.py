@@ -1,0 +1,55 @@
+"""Settings of the environment of solvers, rewriters and a selector. Loads without torch."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from actors.environments.answer_letters import refuse_template
+from actors.rewards.config import RewardConfig
+
+DRAFTS = "{prompt} drafts {answers}"
+CHOICES = "{prompt} which {answers}"
+
+
+class PanelConfig(RewardConfig):
+    """Environment in which several agents of one policy answer a task together: solvers each draft an answer,
+    rewriters see all drafts and each write a better one, and a selector chooses among those."""
+
+    type: Literal["panel"] = "panel"
+    """Name of the environment."""
+
+    solvers: int = Field(3, ge=1, le=26)
+    """Number of drafts."""
+
+    rewriters: int = Field(3, ge=1, le=26)
+    """Number of answers that the selector chooses from."""
+
+    rewriter_prompt: str = DRAFTS
+    """What a rewriter is asked. `{prompt}` is the task's last message, `{answers}` the drafts after their
+    letters, as `a 12 b 21`."""
+
+    selector_prompt: str = CHOICES
+    """What the selector is asked; `{answers}` are the rewritten ones. It is to answer with a letter."""
+
+    outcome_weight: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Weight of the chosen answer's reward in the rewards of solvers and rewriters, beside that of their own
+    answer."""
+
+    @property
+    def agents(self) -> int:
+        """Return how many agents there are, each of which has one trajectory an episode."""
+        return self.solvers + self.rewriters + 1
+
+    @model_validator(mode="after")
+    def _prompts_name_what_there_is(self) -> Self:
+        for name in ("rewriter_prompt", "selector_prompt"):
+            refuse_template(name, getattr(self, name), allowed=frozenset({"answers", "prompt"}))
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_are_of_single_answers(self) -> Self:
+        if self.group_reward is not None:
+            raise ValueError(
+                "group_reward is not for type=panel, whose agents have rewards of their own: leave it out"
+            )
+        return self

@@ -1,0 +1,34 @@
+"""Checks the environments, rewards and tools that prompts choose, before a run starts."""
+
+from collections.abc import Iterable
+
+from actors.config import ActorsConfig
+from actors.environments.choice import DEFAULT, chosen_environment, refused_environment
+from actors.environments.prompt_tools import refused_tools
+from actors.rewards.config import RewardConfig
+from actors.rewards.prompt_choices import refused_reward
+from bus.errors import ConfigError
+from bus.messages import Prompt
+
+
+def refuse_unknown_choices(prompts: Iterable[Prompt], actors: ActorsConfig, *, where: str) -> None:
+    """Raise `ConfigError` for the first prompt whose environment, reward or tools the run does not have.
+
+    In a run with one environment prompts choose none, and may have a field of that name.
+
+    Args:
+        prompts: of one file, in its order.
+        actors: names the environments, and those the rewards that are allowed.
+        where: the prompts came from, for the error.
+    """
+    environments = actors.by_name
+    for number, prompt in enumerate(prompts):
+        chosen = chosen_environment(prompt.metadata) if actors.environments else DEFAULT
+        problem = refused_environment(chosen, environments)
+        if problem is None:
+            config = environments[str(chosen)]
+            problem = refused_tools(prompt.tools, config)
+            if problem is None and isinstance(config, RewardConfig):
+                problem = refused_reward(prompt, config)
+        if problem is not None:
+            raise ConfigError(f"{where}, prompt {number}: {problem}")

@@ -1,0 +1,71 @@
+"""Averages of the numbers that environments give with their episodes."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from math import isfinite
+from numbers import Real
+
+import structlog
+
+from actors.environments.base import Episode, FailedEpisode
+from bus.codec import Json
+
+log = structlog.get_logger()
+RECENT = 1000
+"""Episodes over which a number is averaged."""
+MOST_NAMES = 100
+"""Names that are kept: an environment that invents one for each episode costs no memory without end."""
+
+TAKEN_NAMES = frozenset({"time_s", "source", "step", "kind", "event"})
+"""Names of what every row of the record begins with."""
+
+
+class EpisodeMetrics:
+    """The mean of each of `Episode.metrics` over the latest `RECENT` episodes that have it."""
+
+    def __init__(self) -> None:
+        self._recent: dict[str, deque[float]] = {}
+        self._refused: set[str] = set()
+
+    def add(self, episodes: Iterable[Episode | FailedEpisode]) -> None:
+        """Take the numbers of further episodes; what is no finite number is left out and logged once."""
+        for episode in episodes:
+            if not isinstance(episode, Episode):
+                continue
+            if not isinstance(episode.metrics, Mapping):
+                self._refuse("", f"{type(episode.metrics).__name__} is no mapping of names to numbers")
+                continue
+            for name, value in episode.metrics.items():
+                self._take(name, value)
+
+    def _take(self, name: object, value: object) -> None:
+        number = _finite(value)
+        if not isinstance(name, str) or name in TAKEN_NAMES:
+            self._refuse(str(name), "a name is a text other than " + ", ".join(sorted(TAKEN_NAMES)))
+        elif name not in self._recent and len(self._recent) >= MOST_NAMES:
+            self._refuse("", f"there are {MOST_NAMES} names already, and {name!r} would be one more")
+        elif number is None:
+            self._refuse(name, f"{value!r:.100} is no finite number")
+        else:
+            self._recent.setdefault(name, deque(maxlen=RECENT)).append(number)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        if name not in self._refused and len(self._refused) < MOST_NAMES:
+            self._refused.add(name)
+            log.warning("episode_metric_left_out", name=name, reason=reason)
+
+    @property
+    def metrics(self) -> dict[str, Json]:
+        """Return the means by name, for the run's record."""
+        return {name: sum(values) / len(values) for name, values in self._recent.items()}
+
+
+def _finite(value: object) -> float | None:
+    """Return a number of an environment's own making as a float; None for what is no finite number."""
+    if not isinstance(value, Real):
+        return None
+    with suppress(OverflowError):
+        number = float(value)
+        return number if isfinite(number) else None
+    return None

@@ -1,0 +1,65 @@
+"""Settings of evaluations in an actor. Loads without torch."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from bus.config import Config
+
+EvaluationEngine = Literal["own", "rollout", "none"]
+
+
+class EvaluatorConfig(Config):
+    """How an actor answers held-out prompts."""
+
+    engine: EvaluationEngine | None = None
+    """Engine that answers held-out prompts. `own`: engines beside the others, which keep exactly the version
+    asked for: those of `servers` or `urls`, or else an embedded one. `rollout`: the engines that roll out, in
+    turn with rollouts, once they have that version; later versions may sample some of the tokens, and the
+    result says which. `none`: this actor leaves them to others. `None` means `own` with `only`, `servers` or
+    `urls` and where the rollouts' engine is embedded, and `rollout` with `sglang`."""
+
+    only: bool = False
+    """Whether this actor does nothing but evaluate: its engines (`actors.engine`, `actors.fleet`) roll
+    nothing out, and keep exactly the version asked for."""
+
+    servers: int = Field(0, ge=0)
+    """SGLang servers that the actor starts for held-out prompts alone, with the settings of `actors.engine`,
+    on the GPUs after those of its other engines."""
+
+    urls: tuple[str, ...] = ()
+    """SGLang servers that run already, as http://host:port, for held-out prompts alone. They are given the
+    weights of each version that is evaluated."""
+
+    prompts_at_once: int = Field(64, ge=1)
+    """Most held-out prompts at a time on the engines that roll out: rollouts wait for no more than these."""
+
+    @property
+    def has_own_servers(self) -> bool:
+        """Return whether SGLang servers beside the rollouts' answer held-out prompts."""
+        return self.servers > 0 or bool(self.urls)
+
+    @model_validator(mode="after")
+    def _urls_are_servers(self) -> Self:
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"urls has {url!r}, which is no URL: write it as http://host:port")
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError(f"urls={list(self.urls)} names a server twice: leave one out")
+        if self.urls and self.servers:
+            raise ValueError(f"servers={self.servers} beside urls={list(self.urls)}: leave out one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _engines_are_of_one_kind(self) -> Self:
+        given = [name for name in ("only", "servers", "urls") if getattr(self, name)]
+        if given and self.engine not in (None, "own"):
+            raise ValueError(
+                f"engine={self.engine!r} with {given[0]}: these are engines of its own: leave out one of them"
+            )
+        if self.only and self.has_own_servers:
+            raise ValueError(
+                f"only=true with {given[1]}: the engines of such an actor are those of actors.engine: set "
+                "actors.engine.urls or actors.fleet.engines instead"
+            )
+        return self

@@ -1,0 +1,167 @@
+"""A policy that an actor serves beside the run's own: engines, weights and leases, all of its own."""
+
+import asyncio
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from actors.config import ActorsConfig, EngineConfig
+from actors.counters import report_metrics
+from actors.engine_report import EngineReport
+from actors.engines.build import engine_builds
+from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
+from actors.engines.fleet.engine_claims import EngineClaims
+from actors.engines.fleet.fleet import Fleet
+from actors.engines.fleet.member import Build
+from actors.first_policy import actor_name, first_policy
+from actors.further_policies.leases import FurtherLeases
+from actors.leases import PolicyLeases
+from actors.opponents.opponents import refuse_other_tokenizer
+from actors.weights.follow import PolicyFollower, obtain_model
+from actors.weights.probe import ProbeCheck
+from bus.codec import Json
+from bus.connection import Bus
+from bus.pace import follow_pace
+from bus.status import report_status
+from storage.weights.blob_sources import blob_source
+
+
+@dataclass(frozen=True)
+class FurtherSettings:
+    """What an actor needs to know of one further policy."""
+
+    bus: Bus
+    """Connection for the run that trains it."""
+    engine: EngineConfig
+    agents: tuple[str, ...]
+    """Agents that it is where a call names no policy."""
+
+
+class FurtherPolicy:
+    """Follows one policy with engines of its own, and takes its leases.
+
+    All that concerns it is said on the bus of the run that trains it, as an actor of that run would."""
+
+    def __init__(self, name: str, bus: Bus, parts: "_Parts", leases: FurtherLeases) -> None:
+        self.engine = parts.engine
+        self.leases = leases
+        self._name = name
+        self._bus = bus
+        self._parts = parts
+        self._report = EngineReport(parts.engine, parts.follower)
+
+    @property
+    def failure(self) -> str:
+        """Return why its engines have stopped for good; empty as long as they have not."""
+        return f"policy {self._name}: {self.engine.failure}" if self.engine.failure else ""
+
+    @property
+    def alarm(self) -> str:
+        """Return what is wrong with the weights of its engines, in words."""
+        return "; ".join(self._parts.probe.alarms.values())
+
+    @property
+    def progress(self) -> dict[str, Json]:
+        """Return how far its learner is, and the version that its engines have; -1 before the first."""
+        latest = self._parts.follower.latest
+        if latest is None:
+            return {"stage": "starting", "step": 0, "published": -1, "oldest_in_use": -1}
+        trained = latest.policy_version - latest.trains_from if latest.stage in ("rl", "done") else 0
+        return {
+            "stage": latest.stage,
+            "step": trained,
+            "published": latest.policy_version,
+            "oldest_in_use": self.engine.policy_version,
+        }
+
+    async def start(self) -> None:
+        """Start its engines. Raises `EngineError`, or `ConfigError` where that is for the settings."""
+        await self.engine.start()
+
+    async def run(self, finished: asyncio.Event) -> None:
+        """Follow the weights and say how it is, until `finished`."""
+        source = actor_name()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._parts.follower.run(finished))
+            tasks.create_task(self._parts.probe.run(finished))
+            tasks.create_task(self._parts.admin.run(finished))
+            tasks.create_task(self._parts.claims.run(finished))
+            tasks.create_task(
+                report_status(self._bus, source=source, role="actor", look=self._look, stop=finished)
+            )
+            tasks.create_task(report_metrics(self._bus, source=source, look=self._counters, stop=finished))
+
+    def _look(self) -> tuple[str, dict[str, Json]]:
+        doing = "generating" if self.engine.running else "waiting for leases"
+        return doing, {**self._report.state(), "alarm": self.alarm, **self.leases.counts}
+
+    def _counters(self) -> tuple[int, dict[str, Json]]:
+        return self._report.step, self._report.counters()
+
+
+class _Parts(NamedTuple):
+    """What keeps the engines of a policy at its newest weights."""
+
+    engine: Fleet
+    follower: PolicyFollower
+    probe: ProbeCheck
+    claims: EngineClaims
+    admin: EngineAdmin
+
+
+class PolicyOpener:
+    """Gets the models of further policies and builds their engines, not started, for one actor."""
+
+    def __init__(
+        self, actors: ActorsConfig, opened: AsyncExitStack, run_model: Path, *, shards: int, logs: Path
+    ) -> None:
+        """Build engines that live as long as `opened`, which the caller closes.
+
+        `run_model` is the directory of the model of the run's own policy, whose tokenizer each must have."""
+        self._actors = actors
+        self._opened = opened
+        self._run_model = run_model
+        self._shards = shards
+        self._logs = logs
+        self._engines = actors.fleet.engines + len(actors.opponents) + actors.evaluation.servers
+        """Number of engines that this process has so far."""
+
+    async def open(self, name: str, settings: FurtherSettings, stop: asyncio.Event) -> FurtherPolicy | None:
+        """Return the policy, or None on `stop`.
+
+        Raises `BusAwayError` for a policy that nobody publishes, and `ConfigError` for another tokenizer."""
+        bus, engine, opened = settings.bus, settings.engine, self._opened
+        await follow_pace(bus)
+        patience_s, learner = self._actors.patience_s, f"launch learner --policy {name}"
+        manifest = await first_policy(bus, patience_s, stop, learner=learner)
+        if manifest is None:
+            return None
+        directory = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sluice-model-")))
+        blobs = await opened.enter_async_context(blob_source(bus, self._actors.weights))
+        model = await obtain_model(bus, manifest, directory, patience_s=patience_s, stop=stop)
+        if model is None:
+            return None
+        refuse_other_tokenizer(f"policies.{name}.model", model, self._run_model)
+        claims = await opened.enter_async_context(EngineClaims.open(bus, actor_name(), engine))
+        builds = attached_builds(engine, model) or self._builds(name, engine, model)
+        fleet = Fleet(builds, self._actors.fleet)
+        opened.push_async_callback(fleet.close)
+        probe = ProbeCheck(fleet, bound_nats=self._actors.probe_bound_nats)
+        from_learner = getattr(engine, "update", "") == "group"
+        follower = PolicyFollower(
+            bus, fleet, blobs, loads_at_once=2, from_learner=from_learner, on_loaded=probe.loaded
+        )
+        admin = EngineAdmin(bus, fleet, engine, model, claims, actor=actor_name(), colocated=False)
+        asked = PolicyLeases(bus, follower, shards=self._shards, actor=actor_name(), counts=Counter())
+        leases = FurtherLeases(name, bus, asked, follower)
+        return FurtherPolicy(name, bus, _Parts(fleet, follower, probe, claims, admin), leases)
+
+    def _builds(self, name: str, config: EngineConfig, model: Path) -> Mapping[str, Build]:
+        """Return what builds each engine. They are numbered after all others of this process."""
+        first, self._engines = self._engines, self._engines + self._actors.fleet.engines
+        numbers = {f"{name}-{number}": number for number in range(first, self._engines)}
+        return engine_builds(config, model, numbers, self._logs, actor=actor_name())

@@ -1,0 +1,161 @@
+"""A program that takes many tasks: what it plays is recorded, and its end costs what it had under way."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from actors.engines.base import Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.environments import long_lived_agent
+from actors.environments.agent_config import AgentConfig
+from actors.environments.base import Episode, EpisodeError, Task
+from actors.environments.build import build_environment
+from actors.environments.long_lived_agent import LongLivedAgent
+from actors.policy.policy import Policy
+from actors.worker import end_after
+from bus.errors import ConfigError
+from tests.actors.gateway.served import TOKENIZER, script
+
+HEAD = """
+import json, os, sys, time, urllib.request
+def post(url, body, key=""):
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request, timeout=20))
+def take(**more):
+    return post(os.environ["SLUICE_TASKS_URL"], {"wait_s": 20, **more})
+def ask(task):
+    body = {"model": "any", "messages": [{"role": "user", "content": task["prompt"]}]}
+    answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, task["session"])
+    return answer["choices"][0]["message"]["content"]
+"""
+PLAY = """
+while True:
+    task = take()
+    reward = float(ask(task) == task["label"])
+    post(task["reward_url"], {"reward": reward, "components": {"pid": os.getpid()}})
+"""
+
+
+def task(number: int = 0, **more: object) -> Task:
+    return Task(task_id=f"g00000000.{number}", prompt="say fine", label="fine", **more)
+
+
+class Agent:
+    """An environment around a program, with an engine that answers "fine"."""
+
+    def __init__(self, environment: LongLivedAgent) -> None:
+        self.environment = environment
+        self.policy = Policy(ScriptedEngine(script(lambda _: "fine")), TOKENIZER, Sampling(max_new_tokens=64))
+
+    async def run(self, number: int = 0, **more: object) -> Episode:
+        return await self.environment.run(task(number, **more), self.policy)
+
+    def rollout(self, number: int = 0) -> "asyncio.Task[Episode]":
+        return asyncio.create_task(self.run(number))
+
+
+@pytest.fixture(autouse=True)
+def in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_lived_agent, "RESTART_S", 0.01)
+    monkeypatch.setattr(long_lived_agent, "LOOK_S", 0.02)
+
+
+@asynccontextmanager
+async def running(directory: Path, program: str, **settings: object) -> AsyncIterator[Agent]:
+    path = directory / "agent.py"
+    path.write_text(HEAD + program)
+    command = f"{{python}} -S {path}"
+    config = AgentConfig(**{"command": command, "reward": "posted", "long_lived": True, **settings})
+    environment = build_environment(config)
+    assert isinstance(environment, LongLivedAgent)
+    try:
+        yield Agent(environment)
+    finally:
+        await environment.close()
+
+
+async def test_one_program_plays_many_tasks_also_held_out_ones(tmp_path: Path):
+    async with running(tmp_path, PLAY) as agent:
+        episodes = await asyncio.gather(agent.run(0), agent.run(1), agent.run(2, heldout=True))
+    parts = [part for episode in episodes for part in episode.trajectories]
+    assert [(part.reward, part.end, part.loss_mask.sum()) for part in parts] == [(1.0, "completed", 5)] * 3
+    assert len({part.reward_components["pid"] for part in parts}) == 1
+
+
+async def test_reward_function_judges_what_a_program_ends(tmp_path: Path):
+    program = 'while True:\n    task = take()\n    assert "label" not in task\n    ask(task)\n'
+    async with running(tmp_path, program + "    post(task['end_url'], {})\n", reward="exact") as agent:
+        episode = await agent.run()
+    assert [part.reward for part in episode.trajectories] == [1.0]
+
+
+async def test_program_that_dies_fails_its_own_tasks_and_the_next_one_plays_the_others(tmp_path: Path):
+    died = tmp_path / "died"
+    program = f"""
+if not os.path.exists({str(died)!r}):
+    take()
+    open({str(died)!r}, "w").close()
+    sys.exit("out of memory")
+"""
+    async with running(tmp_path, program + PLAY) as agent:
+        first, second = agent.rollout(0), agent.rollout(1)
+        with pytest.raises(EpisodeError, match=r"its program has ended: status 1: out of memory") as failure:
+            await first
+        assert end_after(failure.value) == "environment_error"
+        assert (await second).trajectories[0].reward == 1.0
+
+
+async def test_program_that_takes_no_task_fails_those_that_wait(tmp_path: Path):
+    async with running(tmp_path, "raise ImportError('no such package')") as agent:
+        with pytest.raises(EpisodeError, match=r"takes no task: status 1: (.|\n)*no such package"):
+            await agent.run()
+
+
+async def test_program_that_hangs_is_ended(tmp_path: Path):
+    async with running(tmp_path, "time.sleep(60)", program_timeout_s=0.2) as agent:
+        with pytest.raises(EpisodeError, match=r"it took no task for .* s, and was ended"):
+            await agent.run()
+
+
+async def test_program_brings_no_tasks_of_its_own(tmp_path: Path):
+    program = """
+try:
+    take(task={"prompt": "mine"})
+except urllib.error.HTTPError as error:
+    sys.exit(json.load(error)["error"]["message"])
+"""
+    async with running(tmp_path, program) as agent:
+        with pytest.raises(EpisodeError, match="brings none of its own"):
+            await agent.run()
+
+
+async def test_several_programs_share_the_tasks(tmp_path: Path):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    program = f"""
+open({str(seen)!r} + f"/{{os.getpid()}}", "w").close()
+while len(os.listdir({str(seen)!r})) < 2:
+    time.sleep(0.01)
+"""
+    async with running(tmp_path, program + PLAY, programs_at_once=2) as agent:
+        await agent.run()
+    assert len(list(seen.iterdir())) == 2
+
+
+def test_missing_package_is_told_at_start_up_with_the_remedy():
+    config = AgentConfig(command="{python} agent.py", packages=("json", "no_such_package"))
+    with pytest.raises(ConfigError, match=f"needs no_such_package.*{sys.executable} -m pip install no_such"):
+        build_environment(config)
+    with pytest.raises(ValueError, match="packages"):
+        AgentConfig(command="{python} agent.py", packages=("json.tool",))  # a look for it would import json
+
+
+def test_python_of_sluice_is_a_word_of_the_command():
+    assert AgentConfig(command="{python} -m agent").arguments == [sys.executable, "-m", "agent"]
+    assert json.loads(AgentConfig(command="{python}").model_dump_json())["command"] == "{python}"

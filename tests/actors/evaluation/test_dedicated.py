@@ -1,0 +1,213 @@
+"""Evaluations on servers that do nothing else, and in actors that roll nothing out."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from structlog.testing import capture_logs
+
+from actors.config import ActorsConfig, EmbeddedEngineConfig, SamplingConfig
+from actors.engines.fleet.fleet import Fleet
+from actors.engines.scripted import ScriptedEngine
+from actors.evaluation.dedicated import beside_rollouts, exact_engine, own_servers, refuse_unfit_servers
+from actors.evaluation.engines import OwnEngine
+from actors.service import ActorSettings, run_actors
+from bus.blobs import put_blob
+from bus.codec import encode
+from bus.errors import ConfigError, EngineLostError
+from bus.publish import Publisher
+from learner.config.model import ScratchModel
+from learner.scratch_model import build_model_directory
+from storage.weights.blob_sources import Blobs
+from storage.weights.model_files import bundle
+from tests.actors.evaluation.test_evaluation_sets import ask
+from tests.actors.held_out import PROMPTS, TIMEOUT_S, Recording, published
+from tests.actors.sglang_stand_in import StandIn
+from tests.actors.tiny import tiny_model
+
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
+SIZES = ScratchModel(layers=1, hidden_size=16, intermediate_size=16, heads=2, kv_heads=1, context=64)
+
+
+@pytest.fixture
+async def sglang():
+    server = StandIn()
+    await server.start()
+    yield server
+    await server.close()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return build_model_directory(tmp_path_factory.mktemp("scratch"), SIZES, seed=0)
+
+
+def evaluating(**evaluation):
+    return ActorsConfig.model_validate({"evaluation": evaluation})
+
+
+async def test_a_server_at_a_url_is_given_each_version_that_is_evaluated(bus, evaluations, sglang, directory):
+    settings = evaluating(urls=[sglang.url])
+    own = OwnEngine(beside_rollouts(settings, directory, directory, actor="a"), Blobs(bus))
+
+    async def another(_):
+        await published(bus, 9, tiny_model("qwen3", seed=9))
+
+    first, second = tiny_model("qwen3", seed=1), tiny_model("qwen3", seed=2)
+    await own.start()
+    async with evaluations.evaluator(own, Recording(another)):
+        await evaluations.ask(await published(bus, 3, first))
+        assert (await evaluations.result()).drawn_by == (3, 3)
+        await evaluations.ask(await published(bus, 5, second))
+        assert (await evaluations.result()).drawn_by == (5, 5)
+    assert [version for version in sglang.versions if version] == ["3", "5"]
+    name = "model.norm.weight"
+    assert torch.equal(sglang.weights[name], second.state_dict()[name])
+    assert {body["path"] for body in sglang.updates} == {"begin_weight_update", "update_weights_from_tensor"}
+    assert len(sglang.asked) == 4 * PROMPTS + 1  # and a token, when it was looked at
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ("gone", r"cannot evaluate: no answer from an SGLang server .*Start SGLang there first"),
+        ("model", r"serves LlamaForCausalLM \(stand-in\), and the run's model is Qwen3ForCausalLM"),
+        ("context", r"takes contexts of 40 tokens, and an answer may have sampling.max_new_tokens=32"),
+        ("weights", r"does not take the weights of version 1: .*out of memory"),
+    ],
+)
+async def test_servers_that_do_not_fit_are_refused_at_the_start(bus, sglang, directory, trouble, said):
+    if trouble == "gone":
+        await sglang.close()
+    elif trouble == "model":
+        sglang.architectures = ["LlamaForCausalLM"]
+    elif trouble == "context":
+        sglang.longest_prompt = 40
+    else:
+        sglang.refuses_weights = True
+    settings, policy = evaluating(urls=[sglang.url]), await published(bus, 1, tiny_model("qwen3", seed=1))
+    with pytest.raises(ConfigError, match=said):
+        await refuse_unfit_servers(settings, directory, Blobs(bus), policy, max_new_tokens=32)
+
+
+async def test_servers_that_fit_have_the_policy_after_the_look_at_them(bus, sglang, directory):
+    policy = await published(bus, 1, tiny_model("qwen3", seed=1))
+    await refuse_unfit_servers(
+        evaluating(urls=[sglang.url]), directory, Blobs(bus), policy, max_new_tokens=32
+    )
+    assert sglang.version == "1"
+
+
+async def test_engines_that_are_lost_cost_an_evaluation_and_not_the_actor(bus, evaluations, model):
+    built = []
+
+    class Lost(ScriptedEngine):
+        async def generate(self, request):
+            if len(built) <= 2:
+                raise EngineLostError("all engines failed")
+            return await super().generate(request)
+
+    def build():
+        built.append(Lost(lambda _: [5] * 8, policy_version=-1))
+        return built[-1]
+
+    with capture_logs() as logs:
+        async with evaluations.evaluator(OwnEngine(build, Blobs(bus)), Recording()):
+            await evaluations.ask(await published(bus, 1, model))
+            await evaluations.settled()
+            await evaluations.ask(await published(bus, 2, model))
+            assert (await evaluations.result()).drawn_by == (2, 2)
+    said = [entry["event"] for entry in logs if "all engines failed" in entry.get("reason", "")]
+    assert said == ["message_handed_back", "evaluation_skipped"]
+
+
+async def test_a_model_that_stays_as_it_is_is_measured_once_beside_the_policy(bus, evaluations, model):
+    policy, base = (ScriptedEngine(lambda _: [5] * 8, policy_version=0) for _ in range(2))
+    for engine in (policy, base):
+        await engine.start()
+    own = OwnEngine(lambda: policy, Blobs(bus))
+    with capture_logs() as logs:
+        async with evaluations.evaluator(own, Recording(), opponents={"base": base}):
+            for version in (3, 4):
+                asked = await published(bus, version, model)
+                await ask(bus, asked, data_set="base", answered_by="base")
+                result = await evaluations.result()
+                assert (result.policy_version, result.drawn_by) == (version, (version, version))
+            await ask(bus, asked, data_set="other", answered_by="another")
+            await evaluations.settled()
+    assert (len(policy.requests), len(base.requests)) == (0, 6)
+    [skipped] = [entry["reason"] for entry in logs if entry["event"] == "evaluation_skipped"]
+    assert skipped == "'another' is no opponent of this actor: there are base"
+
+
+async def test_an_actor_that_only_evaluates_takes_no_prompts_and_ends_with_the_run(
+    bus, evaluations, directory, tmp_path
+):
+    files = await put_blob(bus, Publisher(bus), encode(bundle(directory)), "model")
+    weights = build_model(directory)
+    manifest = replace(await published(bus, 4, weights), model=files)
+    await bus.put("policy", manifest)
+    only = ActorsConfig(engine=EmbeddedEngineConfig(seed=0), evaluation=evaluating(only=True).evaluation)
+    settings = ActorSettings(actors=only, sampling=SamplingConfig(max_new_tokens=8), shards=1, logs=tmp_path)
+    environment = Recording()
+    running = asyncio.create_task(run_actors(bus, settings, environment, asyncio.Event()))
+    await evaluations.ask(manifest)
+    assert (await evaluations.result()).drawn_by == (4, 4)
+    leases = await bus.js.streams_info()
+    consumers = [c for s in leases for c in await bus.js.consumers_info(s.config.name)]
+    assert [c.name for c in consumers if c.num_waiting] == ["evaluation"]
+    await bus.put("policy", replace(manifest, policy_version=5, stage="done"))
+    await asyncio.wait_for(running, TIMEOUT_S)
+    assert environment.runs == 2 * PROMPTS
+
+
+def build_model(directory):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "said"),
+    [
+        ({"urls": ["host:1"]}, "no URL"),
+        ({"urls": ["http://a:1", "http://a:1/"]}, "names a server twice"),
+        ({"urls": ["http://a:1"], "servers": 1}, "leave out one of them"),
+        ({"urls": ["http://a:1"], "engine": "rollout"}, "engine='rollout' with urls"),
+        ({"only": True, "engine": "none"}, "engine='none' with only"),
+        ({"only": True, "servers": 1}, "set actors.engine.urls or actors.fleet.engines instead"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(evaluation, said):
+    with pytest.raises(ValidationError, match=said):
+        evaluating(**evaluation)
+
+
+def test_a_server_that_rolls_out_is_no_server_for_evaluations():
+    engine = {"type": "sglang", "urls": ["http://a:1/", "http://b:1"]}
+    with pytest.raises(ValidationError, match="names http://b:1, which rolls out with other weights"):
+        ActorsConfig.model_validate({"engine": engine, "evaluation": {"urls": ["http://b:1"]}})
+
+
+def test_an_actor_that_only_evaluates_needs_prompts_that_it_can_answer():
+    with pytest.raises(ValidationError, match="no held-out prompts are offered to clients"):
+        ActorsConfig.model_validate({"environment": {"type": "clients"}, "evaluation": {"only": True}})
+
+
+def test_own_servers_have_the_settings_of_the_rollouts_and_take_any_version():
+    engine = {"type": "sglang", "update": "group", "server": {"tp_size": 2}, "routed_experts": True}
+    actors = ActorsConfig.model_validate({"engine": engine, "evaluation": {"servers": 2}})
+    own = own_servers(actors)
+    assert (own.update, own.settings, own.routed_experts, own.attached) == ("disk", {"tp_size": 2}, False, ())
+    assert actors.evaluates_on == "own"
+    fleet = beside_rollouts(actors, None, Path(), actor="a")()
+    assert isinstance(fleet, Fleet)
+    assert list(fleet.engines) == ["evaluation-0", "evaluation-1"]
+    assert exact_engine(actors.engine).update == "disk"
+    elsewhere = own_servers(
+        actors.model_copy(update={"evaluation": evaluating(urls=["http://a:1"]).evaluation})
+    )
+    assert (elsewhere.update, elsewhere.attached, elsewhere.settings) == ("tensor", ("http://a:1",), {})

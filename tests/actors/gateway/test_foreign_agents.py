@@ -1,0 +1,110 @@
+"""Agents of other people's frameworks, each in an environment of its own, are trained as they are.
+
+`SLUICE_TEST_AGENTS` names a directory that keeps the environments from one run of tests to the next."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from actors.engines.base import Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.environments.agent import AgentEnvironment
+from actors.environments.agent_config import AgentConfig
+from actors.environments.base import AgentTrajectory, Task
+from actors.policy.policy import Policy
+from tests.actors.gateway.served import TOKENIZER, encoded, script
+
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(900)]
+PROGRAMS = Path(__file__).with_name("foreign")
+CALL = 'I add.<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
+FINAL_CALL = '<tool_call>{"name": "final_answer", "arguments": {"answer": "42"}}</tool_call>'
+TASK = Task(task_id="g00000000.0", prompt="40+2?", label="42")
+PREPARE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A framework, the packages that it needs, and what its program has the policy answer."""
+
+    name: str
+    packages: tuple[str, ...]
+    answers: tuple[str, ...]
+    """What is sampled, in order of the requests."""
+    trajectories: int
+    """How many strands that gives."""
+
+
+AGENTS = [
+    Foreign("openai_agents", ("openai-agents>=0.24,<1",), (CALL, "42", CALL, "42"), 2),
+    Foreign("langgraph", ("langgraph>=1.2,<2", "langchain-openai>=1.7,<2"), (CALL, "42", CALL, "42"), 2),
+    Foreign("smolagents", ("smolagents[openai]>=1.26,<2",), (CALL, FINAL_CALL), 2),
+    Foreign("verifiers", ("verifiers>=0.4,<0.5",), (CALL, "42"), 1),
+    Foreign("openenv", ("openenv>=0.10,<0.11", "openai>=2,<4"), ("wrong", "42"), 1),
+]
+
+
+def prepared(directory: Path, packages: Sequence[str]) -> Path:
+    """Return the interpreter of an environment with these packages, which is made unless it is there."""
+    python, complete = directory / "bin/python", directory / "complete"
+    if not complete.exists():
+        subprocess.run([sys.executable, "-m", "venv", directory], check=True, timeout=120)
+        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+        subprocess.run(command, check=True, timeout=PREPARE_S)
+        complete.touch()
+    return python
+
+
+@pytest.fixture(scope="session")
+def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of all environments."""
+    kept = os.environ.get("SLUICE_TEST_AGENTS")
+    return Path(kept) if kept else tmp_path_factory.mktemp("agents")
+
+
+def answering(prompt: str) -> str:
+    """Call a tool; once its result is there, give the final answer in the way that the agent wants it."""
+    has_result = "tool 42" in prompt or "Observation:\n42" in prompt
+    if not has_result:
+        return CALL if "add" in prompt.partition("<|im_end|>")[0] or "'add'" in prompt else "wrong"
+    return FINAL_CALL if "final_answer" in prompt else "42"
+
+
+def sampled(trajectories: Sequence[AgentTrajectory]) -> list[list[int]]:
+    """What the loss mask marks of each turn, in order."""
+    return [
+        trajectory.token_ids[turn.start : turn.stop][trajectory.loss_mask[turn.start : turn.stop]].tolist()
+        for trajectory in trajectories
+        for turn in trajectory.turns
+    ]
+
+
+@pytest.mark.parametrize("foreign", AGENTS, ids=lambda foreign: foreign.name)
+async def test_foreign_agent_is_recorded_token_by_token_with_the_reward_that_it_posts(
+    foreign: Foreign, environments: Path
+):
+    python = await asyncio.to_thread(prepared, environments / foreign.name, foreign.packages)
+    environment = AgentEnvironment.from_config(
+        AgentConfig(
+            command=f"{python} {PROGRAMS / foreign.name}_program.py",
+            reward="posted",
+            program_timeout_s=180,
+            variables={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
+        )
+    )
+    engine = ScriptedEngine(script(answering))
+    try:
+        episode = await environment.run(TASK, Policy(engine, TOKENIZER, Sampling(max_new_tokens=256)))
+    finally:
+        await environment.close()
+    assert [part.reward for part in episode.trajectories] == [1.0] * foreign.trajectories
+    assert {part.end for part in episode.trajectories} == {"completed"}
+    assert sampled(episode.trajectories) == [encoded(f"{text}<|im_end|>") for text in foreign.answers]
+    asked = [list(request.token_ids) for request in engine.requests]
+    recorded = [part.token_ids[: turn.start].tolist() for part in episode.trajectories for turn in part.turns]
+    assert sorted(recorded) == sorted(asked)  # each turn's context is what the engine was given
