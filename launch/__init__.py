@@ -1,0 +1,47 @@
+"""Starts and watches runs from a program or a notebook: docs/python.md.
+
+The names are loaded when they are first used, so that `import launch` is quick and loads no torch."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bus.errors import BusAwayError, ConfigError, LostDataError, SluiceError
+    from bus.trajectory import Trajectory, Turn
+    from launch.api.result import Result
+    from launch.api.run import Run
+    from launch.api.start import attach, start
+    from launch.api.stream import Stream
+    from launch.operations.recorded_runs import RecordedRun
+    from launch.watch.history import Evaluation, Step
+
+__all__ = [
+    "BusAwayError", "ConfigError", "Evaluation", "LostDataError", "RecordedRun", "Result", "Run",
+    "SluiceError", "Step", "Stream", "Trajectory", "Turn", "attach", "start",
+]  # fmt: skip
+_MODULES = {
+    "BusAwayError": "bus.errors",
+    "ConfigError": "bus.errors",
+    "Evaluation": "launch.watch.history",
+    "LostDataError": "bus.errors",
+    "RecordedRun": "launch.operations.recorded_runs",
+    "Result": "launch.api.result",
+    "Run": "launch.api.run",
+    "SluiceError": "bus.errors",
+    "Step": "launch.watch.history",
+    "Stream": "launch.api.stream",
+    "Trajectory": "bus.trajectory",
+    "Turn": "bus.trajectory",
+    "attach": "launch.api.start",
+    "start": "launch.api.start",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,83 @@
+"""The `launch local` that Python started, as a process of its own, with its output in the run's logs."""
+
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bus.child_process import module_command
+from bus.errors import BusAwayError, ConfigError, LostDataError, SluiceError
+from launch.process.runtime import LOST_DATA, TEMPORARY, USAGE, complaints
+
+POLL_S = 0.05
+HOLD_TIMEOUT_S = 600.0
+"""Longest time for the checks before a run, which may read millions of prompts, and for its lock."""
+TAIL_BYTES = 16 << 10
+TAIL_LINES = 15
+ERRORS: Mapping[int, type[SluiceError]] = {
+    USAGE: ConfigError,
+    LOST_DATA: LostDataError,
+    TEMPORARY: BusAwayError,
+}
+"""Exception that stands for an exit status; `SluiceError` for every other one."""
+
+
+@dataclass(frozen=True)
+class LocalProcess:
+    """A running or ended `launch local`."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+    begins: int
+    """Position in `output` where that of this process begins, in bytes."""
+
+    @property
+    def runs(self) -> bool:
+        """Return whether the process has not ended."""
+        return self.process.poll() is None
+
+    def failure(self) -> SluiceError | None:
+        """Return the error that the process ended with, in its own words; None if it did not fail."""
+        status = self.process.poll()
+        if not status:
+            return None
+        said = self._said()
+        if own := complaints(said):
+            return ERRORS.get(status, SluiceError)("\n".join(dict.fromkeys(own)))
+        last = "\n".join(said.splitlines()[-TAIL_LINES:])
+        ending = f"status {status}" if status > 0 else f"signal {-status}"
+        return SluiceError(f"`launch local` ended with {ending}; the end of {self.output}:\n{last}")
+
+    def wait_until_held(self, lock: Path) -> None:
+        """Return when the process has checked its settings and holds the run, or has ended.
+
+        Raises `SluiceError` if neither comes in `HOLD_TIMEOUT_S`; the process goes on then."""
+        pid, deadline = str(self.process.pid), time.monotonic() + HOLD_TIMEOUT_S
+        while self.runs and not (lock.exists() and lock.read_text() == pid):
+            if time.monotonic() > deadline:
+                raise SluiceError(
+                    f"`launch local`, process {pid}, has not checked its settings and taken {lock} within "
+                    f"{HOLD_TIMEOUT_S:g} s: {self.output} says what it is at. It goes on; end it by "
+                    f"`kill {pid}`, or take it by launch.attach when it is ready"
+                )
+            time.sleep(POLL_S)
+
+    def _said(self) -> str:
+        with self.output.open("rb") as written:
+            size = written.seek(0, 2)
+            written.seek(max(self.begins, size - TAIL_BYTES))
+            return written.read().decode(errors="replace")
+
+
+def start_local(arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> LocalProcess:
+    """Start `launch local` with its output at the end of a file.
+
+    It outlives this process, and Ctrl-C in a terminal or a notebook does not reach it."""
+    with output.open("ab") as file:
+        begins = file.tell()  # what the process writes comes after it
+        process = subprocess.Popen(
+            module_command("launch", "local", *arguments),
+            stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True,
+        )  # fmt: skip
+        return LocalProcess(process, output, begins)

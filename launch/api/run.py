@@ -1,0 +1,148 @@
+"""A run of this host, as `launch.start` and `launch.attach` return it."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bus.errors import SluiceError
+from bus.trajectory import Trajectory
+from launch.api.child import LocalProcess
+from launch.api.readers import NewTrajectories, new_rows, new_values
+from launch.api.result import Result, result_of
+from launch.api.stream import Stream
+from launch.history.retrain import recorded_config
+from launch.operations.recorded_runs import RecordedRun, recorded_runs
+from launch.operations.run_stop import stop_run
+from launch.process.model_directory import model_of_run
+from launch.watch.dashboard.token_texts import Decode, decoder
+from launch.watch.history import Evaluation, Step, evaluation_of, is_evaluation, is_step, step_of
+from storage.disk.atomic_files import read_json
+from storage.disk.run_directory import RunDirectory
+from storage.metrics.records import Record
+
+POLL_S = 0.5
+STOP_TIMEOUT_S = 180.0
+"""A learner may take two minutes to finish its step and save a checkpoint."""
+
+
+class Run:
+    """A run that goes on, or has ended, with its directory on this host."""
+
+    def __init__(self, directory: RunDirectory, process: LocalProcess | None = None) -> None:
+        """Make it by `launch.start` or `launch.attach`; `process` is the one that this program started."""
+        self._directory = directory
+        self._process = process
+        self._decode: Decode | None = None
+
+    def __repr__(self) -> str:
+        """Return the name of the run and how it is."""
+        return f"<Run {self.name!r}, {self.status().state}, in {self.path}>"
+
+    def __enter__(self) -> Self:
+        """Return the run, which stops at the end of the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop the run if it still goes on."""
+        self.stop()
+
+    @property
+    def name(self) -> str:
+        """Return the run's name."""
+        return self._directory.name
+
+    @property
+    def path(self) -> Path:
+        """Return the run's directory, with `curves.png`, `metrics.jsonl`, `logs/` and `export/`."""
+        return self._directory.path
+
+    @property
+    def running(self) -> bool:
+        """Return whether processes of the run go on, on this host."""
+        return self._process.runs if self._process is not None else bool(self.status().pids)
+
+    def status(self) -> RecordedRun:
+        """Return how far the run is: its state, stage, step, latest reward and accuracy."""
+        [found] = recorded_runs([self.path])
+        return found
+
+    # --- what it does, as it does it ---
+
+    def metrics(self) -> Stream[Record]:
+        """Return every row of metrics.jsonl by name, such as `reward/mean`: steps of all kinds, evaluations.
+
+        A step that is trained again after a crash has another row. Raises what `wait` does at the end."""
+        return Stream(lambda: new_rows(self._directory), *self._end)
+
+    def steps(self) -> Stream[Step]:
+        """Return the optimizer steps of reinforcement learning, as `metrics` does."""
+        return Stream(lambda: new_values(self._directory, is_step, step_of), *self._end)
+
+    def evaluations(self) -> Stream[Evaluation]:
+        """Return the evaluations of the held-out prompts, as `metrics` does, without further data sets."""
+
+        def is_wanted(row: Record) -> bool:
+            return is_evaluation(row) and row.get("data_set") is None
+
+        return Stream(lambda: new_values(self._directory, is_wanted, evaluation_of), *self._end)
+
+    def trajectories(self) -> Stream[Trajectory]:
+        """Return the trajectories of groups in store, a group's together, then of each group that completes.
+
+        Those that were retired before they were read are left out. `decode` gives their text. Raises
+        `ConfigError` where the run's shards are on other hosts, and what `wait` does at the end."""
+        return Stream(lambda: NewTrajectories(self._directory, lambda: self.running), *self._end)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, by the run's own tokenizer, with special tokens."""
+        if self._decode is None:
+            self._decode = decoder(model_of_run(recorded_config(self._directory), self._directory))
+        return self._decode(token_ids)
+
+    # --- its end ---
+
+    def wait(self, timeout_s: float | None = None) -> Result:
+        """Wait until the run has ended, and return its result.
+
+        Raises `TimeoutError` if that takes longer, and the error that ended the run: `ConfigError` for
+        settings or files that cannot work, `LostDataError` for damaged files, `BusAwayError` for a bus that
+        is away, and `SluiceError` with the last lines of its log for another failure."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.running:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"run {self.name!r} goes on after {timeout_s:g} s")
+            time.sleep(POLL_S)
+        self._raise_failure()
+        return self.result()
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """End the run in order, and wait for it: the learner finishes its step and saves a checkpoint.
+
+        Nothing happens if it has ended. Raises `ConfigError` for one that `launch local` did not start, and
+        `SluiceError` when it has not ended in time."""
+        if self.running:
+            stop_run(self.path, timeout_s)
+
+    def result(self) -> Result:
+        """Return what came out of the run. Raises `SluiceError` before its end, and if it recorded none."""
+        if self.running:
+            raise SluiceError(f"run {self.name!r} goes on: its result is there when it has ended, see wait()")
+        path = self.path / "summary.json"
+        if not path.exists():
+            raise SluiceError(f"{path} is missing: the run trained nothing, {self.path / 'logs'} says why")
+        return result_of(read_json(path, "start the run again to have it written"))
+
+    # --- reading ---
+
+    @property
+    def _end(self) -> tuple[Callable[[], bool], Callable[[], None]]:
+        """Return what tells a stream whether more may come, and with which error the run ended."""
+        return lambda: self.running, self._raise_failure
+
+    def _raise_failure(self) -> None:
+        if self._process is not None and (failure := self._process.failure()) is not None:
+            raise failure

@@ -1,0 +1,77 @@
+"""`launch.start` and `launch.attach`: a run of this host in the hands of a program or a notebook."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic_core import to_jsonable_python
+
+from bus.config import URL_VARIABLE
+from launch.api.child import start_local
+from launch.api.run import Run
+from launch.config import resolve
+from launch.environment_variables import run_variables, without_setting_variables
+from launch.operations.recorded_runs import find_run
+from launch.operations.run_stop import going_on, supervisor_of
+from launch.settings_sources import merged
+from launch.short_forms import short_sources, sources_of
+from storage.disk.run_directory import RunDirectory
+
+SETTINGS_FILE = "start.json"
+"""File of a run's directory with the settings that a program gave it."""
+OUTPUT_FILE = "local.log"
+"""File among a run's logs with what `launch local` prints."""
+
+
+def start(
+    preset: str | None = None, *, config: Path | str | Sequence[Path | str] = (),
+    prompts: Path | str | None = None, reward: str | None = None, agent: str | None = None,
+    **settings: object,
+) -> Run:  # fmt: skip
+    """Start `launch local` as a process of its own, and return when it has checked its settings.
+
+    The run goes on when this program ends, and `attach` finds it again; `with launch.start(...) as run:`
+    stops it at the end of the block. A run that was stopped goes on where it was; of one that is done the
+    result is there at once. Settings come from the same places as those of the command: the defaults, then
+    `preset`, each file of `config`, the environment variables, and at last what is given here.
+
+    Args:
+        preset: settings that come with Sluice, such as "sort".
+        config: TOML or JSON files of settings over the preset; the last wins.
+        prompts: training prompts, .jsonl or .parquet.
+        reward: built-in reward, or your own as my_pkg.my_module:function, which the processes import: it
+            must lie in a file in the directory in which the run is started, not in a cell of a notebook.
+        agent: command that is run for each episode and asks the policy as it would ask OpenAI's server.
+        settings: the run's settings by section, as a file has them: `run="mine"`, `seed=1`,
+            `learner={"steps": 20, "optimizer": {"lr": 1e-4}}`.
+
+    Raises `ConfigError` for settings that cannot work, and for a run of this name that goes on already."""
+    files = [config] if isinstance(config, str | Path) else config
+    short = short_sources(prompts=None if prompts is None else Path(prompts), reward=reward, agent=agent)
+    sources = sources_of(preset, [Path(file) for file in files], [*run_variables(), *short], settings)
+    layer = merged(sources)
+    resolved = resolve(layer)
+    run = RunDirectory(resolved.directory.absolute(), resolved.run)
+    path = resolved.directory.absolute() / resolved.run
+    if holder := supervisor_of(path):  # before its start.json is written over
+        raise going_on(path, holder, "take it by launch.attach")
+    settings_file = run.path / SETTINGS_FILE
+    url = layer.get("bus", {}).pop("url", None)  # it may hold a password: no file and no argument has it
+    run.write_json(settings_file, to_jsonable_python(layer))
+    environment = without_setting_variables() | ({} if url is None else {URL_VARIABLE: url})
+    environment.pop("FORCE_COLOR", None)  # Jupyter sets it, and the output is a file
+    process = start_local(("--config", str(settings_file)), environment, run.logs / OUTPUT_FILE)
+    process.wait_until_held(run.path / "lock")
+    if (failure := process.failure()) is not None:
+        raise failure
+    return Run(run, process)
+
+
+def attach(run: str, *, directory: Path | str = "runs") -> Run:
+    """Return a run of this host that goes on or has ended, whoever started it.
+
+    Args:
+        run: its name.
+        directory: that of all runs.
+
+    Raises `ConfigError` with the nearest name when there is no such run."""
+    return Run(RunDirectory(find_run(Path(directory).absolute(), run).parent, run))
