@@ -25,6 +25,7 @@ from bus.codec import Json
 from launch.benchmarks.learner_bare_megatron import BareLoop
 from launch.benchmarks.model_shapes import SHAPES
 from learner.algorithms.objective import Objective
+from learner.backends.base import StepResult
 from learner.backends.factory import close_world, init_world
 from learner.backends.megatron.trainer import Trainer
 from learner.config.correction import TokenTIS
@@ -85,6 +86,10 @@ class Workload:
             for _ in range(self.tokens // self.sequence)
         ]
 
+    def batches(self) -> list[MicroBatch]:
+        """Return the micro-batches of a step."""
+        return pack(self.samples(), self.micro_batch)
+
     def flops(self) -> float:
         """Return the FLOPs of one step, forward and backward without recomputation.
 
@@ -138,12 +143,14 @@ def qwen3(
 Step = Callable[[], object]
 
 
-def ours(workload: Workload, *, recompute: bool = False, objective: Objective = OVER_TOKENS) -> Step:
+def ours(
+    workload: Workload, *, recompute: bool = False, objective: Objective = OVER_TOKENS
+) -> Callable[[], StepResult]:
     """Return a step of the learner on batches that are packed."""
     model = Qwen3ForCausalLM(workload.model)
     parallel = ParallelConfig(recompute="full" if recompute else "none")
     trainer = Trainer(workload.model, model.state_dict(), OPTIMIZER, dtype=workload.dtype, parallel=parallel)
-    batches = pack(workload.samples(), workload.micro_batch)
+    batches = workload.batches()
     return lambda: trainer.train_step(batches, objective, policy_version=0)
 
 
@@ -155,7 +162,7 @@ def over_sequences(workload: Workload) -> Step:
 def bare(workload: Workload) -> Step:
     """Return a step of megatron-core as it comes, with nothing of ours."""
     loop = BareLoop(workload.model, workload.dtype, lr=OPTIMIZER.lr)
-    batches = [batch.to(device()) for batch in pack(workload.samples(), workload.micro_batch)]
+    batches = [batch.to(device()) for batch in workload.batches()]
     return lambda: loop.step(batches)
 
 
@@ -167,7 +174,7 @@ def hugging_face(workload: Workload) -> Step:
         apply_liger_kernel_to_qwen3()
     model = Qwen3ForCausalLM(workload.model).to(device(), workload.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr, fused=True)
-    batches = [_rows(batch, workload.sequence) for batch in pack(workload.samples(), workload.micro_batch)]
+    batches = [_rows(batch, workload.sequence) for batch in workload.batches()]
 
     def step() -> None:
         for tokens in batches:
@@ -185,12 +192,13 @@ def _rows(batch: MicroBatch, sequence: int) -> Tensor:
 
 def bench_learner() -> dict[str, Json]:
     """Ratios with their limits, and the absolute figures behind them."""
-    with _world():
+    with world():
         return _on_cuda() if torch.cuda.is_available() else side_by_side(small())
 
 
 @contextmanager
-def _world() -> Iterator[None]:
+def world() -> Iterator[None]:
+    """Be a world of one rank."""
     init_world()
     try:
         yield
@@ -202,7 +210,7 @@ def side_by_side(workload: Workload) -> dict[str, Json]:
     """Ratios of the sides taking turns, in the world that there is."""
     torch.set_num_threads(1)
     steps = [side(workload) for side in (ours, bare, hugging_face, over_sequences)]
-    seconds = np.array([[_seconds(step) for step in steps] for _ in range(workload.rounds + 1)])[1:]
+    seconds = np.array([[seconds_of(step) for step in steps] for _ in range(workload.rounds + 1)])[1:]
     ratios = np.median(seconds / seconds[:, :1], axis=0)
     rates = workload.tokens / np.median(seconds, axis=0)
     return {
@@ -262,7 +270,7 @@ def _measured(side: Callable[[Workload], Step], workload: Workload) -> dict[str,
     step()
     torch.cuda.reset_peak_memory_stats()
     step()
-    seconds = statistics.median(_seconds(step) for _ in range(workload.rounds))
+    seconds = statistics.median(seconds_of(step) for _ in range(workload.rounds))
     peak = torch.cuda.max_memory_allocated()
     del step
     gc.collect()
@@ -274,7 +282,7 @@ def _measured(side: Callable[[Workload], Step], workload: Workload) -> dict[str,
     }
 
 
-def _seconds(step: Step) -> float:
+def seconds_of(step: Step) -> float:
     """Measure a step: on CPU by the time of this process, whose one thread feels other work little."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     _wait()

@@ -7,7 +7,6 @@ learner is made up here.
 
 import asyncio
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -34,7 +33,9 @@ from bus.messages import BlobRef, ModelFiles, PolicyManifest, RunRecord
 from bus.publish import Publisher
 from bus.requests import BatchLease, BatchRequest, Done, LearnerResumed, StepCommitted, StoredGroups, Waiting
 from bus.server import NatsServer, free_port
+from bus.waiting import cancelled
 from launch.benchmarks.simulated_actors import RUN, SAMPLES, SHARDS
+from launch.environment_variables import without_setting_variables
 from learner.scratch_model import character_tokenizer
 from storage.weights.model_files import bundle
 
@@ -231,8 +232,7 @@ class Learner:
             if learning.done():
                 learning.result()
         finally:
-            learning.cancel()
-            await asyncio.wait([learning])
+            await cancelled(learning)
 
     async def _learn(self) -> None:
         while True:
@@ -296,7 +296,8 @@ async def _launched(command: str, *flags: str) -> AsyncIterator[int]:
     """Run a command of `launch` while inside; yields its process id."""
     process = await asyncio.create_subprocess_exec(
         *module_command("launch", command, *flags),
-        stdin=DEVNULL, stdout=DEVNULL, preexec_fn=die_with_parent(), env=os.environ | {"TERM": "dumb"},
+        stdin=DEVNULL, stdout=DEVNULL, preexec_fn=die_with_parent(),
+        env=without_setting_variables() | {"TERM": "dumb"},
     )  # fmt: skip
     try:
         yield process.pid

@@ -246,7 +246,8 @@ class Measurement:
 def _settled(mode: str, earliest: int, heard: Heard) -> int:
     """Return the first step from `earliest` on by which what began under another bound is over; 0 before it.
 
-    A single step may be on-policy by chance: each burst begins with one."""
+    A single step may be on-policy by chance: each burst begins with one. The actors' counters must have been
+    heard by that step, or nothing says how much of them came before it."""
     on_policy = {step for step in heard.steps if staleness(heard, step) == 0}
-    steps = (step for step in heard.steps if step >= earliest)
+    steps = (step for step in heard.steps if step >= earliest and heard.has_read_before(step))
     return min((step for step in steps if mode == "async" or {step - 1, step} <= on_policy), default=0)

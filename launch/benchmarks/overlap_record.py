@@ -77,6 +77,10 @@ class Heard:
         """Return whether the actors have sent their counters since the end of a step."""
         return bool(self.readings) and number(self.readings[-1], "time_s") >= self.ended_s(step)
 
+    def has_read_before(self, step: int) -> bool:
+        """Return whether the actors had sent their counters by the end of a step."""
+        return bool(self.readings) and number(self.readings[0], "time_s") <= self.ended_s(step)
+
     def counted(self, name: str, turn: Turn) -> float:
         """Return how much a counter of the actors grew in a turn."""
         span = self.ended_s(turn.first), self.ended_s(turn.last)

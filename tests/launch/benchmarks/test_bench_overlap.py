@@ -192,6 +192,12 @@ async def test_one_step_that_is_on_policy_by_chance_does_not_settle_the_synchron
     ]
 
 
+async def test_a_turn_begins_after_the_actors_counters_were_first_heard(measurement):
+    late = measurement([*steps(1, 8, read=False), *steps(9, 13, began_s=8.0)], steps=4, limit_s=0.001)
+    await late.run()
+    assert [(turn.first, turn.last) for turn in late.turns] == [(9, 13)]
+
+
 async def test_changing_back_to_the_same_mode_is_no_change(measurement):
     after = [*steps(9, 11, began_s=8.0), *steps(12, 18, began_s=11.0, staleness=0)]
     whole = measurement(steps(1, 8), after, steps=2, limit_s=0.001, rounds=2)
@@ -206,7 +212,11 @@ async def test_changing_back_to_the_same_mode_is_no_change(measurement):
         ([], "before the first step, and step 0"),
         (bursts(1, 5), "before the first turn had settled, and step 5"),
         (bursts(1, 8), "while async was measured, from step 6 on, and step 8"),
-        (steps(1, 9, read=False), "while async was measured, from step 6 on, and step 9"),
+        (steps(1, 9, read=False), "before the first turn had settled, and step 9"),
+        (
+            [*steps(1, 6), *steps(7, 9, began_s=6.0, read=False)],
+            "while async was measured, from step 6 on, and step 9",
+        ),
     ],
 )
 async def test_a_cut_before_a_burst_is_known_is_an_error(measurement, records, where):

@@ -1,0 +1,209 @@
+"""Tells whether one actor process bears thousands of episodes of many turns, on a scripted engine.
+
+`launch bench episodes` prints the figures: by how much the event loop was late, the memory of an episode, and
+how many episodes were lost on the way from the lease to the trajectory on the bus. Each turn has the policy's
+answer and a further message, as an environment's would; the bus is a nats-server of its own.
+"""
+
+import asyncio
+import gc
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import uvloop
+
+from actors.engines.base import Generation, GenerationRequest, Sampling
+from actors.engines.scripted import ScriptedEngine
+from actors.environments.base import ChatMessage, Episode, Task
+from actors.policy.policy import Policy
+from actors.rewards.group_filters import load_filter
+from actors.weights.follow import PolicyFollower
+from actors.worker import Worker
+from bus.codec import decode, encode
+from bus.config import BusConfig
+from bus.connection import Bus
+from bus.consume import Inbox
+from bus.errors import ConfigError, EngineError
+from bus.message_parts import Parts
+from bus.messages import Lease, Prompt
+from bus.process_tuning import few_collections, quick_turns
+from bus.publish import Publisher
+from bus.server import NatsServer
+from bus.topology import ensure
+from bus.trajectory import TrajectoryBatch
+from bus.waiting import cancelled
+from learner.scratch_model import character_tokenizer
+
+SAMPLES = 8
+"""Rollouts of each prompt."""
+QUESTION = "what follows from this, and what will you do next about it?"
+ANSWER = "the answer has thirty two tokens"
+LAG_PERIOD_S = 0.005
+WANTED_LAG_MS = 50.0
+TIMEOUT_S = 1800.0
+Report = dict[str, float | int | bool]
+
+
+@dataclass(frozen=True)
+class EpisodesLoad:
+    """Says how much is asked for."""
+
+    episodes: int = 2000
+    """Episodes that run at once."""
+    turns: int = 20
+    turn_s: float = 3.0
+    """Mean time that the engine takes for an answer."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for what cannot be asked for."""
+        if self.episodes < SAMPLES or self.episodes % SAMPLES:
+            raise ConfigError(f"--episodes {self.episodes}: give a multiple of {SAMPLES}")
+        if self.turns < 1 or self.turn_s < 0:
+            raise ConfigError(
+                f"--turns {self.turns} of --turn-s {self.turn_s:g}: give a turn at least, and no time below 0"
+            )
+
+    @property
+    def groups(self) -> int:
+        """Return the number of prompts."""
+        return self.episodes // SAMPLES
+
+
+class TimedEngine(ScriptedEngine):
+    """A scripted engine that takes its time for an answer, some longer than others."""
+
+    def __init__(self, answer: Sequence[int], turn_s: float) -> None:
+        super().__init__(lambda _: answer)
+        self._turn_s = turn_s
+        self._random = np.random.default_rng(0)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Continue `request` after a while."""
+        await asyncio.sleep(self._turn_s * self._random.uniform(0.5, 1.5))
+        generation = await super().generate(request)
+        self.requests.clear()  # they would count as the episodes' memory
+        return generation
+
+
+class Turns:
+    """An environment that asks again after each answer."""
+
+    trajectories_per_episode: int | None = 1
+
+    def __init__(self, turns: int) -> None:
+        self._turns = turns
+
+    async def run(self, task: Task, policy: Policy) -> Episode:
+        """Ask as often as configured."""
+        policy = policy.fresh(task.task_id)
+        messages: list[ChatMessage] = list(task.messages)
+        for _ in range(self._turns):
+            completion = await policy.chat(messages)
+            messages += [completion.message, {"role": "user", "content": QUESTION}]
+        return Episode(policy.trajectories(1.0))
+
+
+def bench_episodes(load: EpisodesLoad) -> Report:
+    """Return lag, memory and losses of one actor process."""
+    return uvloop.run(_bench(load))
+
+
+async def _bench(load: EpisodesLoad) -> Report:
+    tokenizer = character_tokenizer()
+    answer = [*tokenizer.encode(ANSWER, add_special_tokens=False), tokenizer.eos_token_id]
+    engine = TimedEngine(answer, load.turn_s)
+    policy = Policy(engine, tokenizer, Sampling(max_new_tokens=64))
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as directory:
+        async with (
+            NatsServer(Path(directory)) as server,
+            Bus.connect(BusConfig(url=server.url), "bench", name="bench") as bus,
+        ):
+            await ensure(bus.js, bus.topology, shards=1)
+            await bus.create_keys()
+            await _offer(bus, load)
+            worker = Worker(
+                bus, policy, Turns(load.turns), follower=PolicyFollower(bus, engine),
+                keep=load_filter("none"), shards=1, name="bench", share_after_s=None,
+            )  # fmt: skip
+            with few_collections(), quick_turns():
+                return await _measured(bus, worker, load)
+
+
+async def _offer(bus: Bus, load: EpisodesLoad) -> None:
+    publisher = Publisher(bus)
+    for group in range(load.groups):
+        prompt = Prompt(content=f"prompt {group}: {QUESTION}", label="none")
+        lease = Lease(lease_id=group, prompt=prompt, samples=SAMPLES, policy_version=0)
+        subject = bus.subject("tasks", "rollout")
+        await publisher.publish(subject, encode(lease), message_id=f"lease-{group}")
+
+
+async def _measured(bus: Bus, worker: Worker, load: EpisodesLoad) -> Report:
+    """Run all episodes at once; watch the loop and the memory meanwhile."""
+    stop, lag, process = asyncio.Event(), list[float](), psutil.Process()
+    gc.collect()
+    memory = [process.memory_info().rss]
+    watching = [
+        asyncio.create_task(_watch_lag(lag)),
+        asyncio.create_task(_watch_memory(process, memory)),
+    ]
+    began, cpu = time.monotonic(), time.process_time()
+    working = asyncio.create_task(worker.run(stop, groups_at_once=load.groups))
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            while worker.counts["groups"] + worker.counts["rejected"] < load.groups:
+                if working.done():
+                    working.result()
+                    raise EngineError("the worker ended before its episodes did: see what was logged before")
+                await asyncio.sleep(0.1)
+        took_s, cpu_s = time.monotonic() - began, time.process_time() - cpu
+    finally:
+        await cancelled(*watching)
+        stop.set()
+        await working
+    stored = await _stored(bus, load)
+    p50, p99 = np.percentile(np.array(lag) * 1e3, [50, 99])
+    turns = load.episodes * load.turns
+    return {
+        "episodes": load.episodes,
+        "turns": load.turns,
+        "lost": load.episodes - stored,
+        "event_loop_lag_p50_ms": round(float(p50), 2),
+        "event_loop_lag_p99_ms": round(float(p99), 2),
+        "event_loop_lag_max_ms": round(max(lag) * 1e3, 2),
+        "lag_is_as_wanted": bool(p99 < WANTED_LAG_MS),
+        "memory_per_episode_kib": round((max(memory) - memory[0]) / load.episodes / 1024, 1),
+        "cpu_per_turn_ms": round(cpu_s * 1e3 / turns, 3),
+        "turns_per_s": round(turns / took_s, 1),
+        "seconds": round(took_s, 1),
+    }
+
+
+async def _stored(bus: Bus, load: EpisodesLoad) -> int:
+    """Return how many whole episodes are on the bus: each once, with all its turns."""
+    inbox, parts = Inbox(bus, "TRAJECTORIES", "shard-0"), Parts(bus)
+    found: set[str] = set()
+    while arrived := await inbox.take(64, 2.0):
+        for handle in await parts.collect(arrived):
+            batch = decode(handle.data, TrajectoryBatch)
+            found.update(t.trajectory_id for t in batch.trajectories if len(t.turns) == load.turns)
+            await handle.ack()
+    return len(found)
+
+
+async def _watch_lag(lag: list[float]) -> None:
+    while True:
+        due = time.perf_counter() + LAG_PERIOD_S
+        await asyncio.sleep(LAG_PERIOD_S)
+        lag.append(time.perf_counter() - due)
+
+
+async def _watch_memory(process: psutil.Process, memory: list[int]) -> None:
+    while True:
+        await asyncio.sleep(0.5)
+        memory.append(process.memory_info().rss)
