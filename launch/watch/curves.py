@@ -94,6 +94,10 @@ def _draw_evaluations(axes: Axes, history: History) -> None:
         sampled, greedy = [e.sampled for e in later], [e.greedy for e in later]
         axes.plot(at, sampled, "o-", color=ORANGE, lw=2, ms=6, label="held-out accuracy, sampled")
         axes.plot(at, greedy, "s:", color=ORANGE, lw=1.2, ms=4, alpha=0.7, label="held-out accuracy, greedy")
+    for name, evaluations in history.sets.items():
+        drawn = [e for version, e in evaluations.items() if version >= start]
+        at = [sum(e.drawn_by) / 2 - start for e in drawn]
+        axes.plot(at, [e.sampled for e in drawn], "^-", lw=1.2, ms=4, alpha=0.8, label=f"{name}, sampled")
     for version, evaluation in history.evaluations.items():
         if version < start:
             label = f"held-out before warm-up: {evaluation.sampled:.3f} at {evaluation.where}"

@@ -1,7 +1,7 @@
 """The history of a run: its steps and evaluations, as the rows of metrics.jsonl tell them."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite, nan
 
 from storage.metrics.records import Record, integer, number
@@ -47,6 +47,10 @@ class Evaluation:
     """Oldest and newest version that sampled a token of the answers."""
     failed: int
     """Number of failed rollouts, which count as reward 0."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Further scores, such as pass@4."""
+    lag: int = 0
+    """Versions that the learner had gone on by when the result came."""
 
     @property
     def exact(self) -> bool:
@@ -72,6 +76,47 @@ def remarks(drawn_by: tuple[int, int] | None, failed: int) -> str:
     return f" ({', '.join(texts)})" if texts else ""
 
 
+def is_step(record: Record) -> bool:
+    """Tell whether a line is of an optimizer step of reinforcement learning."""
+    return record.get("kind") != "evaluation" and record.get("train/stage") == "rl"
+
+
+def is_evaluation(record: Record) -> bool:
+    """Tell whether a line is of an evaluation."""
+    return record.get("kind") == "evaluation"
+
+
+def step_of(record: Record) -> Step:
+    """Return the step that a line is of."""
+    return Step(
+        step=integer(record, "step"),
+        time_s=number(record, "time_s"),
+        policy_version=integer(record, "train/policy_version"),
+        reward_mean=number(record, "reward/mean"),
+        staleness_mean=number(record, "staleness/mean_versions"),
+        staleness_max=number(record, "staleness/max_versions"),
+        step_s=number(record, "time/step_s"),
+        waiting_s=number(record, "time/waiting_for_batch_s"),
+        publish_stall_s=number(record, "time/publish_stall_s"),
+    )
+
+
+def evaluation_of(record: Record) -> Evaluation:
+    """Return the evaluation that a line is of; `data_set` of the line names what was measured."""
+    version = integer(record, "policy_version")
+    record = {"oldest_version": version, "newest_version": version} | record  # older builds say neither
+    return Evaluation(
+        policy_version=version,
+        time_s=number(record, "time_s"),
+        sampled=number(record, "sampled"),
+        greedy=number(record, "greedy"),
+        drawn_by=(integer(record, "oldest_version"), integer(record, "newest_version")),
+        failed=integer(record, "failed"),
+        scores={name: number(record, name) for name in record if name.startswith(("pass@", "pass^"))},
+        lag=integer(record, "lag_versions"),
+    )
+
+
 class History:
     """Steps and evaluations of a run; a step trained again replaces its earlier record.
 
@@ -83,7 +128,9 @@ class History:
         self._every = 1
         """Number that divides the numbers of those older steps which are kept."""
         self.evaluations: dict[int, Evaluation] = {}
-        """Records by policy version, ascending."""
+        """Records of the run's held-out prompts by policy version, ascending."""
+        self.sets: dict[str, dict[int, Evaluation]] = {}
+        """Records of each further data set, by name, in the same way."""
         for record in records:
             self.add(record)
 
@@ -104,37 +151,21 @@ class History:
 
     def add(self, record: Record) -> None:
         """Add one line of the file; lines that are neither a step nor an evaluation are ignored."""
-        if record.get("kind") == "evaluation":
+        if is_evaluation(record):
             self._add_evaluation(record)
-        elif record.get("train/stage") == "rl":
-            self._add_step(record)
+        elif is_step(record):
+            self._add_step(step_of(record))
 
     def _add_evaluation(self, record: Record) -> None:
-        version = integer(record, "policy_version")
-        record = {"oldest_version": version, "newest_version": version} | record  # older builds say neither
-        evaluation = Evaluation(
-            policy_version=version,
-            time_s=number(record, "time_s"),
-            sampled=number(record, "sampled"),
-            greedy=number(record, "greedy"),
-            drawn_by=(integer(record, "oldest_version"), integer(record, "newest_version")),
-            failed=integer(record, "failed"),
-        )
-        self.evaluations[evaluation.policy_version] = evaluation
-        self.evaluations = dict(sorted(self.evaluations.items()))
+        evaluation, name = evaluation_of(record), record.get("data_set")
+        known = self.evaluations if name is None else self.sets.get(str(name), {})
+        found = dict(sorted({**known, evaluation.policy_version: evaluation}.items()))
+        if name is None:
+            self.evaluations = found
+        else:
+            self.sets[str(name)] = found
 
-    def _add_step(self, record: Record) -> None:
-        step = Step(
-            step=integer(record, "step"),
-            time_s=number(record, "time_s"),
-            policy_version=integer(record, "train/policy_version"),
-            reward_mean=number(record, "reward/mean"),
-            staleness_mean=number(record, "staleness/mean_versions"),
-            staleness_max=number(record, "staleness/max_versions"),
-            step_s=number(record, "time/step_s"),
-            waiting_s=number(record, "time/waiting_for_batch_s"),
-            publish_stall_s=number(record, "time/publish_stall_s"),
-        )
+    def _add_step(self, step: Step) -> None:
         if self.last is not None and step.step <= self.last.step:
             self._roll_back(step)
         else:
@@ -158,8 +189,14 @@ class History:
             other for other in self.steps.values() if other.step < step.step or other.time_s > step.time_s
         ]
         self.steps = {other.step: other for other in sorted([*known, step], key=lambda s: (s.step, s.time_s))}
-        self.evaluations = {
-            version: evaluation
-            for version, evaluation in self.evaluations.items()
-            if evaluation.drawn_by[1] <= step.policy_version or evaluation.time_s > step.time_s
-        }
+        self.evaluations = _left(self.evaluations, step)
+        self.sets = {name: _left(evaluations, step) for name, evaluations in self.sets.items()}
+
+
+def _left(evaluations: dict[int, Evaluation], step: Step) -> dict[int, Evaluation]:
+    """Return those that no later weights than those of `step` have drawn, or that came after it."""
+    return {
+        version: evaluation
+        for version, evaluation in evaluations.items()
+        if evaluation.drawn_by[1] <= step.policy_version or evaluation.time_s > step.time_s
+    }

@@ -11,6 +11,9 @@ import nats.errors
 import structlog
 from nats.aio.subscription import Subscription
 
+from actors.config import ActorsConfig, EnvironmentConfig, SingleTurnConfig
+from actors.environments.length_config import LengthProfileConfig
+from actors.environments.panel_config import PanelConfig
 from bus.codec import Json
 from bus.connection import Bus
 from bus.errors import BusError
@@ -19,6 +22,7 @@ from bus.stream_reader import Place, StreamReader
 from bus.waiting import set_within
 from launch.config import RunConfig
 from launch.watch.episode_ends import recent_ends
+from launch.watch.further_policies import further_policies
 from launch.watch.history import History
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.recorder import decoded_event, recorded_place
@@ -41,6 +45,17 @@ BATCH = 512
 DRAIN_TIMEOUT_S = 2.0
 
 
+def _trajectories_per_rollout(actors: ActorsConfig) -> int | None:
+    each = {_trajectories_in(environment) for environment in actors.by_name.values()}
+    return each.pop() if len(each) == 1 else None
+
+
+def _trajectories_in(environment: EnvironmentConfig) -> int | None:
+    if isinstance(environment, PanelConfig):
+        return environment.agents
+    return 1 if isinstance(environment, SingleTurnConfig | LengthProfileConfig) else None
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """Settings of the run that no process reports."""
@@ -53,6 +68,8 @@ class RunSettings:
     """Upper bound on the versions that a trained token may lag."""
     samples_per_prompt: int
     target_accuracy: float | None = None
+    trajectories_per_rollout: int | None = 1
+    """Most trajectories of one rollout; `None` where that depends on the rollout."""
 
     @classmethod
     def of_run(cls, config: RunConfig) -> Self:
@@ -63,6 +80,7 @@ class RunSettings:
             warmup_steps=config.warmup.steps,
             max_staleness=config.admission.max_staleness,
             samples_per_prompt=config.admission.samples_per_prompt,
+            trajectories_per_rollout=_trajectories_per_rollout(config.actors),
             target_accuracy=config.learner.target_accuracy,
         )
 
@@ -152,7 +170,8 @@ class RunMonitor:
             self.history.add(metrics_record(event))
         else:
             step = max(0, event.policy_version - self.trains_from)
-            self.history.add(evaluation_record(event, step=step, time_s=time_s))
+            latest = integer(self.values("learner"), "policy_version")
+            self.history.add(evaluation_record(event, step=step, time_s=time_s, learner_version=latest))
 
     def note_memory(self, process: str, peak_rss_bytes: int) -> None:
         """Count a process that sends no status, such as nats-server."""
@@ -226,6 +245,11 @@ class RunMonitor:
     def recent_ends(self) -> dict[str, int]:
         """Return how many recent episodes of the actors that are not silent ended how."""
         return recent_ends(actor.status.values for actor in self.actors())
+
+    @property
+    def policies(self) -> dict[str, dict[str, Json]]:
+        """Return how far each further policy of the run is, by name."""
+        return further_policies(actor.status.values for actor in self.actors())
 
     @property
     def trajectories_published(self) -> int:

@@ -1,6 +1,6 @@
 """The result of a run: numbers for a file, and a table for the terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import isfinite
 from pathlib import Path
 
@@ -9,9 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.codec import Json
+from launch.watch.best import best_text
 from launch.watch.history import Evaluation, remarks
-from launch.watch.monitor import RunMonitor
+from launch.watch.monitor import RunMonitor, RunSettings
 from launch.watch.units import UNKNOWN, count, duration, fraction, size
+from storage.disk import checkpoints
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import integer, number
 
@@ -37,6 +39,8 @@ def summarise(
         "run": run.name,
         "stage": progress.get("stage", monitor.stage),
         **_accuracies(monitor, progress),
+        "evaluation_sets": _sets(monitor),
+        "best_checkpoint": _best(run, progress),
         "wall_s": wall_s,
         "warmup_wall_s": progress.get("warmup_s"),
         "rl_wall_s": progress.get("rl_s"),
@@ -90,6 +94,25 @@ def _accuracies(monitor: RunMonitor, progress: Mapping[str, Json]) -> Summary:
     }
 
 
+def _sets(monitor: RunMonitor) -> Summary:
+    """Return what was measured on each further data set, by name and version."""
+    return {
+        name: {
+            str(version): {"sampled": e.sampled, "greedy": e.greedy, **e.scores, **_how(e)}
+            for version, e in evaluations.items()
+        }
+        for name, evaluations in monitor.history.sets.items()
+    }
+
+
+def _best(run: RunDirectory, progress: Mapping[str, Json]) -> Summary | None:
+    """Return the best checkpoint with its score and place, as far as the newest checkpoint knows it."""
+    best = progress.get("best")
+    if not isinstance(best, dict):
+        return None
+    return {**best, "path": _existing(checkpoints.directory(run.checkpoints, integer(best, "step")))}
+
+
 def _how(evaluation: Evaluation | None) -> Summary:
     """Return how a version was measured: whether other versions sampled answers, and failed rollouts."""
     if evaluation is None:
@@ -134,15 +157,20 @@ def _groups(monitor: RunMonitor, trained: int) -> Summary:
         "groups_rejected": dict(rejected),
         "messages_set_aside": integer(storage, "dead") if storage else None,
         "messages_set_aside_reasons": dict(_counts(storage, "dead_reasons")),
-        "accounted": _accounted(storage, trained=trained, samples=samples) if storage else None,
+        "accounted": _accounted(storage, monitor.settings, trained=trained) if storage else None,
     }
 
 
-def _accounted(storage: Mapping[str, Json], *, trained: int, samples: int) -> bool:
-    """Return whether every issued group is in one known place, and steps trained only on their groups."""
+def _accounted(storage: Mapping[str, Json], settings: RunSettings, *, trained: int) -> bool:
+    """Return whether every issued group is in one known place, and steps trained only on their groups.
+
+    The latter shows where it is known how many trajectories a rollout has."""
     places = ("trained", "rejected", "stored", "rolling_out")
     balanced = integer(storage, "issued") == sum(integer(storage, place) for place in places)
-    return balanced and trained <= integer(storage, "trained") * samples
+    each = settings.trajectories_per_rollout
+    return balanced and (
+        each is None or trained <= integer(storage, "trained") * settings.samples_per_prompt * each
+    )
 
 
 def _existing(path: Path) -> str | None:
@@ -175,6 +203,8 @@ def _result_rows(summary: Summary) -> list[tuple[str, str]]:
         ("Held-out accuracy, untrained", _accuracy(summary, "heldout_accuracy_start", 0)),
         ("... after warm-up (SFT)", _accuracy(summary, "heldout_accuracy_after_sft", version - steps)),
         ("... at the end", _accuracy(summary, "heldout_accuracy_end", version)),
+        *((f"{name}, latest", text) for name, text in _latest_of_sets(summary)),
+        *([("Best checkpoint", best)] if (best := best_text(summary["best_checkpoint"])) else []),
         ("Target accuracy", _target(summary)),
         ("Optimizer steps", f"{steps} of reinforcement learning, policy version {version}"),
         ("Time", f"{wall} this launch; in all launches warm-up {warmup}, reinforcement learning {rl}"),
@@ -192,6 +222,17 @@ def _accuracy(summary: Summary, key: str, version: int) -> str:
         case [int(oldest), int(newest)]:
             return fraction(measured) + remarks((oldest, newest), failed)
     return fraction(measured) + remarks(None, failed)
+
+
+def _latest_of_sets(summary: Summary) -> Iterator[tuple[str, str]]:
+    sets = summary["evaluation_sets"]
+    for name, versions in sets.items() if isinstance(sets, dict) else ():
+        if isinstance(versions, dict) and versions:
+            version = max(versions, key=int)
+            scores = versions[version]
+            numbers = scores.items() if isinstance(scores, dict) else ()
+            shown = [f"{fraction(v)} {name}" for name, v in numbers if isinstance(v, float)]
+            yield name, f"{', '.join(shown)} at v{version}"
 
 
 def _target(summary: Summary) -> str:

@@ -12,7 +12,9 @@ from rich.text import Text
 
 from bus.codec import Json
 from bus.waiting import set_within
+from launch.watch.best import best_text
 from launch.watch.episode_ends import ends_text
+from launch.watch.further_policies import policy_text
 from launch.watch.history import Evaluation, Step
 from launch.watch.monitor import Process, RunMonitor
 from launch.watch.units import UNKNOWN, count, duration, fraction, size
@@ -22,6 +24,8 @@ REFRESH_S = 0.5
 LINE_S = 5.0
 """Time between two lines where there is no terminal; important changes are printed at once."""
 MAX_LINES = 21
+MOST_SETS = 3
+"""Further data sets that the live screen has a row for."""
 LABEL = 11
 NAME = 18
 STAGES = {
@@ -103,9 +107,12 @@ def _stage(monitor: RunMonitor) -> str:
 
 def _rows(monitor: RunMonitor) -> Iterator[Text]:
     learner, storage, last = monitor.values("learner"), monitor.values("storage"), monitor.history.last
+    for name, policy in monitor.policies.items():
+        yield _row(name[: LABEL - 1], policy_text(policy))
     recent, latest = monitor.history.recent_reward(), last.reward_mean if last else None
     yield _row("reward", f"{fraction(recent)} mean of the last 10 steps, latest {fraction(latest)}")
     yield _row("held-out", _held_out(monitor))
+    yield from (_row(label, text) for label, text in _measured(monitor))
     trained = count(number(learner, "trained_tokens_per_s"))
     yield _row("tokens/s", f"{count(monitor.generated_tokens_per_s)} generated, {trained} trained")
     yield _row("step time", _step_time(last))
@@ -116,6 +123,8 @@ def _rows(monitor: RunMonitor) -> Iterator[Text]:
     short = f"; {count(closed)} groups closed short" if closed else ""
     yield _row("rollouts", f"{published} trajectories published, {used} trained on{short}")
     yield _row("rejected", _rejected(storage))
+    if sources := _sources(storage):
+        yield _row("sources", sources)
     yield _row("episodes", ends_text(monitor.recent_ends))
 
 
@@ -132,12 +141,38 @@ def _held_out(monitor: RunMonitor) -> str:
     first, *_ = evaluations.values()
     *_, last = evaluations.values()
     since = "" if first is last else f", was {fraction(first.sampled)} at {first.where}"
-    return f"{_accuracy(last)}{wanted}{since}"
+    return f"{_accuracy(last)}{_lag(last)}{wanted}{since}"
 
 
 def _accuracy(evaluation: Evaluation) -> str:
     sampled, greedy = fraction(evaluation.sampled), fraction(evaluation.greedy)
     return f"{sampled} sampled, {greedy} greedy at {evaluation.where}"
+
+
+def _measured(monitor: RunMonitor) -> Iterator[tuple[str, str]]:
+    """Return what was measured last on each further data set, and the best checkpoint."""
+    sets = monitor.history.sets
+    for name, evaluations in list(sets.items())[:MOST_SETS]:
+        *_, last = evaluations.values()
+        yield name[: LABEL - 1], set_scores(last)
+    if len(sets) > MOST_SETS:
+        yield "...", f"and {len(sets) - MOST_SETS} more data sets: metrics.jsonl has all"
+    if text := best_text(monitor.values("learner").get("best")):
+        yield "best", text
+
+
+def set_scores(evaluation: Evaluation) -> str:
+    """Return the scores of a data set with the version, and how far the learner was past it."""
+    shown = {name: value for name, value in evaluation.scores.items() if name.startswith("pass@")}
+    scores = ", ".join(f"{fraction(value)} {name}" for name, value in shown.items())
+    return f"{_accuracy(evaluation)}{_lag(evaluation)}{', ' + scores if scores else ''}"
+
+
+def _lag(evaluation: Evaluation) -> str:
+    """Return by how many versions the learner was past the one that was measured; empty for none."""
+    if not evaluation.lag:
+        return ""
+    return f", {evaluation.lag} version{'s' if evaluation.lag > 1 else ''} behind"
 
 
 def _step_time(step: Step | None) -> str:
@@ -171,6 +206,17 @@ def _rejected(storage: dict[str, Json]) -> str:
     dead, kinds = integer(storage, "dead"), storage.get("dead_reasons")
     why = ", ".join(f"{n} {kind}" for kind, n in kinds.items()) if isinstance(kinds, dict) else ""
     return (f"groups: {groups}" if groups else "none") + (f"; set aside: {why or dead}" if dead else "")
+
+
+def _sources(storage: dict[str, Json]) -> str:
+    """Return the share of each source of prompts, and how much of it is solved; empty without sources."""
+    found = storage.get("sources")
+    sources = found.items() if isinstance(found, dict) else ()
+    return ", ".join(
+        f"{name} {number(figures, 'share'):.0%} ({fraction(number(figures, 'solved'))} solved)"
+        for name, figures in sources
+        if isinstance(figures, dict)
+    )
 
 
 # --- one line a process ---
@@ -285,6 +331,7 @@ class News:
         self._monitor = monitor
         self._stage = monitor.stage
         self._evaluations = dict(monitor.history.evaluations)
+        self._sets = {name: dict(of) for name, of in monitor.history.sets.items()}
         self._starts: dict[str, int] = {}
         self._silent: set[str] = set()
         self._alarms: set[str] = set()
@@ -303,6 +350,11 @@ class News:
         for version, evaluation in self._evaluations.items():
             if before.get(version) != evaluation:
                 yield f"held-out accuracy: {_accuracy(evaluation)}"
+        known, self._sets = self._sets, {name: dict(of) for name, of in self._monitor.history.sets.items()}
+        for name, found in self._sets.items():
+            for version, evaluation in found.items():
+                if known.get(name, {}).get(version) != evaluation:
+                    yield f"{name}: {set_scores(evaluation)}"
 
     def _process_changes(self) -> Iterator[str]:
         processes = self._monitor.processes

@@ -10,10 +10,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from bus.codec import Json
+from launch.config import resolve
 from launch.watch.curves import HEIGHT_PX, WIDTH_PX, _draw_evaluations, draw_curves
 from launch.watch.history import History
-from launch.watch.monitor import RunMonitor
-from launch.watch.summary import print_summary, summarise, write_summary
+from launch.watch.monitor import RunMonitor, RunSettings
+from launch.watch.summary import _accounted, print_summary, summarise, write_summary
 from storage.disk.run_directory import RunDirectory
 from storage.metrics.records import Record, append_records, evaluation_record, metrics_record
 from tests.launch.messages import FACTS, MIB, actor, evaluation, learner, metrics, storage
@@ -115,6 +116,18 @@ def test_a_group_lost_or_trained_without_leave_is_not_accounted_for(run: RunDire
     assert summary["accounted"] is False
 
 
+def test_trained_trajectories_are_judged_by_how_many_a_rollout_has():
+    single, panel, tools = (
+        RunSettings.of_run(resolve({"actors": {"environment": environment}}))
+        for environment in ({}, {"type": "panel", "solvers": 2, "rewriters": 1}, {"type": "game"})
+    )
+    assert [s.trajectories_per_rollout for s in (single, panel, tools)] == [1, 4, None]
+    ledger = {"issued": 3, "trained": 2, "stored": 1}  # 2 groups of 8 rollouts
+    judged = {16: [True, True, True], 17: [False, True, True], 65: [False, False, True]}
+    for trained, expected in judged.items():
+        assert [_accounted(ledger, s, trained=trained) for s in (single, panel, tools)] == expected
+
+
 def test_the_file_holds_the_summary(run: RunDirectory):
     summary = summarise(watched(), run=run, progress=PROGRESS, checkpoint=None, wall_s=1.0)
     write_summary(run, summary)
@@ -191,6 +204,31 @@ def a_run(steps: int) -> list[Record]:
     records = [metrics_record(metrics(step, reward=step / steps)) for step in range(1, steps + 1)]
     results = (evaluation(version, version / steps) for version in range(0, steps, 10))
     return records + [evaluation_record(result, step=result.policy_version, time_s=0.0) for result in results]
+
+
+def test_data_sets_and_the_best_checkpoint_are_in_the_summary_and_its_table(run: RunDirectory):
+    monitor = watched()
+    scores = {"pass@1": 0.25, "pass@4": 0.5, "pass^4": 0.125}
+    for version in (11, 21):
+        monitor.on_event(evaluation(version, 0.25, data_set="aime", scores=scores), time_s=1.0)
+    best = {"metric": "aime/pass@4", "value": 0.5, "policy_version": 11, "step": 10}
+    (run.checkpoints / "step_00000010" / "manifest").mkdir(parents=True)
+    progress = PROGRESS | {"best": best}
+    summary = summarise(monitor, run=run, progress=progress, checkpoint=None, wall_s=1.0)
+    path = run.checkpoints / "step_00000010"
+    assert summary["best_checkpoint"] == best | {"path": str(path)}
+    assert summary["evaluation_sets"] == {
+        "aime": {str(version): {"sampled": 0.25, "greedy": 0.25, **scores} for version in (11, 21)}
+    }
+    assert summary["heldout_accuracy_end"] == 0.91  # other data sets leave it alone
+    file = StringIO()
+    print_summary(Console(file=file, width=200), summary)
+    text = file.getvalue()
+    assert "0.500 aime/pass@4 at v11, checkpoint of step 10" in text
+    assert "0.250 sampled, 0.250 greedy, 0.250 pass@1, 0.500 pass@4, 0.125 pass^4 at v21" in text
+    assert (
+        summarise(monitor, run=run, progress=PROGRESS, checkpoint=None, wall_s=1.0)["best_checkpoint"] is None
+    )
 
 
 @pytest.mark.parametrize("steps", [0, 1, 30, 500])

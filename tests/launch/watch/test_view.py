@@ -226,6 +226,23 @@ def test_an_alarm_is_on_the_screen_and_in_the_news_until_it_is_over():
     assert news.take() == ["actor-host-1000: the alarm is over"]
 
 
+def test_data_sets_sources_and_the_best_checkpoint_have_rows():
+    monitor, _ = make_monitor(actors=1)
+    best = {"metric": "aime/pass@4", "value": 0.5, "policy_version": 11, "step": 10}
+    monitor.on_status(learner(best=best))
+    sources = {"math": {"share": 0.75, "solved": 0.5}, "chat": {"share": 0.25}}
+    monitor.on_status(storage(sources=sources))
+    monitor.on_event(evaluation(19, 0.25, 0.5, data_set="aime", scores={"pass@4": 0.5, "pass^4": 0.0}), 1.0)
+    text = "\n".join(shown(monitor))
+    assert "aime       0.250 sampled, 0.500 greedy at v19, 2 versions behind, 0.500 pass@4" in text
+    assert "best       0.500 aime/pass@4 at v11, checkpoint of step 10" in text
+    assert "sources    math 75% (0.500 solved), chat 25% (- solved)" in text
+    news = News(monitor)
+    news.take()
+    monitor.on_event(evaluation(20, 0.5, data_set="aime"), 2.0)
+    assert news.take() == ["aime: 0.500 sampled, 0.500 greedy at v20, 1 version behind"]
+
+
 async def run_view(console: Console, monitor: RunMonitor) -> None:
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:

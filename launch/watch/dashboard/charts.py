@@ -1,0 +1,92 @@
+"""The charts of a run: which quantities are drawn together, and those that are computed from others."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf, isfinite, nan
+
+from storage.metrics.records import Record, number
+
+STALENESS_P50 = "staleness/p50_versions"
+TOKENS_PER_S = "train/tokens_per_s"
+_STALE_TOKENS = "policy/stale_tokens_"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves that share an axis."""
+
+    title: str
+    unit: str
+    curves: dict[str, str]
+    """Label of each curve, by the name of its quantity in the rows of metrics.jsonl."""
+    log: bool = False
+    """Says whether the axis is logarithmic."""
+
+
+CHARTS = (
+    Chart("Reward", "mean of a step's trajectories", {"reward/mean": "reward"}),
+    Chart("Loss", "", {"train/loss": "loss"}),
+    Chart("Entropy", "nats a token", {"policy/entropy_nats": "entropy"}),
+    Chart(
+        "Response length",
+        "tokens",
+        {"train/response_tokens_mean": "mean", "train/response_tokens_p95": "95th percentile"},
+    ),
+    Chart("Gradient norm", "", {"train/grad_norm": "gradient norm"}, log=True),
+    Chart(
+        "Staleness", "policy versions", {STALENESS_P50: "median token", "staleness/max_versions": "largest"}
+    ),
+    Chart(
+        "Importance weights",
+        "ratio",
+        {
+            "policy/importance_ratio": "mean",
+            "policy/importance_ratio_p99": "99th percentile",
+            "policy/importance_ratio_max": "largest",
+        },
+    ),
+    Chart("Effective sample size", "fraction of tokens", {"policy/ess_fraction": "effective"}),
+    Chart("Throughput", "trained tokens a second", {TOKENS_PER_S: "trained"}),
+    Chart(
+        "Time of a step",
+        "seconds",
+        {
+            "time/step_s": "whole step",
+            "time/waiting_for_batch_s": "waiting for the batch",
+            "time/publish_stall_s": "waiting for publication",
+        },
+    ),
+)
+"""Charts of the overview, in their order; of a quantity that no row has, no curve is drawn."""
+
+
+def with_computed(row: Record) -> Record:
+    """Return the row of a step with the quantities that are computed from others, where those are there."""
+    return row | {STALENESS_P50: _median_staleness(row), TOKENS_PER_S: _rate(row)}
+
+
+def _rate(row: Record) -> float:
+    seconds = number(row, "time/step_s")
+    return number(row, "train/response_tokens") / seconds if seconds > 0 else nan
+
+
+def _median_staleness(row: Record) -> float:
+    """Return the least staleness that half of the trained tokens do not exceed; NaN without a histogram.
+
+    The histogram's intervals end at powers of two: of those that hold several, the end is returned."""
+    below = 0.0
+    for bound, fraction in _histogram(row):
+        below += fraction
+        if below >= 0.5:
+            return bound if isfinite(bound) else nan
+    return nan
+
+
+def _histogram(row: Record) -> Iterator[tuple[float, float]]:
+    """Return the largest staleness of each interval, and the fraction of tokens in it, ascending."""
+    found = [
+        (inf if name.endswith("more") else float(name.removeprefix(_STALE_TOKENS)), number(row, name))
+        for name in row
+        if name.startswith(_STALE_TOKENS)
+    ]
+    yield from sorted(found)

@@ -1,0 +1,135 @@
+// The list of runs, and the curves of several of them in the same charts.
+
+import { Chart, COLOURS } from "./chart.js";
+import { Curves } from "./curves.js";
+import { choice, make } from "./dom.js";
+import { ago, moment, stageName, UNKNOWN, value } from "./format.js";
+import { ask, runPath } from "./source.js";
+
+export class Runs {
+  constructor(content, chosen) {
+    this.chosen = chosen;
+    this.by = "step";
+    this.charts = new Map();
+    this.curves = new Map();
+    this.list = make("div", { class: "table-frame" });
+    this.grid = make("div", { class: "charts" });
+    this.comparison = make("section", { "aria-label": "Comparison", hidden: true },
+      make("div", { class: "section-head" }, make("h2", {}, "Comparison"), make("div", { class: "controls" },
+        choice("Horizontal axis", [["step", "steps"], ["time", "time"]], this.by, (by) => { this.by = by; this.draw(); }))),
+      this.grid);
+    this.hint = make("p", { class: "hint" }, `Choose up to ${COLOURS} runs to compare their curves.`);
+    this.search = make("input", { type: "search", placeholder: "name or host", "aria-label": "Find runs", oninput: () => this.showList() });
+    content.replaceChildren(
+      make("div", { class: "section-head" }, make("h1", {}, "Runs"), make("div", { class: "controls" }, this.search)),
+      this.hint, this.list, this.comparison);
+  }
+
+  async open() {
+    const found = await ask("/api/runs");
+    if (this.ended) return;
+    this.runs = found.runs;
+    this.directory = found.directory;
+    this.showList();
+    await this.compare();
+  }
+
+  showList() {
+    const words = this.search.value.toLowerCase();
+    const shown = this.runs.filter((run) => `${run.run} ${run.host ?? ""}`.toLowerCase().includes(words));
+    if (!this.runs.length) {
+      this.list.replaceChildren(make("p", { class: "empty" }, `There is no run in ${this.directory} yet: `, make("code", {}, "launch local"), " starts one."));
+      return;
+    }
+    const head = ["", "run", "stage", "step", "policy", "held-out", "started", "last metrics", "host"];
+    this.list.replaceChildren(make("table", { class: "runs" },
+      make("thead", {}, make("tr", {}, head.map((title) => make("th", { scope: "col" }, title || make("span", { class: "visually-hidden" }, "compare"))))),
+      make("tbody", {}, shown.map((run) => this.row(run)))));
+  }
+
+  row(run) {
+    const place = this.chosen.indexOf(run.run);
+    const box = make("input", { type: "checkbox", "aria-label": `Compare ${run.run}`, onchange: () => this.choose(run.run) });
+    box.checked = place >= 0;
+    const swatch = make("span", { class: "chip" });
+    if (place >= 0) swatch.style.background = `var(--line-${place})`;
+    const cell = (label, ...content) => make("td", { "data-label": label }, ...content);
+    return make("tr", {}, make("td", { class: "pick" }, box, swatch),
+      make("th", { scope: "row" }, make("a", { href: `#/runs/${run.run}` }, run.run)),
+      cell("stage", stageName(run.stage)),
+      cell("step", run.step == null ? UNKNOWN : value(run.step), run.steps ? make("small", {}, ` of ${value(run.steps)}`) : null),
+      cell("policy", run.policy_version == null ? UNKNOWN : `v${run.policy_version}`),
+      cell("held-out", value(run.heldout)), cell("started", moment(run.started)), cell("last metrics", ago(run.last_time_s)),
+      cell("host", run.host ?? UNKNOWN));
+  }
+
+  async choose(name) {
+    const next = this.chosen.includes(name) ? this.chosen.filter((one) => one !== name) : [...this.chosen, name].slice(-COLOURS);
+    this.chosen = next;
+    history.replaceState(null, "", next.length ? `#/compare/${next.map(encodeURIComponent).join(",")}` : "#/");
+    const place = document.activeElement?.getAttribute("aria-label");
+    this.showList();
+    if (place) this.list.querySelector(`[aria-label="${CSS.escape(place)}"]`)?.focus();
+    await this.compare();
+  }
+
+  async compare() {
+    for (const name of this.chosen) {
+      if (this.curves.has(name)) continue;
+      const [known, news] = await Promise.all([ask(runPath(name)), ask(`${runPath(name)}/curves`)]);
+      if (this.ended) return;
+      const curves = new Curves();
+      curves.take({ from: 0, ...news });
+      this.curves.set(name, curves);
+      if (news.read < 1) this.hint.textContent = `${name} is long: its curves are drawn from a sample. Its overview reads all of it.`;
+      this.definitions = known.charts;
+    }
+    this.draw();
+  }
+
+  draw() {
+    this.comparison.hidden = this.chosen.length === 0;
+    if (!this.chosen.length) return;
+    const [reward, ...others] = this.definitions;
+    const found = [this.lines(reward), ...this.evaluations(), ...others.map((chart) => this.lines(chart))];
+    for (const { title, unit, log, lines } of found) {
+      if (!this.charts.has(title)) {
+        const chart = new Chart(title, unit, { log, group: "comparison" });
+        this.charts.set(title, chart);
+        this.grid.append(chart.element);
+      }
+      this.charts.get(title).draw(lines, this.by, {});
+    }
+    for (const [title, chart] of this.charts) if (!found.some((one) => one.title === title)) chart.draw([], this.by, {});
+  }
+
+  /** Return a chart's first curve of each run: several of one run would not be told apart. */
+  lines(chart) {
+    const [[name, label], ...more] = Object.entries(chart.curves);
+    const lines = this.chosen.map((run, colour) => {
+      const line = this.curves.get(run)?.line(name, run, this.by);
+      return line ? { ...line, colour } : null;
+    });
+    return { title: more.length ? `${chart.title}, ${label}` : chart.title, unit: chart.unit, log: chart.log, lines: lines.filter(Boolean) };
+  }
+
+  evaluations() {
+    const charts = new Map();
+    for (const [colour, run] of this.chosen.entries()) {
+      for (const { title, unit, lines } of this.curves.get(run)?.evaluationCharts(this.by) ?? []) {
+        if (!charts.has(title)) charts.set(title, { title, unit, lines: [] });
+        if (lines.length) charts.get(title).lines.push({ ...lines[0], label: run, colour });
+      }
+    }
+    return [...charts.values()];
+  }
+
+  recolour() {
+    for (const chart of this.charts.values()) chart.recolour();
+  }
+
+  end() {
+    this.ended = true;
+    for (const chart of this.charts.values()) chart.close();
+  }
+}

@@ -1,0 +1,161 @@
+// The trajectories of a run: a list with filters, and one of them with its tokens and siblings.
+
+import { make, show } from "./dom.js";
+import { UNKNOWN, value } from "./format.js";
+import { ask, runPath } from "./source.js";
+import { Tokens } from "./tokens.js";
+
+const ENDS = ["completed", "length", "turn_limit", "timeout", "environment_error", "tool_error", "reward_error", "engine_error", "cancelled"];
+const TYPING_MS = 300;
+const TRUSTED = ENDS.slice(0, 3);
+
+export class Trajectories {
+  constructor(run, content, connection, [chosen]) {
+    this.run = run;
+    this.chosen = chosen;
+    connection(true);
+    this.form = this.filters();
+    this.found = make("p", { class: "hint", role: "status" }, "Reading …");
+    this.list = make("ol", { class: "trajectories" });
+    this.more = make("button", { type: "button", class: "plain", hidden: true, onclick: () => this.search(this.below) }, "Search older ones");
+    this.detail = make("section", { class: "detail", "aria-label": "Trajectory" }, make("p", { class: "empty" }, "Choose a trajectory."));
+    content.replaceChildren(
+      make("div", { class: "section-head" }, make("h1", {}, "Trajectories"), this.form),
+      make("div", { class: "browser" },
+        make("section", { class: "listing", "aria-label": "List" }, this.found, this.list, this.more), this.detail));
+  }
+
+  filters() {
+    const number = (name, label, step = "1") => make("label", {}, label, make("input", { type: "number", name, step }));
+    return make("form", { class: "filters", "aria-label": "Filter", onsubmit: (event) => { event.preventDefault(); this.search(); }, oninput: () => this.searchSoon() },
+      number("step", "step"), number("version", "version"), number("least", "reward from", "any"), number("most", "to", "any"),
+      make("label", {}, "end", make("select", { name: "end" }, make("option", { value: "" }, "any"), ENDS.map((end) => make("option", { value: end }, words(end))))));
+  }
+
+  async open() {
+    document.title = `Trajectories of ${this.run} · Sluice`;
+    await Promise.all([this.search(), this.chosen ? this.choose(this.chosen) : null]);
+  }
+
+  /** Search when the reader has stopped typing. */
+  searchSoon() {
+    clearTimeout(this.waiting);
+    this.waiting = setTimeout(() => this.search(), TYPING_MS);
+  }
+
+  async search(below) {
+    clearTimeout(this.waiting);
+    const query = new URLSearchParams([...new FormData(this.form)].filter(([, text]) => text !== ""));
+    if (below !== undefined) query.set("below", below);
+    const search = this.searches = (this.searches ?? 0) + 1;
+    let news;
+    try {
+      news = await ask(`${runPath(this.run)}/trajectories?${query}`);
+      if (search !== this.searches) return; // a newer search was begun meanwhile
+    } catch (error) {
+      if (search !== this.searches) return;
+      this.found.textContent = error.message;
+      this.list.replaceChildren();
+      return;
+    }
+    const items = news.trajectories.map((one) => this.item(one));
+    if (below === undefined) this.list.replaceChildren(...items);
+    else this.list.append(...items);
+    this.below = news.below;
+    this.more.hidden = news.below === null;
+    const all = this.list.children.length;
+    this.found.textContent = `${all} ${all === 1 ? "trajectory" : "trajectories"}, newest first, of ${value(news.complete)} complete groups`;
+    this.mark();
+  }
+
+  item(one) {
+    return make("li", {}, make("a", { href: this.path(one.id), "data-id": one.id },
+      make("span", { class: "row" }, make("b", {}, one.id), reward(one)),
+      make("span", { class: "row small" }, make("span", {}, facts(one)), ending(one)),
+      make("span", { class: "preview" }, one.preview.trim() || "(no text)")));
+  }
+
+  path(id) {
+    return `#/runs/${encodeURIComponent(this.run)}/trajectories/${encodeURIComponent(id)}`;
+  }
+
+  /** Show another trajectory without reading the list again. */
+  async go([chosen]) {
+    if (chosen) await this.choose(chosen);
+  }
+
+  async choose(id) {
+    this.chosen = id;
+    this.mark();
+    try {
+      const found = await ask(`${runPath(this.run)}/trajectories/${encodeURIComponent(id)}`);
+      if (this.chosen === id) this.showOne(found);
+    } catch (error) {
+      if (this.chosen !== id) return;
+      show(this.detail, make("p", { class: "sentence trouble", role: "alert" }, error.message));
+    }
+  }
+
+  mark() {
+    for (const link of this.list.querySelectorAll("a")) {
+      if (link.dataset.id === this.chosen) link.setAttribute("aria-current", "true");
+      else link.removeAttribute("aria-current");
+    }
+  }
+
+  showOne({ trajectory: one, components, metadata, steps, group, parts }) {
+    const versions = one.versions ? (one.versions[0] === one.versions[1] ? `v${one.versions[0]}` : `v${one.versions.join(" to v")}`) : UNKNOWN;
+    const trained = !one.trained ? "never" : steps === null ? UNKNOWN : steps.length ? `step ${steps.join(", ")}` : "not yet";
+    const figures = [["reward", one.reward === null ? "due" : value(one.reward)], ["end", words(one.end)], ["trained", trained],
+      ["sampled by", versions], ["tokens", value(one.tokens)], ["agent", one.agent]];
+    const more = [["policy", one.policy], ["actor", one.actor || UNKNOWN],
+      ...Object.entries(components).map(([name, number]) => [`reward: ${name}`, value(number)]),
+      ...Object.entries(metadata).map(([name, found]) => [name, typeof found === "string" ? found : JSON.stringify(found)])];
+    this.detail.replaceChildren(
+      make("h2", {}, one.id, one.parent ? make("small", {}, ` forked from ${one.parent.id} at token ${one.parent.token}`) : null),
+      make("dl", { class: "facts" }, figures.map(([label, shown]) => make("div", {}, make("dt", {}, label), make("dd", {}, shown)))),
+      this.siblings(group, one), new Tokens(parts).element,
+      ...more.length ? [make("details", {}, make("summary", {}, "Policy, actor, reward components, metadata"),
+        make("dl", { class: "metadata" }, more.map(([name, shown]) => make("div", {}, make("dt", {}, name), make("dd", {}, shown)))))] : []);
+    this.detail.querySelectorAll(".facts dd")[1].classList.toggle("untrusted", !TRUSTED.includes(one.end));
+  }
+
+  /** Return the group as a tree: its episodes, and in each the trajectories, those that forked below their parents. */
+  siblings(group, chosen) {
+    const episodes = Map.groupBy ? Map.groupBy(group, (one) => one.rollout) : grouped(group);
+    return make("nav", { class: "siblings", "aria-label": "Episodes of this prompt" }, make("ul", {}, [...episodes].map(([rollout, members]) =>
+      make("li", {}, make("span", { class: "episode" }, `episode ${rollout}`), this.branch(members, null, chosen)))));
+  }
+
+  branch(members, parent, chosen) {
+    const ids = new Set(members.map((one) => one.id));
+    const here = members.filter((one) => (one.parent && ids.has(one.parent.id) ? one.parent.id : null) === parent);
+    if (!here.length) return null;
+    return make("ul", {}, here.map((one) => make("li", {},
+      make("a", { href: this.path(one.id), "aria-current": one.id === chosen.id ? "true" : false },
+        make("span", {}, one.agent), " ", reward(one), one.parent ? make("small", {}, ` from token ${one.parent.token}`) : null),
+      this.branch(members, one.id, chosen))));
+  }
+
+  recolour() {}
+
+  end() {
+    clearTimeout(this.waiting);
+  }
+}
+
+function grouped(group) {
+  const episodes = new Map();
+  for (const one of group) episodes.set(one.rollout, [...(episodes.get(one.rollout) ?? []), one]);
+  return episodes;
+}
+
+const words = (end) => end.replaceAll("_", " ");
+const reward = (one) => make("span", { class: "reward" }, one.reward === null ? "due" : value(one.reward));
+const ending = (one) => make("span", { class: TRUSTED.includes(one.end) ? "" : "untrusted" }, words(one.end));
+
+function facts(one) {
+  const versions = one.versions ? `v${one.versions[0] === one.versions[1] ? one.versions[0] : one.versions.join("–")}` : "no version";
+  const frozen = one.trained ? "" : " · not trained";
+  return `${one.agent} · ${one.turns} ${one.turns === 1 ? "turn" : "turns"} · ${value(one.tokens)} tokens · ${versions}${frozen}`;
+}
