@@ -1,24 +1,27 @@
 """The whole configuration of a run, and how it is put together: defaults < preset < --config file < flags."""
 
-import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import Field, ValidationError, model_validator
 
-from actors.config import ActorsConfig, SamplingConfig, SglangEngineConfig
-from actors.environments.length_config import LengthProfileConfig
+from actors.config import ActorsConfig, SamplingConfig
 from bus.config import AllowConfig, BusConfig, ColocationConfig, Config
 from bus.errors import ConfigError
+from bus.policy_names import DEFAULT_POLICY, policy_run
+from launch.config_checks import check_together
+from launch.policies import PolicyConfig, refuse_shared_engines
+from launch.settings_tree import file_keys, may_be_none, nearest, settings_at
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
 from learner.config.warmup import WarmupConfig
-from storage.config import AdmissionConfig, DataConfig, EvaluationConfig, MetricsConfig, ReplayConfig
+from storage.config import AdmissionConfig, DataConfig, MetricsConfig, ReplayConfig
+from storage.evaluation_config import EvaluationConfig
 
 Layer = Mapping[str, Any]
 PARTS = ("bus", "storage", "actors", "learner")
@@ -117,18 +120,13 @@ class SupervisionConfig(Config):
     """Upper bound on the pause before a restart."""
 
     environment: dict[str, dict[str, str]] = Field(default_factory=dict)
-    """Environment variables of single processes, by the name of each: bus, storage, actors, learner. On two
-    GPUs: `learner.CUDA_VISIBLE_DEVICES = "0"`, `actors.CUDA_VISIBLE_DEVICES = "1"`."""
+    """Environment variables of single processes, by the name of each: bus, storage, actors, learner, and
+    learner-NAME for that of a further policy. On two GPUs: `learner.CUDA_VISIBLE_DEVICES = "0"`,
+    `actors.CUDA_VISIBLE_DEVICES = "1"`."""
 
     failed_drain_s: float = Field(30.0, gt=0)
     """Longest time that the other processes may take to end once one has failed for good. They may wait for
     that one, so it is shorter than usual."""
-
-    @model_validator(mode="after")
-    def _processes_are_there(self) -> Self:
-        if unknown := sorted(set(self.environment) - set(PARTS)):
-            raise ValueError(f"environment has {unknown[0]!r}, the processes are: {', '.join(PARTS)}")
-        return self
 
 
 class RunConfig(ProcessConfig):
@@ -173,6 +171,26 @@ class RunConfig(ProcessConfig):
     supervision: SupervisionConfig = SupervisionConfig()
     """Sets how `launch local` keeps its processes alive."""
 
+    policies: dict[str, PolicyConfig] = Field(default_factory=dict)
+    """Policies that are trained beside the run's own."""
+
+    trains: str = DEFAULT_POLICY
+    """Name of the policy that this run trains. Storage sets it for the run of a further policy; leave it
+    as it is."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return the processes of `launch local`, by name."""
+        return (*PARTS, *(f"learner-{name}" for name in self.policies))
+
+    @model_validator(mode="after")
+    def _processes_are_there(self) -> Self:
+        if unknown := sorted(set(self.supervision.environment) - set(self.parts)):
+            raise ValueError(
+                f"supervision.environment has {unknown[0]!r}, the processes are: {', '.join(self.parts)}"
+            )
+        return self
+
 
 def resolve(*layers: Layer) -> RunConfig:
     """Merge `layers` over the defaults, the last wins, and check the result.
@@ -180,8 +198,48 @@ def resolve(*layers: Layer) -> RunConfig:
     Raises `ConfigError` with every problem, each naming the key, the value and the nearest key there is.
     """
     config = validate(*layers)
-    _check_together(config)
+    check_together(config)
+    further = {name: of_policy(config, name).actors.engine for name in config.policies}
+    refuse_shared_engines({DEFAULT_POLICY: config.actors.engine, **further})
     return config
+
+
+def of_policy(config: RunConfig, name: str) -> RunConfig:
+    """Return the settings of the run that trains a further policy: those of `config`, with its own over them.
+
+    It measures nothing: held-out prompts are answered by all policies together, in the run itself. Raises
+    `ConfigError` for a policy that the run does not have, and for settings that cannot be."""
+    if name not in config.policies:
+        there = ", ".join(config.policies) or "none"
+        raise ConfigError(
+            f"run {config.run!r} trains no policy {name!r} beside its own: "
+            f"{nearest(name, config.policies)}there are: {there}"
+        )
+    own = config.policies[name]
+    inherited = config.model_copy(
+        update={
+            "policies": {},
+            "evaluation": EvaluationConfig(),
+            "monitoring": MonitoringConfig(),
+            "actors": config.actors.model_copy(update={"opponents": {}}),
+            "supervision": SupervisionConfig(),
+        }
+    )
+    layer = {
+        "run": policy_run(config.run, name),
+        "trains": name,
+        "data": {"heldout": None, "curriculum": {"type": "none"}},
+        "model": own.model,
+        "warmup": own.warmup,
+        "learner": {"target_accuracy": None, **own.learner},
+        "actors": {"engine": own.engine},
+    }
+    try:
+        found = validate(inherited.model_dump(), layer)
+        check_together(found)
+    except ConfigError as error:
+        raise ConfigError(f"policies.{name}: {error}") from error
+    return found
 
 
 def validate(*layers: Layer) -> RunConfig:
@@ -212,21 +270,32 @@ def _same_type(old: Any, value: Any) -> bool:
 
 def preset(name: str) -> dict[str, Any]:
     """Return the preset of that name. Raises `ConfigError` with the nearest match for an unknown one."""
-    found = {
-        entry.name.removesuffix(".toml"): entry
-        for entry in (files("launch") / "presets").iterdir()
-        if entry.name.endswith(".toml")
-    }
+    found = _presets()
     if name not in found:
         raise ConfigError(
-            f"no preset {name!r}: {_nearest(name, found)}the presets are: {', '.join(sorted(found))}; "
+            f"no preset {name!r}: {nearest(name, found)}the presets are: {', '.join(sorted(found))}; "
             "a file of your own is given with --config"
         )
     return tomllib.loads(found[name].read_text())
 
 
+def preset_names() -> list[str]:
+    """Return the names of all presets."""
+    return sorted(_presets())
+
+
+def _presets() -> dict[str, Traversable]:
+    return {
+        entry.name.removesuffix(".toml"): entry
+        for entry in (files("launch") / "presets").iterdir()
+        if entry.name.endswith(".toml")
+    }
+
+
 def config_file(path: Path) -> dict[str, Any]:
-    """Read a TOML or JSON file of settings. Raises `ConfigError` when it is missing or malformed."""
+    """Read a TOML or JSON file of settings, where "none" in TOML means no value, which TOML cannot say.
+
+    Raises `ConfigError` when it is missing or malformed."""
     try:
         text = path.read_text()
         loaded = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -237,7 +306,7 @@ def config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the configuration {path} is not {form}: {error}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"the configuration {path} is not an object of settings: {text[:40]!r}")
-    return loaded
+    return loaded if path.suffix == ".json" else flags(loaded)
 
 
 def flags(given: object) -> dict[str, Any]:
@@ -251,173 +320,31 @@ def _without_none(table: Mapping[str, Any], above: tuple[str, ...]) -> dict[str,
         here = (*above, key)
         if isinstance(value, Mapping):
             layer[key] = _without_none(value, here)
+        elif isinstance(value, list):
+            layer[key] = [_without_none(one, here) if isinstance(one, Mapping) else one for one in value]
         else:
             layer[key] = None if value == "none" and _may_be_none(here) else value
     return layer
 
 
 def _may_be_none(location: tuple[str, ...]) -> bool:
-    field = _fields(location[:-1]).get(location[-1])
-    return field is not None and type(None) in get_args(field.annotation)
-
-
-def _check_together(config: RunConfig) -> None:
-    """Refuse settings of one section that do not fit those of another."""
-    environment = config.actors.environment
-    if isinstance(environment, LengthProfileConfig):
-        longest, limit = environment.lengths.longest, config.sampling.max_new_tokens
-        if longest > limit:
-            raise ConfigError(
-                f"actors.environment.lengths: answers of up to {longest} tokens, but "
-                f"sampling.max_new_tokens={limit}: raise that, or lower the longest"
-            )
-    generated = config.data.task is not None and config.data.prompts is None
-    if config.learner.target_accuracy and not (config.data.heldout or generated):
-        raise ConfigError(
-            "learner.target_accuracy needs held-out prompts: give them with --data.heldout, or turn the "
-            "target off with --learner.target-accuracy none"
-        )
-    updates, samples = config.learner.batch.updates, config.admission.samples_per_prompt
-    if updates > samples:
-        raise ConfigError(
-            f"learner.batch.updates={updates} is more than admission.samples_per_prompt={samples}: each "
-            f"update trains on some trajectories of every group; set it to {samples} or less"
-        )
-    for section, optimizer in (("learner", config.learner.optimizer), ("warmup", config.warmup.optimizer)):
-        if optimizer.offload and not config.learner.parallel.distributed_optimizer:
-            raise ConfigError(
-                f"{section}.optimizer.offload={optimizer.offload} needs "
-                "learner.parallel.distributed_optimizer=true: set it so, or the offload to 0"
-            )
-    _check_colocation(config)
-    if config.warmup.steps and not (config.warmup.demonstrations or config.data.task):
-        raise ConfigError(
-            "warmup.steps needs demonstrations: give them with --warmup.demonstrations, or turn the stage "
-            "off with --warmup.steps 0"
-        )
-
-
-def _check_colocation(config: RunConfig) -> None:
-    """Refuse settings with which learner and engines cannot take turns on a device."""
-    if not config.colocation.enabled:
-        return
-    engine, fleet = config.actors.engine, config.actors.fleet
-    if isinstance(engine, SglangEngineConfig) and engine.attached:
-        raise ConfigError(
-            f"colocation.enabled with actors.engine.{'urls' if engine.urls else 'url'}="
-            f"{', '.join(engine.attached)}: only an engine that the actor starts frees its memory for the "
-            "learner: leave out one of them, or start that actor with --colocation.no-enabled"
-        )
-    if getattr(engine, "update", "") == "group":
-        raise ConfigError(
-            'colocation.enabled with actors.engine.update="group": an engine takes its device back with '
-            "weights that its host holds, which then holds none: set actors.engine.update=disk, or leave out "
-            "colocation.enabled"
-        )
-    if isinstance(engine, SglangEngineConfig) and engine.disaggregation.enabled:
-        raise ConfigError(
-            "colocation.enabled with actors.engine.disaggregation.enabled: the two servers of a pair do not "
-            "free their devices for the learner: leave out one of them"
-        )
-    settings = engine.settings if isinstance(engine, SglangEngineConfig) else {}
-    if str(settings.get("enable_memory_saver", True)).lower() == "false":
-        raise ConfigError(
-            "colocation.enabled needs SGLang's memory saver, and actors.engine.server.enable_memory_saver is "
-            "false: leave it out, it is set where it is needed"
-        )
-    if config.learner.world.nodes > 1:
-        raise ConfigError(
-            f"colocation.enabled is for a learner on one host, and learner.world.nodes="
-            f"{config.learner.world.nodes}: turn one of them off"
-        )
-    if config.colocation.yield_timeout_s <= fleet.start_timeout_s:
-        raise ConfigError(
-            f"colocation.yield_timeout_s={config.colocation.yield_timeout_s:g} is not above "
-            f"actors.fleet.start_timeout_s={fleet.start_timeout_s:g}: an engine that starts is waited for"
-        )
+    field = settings_at(RunConfig, location[:-1]).get(location[-1])
+    return field is not None and may_be_none(field.annotation)
 
 
 def _explain(problem: Mapping[str, Any]) -> str:
     """Describe one problem that pydantic found, in a line."""
     location = tuple(str(part) for part in problem["loc"])
-    key, value = ".".join(_keys(location)), problem["input"]
+    key, value = ".".join(file_keys(RunConfig, location)), problem["input"]
     match problem["type"]:
         case "extra_forbidden":
-            beside = _fields(location[:-1])
-            hint = _nearest(location[-1], beside) or f"there are: {', '.join(beside)}"
+            beside = settings_at(RunConfig, location[:-1])
+            hint = nearest(location[-1], beside) or f"there are: {', '.join(beside)}"
             return f"unknown key {key}: {hint}".rstrip()
         case "union_tag_invalid":
             wanted, there = problem["ctx"]["tag"], problem["ctx"]["expected_tags"].replace("'", "")
-            return f"{key}.type: no {wanted!r}: {_nearest(wanted, there.split(', '))}there are: {there}"
+            return f"{key}.type: no {wanted!r}: {nearest(wanted, there.split(', '))}there are: {there}"
         case "model_type":
             return f"{key} is a table of settings, not a value (got {value!r})"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return f"{key}: {message[:1].lower()}{message[1:]} (got {value!r})"
-
-
-def _fields(location: Iterable[str]) -> Mapping[str, FieldInfo]:
-    """Return the settings in the table at `location`; in a union those of the member it names, or of all."""
-    section: Any = RunConfig
-    for part in location:
-        found = _members(section)
-        fields = {name: field for member in found for name, field in member.model_fields.items()}
-        section = fields[part].annotation if part in fields else _tagged(found, part)
-    return {name: field for member in _members(section) for name, field in member.model_fields.items()}
-
-
-def _members(section: Any) -> list[type[BaseModel]]:
-    """Return the table, or each table of a union."""
-    return [
-        member
-        for member in (section, *get_args(section))
-        if isinstance(member, type) and issubclass(member, BaseModel)
-    ]
-
-
-def _tagged(members: Iterable[type[BaseModel]], tag: str) -> Any:
-    return next((member for member in members if member.model_fields["type"].default == tag), None)
-
-
-def _keys(location: tuple[str, ...]) -> Iterator[str]:
-    """Return `location` as a file has it: pydantic inserts the `type` that chose a member of a union."""
-    for n, part in enumerate(location):
-        last = n == len(location) - 1
-        if last or part in _fields(location[:n]):
-            yield part
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    match = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
-    return f"did you mean {match[0]!r}? " if match else ""
-
-
-def refuse_full_context(config: RunConfig) -> None:
-    """Raise `ConfigError` for answers that leave no room for a prompt in the model's context.
-
-    A model on another host is not seen from here: storage checks it, when the learner has published it."""
-    limit, context = config.sampling.max_new_tokens, config.model.scratch.context
-    name = "model.scratch.context is"
-    if config.model.path is not None:
-        found = _context_of(config.model.path)
-        if found is None:
-            return
-        context, name = found, f"{config.model.path} has a context of"
-    elif config.model.scratch == type(config.model.scratch)():
-        return  # nobody has chosen that model: the learner's host may name another
-    if limit >= context:
-        raise ConfigError(
-            f"sampling.max_new_tokens={limit} leaves no room for a prompt, since {name} {context}: lower it"
-        )
-
-
-def _context_of(model: Path) -> int | None:
-    """Return the context that a model directory's config.json names, if it is here and names one."""
-    try:
-        found = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError):  # whoever loads the model says what is wrong with it
-        return None
-    if not isinstance(found, dict):
-        return None
-    text = found.get("text_config")
-    context = (text if isinstance(text, dict) else found).get("max_position_embeddings")
-    return context if isinstance(context, int) else None

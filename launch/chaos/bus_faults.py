@@ -132,17 +132,19 @@ async def connect_slow_consumer(target: Target) -> None:
         target.faults["slow consumer"] += 1
 
 
-async def kill_leader(target: Target) -> None:
-    """Kill the server that leads the run's stream of trajectories; it starts again after a while."""
+async def kill_leader(target: Target) -> bool:
+    """Kill the server that leads the run's stream of trajectories; it starts again after a while.
+
+    Returns whether there was one: other faults leave a cluster without a leader for some time."""
     async with target.servers.lock:
         leader = await target.servers.leader(target.local.run.name)
         if leader is None:
-            target.faults["no leader found"] += 1
-            return
+            return False
         await _down(leader)
         target.faults["killed leader"] += 1
         await asyncio.sleep(5)
         _up(leader)
+    return True
 
 
 async def _on_link(target: Target, kind: str, change: Callable[[Server], None]) -> None:

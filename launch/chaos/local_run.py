@@ -11,6 +11,7 @@ import psutil
 
 from bus.child_process import RUN_MODULE, die_with_parent, module_command
 from bus.errors import SluiceError
+from launch.environment_variables import without_setting_variables
 from launch.process.runtime import TEMPORARY
 from storage.disk.run_directory import RunDirectory
 
@@ -46,7 +47,7 @@ class LocalRun:
             self.process = await asyncio.create_subprocess_exec(
                 *module_command("launch", "local", "--directory", str(self.run.path.parent)), *self.settings,
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                preexec_fn=die_with_parent(),
+                preexec_fn=die_with_parent(), env=without_setting_variables(),
             )  # fmt: skip
 
     async def end(self, timeout_s: float = END_TIMEOUT_S) -> None:
@@ -104,6 +105,10 @@ class LocalRun:
         for process in self.find(name):
             with suppress(psutil.NoSuchProcess):
                 process.terminate()
+
+    def pids(self, name: str) -> set[int]:
+        """Return the numbers of the running processes of one part."""
+        return {process.pid for process in self.find(name)}
 
     def find(self, name: str) -> Iterator[psutil.Process]:
         """Find the running processes of one part."""

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field
 
 from actors.environments.base import Episode, Task
 from actors.environments.length_config import LengthProfileConfig, RecordedLengths
@@ -11,8 +12,6 @@ from actors.environments.length_profile import LengthProfile
 from actors.policy.policy import Policy
 
 LONGEST = 40
-TOKEN_S = 0.05
-"""Time that each token takes beside the engine's: the longest rollout takes 2 s."""
 LENGTHS = RecordedLengths(upper=(LONGEST,), counts=(1.0,))
 """Uniform from 1 to `LONGEST`."""
 
@@ -21,12 +20,19 @@ class PacedLengths(LengthProfile):
     """A length profile whose samples take as long as they have tokens. A sample of a prompt has the same
     length in every attempt."""
 
-    def __init__(self) -> None:
+    class Settings(BaseModel):
+        """Settings of `actors.environment.settings`."""
+
+        token_s: float = Field(0.05, ge=0)
+        """Time that each token takes beside the engine's: by default the longest rollout takes 2 s."""
+
+    def __init__(self, settings: Settings) -> None:
         super().__init__(LengthProfileConfig(lengths=LENGTHS))
+        self._token_s = settings.token_s
 
     async def run(self, task: Task, policy: Policy) -> Episode:
         """Roll `task` out once; raises EngineError."""
-        await asyncio.sleep(self.length(task.task_id) * TOKEN_S)
+        await asyncio.sleep(self.length(task.task_id) * self._token_s)
         return await super().run(task, policy)
 
 

@@ -1,8 +1,9 @@
 """Faults of a run's processes: kills, suspensions, full disks, clocks that jump, names used twice."""
 
 import asyncio
-import os
 import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import psutil
@@ -12,11 +13,14 @@ from bus.config import URL_VARIABLE
 from bus.topology import ACK_WAIT_S
 from launch.chaos.disk import fill
 from launch.chaos.faults import Fault, Target, send_signal
+from launch.environment_variables import without_setting_variables
 from launch.process.runtime import TEMPORARY, USAGE
 
 PARTS = ("actors", "storage", "learner")
 REFUSED_WITHIN_S = 180.0
 """Longest time that a second process of a name may take to be refused."""
+LOOK_S = 0.2
+"""Time between two looks at whether the first process of a name lives: shorter than a successor starts in."""
 HOLDS = {"learner": "learner", "storage": "dispatcher"}
 """Role by which a process of this command has its name."""
 CLOCK_JUMP_S = 3600
@@ -99,31 +103,43 @@ async def start_second(target: Target) -> None:
             (("local", (*target.local.settings, *where[2:])), ("storage", ("--config", str(run.config))),
              ("learner", where))
         )  # fmt: skip
-        present = {process.pid for process in target.local.find(name)}
-        if name in HOLDS and await target.servers.holder(run.name, HOLDS[name]) not in present:
+        first = target.local.pids(name)
+        if name in HOLDS and await target.servers.holder(run.name, HOLDS[name]) not in first:
             return  # it is starting or recovering: the name is free, and the second would rightly get it
-        status, output = await _second(name, arguments, target.servers.url)
-        if {process.pid for process in target.local.find(name)} != present:
+        status, output = await run_beside(
+            module_command("launch", name, *arguments),
+            lambda: target.local.pids(name) == first,
+            without_setting_variables() | {URL_VARIABLE: target.servers.url},
+        )
+        if target.local.pids(name) != first:
             return  # the first one ended meanwhile by itself: its name was free
         target.faults[f"second {name}"] += 1
-        if status not in (USAGE, TEMPORARY):  # the bus may be away at this moment
+        waits_for_the_bus = status is None and "waiting_for" in output
+        if status not in (USAGE, TEMPORARY) and not waits_for_the_bus:  # it may be away at this moment
             target.broken.append(f"a second {name} ended with {status} instead of {USAGE}: {output[-400:]}")
 
 
-async def _second(name: str, arguments: tuple[str, ...], url: str) -> tuple[int | None, str]:
+async def run_beside(
+    command: Sequence[str], first_lives: Callable[[], bool], environment: Mapping[str, str]
+) -> tuple[int | None, str]:
+    """Run a second process of a name; return its status, None if it was killed, and its output.
+
+    It is killed when it takes too long, and as soon as the first one has ended: the successor of that would
+    be refused, rightly, for it.
+    """
     process = await asyncio.create_subprocess_exec(
-        *module_command("launch", name, *arguments), stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, preexec_fn=die_with_parent(),
-        env=os.environ | {URL_VARIABLE: url},
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT, preexec_fn=die_with_parent(), env=environment,
     )  # fmt: skip
-    try:
-        async with asyncio.timeout(REFUSED_WITHIN_S):
-            output, _ = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        output, _ = await process.communicate()
-        return None, output.decode(errors="replace")
-    return process.returncode, output.decode(errors="replace")
+    deadline = time.monotonic() + REFUSED_WITHIN_S
+    ending = asyncio.create_task(process.communicate())
+    killed = False
+    while not (await asyncio.wait([ending], timeout=LOOK_S))[0]:
+        if not killed and (time.monotonic() > deadline or not first_lives()):
+            process.kill()
+            killed = True
+    output, _ = await ending
+    return None if killed else process.returncode, output.decode(errors="replace")
 
 
 async def _suspend(target: Target, seconds: float, kind: str) -> None:

@@ -26,6 +26,7 @@ from launch.chaos.servers import BusServers
 from launch.history.trajectory_account import account, ks_p
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger_reader import leases_of_steps
+from storage.store.many_groups import each_trajectory
 from storage.store.replay import ReplayStore
 
 RUN = "soak"
@@ -39,6 +40,8 @@ RECOVERY_S = 30.0
 """Longest wait for that step."""
 LEADER_EVERY_S = 60.0
 """Time between two deaths of a cluster's leader."""
+NO_LEADER_S = 5.0
+"""Time until a cluster that had no leader is asked again."""
 START_TIMEOUT_S = 300.0
 SETTLE_S = 15.0
 """Says how long the run goes on once it trains again after the last fault; what is missing then counts as
@@ -86,8 +89,8 @@ async def run_soak(plan: SoakPlan, directory: Path, stop: asyncio.Event) -> dict
         if mounted:
             await asyncio.to_thread(shutil.copytree, target.local.run.path, directory / RUN)
     run = RunDirectory(directory if mounted else directory / "disk", RUN)
-    took_s = time.monotonic() - began  # training again waits for nobody
-    found = account(run, shards=SHARDS, samples=SAMPLES, max_staleness=MAX_STALENESS)
+    took_s = time.monotonic() - began
+    found = await accounted(run, took_s)
     damaged = await check_segments(run, SETTINGS, shards=SHARDS, seed=plan.seed)
     return {
         "minutes": plan.minutes,
@@ -99,7 +102,21 @@ async def run_soak(plan: SoakPlan, directory: Path, stop: asyncio.Event) -> dict
         "restarts_with_status_75": target.local.restarts,
         "broken_promises": [*target.broken, *segments_broken(damaged)],
         **found,
-        "known_length_ks_p": known_length_p(run),
+    }
+
+
+async def accounted(run: RunDirectory, took_s: float, *, until_lease: int | None = None) -> dict[str, Json]:
+    """Account for every trajectory of a run that has ended, and train its steps again.
+
+    Args:
+        took_s: duration of the run; training again waits for nobody, and so may take as long at most.
+        until_lease: bound of the leases whose lengths are compared with the known ones; None for all.
+
+    Raises `SluiceError` when something to compare is missing, or when it cannot be trained again.
+    """
+    return {
+        **account(run, shards=SHARDS, samples=SAMPLES, max_staleness=MAX_STALENESS),
+        "known_length_ks_p": known_length_p(run, until_lease),
         **await retrain(run, timeout_s=took_s),
         **await ask_witness(run, timeout_s=took_s),
     }
@@ -125,10 +142,17 @@ async def _soaked(plan: SoakPlan, directory: Path, stop: asyncio.Event, *, disk_
                 target.slow_consumers.close()
                 await local.kill()
     finally:
-        log = directory / local.log_name
-        if local.log.exists():
-            await asyncio.to_thread(shutil.copyfile, local.log, log)
+        await asyncio.to_thread(_keep_logs, disk, local, directory)
     return target
+
+
+def _keep_logs(disk: Path, local: LocalRun, directory: Path) -> None:
+    """Copy what the processes have logged from a disk that is about to vanish."""
+    for log in (local.log, *local.run.logs.glob("*"), *(disk / "bus").rglob("nats.log*")):
+        if log.is_file():
+            kept = directory / "logs" / log.relative_to(disk)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(log, kept)
 
 
 async def _inject(target: Target, minutes: float, stop: asyncio.Event) -> None:
@@ -150,8 +174,8 @@ async def _inject(target: Target, minutes: float, stop: asyncio.Event) -> None:
 
     async def keep_killing_leaders() -> None:
         while goes_on():
-            await kill_leader(target)
-            await set_within(stop, min(LEADER_EVERY_S, max(0.0, deadline - time.monotonic())))
+            pause_s = LEADER_EVERY_S if await kill_leader(target) else NO_LEADER_S
+            await set_within(stop, min(pause_s, max(0.0, deadline - time.monotonic())))
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(keep_injecting(RUN_FAULTS))
@@ -169,23 +193,27 @@ def _settings(servers: BusServers, clock: ShiftedClock) -> tuple[str, ...]:
     return tuple(given)
 
 
-def known_length_p(run: RunDirectory) -> float:
+def known_length_p(run: RunDirectory, until_lease: int | None = None) -> float:
     """Return the p-value of the test that what was trained has the lengths that rollouts are known to have.
 
-    Raises `SluiceError` when a trained group cannot be read."""
-    groups = {lease for leases in leases_of_steps(run.ledger).values() for lease in leases}
+    Leases from `until_lease` on are left out. Raises `SluiceError` when a trained group cannot be read."""
+    leases = {lease for leases in leases_of_steps(run.ledger).values() for lease in leases}
+    groups = {lease for lease in leases if until_lease is None or lease < until_lease}
     lengths = []
     for shard in range(SHARDS):
         with closing(ReplayStore.open(run.replay(shard), writable=False)) as store:
-            for lease in groups.intersection(store.completed):
-                lengths += [int(t.loss_mask.sum()) for t in store.read([lease])]
+            trained = groups.intersection(store.completed)
+            lengths += [int(t.loss_mask.sum()) for t in each_trajectory(store, trained)]
     return ks_p(np.array(lengths), expected_lengths(len(lengths)))
 
 
 async def wait_for_a_step(local: LocalRun) -> None:
     """Return when the run has trained another step: it runs, or has recovered from the faults."""
     if not await _trained_within(local, START_TIMEOUT_S):
-        raise SluiceError(f"no training step within {START_TIMEOUT_S:g} s: see {local.log}")
+        raise SluiceError(
+            f"no training step within {START_TIMEOUT_S:g} s: see {local.log_name} and the parts' logs below "
+            "logs in the soak's directory"
+        )
 
 
 async def _trained_within(local: LocalRun, timeout_s: float) -> bool:

@@ -1,6 +1,7 @@
 """The `launch` application, with what its commands share. Loads no torch, so that help is quick."""
 
 import os
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -11,8 +12,9 @@ from cyclopts import App, Group, Parameter
 from pydantic import PlainValidator
 
 from bus.config import URL_VARIABLE
-from bus.credentials import VARIABLE, load_credentials
+from bus.credentials import VARIABLE
 from bus.errors import ConfigError
+from launch.cli.settings_help import show_summary
 from launch.config import (
     ActorsProcess,
     LearnerProcess,
@@ -22,9 +24,11 @@ from launch.config import (
     config_file,
     flags,
     merge,
-    preset,
     validate,
 )
+from launch.environment_variables import DIRECTORY_VARIABLE, RUN_VARIABLE, run_variables
+from launch.process.log_settings import FORMAT_VARIABLE, LEVEL_VARIABLE, Format, Level, configure_logging
+from launch.settings_sources import merged
 
 # For --help, cyclopts parses the source of every class in every config's ancestry, several times over, though
 # pydantic has each field's description already: with the commands' docstrings alone, help is twice as quick.
@@ -49,15 +53,21 @@ USAGE = "Usage: launch {} [OPTIONS]"
 
 SHORT = Group("Short forms", sort_key=0)
 # Flags stay as they were written: only together with the layers below them can they be checked.
-AS_WRITTEN = PlainValidator(dict), Parameter(name="*", group=Group("Settings", sort_key=1))
+AS_WRITTEN = (
+    PlainValidator(dict),
+    Parameter(name="*", group=Group("Settings", sort_key=1, help_formatter=show_summary)),
+)
 Settings = Annotated[RunConfig, *AS_WRITTEN]
 ShardsSettings = Annotated[ProcessConfig, *AS_WRITTEN]
 LearnerSettings = Annotated[LearnerProcess, *AS_WRITTEN]
 ActorsSettings = Annotated[ActorsProcess, *AS_WRITTEN]
 RetrainSettings = Annotated[RetrainProcess, *AS_WRITTEN]
 
+RunName = Annotated[str, Parameter(name="--run", env_var=RUN_VARIABLE)]
+RunsDirectory = Annotated[Path, Parameter(name="--directory", env_var=DIRECTORY_VARIABLE)]
 PresetName = Annotated[str | None, Parameter(name="--preset", group=SHORT)]
 ConfigFile = Annotated[Path | None, Parameter(name="--config", group=SHORT)]
+ConfigFiles = Annotated[list[Path] | None, Parameter(name="--config", group=SHORT, negative=())]
 BusUrl = Annotated[str | None, Parameter(name="--bus", group=SHORT)]
 RunBusUrl = Annotated[
     str | None,
@@ -71,9 +81,7 @@ RunBusUrl = Annotated[
 """Address of the bus of a command for a run that goes on, whose directory may name it."""
 CredsFile = Annotated[
     Path | None,
-    Parameter(
-        name="--creds", group=SHORT, help=f"Credentials file for a secured bus; without it ${VARIABLE}."
-    ),
+    Parameter(name="--creds", group=SHORT, help=f"Credentials file for a secured bus. [${VARIABLE}]"),
 ]
 Prompts = Annotated[Path | None, Parameter(name="--prompts", group=SHORT)]
 Processes = Annotated[int | None, Parameter(name="--nproc", group=SHORT)]
@@ -86,39 +94,65 @@ EnginePython = Annotated[Path | None, Parameter(name="--engine-python", group=SH
 RewardName = Annotated[str | None, Parameter(name="--reward", group=SHORT)]
 AgentCommand = Annotated[str | None, Parameter(name="--agent", group=SHORT)]
 
+LOOK = Group("Instead of a start", sort_key=2)
+PrintConfig = Annotated[
+    bool,
+    Parameter(
+        name="--print-config",
+        group=LOOK,
+        negative=(),
+        show_default=False,
+        help="Print every setting with its origin, as a file that --config takes; with --json as JSON.",
+    ),
+]
+AsJsonConfig = Annotated[bool, Parameter(name="--json", group=LOOK, negative=(), show=False)]
+DryRun = Annotated[
+    bool,
+    Parameter(
+        name="--dry-run",
+        group=LOOK,
+        negative=(),
+        show_default=False,
+        help="Check what a start checks, and start nothing.",
+    ),
+]
 
-def layers_of(
-    preset_name: str | None, config: Path | None, short: dict[str, Any], settings: object
-) -> dict[str, Any]:
-    """Merge the preset, the file, the short forms and the flags of a command line, the last wins."""
-    return merge(
-        preset(preset_name) if preset_name else {},
-        config_file(config) if config else {},
-        short,
-        flags(settings),
+Logging = Annotated["LogOptions", Parameter(name="*")]
+
+GatewayHost = Annotated[str | None, Parameter(name="--host", group=SHORT)]
+GatewayPort = Annotated[int | None, Parameter(name="--port", group=SHORT)]
+Certificate = Annotated[Path | None, Parameter(name="--certificate", group=SHORT)]
+CertificateKey = Annotated[Path | None, Parameter(name="--certificate-key", group=SHORT)]
+ShowToken = Annotated[bool, Parameter(name="--show-token", group=SHORT, negative=())]
+
+
+def _log_parameter(name: str, variable: str, choices: str) -> Parameter:
+    """Return an option of the log whose help fits a line."""
+    said = f"{choices}. [${variable}]"
+    return Parameter(
+        name=name, group=SHORT, env_var=variable, help=said, show_env_var=False, show_choices=False
     )
 
 
-def short_forms(
-    bus: str | None = None, creds: Path | None = None, prompts: Path | None = None,
-    reward: str | None = None, agent: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the settings that the short forms stand for; a bus that is not named is that of `creds`."""
-    layer: dict[str, Any] = {}
-    bus = bus or os.environ.get(URL_VARIABLE)
-    creds = creds or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
-    if creds is not None:
-        layer["bus"] = {"creds": creds.absolute(), "url": bus or load_credentials(creds).url}
-    elif bus is not None:
-        layer["bus"] = {"url": bus}
-    if prompts is not None:
-        layer["data"] = {"prompts": prompts}
-    environment = {"type": "agent", "command": agent, "reward": "posted"} if agent is not None else {}
-    if reward is not None:
-        environment["reward"] = reward
-    if environment:
-        layer["actors"] = {"environment": environment}
-    return layer
+@dataclass(frozen=True)
+class LogOptions:
+    """How a process, and those that it starts, write their logs."""
+
+    level: Annotated[
+        Level | None,
+        _log_parameter("--log-level", LEVEL_VARIABLE, "debug, info, warning or error"),
+    ] = None
+    form: Annotated[
+        Format | None,
+        _log_parameter("--log-format", FORMAT_VARIABLE, "text or json"),
+    ] = None
+
+
+def log_as(options: LogOptions, process: str, *, level: Level = "info") -> None:
+    """Begin the log of a process; `level` counts where the user names none. Its children get the options."""
+    chosen = {LEVEL_VARIABLE: options.level, FORMAT_VARIABLE: options.form}
+    os.environ.update({name: value for name, value in chosen.items() if value is not None})
+    configure_logging(options.level or level, options.form or "text", process)
 
 
 def allowed_here(
@@ -156,9 +190,15 @@ def with_bus_of_run(layer: dict[str, Any]) -> dict[str, Any]:
     return merge(layer, {"bus": {**found, **named}})
 
 
-def run_and_own_settings(short: dict[str, Any], settings: object) -> tuple[RunConfig, dict[str, Any]]:
-    """Return which run on which bus a process joins, and the settings that it has of its own."""
-    given = merge(short, flags(settings))
+def run_and_own_settings(
+    short: dict[str, Any], settings: object, *, needs_bus: bool = True
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Return which run on which bus a process joins, and the settings that it has of its own.
+
+    With `needs_bus` the run's directory may name the bus, as `with_bus_of_run` says."""
+    given = merge(merged(run_variables()), short, flags(settings))
+    if needs_bus:
+        given = with_bus_of_run(given)
     where = {key: given.pop(key) for key in ProcessConfig.model_fields if key in given}
     validate(given)  # a wrong one is refused before the bus is asked for the others
     return validate(where), given

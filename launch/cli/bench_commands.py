@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from bus.errors import ConfigError, SluiceError
-from launch.cli.app import ActorsSettings, ConfigFile, Settings, app, layers_of
-from launch.config import ActorsProcess, RunConfig, flags, merge, validate
-from launch.process.runtime import configure_logging, fail, run
+from launch.cli.app import ActorsSettings, ConfigFiles, Settings, app
+from launch.config import ActorsProcess, RunConfig, config_file, flags, merge, validate
+from launch.process.log_settings import configure_logging
+from launch.process.runtime import fail, run
 
 if TYPE_CHECKING:
     from launch.benchmarks.overlap import Plan
@@ -69,6 +70,31 @@ def bench_gateway(*, as_json: AsJson = False) -> None:
     _measure(measured, as_json=as_json)
 
 
+@bench.command(name="episodes", usage="Usage: launch bench episodes [OPTIONS]")
+def bench_episodes(
+    *, episodes: int = 2000, turns: int = 20, turn_s: float = 3.0, as_json: AsJson = False
+) -> None:
+    """Run thousands of episodes at once in one actor process, on a scripted engine, and watch its event loop.
+
+    Parameters
+    ----------
+    episodes
+        Episodes that run at once, a multiple of 8.
+    turns
+        Answers of the policy in each.
+    turn_s
+        Mean time that the engine takes for an answer.
+    as_json
+        Print one JSON object on one line.
+    """
+    from launch.benchmarks.episodes import EpisodesLoad
+    from launch.benchmarks.episodes import bench_episodes as measured
+
+    configure_logging("warning")
+    load = EpisodesLoad(episodes, turns, turn_s)
+    _measure(lambda: {"episodes": measured(load)}, as_json=as_json)
+
+
 @bench.command(name="learner", usage="Usage: launch bench learner [--json]")
 def bench_learner(*, as_json: AsJson = False) -> None:
     """Compare a training step with a bare megatron-core loop and transformers, on the GPU if there is one.
@@ -81,6 +107,34 @@ def bench_learner(*, as_json: AsJson = False) -> None:
     from launch.benchmarks.learner import bench_learner as measured
 
     _measure(measured, as_json=as_json)
+
+
+@bench.command(name="prefix", usage="Usage: launch bench prefix [OPTIONS]")
+def bench_prefix(
+    *,
+    prompt_tokens: int | None = None,
+    answer_tokens: int | None = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare training that computes the prompt of 16 siblings once with training that computes it 16 times.
+
+    Parameters
+    ----------
+    prompt_tokens
+        Length of each prompt in tokens: 1024 on CPU, 8192 on CUDA.
+    answer_tokens
+        Mean length of the answers in tokens: 128 on CPU, 512 on CUDA.
+    as_json
+        Print one JSON object on one line.
+    """
+    from launch.benchmarks.prefix import bench_prefix as measured
+    from launch.benchmarks.prefix import workload_of
+
+    for flag, tokens in (("--prompt-tokens", prompt_tokens), ("--answer-tokens", answer_tokens)):
+        if tokens is not None and tokens < 2:
+            raise ConfigError(f"{flag} {tokens}: give 2 at least")
+    workload = workload_of(prompt_tokens, answer_tokens)
+    _measure(lambda: measured(workload), as_json=as_json)
 
 
 @bench.command(name="weights", usage="Usage: launch bench weights [OPTIONS]")
@@ -203,7 +257,7 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     rounds: int = 2,
     limit_s: float = inf,
     prompt_tokens: int = 256,
-    config: ConfigFile = None,
+    config: ConfigFiles = None,
     settings: Settings = RunConfig(),
     as_json: AsJson = False,
 ) -> None:
@@ -244,15 +298,67 @@ def bench_overlap(  # noqa: PLR0913 - each is a flag
     plan = _overlap_plan(steps, rounds, limit_s)
     configure_logging("info")
     devices = {"learner": learner_device, "actors": engine_device}
-    layers = layers_of(None, config, {}, settings)
+    layers = merge(*map(config_file, config or ()), flags(settings))
     directory = Path(layers.get("directory", "runs/overlap")).absolute() / time.strftime("%Y%m%d-%H%M%S")
     below = defaults(model, directory, devices=devices)
     resolved = settings_of(merge(layers, {"directory": directory}), below, model, prompt_tokens=prompt_tokens)
     make(resolved, model, prompt_tokens=prompt_tokens)
     report = run(partial(measured, resolved, plan))
-    _show(report, as_json=as_json)
+    show(report, as_json=as_json)
     if report["ended"] != WELL:
         fail(SluiceError(str(report["ended"])))
+
+
+@bench.command(name="critic", usage="Usage: launch bench critic [OPTIONS]")
+def bench_critic(  # noqa: PLR0913 - each is a flag
+    *,
+    directory: Path = Path("runs/critic"),
+    seeds: int = 3,
+    objectives: tuple[str, ...] = ("reinforce", "gae"),
+    steps: int = 100,
+    warmup_steps: int = 100,
+    lr: float = 5e-4,
+    critic_lr: float = 2e-3,
+    turns: int = 4,
+    parallel: int = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Compare a critic with GAE and REINFORCE, whole runs on a task of turns whose reward comes at the end.
+
+    Parameters
+    ----------
+    directory
+        Place of the runs and their figures. Runs that have ended there are not run again, and one that was
+        interrupted goes on.
+    seeds
+        Number of seeds; each objective has a run of each.
+    objectives
+        Names of the objectives: reinforce, gae, gae_token, gae_vtrace.
+    steps
+        Optimizer steps of each run.
+    warmup_steps
+        Steps on demonstrations before them.
+    lr
+        Learning rate of every policy.
+    critic_lr
+        Learning rate of every critic.
+    turns
+        Answers of an episode, at most 9.
+    parallel
+        Number of runs at a time; each keeps two processors busy.
+    as_json
+        Print one JSON object on one line.
+    """
+    from launch.benchmarks.critic import Plan, table
+    from launch.benchmarks.critic import bench_critic as measured
+
+    configure_logging("info")
+    plan = Plan(directory.absolute(), seeds, objectives, steps, warmup_steps, turns, parallel, lr, critic_lr)
+    report = run(partial(measured, plan))
+    if as_json:
+        show(report, as_json=True)
+    else:
+        print(table(report))  # noqa: T201 - the user's terminal
 
 
 def _overlap_plan(steps: int, rounds: int, limit_s: float) -> "Plan":
@@ -281,8 +387,9 @@ def _measure(measured: Callable[[], object], *, as_json: bool) -> None:
     """Show what `measured` returns. SIGTERM ends it as Ctrl-C does, which leaves no gigabytes in /tmp."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for what is in the background
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    _show(measured(), as_json=as_json)
+    show(measured(), as_json=as_json)
 
 
-def _show(report: object, *, as_json: bool) -> None:
+def show(report: object, *, as_json: bool) -> None:
+    """Print a report as JSON, on one line or on several."""
     print(json.dumps(report, indent=None if as_json else 2))  # noqa: T201 - the user's terminal

@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from bus.errors import ConfigError
-from launch.cli.app import CredsFile, RunBusUrl, app, short_forms, with_bus_of_run
+from launch.cli.app import CredsFile, RunBusUrl, RunName, RunsDirectory, app, with_bus_of_run
 from launch.config import RunConfig, validate
-from launch.process.runtime import configure_logging, run
+from launch.process.log_settings import configure_logging
+from launch.process.runtime import run
+from launch.short_forms import short_forms
 
 engines = App(name="engines", help="List, add and remove the inference servers of a running run.")
 app.command(engines)
-RunName = Annotated[str, Parameter(name="--run")]
-Directory = Annotated[Path, Parameter(name="--directory")]
 Actor = Annotated[str | None, Parameter(name="--actor")]
 
 
@@ -25,7 +25,7 @@ def list_command(
     run_name: RunName = "default",
     bus: RunBusUrl = None,
     creds: CredsFile = None,
-    directory: Directory = Path("runs"),
+    directory: RunsDirectory = Path("runs"),
 ) -> None:
     """Print every actor's engines with their state and policy version, as JSON.
 
@@ -51,7 +51,7 @@ def join_command(
     run_name: RunName = "default",
     bus: RunBusUrl = None,
     creds: CredsFile = None,
-    directory: Directory = Path("runs"),
+    directory: RunsDirectory = Path("runs"),
     actor: Actor = None,
 ) -> None:
     """Add a running SGLang server to an actor; it serves once it has the weights.
@@ -82,7 +82,7 @@ def leave_command(
     run_name: RunName = "default",
     bus: RunBusUrl = None,
     creds: CredsFile = None,
-    directory: Directory = Path("runs"),
+    directory: RunsDirectory = Path("runs"),
     actor: Actor = None,
 ) -> None:
     """Remove an engine from its actor. Its generations go on elsewhere, from their tokens so far.

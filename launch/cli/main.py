@@ -1,45 +1,126 @@
 """`launch ...`: every command, and the error for a wrong one. Loads no torch, so that help is quick."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from cyclopts import CycloptsError
+from cyclopts import CycloptsError, Group
 from cyclopts.exceptions import UnknownCommandError, UnknownOptionError, UnusedCliTokensError
+from rich.console import Console
 
 from bus.errors import ConfigError, SluiceError
 from launch.cli import (
     bench_commands,
+    completion_commands,
+    doctor_commands,
     engine_commands,
+    init_commands,
+    learning_commands,
+    off_policy_commands,
     process_commands,
     run_commands,
+    start_commands,
     status_commands,
     tool_commands,
     watch_commands,
 )
 from launch.cli.app import app
-from launch.config import ActorsProcess, LearnerProcess, ProcessConfig, RunConfig
+from launch.cli.settings_help import show_topic
+from launch.config import ActorsProcess, LearnerProcess, ProcessConfig, RetrainProcess, RunConfig
+from launch.environment_variables import (
+    DASHBOARD_TOKEN_VARIABLE,
+    LOG_VARIABLES,
+    SETTING_VARIABLES,
+    forget_empty_variables,
+)
 from launch.process.runtime import fail
+from launch.settings_tree import Model
 
+SETTINGS: Mapping[str, Model] = {
+    "local": RunConfig,
+    "storage": RunConfig,
+    "shards": ProcessConfig,
+    "learner": LearnerProcess,
+    "actors": ActorsProcess,
+    "gateway": ActorsProcess,
+    "retrain": RetrainProcess,
+    "doctor": RunConfig,
+}
+"""Settings of the commands that have help for single sections."""
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "Run": ("local", "bus", "storage", "shards", "learner", "actors", "gateway"),
+    "Prepare": ("init", "doctor", "convert", "completion"),
+    "Look at a run": ("runs", "status", "watch", "dashboard", "tail"),
+    "Act on a run that goes on": ("data", "engines", "reward"),
+    "Look back": ("retrain", "witness", "rescore", "restore"),
+    "Measure and test": ("bench", "soak"),
+}
+"""Commands under the heading that `launch --help` shows them with, the most wanted first."""
 COMMANDS = (
     bench_commands,
+    completion_commands,
+    doctor_commands,
     engine_commands,
+    init_commands,
+    learning_commands,
+    off_policy_commands,
     process_commands,
     run_commands,
+    start_commands,
     status_commands,
     tool_commands,
     watch_commands,
 )
 """Importing them is what makes their commands known to `app`."""
 
+OPTIONS = Group("Options", sort_key=len(GROUPS))
+FURTHER_HELP = f"""\
+`launch COMMAND --help` describes a command, `launch local --help learner.loss` a section of the settings.
+Environment variables count more than configuration files and less than flags:
+{", ".join([*SETTING_VARIABLES, *LOG_VARIABLES])}.
+{DASHBOARD_TOKEN_VARIABLE} holds the token that `launch dashboard` asks its readers for."""
+"""Text under the list of all commands."""
+
+
+def group_commands() -> None:
+    """Put each command under its heading, in the order of `GROUPS`."""
+    for position, (heading, names) in enumerate(GROUPS.items()):
+        group = Group(heading, sort_key=position)
+        for place, name in enumerate(names):
+            app[name].group = group
+            app[name].sort_key = place
+            app[name].help_epilogue = ""  # else it would have the one of `launch` itself
+    for option in ("--help", "--version"):
+        app[option].group = OPTIONS
+    app.help_epilogue = FURTHER_HELP
+
+
+group_commands()
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the `launch` command."""
+    forget_empty_variables()
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(sys.argv[1:] if arguments is None else arguments)
+        if (topic := _topic(given)) is not None:
+            show_topic(Console(), SETTINGS[given[0]], topic)
+            return
+        app(given)
     except CycloptsError as error:
         fail(ConfigError(_complaint(error)))
     except SluiceError as error:
         fail(error)
+
+
+def _topic(arguments: Sequence[str]) -> str | None:
+    """Return the section of settings whose help a command line asks for, as --help SECTION."""
+    if not arguments or arguments[0] not in SETTINGS:
+        return None
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        option, _, attached = argument.partition("=")
+        if option in ("--help", "-h"):
+            return attached or following or None
+    return None
 
 
 def _complaint(error: CycloptsError) -> str:
@@ -49,6 +130,7 @@ def _complaint(error: CycloptsError) -> str:
         "shards": ProcessConfig,
         "learner": LearnerProcess,
         "actors": ActorsProcess,
+        "gateway": ActorsProcess,
     }
     own = processes.get(command)
     if own is not None and isinstance(error, UnknownOptionError):

@@ -1,4 +1,4 @@
-"""Commands that are the long-running processes of a run."""
+"""Commands that are the long-running processes of a run which exists: its bus, and who joins it."""
 
 import sys
 from functools import partial
@@ -9,87 +9,46 @@ from cyclopts import Parameter
 
 from bus.child_process import module_command
 from bus.errors import ConfigError
+from bus.policy_names import policy_run
 from launch.cli.app import (
     SHORT,
     USAGE,
     ActorsSettings,
     AgentCommand,
-    BusUrl,
-    ConfigFile,
+    Certificate,
+    CertificateKey,
     CredsFile,
     EnginePython,
+    GatewayHost,
+    GatewayPort,
     Insecure,
     LearnerSettings,
+    Logging,
+    LogOptions,
     Master,
     NodeRank,
     Nodes,
     PluginsFrom,
-    PresetName,
     Processes,
-    Prompts,
     RewardName,
     RunBusUrl,
-    Settings,
     ShardsSettings,
+    ShowToken,
     allowed_here,
     app,
-    layers_of,
+    log_as,
     run_and_own_settings,
-    short_forms,
-    with_bus_of_run,
 )
 from launch.config import (
     ActorsProcess,
     LearnerProcess,
     MonitoringConfig,
     ProcessConfig,
-    RunConfig,
-    flags,
     merge,
-    resolve,
 )
 from launch.process.ranks import become_rank, is_rank
-from launch.process.runtime import configure_logging, run
-
-
-@app.command(usage=USAGE.format("local"))
-def local(
-    *,
-    preset_name: PresetName = None,
-    config: ConfigFile = None,
-    bus: BusUrl = None,
-    creds: CredsFile = None,
-    prompts: Prompts = None,
-    reward: RewardName = None,
-    agent: AgentCommand = None,
-    settings: Settings = RunConfig(),
-) -> None:
-    """Train on this machine: bus, storage, learner and actors as supervised processes, with a live view.
-
-    Ctrl-C stops the run in order; the same command resumes it.
-
-    Parameters
-    ----------
-    preset_name
-        Settings that come with Sluice: sort, addition, product, load.
-    config
-        TOML or JSON file of settings, which override the preset; flags override both.
-    bus
-        NATS server to use, as nats://[user:password@]host:port; without it one is started.
-    prompts
-        Training prompts, .jsonl or .parquet.
-    reward
-        Name of a built-in reward, or a function of your own as my_pkg.my_module:function.
-    agent
-        Command of a program that is run for each episode, and asks the policy as it would ask OpenAI's or
-        Anthropic's servers. It posts its reward, unless --reward computes it.
-    """
-    from launch.local.local import run_local
-
-    configure_logging("warning")
-    layers = layers_of(preset_name, config, short_forms(bus, creds, prompts, reward, agent), settings)
-    own_bus = "url" not in layers.get("bus", {})
-    raise SystemExit(run(partial(run_local, resolve(layers), own_bus=own_bus)))
+from launch.process.runtime import run
+from launch.short_forms import short_forms
 
 
 @app.command(name="bus", usage=USAGE.format("bus"))
@@ -101,6 +60,7 @@ def bus_command(
     insecure: Annotated[bool, Parameter(name="--insecure", negative=())] = False,
     secure: Path | None = None,
     runs: Annotated[list[str] | None, Parameter(name="--run", negative=())] = None,
+    log: Logging = LogOptions(),
     monitoring: MonitoringConfig = MonitoringConfig(),
 ) -> None:
     """Run a nats-server with JetStream on this machine.
@@ -124,7 +84,7 @@ def bus_command(
     """
     from launch.process.services import serve_bus
 
-    configure_logging()
+    log_as(log, "bus")
     named = tuple(runs or (["default"] if secure is not None else []))
     if named and secure is None:
         raise ConfigError(f"--run {named[0]}: credentials are made for a run with --secure DIR: give both")
@@ -132,48 +92,13 @@ def bus_command(
     run(partial(serving, monitoring=monitoring))
 
 
-@app.command(usage=USAGE.format("storage"))
-def storage(
-    *,
-    preset_name: PresetName = None,
-    config: ConfigFile = None,
-    bus: BusUrl = None,
-    creds: CredsFile = None,
-    prompts: Prompts = None,
-    reward: RewardName = None,
-    summary: Annotated[bool, Parameter(name="--summary", group=SHORT)] = True,
-    settings: Settings = RunConfig(),
-) -> None:
-    """Dispatch prompts and keep trajectories for one run. It defines the run, which others join by name.
-
-    Parameters
-    ----------
-    preset_name
-        Settings that come with Sluice: sort, addition, product, load.
-    config
-        TOML or JSON file of settings, which override the preset; flags override both.
-    bus
-        NATS server, as nats://[user:password@]host:port.
-    prompts
-        Training prompts, .jsonl or .parquet.
-    reward
-        Name of a built-in reward, or a function of your own as my_pkg.my_module:function.
-    summary
-        Draw curves.png and write summary.json when the learner is done, and when storage ends.
-    """
-    from launch.process.services import serve_storage
-
-    configure_logging()
-    layers = layers_of(preset_name, config, short_forms(bus, creds, prompts, reward), settings)
-    run(partial(serve_storage, resolve(layers), summary=summary))
-
-
 @app.command(usage=USAGE.format("shards"))
 def shards(
     *,
     numbers: Annotated[str, Parameter(name="--shards", group=SHORT)],
-    bus: BusUrl = None,
+    bus: RunBusUrl = None,
     creds: CredsFile = None,
+    log: Logging = LogOptions(),
     settings: ShardsSettings = ProcessConfig(),
 ) -> None:
     """Keep those replay shards of a run that its `launch storage` leaves out. The run is named by --run.
@@ -184,13 +109,11 @@ def shards(
     ----------
     numbers
         Numbers of the shards, such as 2, 0-3 or 0,2-3.
-    bus
-        NATS server, as nats://[user:password@]host:port.
     """
     from launch.process.services import serve_shards
     from storage.config import shard_numbers
 
-    configure_logging()
+    log_as(log, "shards")
     where, own = run_and_own_settings(short_forms(bus, creds), settings)
     run(partial(serve_shards, where, own, shard_numbers(numbers)))
 
@@ -198,24 +121,26 @@ def shards(
 @app.command(usage=USAGE.format("learner"))
 def learner(  # noqa: PLR0913 - each is a flag
     *,
-    bus: BusUrl = None,
+    bus: RunBusUrl = None,
     creds: CredsFile = None,
     nproc: Processes = None,
     nodes: Nodes = None,
     node_rank: NodeRank = None,
     master: Master = None,
+    policy: str | None = None,
     shadow: str | None = None,
     from_checkpoint: Path | None = None,
     plugins_from: PluginsFrom = None,
     insecure: Insecure = False,
+    log: Logging = LogOptions(),
     settings: LearnerSettings = LearnerProcess(),
 ) -> None:
     """Train the policy of the run named by --run, whose storage must run. Its settings come from the bus.
 
     Parameters
     ----------
-    bus
-        NATS server, as nats://[user:password@]host:port.
+    policy
+        Name of the further policy that is trained, one of the run's `policies`, instead of the run's own.
     nproc
         Number of ranks on this host, one for each GPU.
     nodes
@@ -236,9 +161,9 @@ def learner(  # noqa: PLR0913 - each is a flag
         Import what the run names although everybody who reaches the bus can define a run: for a network that
         is yours alone.
     """
-    from launch.process.services import serve_learner, serve_shadow
+    from launch.process.services import serve_learner, serve_policy_learner, serve_shadow
 
-    configure_logging()
+    log_as(log, "learner")
     given = {"processes": nproc, "nodes": nodes, "node_rank": node_rank, "master": master}
     world = {key: value for key, value in given.items() if value is not None}
     where, own = run_and_own_settings(
@@ -250,23 +175,38 @@ def learner(  # noqa: PLR0913 - each is a flag
         settings,
     )
     if shadow is not None:
-        if world or is_rank():
-            raise ConfigError(f"shadow {shadow!r} is one process: it has no ranks, nodes or master")
+        _refuse_beside_shadow(shadow, policy, where.run, has_world=bool(world) or is_rank())
         run(partial(serve_shadow, where, own, shadow, from_checkpoint))
         return
     if from_checkpoint is not None:
         raise ConfigError("--from-checkpoint is for a --shadow: a learner goes on from its own newest one")
     if is_rank():
         become_rank()
-    several = run(partial(serve_learner, where, own, is_rank=is_rank()))
+    serving = (
+        partial(serve_learner, where, own)
+        if policy is None
+        else partial(serve_policy_learner, where, own, policy)
+    )
+    several = run(partial(serving, is_rank=is_rank()))
     if several is not None:
         from launch.process.torchrun import run_world
 
         raise SystemExit(run_world(several, where.run, module_command("launch", *sys.argv[1:])[1:]))
 
 
+def _refuse_beside_shadow(shadow: str, policy: str | None, run_name: str, *, has_world: bool) -> None:
+    """Raise `ConfigError` for flags that a shadow does not have."""
+    if policy is not None:
+        raise ConfigError(
+            f"--policy {policy} with --shadow {shadow}: the shadow of a further policy names its run, as "
+            f"--run {policy_run(run_name, policy)}"
+        )
+    if has_world:
+        raise ConfigError(f"shadow {shadow!r} is one process: it has no ranks, nodes or master")
+
+
 @app.command(usage=USAGE.format("actors"))
-def actors(
+def actors(  # noqa: PLR0913 - each is a flag
     *,
     bus: RunBusUrl = None,
     creds: CredsFile = None,
@@ -275,6 +215,7 @@ def actors(
     plugins_from: PluginsFrom = None,
     engine_python: EnginePython = None,
     insecure: Insecure = False,
+    log: Logging = LogOptions(),
     settings: ActorsSettings = ActorsProcess(),
 ) -> None:
     """Roll out prompts for the run named by --run. You may start several actors, on any hosts.
@@ -282,7 +223,7 @@ def actors(
     Parameters
     ----------
     reward
-        Name of a built-in reward, or a function of your own as my_pkg.my_module:function.
+        Built-in reward, or your own as my_pkg.my_module:function.
     agent
         Command of a program that is run for each episode, and asks the policy as it would ask OpenAI's or
         Anthropic's servers. It posts its reward, unless --reward computes it.
@@ -296,10 +237,75 @@ def actors(
     """
     from launch.process.services import serve_actors
 
-    configure_logging()
+    log_as(log, "actors")
     short = merge(
         short_forms(bus, creds, reward=reward, agent=agent),
         allowed_here(plugins_from, insecure, engine_python),
     )
-    given = with_bus_of_run(merge(short, flags(settings)))
-    run(partial(serve_actors, *run_and_own_settings(given, {})))
+    run(partial(serve_actors, *run_and_own_settings(short, settings)))
+
+
+@app.command(usage=USAGE.format("gateway"))
+def gateway(  # noqa: PLR0913 - each is a flag
+    *,
+    bus: RunBusUrl = None,
+    creds: CredsFile = None,
+    host: GatewayHost = None,
+    port: GatewayPort = None,
+    certificate: Certificate = None,
+    certificate_key: CertificateKey = None,
+    reward: RewardName = None,
+    show_token: ShowToken = False,
+    plugins_from: PluginsFrom = None,
+    engine_python: EnginePython = None,
+    insecure: Insecure = False,
+    log: Logging = LogOptions(),
+    settings: ActorsSettings = ActorsProcess(),
+) -> None:
+    """Serve the policy of the run named by --run to clients that lead episodes themselves.
+
+    A client takes a task with POST /tasks, asks the policy as it would ask OpenAI's or Anthropic's servers,
+    and posts its reward. The gateway has engines of its own; its settings are those of `launch actors`.
+
+    Parameters
+    ----------
+    host
+        Address to listen at; one beyond loopback wants credentials and a certificate.
+    port
+        Port to listen on; without it any that is free.
+    certificate
+        Server's certificate with its chain, as PEM.
+    certificate_key
+        Private key of the certificate, as PEM.
+    reward
+        Reward that is computed from the policy's last answer, instead of the one that each client posts.
+    show_token
+        Print the token that clients give on a bus with credentials, and end.
+    plugins_from
+        Directory of modules that the run may import on this host, and no others; may be given several times.
+    engine_python
+        Interpreter that SGLang's servers run with on this host, whatever the run names.
+    insecure
+        Do what the run names although everybody who reaches the bus can define a run, and listen beyond
+        loopback without credentials: for a network that is yours alone.
+    """
+    from launch.process.gateway_access import gateway_token
+    from launch.process.services import serve_actors
+
+    own = {"host": host, "port": port, "certificate": certificate, "certificate_key": certificate_key}
+    environment: dict[str, object] = {
+        "type": "clients",
+        "gateway": {name: value for name, value in own.items() if value is not None},
+        "reward": reward or "posted",
+    }
+    short = merge(
+        {"actors": {"environment": environment}},
+        short_forms(bus, creds),
+        allowed_here(plugins_from, insecure, engine_python),
+    )
+    where, given = run_and_own_settings(short, settings)
+    if show_token:
+        print(gateway_token(where) or "this bus asks for no credentials, and the gateway for no token")  # noqa: T201
+        return
+    log_as(log, "gateway")
+    run(partial(serve_actors, where, given))

@@ -1,17 +1,133 @@
-"""`launch runs`: what a run leaves behind."""
+"""`launch runs`: the runs of a directory, listed, shown, compared, stopped and removed."""
 
+import json
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
+from cyclopts.validators import Number
 
-from launch.cli.app import BusUrl, CredsFile, app, short_forms
+from bus.errors import ConfigError
+from launch.cli.app import BusUrl, CredsFile, RunName, RunsDirectory, app
 from launch.config import validate
-from launch.process.runtime import configure_logging, run
+from launch.process.log_settings import configure_logging
+from launch.process.runtime import run
+from launch.short_forms import short_forms
 
-runs = App(name="runs", help="Remove what a run that has ended holds on a bus and on the disk.")
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+runs = App(name="runs", help="List, show, compare, stop and remove the runs of this host.")
 app.command(runs)
+AsJson = Annotated[bool, Parameter(name="--json", negative=())]
+Timeout = Annotated[float, Parameter(name="--timeout-s", validator=Number(gt=0))]
+TABLE_WIDTH = 140
+"""Columns of a table that goes to a file."""
+
+
+@runs.command(name="list", usage="Usage: launch runs list [--directory DIR] [--json]")
+def list_command(*, directory: RunsDirectory = Path("runs"), as_json: AsJson = False) -> None:
+    """List the runs of a directory: how far each is, and whether it goes on.
+
+    Parameters
+    ----------
+    directory
+        Directory of all runs.
+    as_json
+        Print one JSON array on one line.
+    """
+    from launch.operations.recorded_runs import recorded_runs
+    from launch.operations.run_tables import list_table
+    from storage.disk.run_directories import run_directories
+
+    found = recorded_runs(run_directories(directory))
+    if as_json:
+        print(json.dumps([run.to_json() for run in found]))  # noqa: T201 - the user's terminal
+    else:
+        _show(list_table(found))
+
+
+@runs.command(name="show", usage="Usage: launch runs show --run RUN [--directory DIR] [--json]")
+def show_command(
+    *, run_name: RunName = "default", directory: RunsDirectory = Path("runs"), as_json: AsJson = False
+) -> None:
+    """Show what a run's directory tells: progress, results, checkpoints, disk, and settings of its own.
+
+    Parameters
+    ----------
+    run_name
+        Name of the run.
+    directory
+        Directory of all runs.
+    as_json
+        Print one JSON object on one line.
+    """
+    from launch.operations.recorded_runs import find_run
+    from launch.operations.run_tables import run_table, whole_run
+
+    found = whole_run(find_run(directory, run_name))
+    if as_json:
+        print(json.dumps(found))  # noqa: T201 - the user's terminal
+    else:
+        _show(run_table(found))
+
+
+@runs.command(name="compare", usage="Usage: launch runs compare RUN RUN... [--directory DIR] [--json]")
+def compare_command(*names: str, directory: RunsDirectory = Path("runs"), as_json: AsJson = False) -> None:
+    """Show runs side by side: results, also at the last step that all have, and settings that differ.
+
+    Parameters
+    ----------
+    names
+        Names of two runs or more.
+    directory
+        Directory of all runs.
+    as_json
+        Print one JSON object on one line.
+    """
+    from launch.operations.recorded_runs import find_run
+    from launch.operations.run_tables import comparison, comparison_table
+
+    if len(names) < 2:
+        raise ConfigError(f"{len(names) or 'no'} run to compare: give the names of two at least")
+    found = comparison([find_run(directory, name) for name in names])
+    if as_json:
+        print(json.dumps(found))  # noqa: T201 - the user's terminal
+    else:
+        _show(comparison_table(found))
+
+
+@runs.command(name="stop", usage="Usage: launch runs stop --run RUN [--directory DIR] [--timeout-s S]")
+def stop_command(
+    *,
+    run_name: Annotated[str, Parameter(name="--run")],
+    directory: RunsDirectory = Path("runs"),
+    timeout_s: Timeout = 180.0,
+) -> None:
+    """Stop a run of `launch local` in order, as Ctrl-C in its terminal does, and wait for its end.
+
+    Parameters
+    ----------
+    run_name
+        Name of the run.
+    directory
+        Directory of all runs.
+    timeout_s
+        Longest time to wait. The run goes on ending after it.
+    """
+    from launch.operations.recorded_runs import find_run
+    from launch.operations.run_stop import stop_run
+
+    print(stop_run(find_run(directory, run_name), timeout_s))  # noqa: T201 - the user's terminal
+
+
+def _show(table: "RenderableType") -> None:
+    """Print a table as wide as the terminal, and wide enough for a file."""
+    from rich.console import Console
+
+    shown = Console()
+    (shown if shown.is_terminal else Console(width=TABLE_WIDTH)).print(table, highlight=False)
 
 
 @runs.command(
@@ -22,7 +138,7 @@ def remove_command(
     run_name: Annotated[str, Parameter(name="--run")],
     bus: BusUrl = None,
     creds: CredsFile = None,
-    directory: Path = Path("runs"),
+    directory: RunsDirectory = Path("runs"),
     yes: Annotated[bool, Parameter(name="--yes", negative=())] = False,
 ) -> None:
     """Remove a run that has ended: its directory on this host and, with --bus or --creds, its streams there.

@@ -9,18 +9,20 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from bus.errors import ConfigError
-from launch.cli.app import CredsFile, RunBusUrl, app, short_forms, with_bus_of_run
+from launch.cli.app import CredsFile, RunBusUrl, RunName, RunsDirectory, app, with_bus_of_run
 from launch.config import validate
-from launch.process.runtime import configure_logging, run
+from launch.process.log_settings import configure_logging
+from launch.process.runtime import run
+from launch.short_forms import short_forms
 
 
 @app.command(usage="Usage: launch status --run NAME [OPTIONS]")
 def status(
     *,
-    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    run_name: RunName = "default",
     bus: RunBusUrl = None,
     creds: CredsFile = None,
-    directory: Path = Path("runs"),
+    directory: RunsDirectory = Path("runs"),
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
     """Show on one screen how a live run is, and what everyone waits for; from any host, in three seconds.
@@ -50,10 +52,10 @@ def status(
 @app.command(usage="Usage: launch tail --run NAME [OPTIONS]")
 def tail(  # noqa: PLR0913 - each is a flag
     *,
-    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    run_name: RunName = "default",
     bus: RunBusUrl = None,
     creds: CredsFile = None,
-    directory: Path = Path("runs"),
+    directory: RunsDirectory = Path("runs"),
     recent: Annotated[int, Parameter(name="--n", validator=Number(gte=0, lte=1000))] = 3,
     once: Annotated[bool, Parameter(name="--once", negative=())] = False,
     lease: Annotated[int | None, Parameter(name="--lease", validator=Number(gte=0))] = None,

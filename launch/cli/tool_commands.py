@@ -4,7 +4,7 @@ import json
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from cyclopts import Parameter
 
@@ -15,9 +15,10 @@ from launch.cli.app import (
     CredsFile,
     RetrainSettings,
     RunBusUrl,
+    RunName,
+    RunsDirectory,
     app,
     run_and_own_settings,
-    short_forms,
     with_bus_of_run,
 )
 from launch.cli.convert_commands import convert
@@ -26,7 +27,12 @@ from launch.config import (
     resolve,
     validate,
 )
-from launch.process.runtime import configure_logging, fail, run
+from launch.process.log_settings import configure_logging
+from launch.process.runtime import fail, run
+from launch.short_forms import short_forms
+
+if TYPE_CHECKING:
+    from bus.codec import Json  # it loads numpy, and --help is to be quick
 
 app.command(convert)
 TABLE_WIDTH = 140
@@ -65,7 +71,7 @@ def retrain(
     from storage.disk.run_directory import RunDirectory
 
     configure_logging("warning" if as_json else "info")
-    where, changed = run_and_own_settings({}, settings)
+    where, changed = run_and_own_settings({}, settings, needs_bus=False)
     run_directory = RunDirectory(where.directory, where.run)
     recorded = recorded_config(run_directory, config)
     work = partial(retrain_run, run_directory, recorded, changed, (from_step, to_step), scores=scores)
@@ -79,8 +85,8 @@ def witness(
     group: str | None = None,
     /,
     *,
-    run_name: Annotated[str, Parameter(name="--run")] = "default",
-    directory: Path = Path("runs"),
+    run_name: RunName = "default",
+    directory: RunsDirectory = Path("runs"),
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
     """Tell from the weights of a checkpoint how often a group was trained on: once, never or twice.
@@ -126,8 +132,8 @@ def lease_of(name: str) -> int:
 @app.command(usage=USAGE.format("restore"))
 def restore(
     *,
-    run_name: Annotated[str, Parameter(name="--run")] = "default",
-    directory: Path = Path("runs"),
+    run_name: RunName = "default",
+    directory: RunsDirectory = Path("runs"),
     archive: str | None = None,
 ) -> None:
     """Restore the trajectories that a run's replay has archived. Its storage must be stopped.
@@ -153,9 +159,9 @@ def restore(
 
 @app.command(usage="Usage: launch data --run NAME --prompts FILE [--keep-old]")
 def data(
-    *, prompts: Path, run_name: Annotated[str, Parameter(name="--run")] = "default", bus: RunBusUrl = None,
+    *, prompts: Path, run_name: RunName = "default", bus: RunBusUrl = None,
     creds: CredsFile = None,
-    directory: Path = Path("runs"),
+    directory: RunsDirectory = Path("runs"),
     keep_old: Annotated[bool, Parameter(name="--keep-old", negative=())] = False,
 ) -> None:  # fmt: skip
     """Give a running run other prompts, from its next lease on. The change outlives restarts.
@@ -185,10 +191,10 @@ def reward_command(
     file: Path = Path("-"),
     /,
     *,
-    run_name: Annotated[str, Parameter(name="--run")] = "default",
+    run_name: RunName = "default",
     bus: RunBusUrl = None,
     creds: CredsFile = None,
-    directory: Path = Path("runs"),
+    directory: RunsDirectory = Path("runs"),
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
     """Give rewards to trajectories that were published without one.
@@ -218,17 +224,17 @@ def reward_command(
         fail(*(ConfigError(refusal) for refusal in given.refused))
 
 
-@app.command(usage="Usage: launch rescore --run RUN --reward NAME [OPTIONS]")
+@app.command(usage="Usage: launch rescore --run RUN [--reward NAME] [OPTIONS]")
 def rescore(  # noqa: PLR0913 - each is a flag
     *,
-    run_name: Annotated[str, Parameter(name="--run")] = "default",
-    reward: Annotated[str, Parameter(name="--reward")],
+    run_name: RunName = "default",
+    reward: Annotated[str | None, Parameter(name="--reward")] = None,
     from_step: int | None = None,
     to_step: int | None = None,
     leases: str | None = None,
     name: str | None = None,
     model: Path | None = None,
-    directory: Path = Path("runs"),
+    directory: RunsDirectory = Path("runs"),
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
     """Score the stored answers of an interval again with another reward, into a named table; needs no bus.
@@ -238,7 +244,8 @@ def rescore(  # noqa: PLR0913 - each is a flag
     run_name
         Name of the run.
     reward
-        Name of a built-in reward, or a function of your own as my_pkg.my_module:function.
+        Name of a built-in reward, or a function of your own as my_pkg.my_module:function. Without it each
+        group is scored with the rewards of the environment that made it.
     from_step
         First optimizer step whose groups are scored; without it the run's first.
     to_step
@@ -246,7 +253,7 @@ def rescore(  # noqa: PLR0913 - each is a flag
     leases
         Range of leases, such as 0-255, instead of steps, whether a step trained on them or not.
     name
-        Name of the table, <run>/scores/<name>.jsonl; without it the reward's.
+        Name of the table, <run>/scores/<name>.jsonl; without it the reward's, or own-rewards.
     model
         Directory with the run's tokenizer; without it the run's model.
     directory
@@ -273,6 +280,7 @@ def soak(
     outages: tuple[float, float] = (15.0, 120.0),
     cluster: int = 1,
     compressed: Annotated[bool, Parameter(name="--compressed", negative=())] = False,
+    rolling: float | None = None,
     directory: Path = Path("runs/soaks"),
     as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
 ) -> None:
@@ -282,7 +290,8 @@ def soak(
     ----------
     minutes
         How long faults are injected, 15 by default; it goes on until there were seven faults a minute. With
-        --compressed, how long the run takes, 60 by default; longer where its restarts are slow.
+        --compressed, how long the run takes, 60 by default; longer where its restarts are slow. With
+        --rolling, how long actors are restarted, 60 by default.
     seed
         Seed of the random choice of faults and of their times.
     outages
@@ -292,13 +301,15 @@ def soak(
     compressed
         Measure growth instead: six weeks of steps in an hour, without faults but with restarts. The exit
         status is 1 when anything grows beyond what docs/operations.md states.
+    rolling
+        Restart all actors every so many seconds instead, by SIGTERM and SIGKILL, while rollouts take up to
+        half as long. The exit status is 1 when a restart costs a prompt anything or biases lengths.
     directory
         Directory of all soaks; each leaves its run in a subdirectory.
     as_json
         Print the account as one JSON object on one line.
     """
     from launch.chaos.soak import SoakPlan, run_soak
-    from launch.history.trajectory_account import exit_status
 
     configure_logging("warning" if as_json else "info")
     if cluster not in (1, 3):
@@ -306,16 +317,38 @@ def soak(
     if not 0 < outages[0] <= outages[1]:
         raise ConfigError(f"--outages {outages[0]:g} {outages[1]:g}: give the shortest, then the longest")
     here = directory / f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}"
+    if compressed and rolling is not None:
+        raise ConfigError("--compressed and --rolling exclude each other: give one of them")
     if compressed:
         if cluster != 1:
             raise ConfigError(f"--cluster {cluster}: the bus of --compressed is one server")
         _soak_compressed(60.0 if minutes is None else minutes, seed, here, as_json)
+    if rolling is not None:
+        if cluster != 1:
+            raise ConfigError(f"--cluster {cluster}: the bus of --rolling is one server")
+        _soak_rolling(60.0 if minutes is None else minutes, rolling, here, as_json)
     plan = SoakPlan(
         minutes=15.0 if minutes is None else minutes, seed=seed, outages_s=outages, servers=cluster
     )
-    result = run(partial(run_soak, plan, here))
+    _print_account(run(partial(run_soak, plan, here)), as_json)
+
+
+def _print_account(result: "dict[str, Json]", as_json: bool) -> NoReturn:
+    """Print the account of a soak, and exit with its status."""
+    from launch.history.trajectory_account import exit_status
+
     print(json.dumps(result, indent=None if as_json else 2))  # noqa: T201 - the user's terminal
     raise SystemExit(exit_status(result))
+
+
+def _soak_rolling(minutes: float, interval_s: float, directory: Path, as_json: bool) -> NoReturn:
+    """Restart all actors every `interval_s` for so many minutes, print the account, and exit."""
+    from launch.chaos.rolling import RollingPlan, run_rolling
+
+    if not 0 < interval_s <= 60 * minutes:
+        raise ConfigError(f"--rolling {interval_s:g}: it is the seconds between restarts, in {minutes:g} min")
+    plan = RollingPlan(restarts=int(60 * minutes / interval_s), interval_s=interval_s)
+    _print_account(run(partial(run_rolling, plan, directory)), as_json)
 
 
 def _soak_compressed(minutes: float, seed: int, directory: Path, as_json: bool) -> NoReturn:

@@ -1,23 +1,40 @@
-"""`launch watch`: the live view of a run that goes on elsewhere."""
+"""`launch watch` and `launch dashboard`: the live view of a run, in the terminal and in a browser."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
-from launch.cli.app import CredsFile, RunBusUrl, app, short_forms, with_bus_of_run
-from launch.config import validate
-from launch.process.runtime import configure_logging, run
+from bus.errors import ConfigError
+from launch.cli.app import (
+    Certificate,
+    CertificateKey,
+    CredsFile,
+    Insecure,
+    RunBusUrl,
+    RunName,
+    RunsDirectory,
+    ShowToken,
+    app,
+    with_bus_of_run,
+)
+from launch.config import RunConfig, validate
+from launch.environment_variables import RUN_VARIABLE
+from launch.process.log_settings import configure_logging
+from launch.process.runtime import run
+from launch.short_forms import short_forms
 
 
 @app.command(name="watch", usage="Usage: launch watch --run RUN [--bus URL] [--creds FILE] [--directory DIR]")
 def watch_command(
     *,
-    run_name: Annotated[str, Parameter(name="--run")],
+    run_name: RunName,
     bus: RunBusUrl = None,
     creds: CredsFile = None,
-    directory: Path = Path("runs"),
+    directory: RunsDirectory = Path("runs"),
 ) -> None:
     """Show on any host what `launch local` shows of a run: progress, rewards and what each process waits for.
 
@@ -36,3 +53,77 @@ def watch_command(
     configure_logging("warning")
     where = with_bus_of_run({"run": run_name, "directory": directory, **short_forms(bus, creds)})
     run(partial(watch_run, validate(where)))
+
+
+def located(name: str, *, directory: Path, given: Mapping[str, Any], named: str | None) -> RunConfig:
+    """Return where the bus of a run of the dashboard is.
+
+    The bus that was `given` is that of the `named` run. Without a named one it is that of each run whose
+    config.json names none. Raises `ConfigError` for a bus whose password that file does not have."""
+    run = {"run": name, "directory": directory}
+    if name == named:
+        return validate(with_bus_of_run({**run, **given}))
+    try:
+        own = with_bus_of_run(run)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, and --run {name}") from error
+    return validate(own if own.get("bus") or named is not None else {**run, **given})
+
+
+@app.command(name="dashboard", usage="Usage: launch dashboard [--run RUN] [--directory DIR] [OPTIONS]")
+def dashboard_command(  # noqa: PLR0913 - each is a flag
+    *,
+    run_name: Annotated[str | None, Parameter(name="--run", env_var=RUN_VARIABLE)] = None,
+    bus: RunBusUrl = None,
+    creds: CredsFile = None,
+    directory: RunsDirectory = Path("runs"),
+    host: str = "127.0.0.1",
+    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 8765,
+    certificate: Certificate = None,
+    certificate_key: CertificateKey = None,
+    show_token: ShowToken = False,
+    insecure: Insecure = False,
+) -> None:
+    """Show the runs of a directory in a browser: curves, what waits for what and why, trajectories.
+
+    It changes nothing in a run. Ctrl-C ends it. Beyond this host it asks for a token: that of --creds, or the
+    one in $SLUICE_DASHBOARD_TOKEN.
+
+    Parameters
+    ----------
+    run_name
+        Name of the run to show first; one whose files are on another host is read from the bus.
+    directory
+        Directory of all runs.
+    host
+        Address to listen at.
+    port
+        Port to listen at; 0 takes any that is free.
+    certificate
+        File of the TLS certificate, PEM.
+    certificate_key
+        File of its key, PEM.
+    show_token
+        Print the token that readers show, and end.
+    insecure
+        Allow readers beyond this host without TLS.
+    """
+    from launch.watch.dashboard.access import Address, dashboard_token
+    from launch.watch.dashboard.open_runs import OpenRuns
+    from launch.watch.dashboard.server import serve_dashboard
+
+    configure_logging("error")
+    token = dashboard_token(short_forms(bus, creds).get("bus", {}).get("creds"))
+    if show_token:
+        print(token or "no token is asked for: there are no credentials")  # noqa: T201 - the user's terminal
+        return
+
+    locate = partial(located, directory=directory, given=short_forms(bus, creds), named=run_name)
+
+    def ready(url: str) -> None:
+        page = url if run_name is None else f"{url}/#/runs/{run_name}"
+        print(f"dashboard at {page}, Ctrl-C ends it", flush=True)  # noqa: T201 - the user's terminal
+
+    runs = OpenRuns(directory, locate, run_name)
+    address = Address(host, port, certificate, certificate_key)
+    run(partial(serve_dashboard, runs, address, token=token, insecure=insecure, ready=ready))

@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.rewards.config import RewardConfig
 from bus.codec import Json
 from bus.errors import ConfigError
-from bus.topology import shard_of
-from bus.trajectory import Trajectory
+from bus.policy_names import DEFAULT_POLICY
 from launch.history.retrain import recorded_config
+from launch.process.model_directory import model_of_run
 from storage.client.score_tables import Comparison, compare, save_scores, scores_path
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger_reader import facts_of, leases_of_steps
 from storage.prompts.data_sets import PastPrompts
+from storage.store.many_groups import read_groups
 from storage.store.replay import ReplayStore
 
 if TYPE_CHECKING:  # loads torch
@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # loads torch
 
 AT_ONCE = 64
 """Number of groups in memory at a time."""
+OWN_REWARDS = "own-rewards"
+"""What the table is named after where no reward is: those of the environments."""
 SHOWN_FAILURES = 5
 
 
@@ -84,45 +86,53 @@ def parse_leases(text: str) -> range:
 
 
 async def run_rescore(
-    directory: Path, run_name: str, reward: str, interval: Interval, stop: asyncio.Event, *,
+    directory: Path, run_name: str, reward: str | None, interval: Interval, stop: asyncio.Event, *,
     name: str | None = None, model: Path | None = None,
 ) -> Rescoring:  # fmt: skip
     """Score the interval with `reward`, write the table, return what it says. `stop` leaves no table.
+
+    Each group is scored with the settings of the environment that made it; without `reward` also with that
+    environment's own rewards.
 
     Raises `ConfigError` for a run, an interval or a reward that is not there, `StorageError` for groups that
     were retired."""
     run = RunDirectory(directory, run_name)
     config = recorded_config(run)
-    path = scores_path(run.path, name or reward.replace(":", "."))
-    from actors.rewards.scoring import Scorer
+    if config.trains != DEFAULT_POLICY:
+        raise ConfigError(
+            f"run {run_name!r} is of policy {config.trains!r} of another run, whose prompts it does not "
+            "have: its trajectories cannot be scored again"
+        )
+    path = scores_path(run.path, name or (reward or OWN_REWARDS).replace(":", "."))
+    from launch.history.environment_rewards import EnvironmentRewards
 
-    environment = config.actors.environment
-    settings = environment if isinstance(environment, RewardConfig) else RewardConfig()
-    scorer = Scorer.from_config(reward, settings)  # a wrong name shows before torch is loaded
+    scoring = EnvironmentRewards(config.actors, reward)  # a wrong name shows before torch is loaded
     async with AsyncExitStack() as open_parts:
-        open_parts.push_async_callback(scorer.close)
+        open_parts.push_async_callback(scoring.close)
         stores = open_parts.enter_context(_stores(run, config.replay.shards))
         leases, skipped = _leases(run, stores, interval)
-        from actors.rewards.rescoring import Rescored, rescore
+        from actors.rewards.rescoring import Rescored
 
-        chat = _chat(model or config.model.path or run.path / "model")
+        chat = _chat(model or model_of_run(config, run))
         prompts = PastPrompts(facts_of(run.ledger), run.data)
         found = Rescored()
         for first in range(0, len(leases), AT_ONCE):
-            groups = await asyncio.to_thread(_read, stores, leases[first : first + AT_ONCE])
-            work = (rescore(group, prompts.of(group[0].lease_id), chat, scorer, found) for group in groups)
+            groups = await asyncio.to_thread(read_groups, stores, leases[first : first + AT_ONCE])
+            work = (scoring.rescore(group, prompts.of(group[0].lease_id), chat, found) for group in groups)
             await asyncio.gather(*work)
             if stop.is_set():
                 raise ConfigError(
                     f"stopped after {first + len(groups)} of {len(leases)} groups: no table made"
                 )
     if not found.scores:
-        raise ConfigError(f"{reward} scored none of {len(found.failures)} trajectories: {found.failures[0]}")
+        raise ConfigError(
+            f"{reward or OWN_REWARDS} scored none of {len(found.failures)} trajectories: {found.failures[0]}"
+        )
     scores = sorted(found.scores, key=lambda score: score.trajectory_id)
     await asyncio.to_thread(save_scores, path, scores)
     return Rescoring(
         run=run_name,
-        reward=reward,
+        reward=reward or OWN_REWARDS,
         table=str(path),
         groups=len(leases),
         groups_not_complete=skipped,
@@ -170,7 +180,3 @@ def _chat(model: Path) -> "ChatFormat":
     if not (model / "config.json").is_file():
         raise ConfigError(f"{model} is no model directory: name one with the run's tokenizer by --model")
     return ChatFormat(AutoTokenizer.from_pretrained(model))
-
-
-def _read(stores: Sequence[ReplayStore], leases: Sequence[int]) -> list[list[Trajectory]]:
-    return [stores[shard_of(lease_id, len(stores))].read([lease_id]) for lease_id in leases]

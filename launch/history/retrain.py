@@ -93,7 +93,7 @@ def _retrain(
         )
     changes = _differences(config.learner.model_dump(mode="json"), changed.learner.model_dump(mode="json"))
     done, apart = [], None
-    with _as_then(run, config) as (settings, initial, stores):
+    with as_then(run, config) as (settings, initial, stores):
 
         def compare(backend: Backend) -> None:
             nonlocal apart
@@ -133,7 +133,7 @@ def ask_witness(run: RunDirectory, config: RunConfig, lease: int | None) -> dict
     """
     from learner.history.witness import newest_witness, witness
 
-    with _as_then(run, config) as (settings, initial, stores):
+    with as_then(run, config) as (settings, initial, stores):
         found = witness(
             settings, initial, stores, newest_witness(settings, stores) if lease is None else lease
         )
@@ -149,7 +149,7 @@ def ask_witness(run: RunDirectory, config: RunConfig, lease: int | None) -> dict
 
 
 @contextmanager
-def _as_then(
+def as_then(
     run: RunDirectory, config: RunConfig
 ) -> Iterator[tuple["LearnerSettings", "Initial", list[ReplayStore]]]:
     """Yield what the run was trained with and from, in a world of this process alone."""

@@ -1,6 +1,6 @@
 """The account of every trajectory of an ended run, made from what its parts left on disk."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +15,7 @@ from learner import lineage
 from storage.disk.atomic_files import read_json
 from storage.disk.run_directory import PROGRESS_REMEDY, RunDirectory
 from storage.dispatch.ledger_reader import states_of
+from storage.store.many_groups import each_trajectory
 from storage.store.replay import ReplayStore
 
 LOSS_TOLERANCE = 1e-5
@@ -28,8 +29,8 @@ def account(
 ) -> dict[str, Json]:  # fmt: skip
     """Compare ledger, replay, checkpoint and lineage; counts are of trajectories, `samples` a group.
 
-    Before each group is read, `go_on` is called: what it raises ends the account. Raises `SluiceError` when
-    something to compare is missing, or cannot be read."""
+    Before each trajectory is read, `go_on` is called: what it raises ends the account. Raises `SluiceError`
+    when something to compare is missing, or cannot be read."""
     progress = _progress(run.path / "progress.json")
     groups = states_of(run.ledger)
     lengths = _stored_lengths(run, shards, go_on)
@@ -96,10 +97,11 @@ def _stored_lengths(
     run: RunDirectory, shards: int, go_on: Callable[[], None]
 ) -> dict[int, NDArray[np.int64]]:
     """Return the lengths of the trajectories of every complete group in replay, by lease."""
-    lengths: dict[int, NDArray[np.int64]] = {}
+    lengths: defaultdict[int, list[int]] = defaultdict(list)
     for shard in range(shards):
         with closing(ReplayStore.open(run.replay(shard))) as store:
-            for lease in store.completed:
+            go_on()
+            for trajectory in each_trajectory(store, set(store.completed)):
+                lengths[trajectory.lease_id].append(len(trajectory.token_ids))
                 go_on()
-                lengths[lease] = np.array([len(t.token_ids) for t in store.read([lease])])
-    return lengths
+    return {lease: np.array(of_group) for lease, of_group in lengths.items()}

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shlex
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,35 +13,30 @@ import psutil
 import structlog
 from rich.console import Console
 
-from actors.environments.build import check_environment
-from actors.rewards.config import RewardConfig
-from actors.rewards.group_filters import load_filter
-from actors.rewards.prompt_choices import refuse_unknown_choices
 from bus.child_process import module_command
 from bus.codec import Json
 from bus.config import URL_VARIABLE
 from bus.connection import Bus
-from bus.errors import ConfigError
 from bus.server import free_port
 from bus.status import peak_rss_bytes
 from bus.waiting import RETRY_S, set_within
 from launch.config import RunConfig
 from launch.local.supervisor import Part, Supervisor
+from launch.operations.run_stop import going_on
+from launch.process.services import policy_config
+from launch.process.start_checks import check_start
 from launch.watch.conclusion import conclude, saved_progress
 from launch.watch.monitor import RunMonitor, RunSettings, watch
 from launch.watch.summary import Summary, print_summary
 from launch.watch.view import TerminalView
 from storage.disk.atomic_files import read_json, try_lock
 from storage.disk.run_directory import RunDirectory
-from storage.metrics.sinks import refuse_missing
-from storage.prompts.generators import load_demonstrations
-from storage.service import read_prompts
 
 log = structlog.get_logger()
 HOST = "127.0.0.1"
 LOOK_S = 1.0
 MONITORED = ("bus", "storage", "actors", "learner")
-"""Parts in the order of their ports for probes."""
+"""Parts in the order of their ports for probes; learners of further policies follow."""
 LEARNER_DRAIN_S = 120.0
 """Longest time that a learner may take to finish its step and save a checkpoint."""
 
@@ -54,28 +50,23 @@ async def run_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) ->
         console.print(f"Run {config.run!r} is complete. Start anew with another --run, or remove {run.path}.")
         return 0
     run.refuse_other_format()
-    await check_environment(config.actors.environment)
-    _check_early(config, run)
+    await check_start(config, run)
+    console.print(dashboard_hint(config), soft_wrap=True)
     async with _only_launch(run) as lock:
         summary = await _supervise(config, run, console, stop, own_bus=own_bus, lock=lock)
     print_summary(console, summary)
+    console.print(dashboard_hint(config), soft_wrap=True)
     if stop.is_set():
         console.print("Stopped. The same command takes the run up again.")
     return 0
 
 
-def _check_early(config: RunConfig, run: RunDirectory) -> None:
-    """Check what can be wrong before anything starts, and write generated prompts once."""
-    load_filter(config.actors.group_filter, config.actors.group_limits)
-    if config.model.path is not None and not (config.model.path / "config.json").is_file():
-        raise ConfigError(f"model.path: {config.model.path} is not a model directory: it has no config.json")
-    refuse_missing(config.metrics)
-    prompts = read_prompts(config.data, run, config.seed)
-    if isinstance(config.actors.environment, RewardConfig):
-        refuse_unknown_choices(prompts.training, config.actors.environment, where=prompts.source)
-        refuse_unknown_choices(prompts.heldout, config.actors.environment, where="held-out prompts")
-    if config.warmup.steps and config.warmup.demonstrations is not None:
-        load_demonstrations(config.warmup.demonstrations)
+def dashboard_hint(config: RunConfig) -> str:
+    """Return the line that tells how to look at the run in a browser."""
+    where = ["--run", config.run]
+    if config.directory != RunConfig.model_fields["directory"].default:
+        where += ["--directory", str(config.directory)]
+    return f"To look at the run in a browser: launch dashboard {shlex.join(where)}"
 
 
 @asynccontextmanager
@@ -90,10 +81,7 @@ async def _only_launch(run: RunDirectory) -> AsyncIterator[int]:
             lock.seek(0)
             holder = int(lock.read() or "0")
             if psutil.pid_exists(holder) or time.monotonic() > deadline:
-                raise ConfigError(
-                    f"run {run.name!r} is already going on in {run.path}, process {holder}: stop that first, "
-                    "or choose another --run"
-                )
+                raise going_on(run.path, holder)
             await asyncio.sleep(RETRY_S)
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -134,6 +122,7 @@ async def _parts(
             if own_bus:  # on another, the record may be that of a run of this name that goes on
                 await bus.create_keys()
                 await bus.delete("run")  # by an earlier launch: all parts wait until storage announces this
+                await _withdraw_policies(config)
             gone = asyncio.Event()
             async with asyncio.TaskGroup() as tasks:
                 screens = [
@@ -153,6 +142,15 @@ async def _parts(
         await supervisor.end()
 
 
+async def _withdraw_policies(config: RunConfig) -> None:
+    """Do for the runs of further policies what was done for the run."""
+    for name in config.policies:
+        own = policy_config(config, name)
+        async with Bus.connect(own.bus, own.run, name="supervisor") as bus:
+            await bus.create_keys()
+            await bus.delete("run")
+
+
 def _bus_part(config: RunConfig, run: RunDirectory, port: int) -> Part:
     where = ("--host", HOST, "--port", str(port), "--directory", str(run.bus))
     numbers = config.monitoring.nats_port
@@ -165,7 +163,8 @@ def _monitoring(config: RunConfig, part: str) -> list[str]:
     first, host = config.monitoring.port, config.monitoring.host
     if first is None:
         return []
-    port = first + MONITORED.index(part) if first else 0
+    names = (*MONITORED, *(name for name in config.parts if name not in MONITORED))
+    port = first + names.index(part) if first else 0
     stuck = f"{config.monitoring.stuck_after_s:g}"
     return [
         "--monitoring.port", str(port), "--monitoring.host", host, "--monitoring.stuck-after-s", stuck,
@@ -186,7 +185,14 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
     parts = (
         Part(
             "storage",
-            _command("storage", "--config", str(run.config), "--no-summary", *_monitoring(config, "storage")),
+            _command(
+                "storage",
+                *join[:4],
+                "--config",
+                str(run.config),
+                "--no-summary",
+                *_monitoring(config, "storage"),
+            ),
         ),
         Part("actors", _command("actors", *join, *python, *_monitoring(config, "actors"))),
         Part(
@@ -195,8 +201,16 @@ def _run_parts(config: RunConfig, run: RunDirectory) -> tuple[Part, ...]:
             ends_run=True,
             drain_s=LEARNER_DRAIN_S,
         ),
+        *(_policy_part(config, name, join) for name in config.policies),
     )
     return tuple(_with_variables(config, part) for part in parts)
+
+
+def _policy_part(config: RunConfig, policy: str, join: list[str]) -> Part:
+    """Return the learner of a further policy: it may be done while the run goes on, and ends with the run."""
+    name = f"learner-{policy}"
+    command = _command("learner", *join, "--policy", policy, *_monitoring(config, name))
+    return Part(name, command, may_end=True, drain_s=LEARNER_DRAIN_S)
 
 
 def _with_variables(config: RunConfig, part: Part) -> Part:

@@ -41,6 +41,8 @@ class Part:
     """Environment variables that it has besides those of this process."""
     ends_run: bool = False
     """Says whether the run is over when it ends with status 0."""
+    may_end: bool = False
+    """Says whether it has done its work when it ends with status 0, and the run goes on without it."""
     process: asyncio.subprocess.Process | None = None
     started: list[float] = field(default_factory=list)
     """Monotonic time of each start."""
@@ -134,6 +136,8 @@ class Supervisor:
             status = await part.process.wait()
             if status == 0 and part.ends_run:
                 over.set()
+                return
+            if status == 0 and part.may_end:
                 return
             await self._restart(part, status)
 

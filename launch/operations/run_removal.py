@@ -11,6 +11,7 @@ from bus.errors import ConfigError
 from bus.roles import hold_role
 from bus.topology import remove, stored_bytes
 from launch.config import RunConfig
+from launch.operations.disk_use import bytes_of
 from storage.disk.atomic_files import try_lock
 from storage.disk.run_directory import RunDirectory
 
@@ -47,7 +48,7 @@ async def remove_run(where: RunConfig, on_bus: bool, confirmed: bool, stop: asyn
         if on_bus:
             bus = await stack.enter_async_context(Bus.connect(where.bus, where.run, name="runs"))
             streams = await stored_bytes(bus.js, bus.topology)
-        size = await asyncio.to_thread(_size, run.path) if run.exists else 0
+        size = await asyncio.to_thread(bytes_of, run.path) if run.exists else 0
         found = Holdings(streams, run.path if run.exists else None, size)
         if not streams and found.directory is None:
             raise ConfigError(
@@ -66,10 +67,6 @@ async def remove_run(where: RunConfig, on_bus: bool, confirmed: bool, stop: asyn
             if found.directory is not None:
                 await asyncio.to_thread(shutil.rmtree, found.directory)
         return found
-
-
-def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _refuse_used(directory: Path, stack: ExitStack | AsyncExitStack) -> None:

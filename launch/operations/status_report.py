@@ -9,7 +9,9 @@ from bus.episode_ends import infra_failed_fraction
 from bus.messages import Status
 from launch.operations.run_status import RunState
 from launch.operations.waiting_reasons import of_role, problems, stage, waits
+from launch.watch.best import best_text
 from launch.watch.episode_ends import ends_text, recent_ends
+from launch.watch.further_policies import further_policies, policy_text
 from launch.watch.units import UNKNOWN, count, duration, size
 from storage.metrics.records import integer, number
 
@@ -33,6 +35,8 @@ def report(state: RunState) -> Report:
         "waits": waits(state),
         "members": [*map(_member, _ordered(state)), *_silent(state)],
         "versions": _versions(state),
+        "policies": further_policies(actor.values for actor in of_role(state, "actor")),
+        "best": _values(state, "learner").get("best"),
         "leases": _leases(state),
         "episodes": _episodes(state),
         "streams": {
@@ -198,6 +202,8 @@ def _figures(found: Report) -> Iterator[tuple[str, str]]:
             f"step {_known(versions['trained_step'])} of {_known(versions['steps'])} trained"
         ),
     )
+    for name, policy in found["policies"].items():
+        yield name[: LABEL - 1], policy_text(policy)
     staleness = found["staleness"]
     yield (
         "staleness",
@@ -214,6 +220,8 @@ def _figures(found: Report) -> Iterator[tuple[str, str]]:
             f"{_known(leases['rejected_groups'])} rejected"
         ),
     )
+    if best := best_text(found["best"]):
+        yield "best", best
     yield "episodes", ends_text(found["episodes"]["recent_ends"])
     yield (
         "a minute",

@@ -27,6 +27,7 @@ from bus.trajectory import Trajectory, TrajectoryBatch
 from bus.waiting import is_away, set_within
 from launch.config import RunConfig
 from launch.process.services import joined
+from launch.watch.trajectory_spans import spans
 
 log = structlog.get_logger()
 POLL_S = 1.0
@@ -206,6 +207,7 @@ def describe(
         "lease_id": t.lease_id,
         "rollout": t.rollout,
         "agent": t.agent,
+        "policy": t.policy,
         "actor": t.actor,
         "reward": None if t.reward_due else t.reward,
         "reward_components": dict(t.reward_components),
@@ -217,24 +219,12 @@ def describe(
         "newest_version": None if oldest is None else t.newest_version,
         "staleness": None if oldest is None else newest - oldest,
         "metadata": dict(t.metadata),
-        "parts": [_part(t, tokenizer, *span) for span in _spans(t)],
+        "parts": [_part(t, tokenizer, *span) for span in spans(t)],
     }
     if token_ids:
         found["token_ids"] = t.token_ids.tolist()
         found["loss_mask"] = t.loss_mask.tolist()
     return found
-
-
-def _spans(t: Trajectory) -> Iterator[tuple[int, int, int | None]]:
-    """Return the parts of a trajectory as tokens [start, stop), with the number of the turn, if it is one."""
-    end = 0
-    for number, turn in enumerate(t.turns):
-        if turn.start > end:
-            yield end, turn.start, None
-        yield turn.start, turn.stop, number
-        end = turn.stop
-    if len(t.token_ids) > end:
-        yield end, len(t.token_ids), None
 
 
 def _part(

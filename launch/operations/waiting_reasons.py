@@ -105,7 +105,7 @@ def _waiting_learner(state: RunState) -> Iterator[str]:
     if missing > 0 and storage:
         yield (
             f"the learner waits for {missing} more groups of step {step}: {_rolling_out(state)}, "
-            f"{integer(storage, 'rolling_out')} groups are out"
+            f"{integer(storage, 'rolling_out')} groups are out{_held_by(state)}"
         )
     else:
         reason = learner.doing.partition(": ")[2] or "storage has not chosen them yet"
@@ -115,6 +115,18 @@ def _waiting_learner(state: RunState) -> Iterator[str]:
 def _rolling_out(state: RunState) -> str:
     busy = sum(integer(actor.values, "running") > 0 for actor in of_role(state, "actor"))
     return f"{busy or 'no'} {'actor is' if busy <= 1 else 'actors are'} rolling out"
+
+
+def _held_by(state: RunState) -> str:
+    """Return what holds the groups that are out: the engines, or what acts and judges between requests."""
+    actors = of_role(state, "actor")
+    running = sum(integer(actor.values, "running") for actor in actors)
+    queued = sum(integer(actor.values, "waiting") for actor in actors)
+    if running + queued:
+        return f"; engines run {running} requests and {queued} more queue"
+    if actors and integer(_values(state, "storage"), "rolling_out"):
+        return "; no engine has a request, so environments or rewards hold them"
+    return ""
 
 
 def _waiting_actors(state: RunState) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The frame of every process: event loop, signals, logging, exit status."""
 
 import asyncio
-import logging
+import json
 import os
 import re
 import signal
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from bus.errors import BusError, ConfigError, LostDataError, SluiceError
+from launch.process.log_settings import FAILED, log_failure, logs_json
 
 T = TypeVar("T")
 USAGE = 2
@@ -49,15 +50,19 @@ def run(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
 
 
 def fail(*errors: BaseException) -> NoReturn:
-    """Write each error to stderr, further lines indented, and exit.
+    """Write each error to stderr, further lines indented, or as JSON where the log is JSON, and exit.
 
     The status is `USAGE` for a `ConfigError`, `LOST_DATA` for a `LostDataError`, `TEMPORARY` for a `BusError`
     that passes when the bus is back, and 1 for any other error.
     """
+    ending = next((status for status in map(_status, errors) if status in FINAL), _status(errors[0]))
     for message in dict.fromkeys(str(error) for error in errors):
+        if logs_json():
+            log_failure(message, ending)
+            continue
         indented = textwrap.indent(message, " " * len(PREFIX)).lstrip()
         print(PREFIX + indented, file=sys.stderr)  # noqa: T201 - the user's terminal
-    sys.exit(next((status for status in map(_status, errors) if status in FINAL), _status(errors[0])))
+    sys.exit(ending)
 
 
 def _status(error: BaseException) -> int:
@@ -75,23 +80,19 @@ def complaints(output: str) -> list[str]:
     """Return the messages that `fail` wrote among a process's other output."""
     indent = " " * len(PREFIX)
     found = re.findall(rf"^{PREFIX}(.*(?:\n{indent}.*)*)", output, re.MULTILINE)
-    return [message.replace(f"\n{indent}", "\n") for message in found]
+    logged = filter(None, map(_logged_failure, output.splitlines()))
+    return [*(message.replace(f"\n{indent}", "\n") for message in found), *logged]
 
 
-def configure_logging(level: str = "info") -> None:
-    """Log each event as one line on stderr."""
-    import structlog  # slow to import, and --help logs nothing
-
-    structlog.configure(
-        processors=[
-            structlog.stdlib.add_log_level,
-            structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False),
-            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        # looked up at each event: a live view puts its own in place of stderr
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
-    )
+def _logged_failure(line: str) -> str | None:
+    """Return the message of a JSON line that says with which error its process ended."""
+    if not line.startswith("{") or f'"{FAILED}"' not in line:
+        return None
+    try:
+        logged = json.loads(line)
+    except ValueError:  # its beginning was cut off
+        return None
+    return str(logged["reason"]) if logged.get("event") == FAILED else None
 
 
 async def _with_signals(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:

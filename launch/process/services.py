@@ -4,7 +4,7 @@ import asyncio
 import json
 import platform
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,17 @@ from bus.connection import Bus
 from bus.credentials import Credentials, load_credentials
 from bus.errors import BusError, ConfigError
 from bus.messages import RunRecord
+from bus.policy_names import DEFAULT_POLICY
 from bus.process_state import ProcessState
 from bus.secure_directory import SecureDirectory
 from bus.server import NatsServer, is_loopback
 from bus.waiting import cancelled, ended_before
-from launch.config import MonitoringConfig, ProcessConfig, RunConfig, refuse_full_context, resolve
+from launch.config import MonitoringConfig, ProcessConfig, RunConfig, of_policy, resolve
+from launch.evaluation_checks import refuse_nobody_rolls_out
+from launch.policies import policy_bus
+from launch.process.gateway_access import gateway_token, refuse_open_gateway
 from launch.process.health_server import monitored
+from launch.process.model_directory import model_directory, model_here, refuse_full_context
 from launch.process.ranks import serves_probes
 from launch.process.record_trust import restrict_to_own, with_own_engine
 from launch.process.write_check import until_it_cannot_store
@@ -31,6 +36,7 @@ from storage.disk.run_directory import RunDirectory
 from storage.prompts.generators import generate_task
 
 if TYPE_CHECKING:
+    from actors.further_policies.further_policy import FurtherSettings
     from learner.settings import LearnerSettings
 
 log = structlog.get_logger()
@@ -108,12 +114,22 @@ async def _ended_or_stopped(server: NatsServer, stop: asyncio.Event, probe: Cred
 
 
 async def serve_storage(config: RunConfig, stop: asyncio.Event, *, summary: bool = True) -> None:
-    """Run the run's dispatcher and replay shards until `stop`. `summary` makes curves and a summary too."""
+    """Run the run's dispatcher and replay shards until `stop`, and those of each further policy's run.
+
+    `summary` makes curves and a summary too."""
+    async with asyncio.TaskGroup() as tasks:
+        for name in config.policies:
+            tasks.create_task(_serve_run(policy_config(config, name), stop, summary=summary))
+        tasks.create_task(_serve_run(config, stop, summary=summary))
+
+
+async def _serve_run(config: RunConfig, stop: asyncio.Event, *, summary: bool) -> None:
     from launch.watch.conclusion import concluding
     from storage.metrics.sinks import metric_sinks
     from storage.service import StorageSettings, run_storage
 
     refuse_full_context(config)
+    refuse_nobody_rolls_out(config)
     directory = RunDirectory(config.directory, config.run)
     directory.write_provenance()
     directory.write_json(directory.config, json.loads(config.model_dump_json()))
@@ -125,7 +141,9 @@ async def serve_storage(config: RunConfig, stop: asyncio.Event, *, summary: bool
         max_new_tokens=config.sampling.max_new_tokens,
         run=directory,
         config_json=config.model_dump_json(),
-        model=_model_here(config.model.path),
+        model=model_here(config.model.path),
+        evaluation_sets=config.evaluation.sets,
+        measures=config.trains == DEFAULT_POLICY,
     )
     async with (
         metric_sinks(config.metrics, directory, settings.config_json) as sinks,
@@ -134,12 +152,6 @@ async def serve_storage(config: RunConfig, stop: asyncio.Event, *, summary: bool
         log.info("storage_ready", run=config.run, bus=without_credentials(config.bus.url))
         async with concluding(bus, config, directory) if summary else nullcontext():
             await run_storage(bus, replace(settings, sinks=tuple(sinks)), stop)
-
-
-def _model_here(path: Path | None) -> Path | None:
-    """Return the model directory if it is on this host, with all that prompts are checked against."""
-    whole = path is not None and (path / "config.json").is_file() and (path / "tokenizer.json").is_file()
-    return path if whole else None
 
 
 async def serve_shards(
@@ -153,6 +165,27 @@ async def serve_shards(
         if config is not None:
             directory = RunDirectory(config.directory, config.run)
             await run_shards(bus, ShardsSettings(numbers, config.replay, directory), stop)
+
+
+def policy_config(config: RunConfig, name: str) -> RunConfig:
+    """Return the settings of a further policy's run, with the way to reach it on the bus."""
+    found = of_policy(config, name)
+    return found.model_copy(update={"bus": policy_bus(config.bus, config.run, name)})
+
+
+async def serve_policy_learner(
+    where: RunConfig, overrides: dict[str, Any], policy: str, stop: asyncio.Event, *, is_rank: bool
+) -> WorldConfig | None:
+    """Do what `serve_learner` does for a further policy of the run.
+
+    Raises `ConfigError` for a policy that the run does not train."""
+    async with connected(where, "learner", stop) as bus:
+        config = await joined(bus, where, {}, stop)
+    if config is None:
+        return None
+    own = policy_config(config, policy)
+    place = {"run": own.run, "bus": own.bus, "monitoring": where.monitoring, "allow": where.allow}
+    return await serve_learner(where.model_copy(update=place), overrides, stop, is_rank=is_rank)
 
 
 async def serve_learner(
@@ -182,17 +215,19 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
     def record() -> None:  # not before: a learner that is refused has trained nothing
         write_file(directory.learner_config, config.model_dump_json(indent=2, exclude={"bus"}).encode())
 
-    settings, demonstrations = learner_settings(config, directory)
+    settings, demonstrations = await asyncio.to_thread(learner_settings, config, directory)
     progress = await run(bus, settings, demonstrations, stop, begin=record)
     if progress is not None:
         log.info("learner_ends", stage=progress.stage, step=progress.step)
 
 
 def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["LearnerSettings", Path | None]:
-    """Return the learner's settings, and where its demonstrations are; generated ones are written."""
+    """Return the learner's settings, and where its demonstrations are; generated ones are written.
+
+    A model of the Hugging Face hub is fetched. Raises `ConfigError` when there is no such model."""
     from learner.settings import LearnerSettings
 
-    demonstrations = config.warmup.demonstrations
+    demonstrations, path = config.warmup.demonstrations, config.model.path
     if config.warmup.steps and demonstrations is None and config.data.task:
         with one_at_a_time(directory.data):
             demonstrations = generate_task(config.data.task, directory.data, seed=config.seed).demonstrations
@@ -203,13 +238,14 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
         evaluation=config.evaluation,
         samples_per_prompt=config.admission.samples_per_prompt,
         seed=config.seed,
-        model_directory=config.model.path or directory.path / "model",
+        model_directory=model_directory(path) if path is not None else directory.path / "model",
         checkpoints=directory.checkpoints,
         progress=directory.path / "progress.json",
         lineage=directory.path / "lineage.jsonl",
         export=directory.export,
         evaluated_on=config.actors.evaluates_on,
         colocation=config.colocation,
+        engine_context=config.actors.engine.context,
     )
     return settings, demonstrations
 
@@ -226,7 +262,8 @@ async def serve_shadow(
             return
         from learner.history.shadow import ShadowSettings, run_shadow
 
-        settings, demonstrations = learner_settings(config, RunDirectory(config.directory, config.run))
+        directory = RunDirectory(config.directory, config.run)
+        settings, demonstrations = await asyncio.to_thread(learner_settings, config, directory)
         own = replace(
             settings,
             checkpoints=kept / "checkpoints",
@@ -247,7 +284,7 @@ def _refuse_no_checkpoint(directory: Path | None) -> None:
 
 async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asyncio.Event) -> None:
     """Run an actor process until `stop` or the end of the run."""
-    from actors.environments.build import check_environment
+    from actors.environments.build import built_environment
     from actors.rewards.group_filters import load_filter
 
     async with connected(where, "actors", stop) as bus:
@@ -255,20 +292,39 @@ async def serve_actors(where: RunConfig, overrides: dict[str, Any], stop: asynci
         if config is None:
             return
         config = with_own_engine(bus, config, overrides)
-        await check_environment(config.actors.environment)  # before torch loads: a wrong name shows at once
-        load_filter(config.actors.group_filter, config.actors.group_limits)
-        bus.state.wait_for("its libraries to be loaded")
-        log.info("actors_starting", run=config.run)
-        from actors.service import ActorSettings, run_actors
+        refuse_open_gateway(config)
+        async with built_environment(config.actors) as environment, AsyncExitStack() as opened:
+            load_filter(config.actors.group_filter, config.actors.group_limits)  # a wrong name shows at once
+            bus.state.wait_for("its libraries to be loaded")
+            log.info("actors_starting", run=config.run)
+            from actors.service import ActorSettings, run_actors
 
-        settings = ActorSettings(
-            actors=config.actors,
-            sampling=config.sampling,
-            shards=config.replay.shards,
-            logs=config.directory / config.run / "logs",
-            colocation=config.colocation,
-        )
-        await run_actors(bus, settings, stop)
+            further = await _further_policies(bus, config, overrides, stop, opened)
+            settings = ActorSettings(
+                actors=config.actors,
+                sampling=config.sampling,
+                shards=config.replay.shards,
+                logs=config.directory / config.run / "logs",
+                colocation=config.colocation,
+                gateway_token=gateway_token(config),
+                further=further,
+            )
+            await run_actors(bus, settings, environment, stop)
+
+
+async def _further_policies(
+    bus: Bus, config: RunConfig, overrides: dict[str, Any], stop: asyncio.Event, opened: AsyncExitStack
+) -> "dict[str, FurtherSettings]":
+    """Return what an actor needs to know of each further policy, with a connection as long as `opened`."""
+    from actors.further_policies.further_policy import FurtherSettings
+
+    found = {}
+    for name, policy in config.policies.items():
+        own = with_own_engine(bus, policy_config(config, name), overrides)
+        connecting = Bus.connect(own.bus, own.run, name="actors", stop=stop)
+        connection = await opened.enter_async_context(connecting)
+        found[name] = FurtherSettings(connection, own.actors.engine, policy.agents)
+    return found
 
 
 @asynccontextmanager

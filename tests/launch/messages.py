@@ -90,9 +90,12 @@ def metrics(step, *, reward=0.5, time_s=None, stage="rl", **values: Json) -> Met
     return Metrics(source="learner", step=step, time_s=at, values=known | values)
 
 
-def evaluation(version, sampled, greedy=None, *, drawn_by=(None, None), failed=0) -> EvaluationResult:
+def evaluation(
+    version, sampled, greedy=None, *, drawn_by=(None, None), failed=0, data_set="", scores=()
+) -> EvaluationResult:
     greedy = sampled if greedy is None else greedy
     return EvaluationResult(
         policy_version=version, incarnation="a", sampled=sampled, greedy=greedy, prompts=200, seconds=3.0,
         oldest_version=drawn_by[0], newest_version=drawn_by[1], failed=failed,
+        data_set=data_set, scores=dict(scores),
     )  # fmt: skip

@@ -1,13 +1,15 @@
 """Tests how a run's configuration is put together, and what is said about a wrong one."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from bus.errors import ConfigError
-from launch.config import RunConfig, config_file, flags, merge, preset, refuse_full_context, resolve, validate
+from launch.config import RunConfig, config_file, flags, merge, preset, resolve, validate
+from launch.process.model_directory import refuse_full_context
 from storage.weights.transport_config import FilesTransport
 
 SORT = {"data": {"task": "sort"}}
@@ -23,6 +25,33 @@ def test_without_layers_the_defaults_stand():
     assert resolve() == RunConfig()
 
 
+@pytest.mark.parametrize(
+    ("sampling", "complaint"),
+    [
+        ({"temperature": 0.7}, "learner.teachers.math.url needs sampling.temperature=1, which is 0.7"),
+        ({"top_p": 0.9, "keep_masks": True}, "sampling.keep_masks=true"),
+    ],
+)
+def test_what_actors_sample_must_be_what_a_teacher_behind_a_server_scores(sampling, complaint):
+    teachers = {"math": {"url": "http://host:30000"}}
+    assert complaint in refusal({"sampling": sampling, "learner": {"teachers": teachers}})
+    resolve({"sampling": sampling, "learner": {"teachers": {"math": {"path": "there"}}}})
+
+
+@pytest.mark.parametrize("kind", [{"type": "agent", "command": "true"}, {"type": "clients"}])
+def test_agents_that_choose_their_temperature_are_refused_beside_a_teacher_behind_a_server(kind):
+    open_ended = {**kind, "reward": "exact", "gateway": {"pinned": ["top_p", "top_k"]}}
+    url, path = ({"teacher": {name: "http://host:30000"}} for name in ("url", "path"))
+    told = refusal({"actors": {"environment": open_ended}, "learner": url})
+    assert "learner.teacher.url needs temperature 1, and actors.environment lets agents choose theirs" in told
+    assert "gateway.pinned=['top_p', 'top_k'] lacks temperature; add it" in told
+    resolve({"actors": {"environment": open_ended}, "learner": path})
+    resolve({"actors": {"environment": {**kind, "reward": "exact"}}, "learner": url})
+    if kind["type"] == "agent":
+        named = {"environments": [{"name": "coder", "environment": open_ended}]}
+        assert "environment 'coder' of actors.environments" in refusal({"actors": named, "learner": url})
+
+
 def test_later_layers_win_key_by_key():
     config = resolve(
         {"run": "preset", "learner": {"steps": 1, "optimizer": {"lr": 1e-3}}, **SORT},
@@ -31,6 +60,12 @@ def test_later_layers_win_key_by_key():
     )
     assert (config.run, config.learner.steps, config.learner.threads) == ("preset", 2, 2)
     assert config.learner.optimizer.lr == 1e-3
+
+
+def test_an_infinite_bound_is_kept_in_the_configuration_that_processes_read():
+    config = resolve({"learner": {"correction": {"type": "token_tis", "truncation_cap": "inf"}}})
+    read = resolve(json.loads(config.model_dump_json()))
+    assert (read, read.learner.correction.truncation_cap) == (config, math.inf)
 
 
 def test_a_table_that_is_given_in_part_keeps_the_other_defaults():
@@ -171,6 +206,14 @@ def test_every_problem_is_told_on_a_line_of_its_own():
             },
             "warmup.optimizer.offload=1.0 needs learner.parallel.distributed_optimizer=true",
         ),
+        (
+            {
+                "learner": {"backend": "fsdp", "optimizer": {"offload": 1}},
+                "warmup": {"steps": 5},
+                "data": {"task": "sort"},
+            },
+            "warmup.optimizer.offload=0.0 is not learner.optimizer.offload=1.0; set both alike",
+        ),
     ],
 )
 def test_settings_that_need_each_other_say_so(layer: dict, remedy: str):
@@ -180,7 +223,8 @@ def test_settings_that_need_each_other_say_so(layer: dict, remedy: str):
 
 def test_an_unknown_preset_is_answered_with_the_nearest_and_all():
     with pytest.raises(
-        ConfigError, match=r"no preset 'sotr': did you mean 'sort'\? .*: addition, load, product, sort"
+        ConfigError,
+        match=r"no preset 'sotr': did you mean 'sort'\? .*: addition, agent, debate, .*, product, sort",
     ):
         preset("sotr")
 
@@ -243,6 +287,35 @@ def test_a_transport_is_chosen_by_its_type():
 def test_forced_lengths_fit_the_longest_completion():
     said = refusal({"actors": {"environment": {"type": "length_profile"}}})
     assert "answers of up to 4096 tokens, but sampling.max_new_tokens=512: raise that" in said
+
+
+def environments(**fields):
+    nim = {"name": "nim", "environment": {"type": "game", "game": {"type": "nim"}}}
+    return {"actors": {"environments": [nim], **fields}}
+
+
+def test_sources_and_evaluation_sets_choose_environments_that_are_there():
+    def source(**fields):
+        return {"data": {"sources": [{"name": "a", "prompts": "a.jsonl", **fields}]}}
+
+    def evaluation(**fields):
+        return {"evaluation": {"sets": [{"name": "s", "prompts": "s.jsonl", **fields}]}}
+
+    resolve(SORT, environments(), source(environment="nim"), evaluation(environment="nim"))
+    for chooses, where in ((source, "data.sources 'a'"), (evaluation, "evaluation.sets 's'")):
+        said = refusal(environments() | chooses(environment="mim"))
+        assert f"{where}: environment='mim' is none of actors.environments: did you mean 'nim'?" in said
+        said = refusal(environments() | chooses(environment="nim", reward="exact"))
+        assert f"{where}: reward='exact' is not for an environment of type=game" in said
+
+
+def test_environments_of_one_run_have_names_of_their_own_and_none_waits_for_clients():
+    [nim] = environments()["actors"]["environments"]
+    assert "two environments are named 'nim'" in refusal({"actors": {"environments": [nim, nim]}})
+    said = refusal(environments(environment={"type": "clients"}))
+    assert "environments with type=clients: leases are taken when clients ask" in said
+    duel = {"name": "duel", "environment": {"type": "game", "game": {"type": "nim"}, "opponent": "past"}}
+    assert "'past' is none of opponents" in refusal({"actors": {"environments": [duel]}})
 
 
 def test_variables_of_a_process_that_does_not_exist_are_refused():

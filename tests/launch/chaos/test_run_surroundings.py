@@ -29,7 +29,7 @@ def test_moved_clock_shifts_the_wall_clock_and_leaves_the_monotonic_one(tmp_path
 
 
 def test_lengths_are_those_that_the_account_expects():
-    environment = PacedLengths()
+    environment = PacedLengths(PacedLengths.Settings())
     assert isinstance(environment, LengthProfile)
     drawn = np.array([environment.length(f"g{n:08d}.{sample}") for n in range(500) for sample in range(4)])
     assert (drawn.min(), drawn.max()) == (1, LONGEST)

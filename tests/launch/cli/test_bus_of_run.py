@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from bus.errors import ConfigError
-from launch.cli.app import short_forms, with_bus_of_run
-from launch.config import validate
+from launch.cli.app import with_bus_of_run
+from launch.cli.watch_commands import located
+from launch.config import RunConfig, validate
+from launch.short_forms import short_forms
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +37,31 @@ def test_a_bus_that_is_named_counts_more(tmp_path: Path, monkeypatch: pytest.Mon
     assert validate(with_bus_of_run(flag)).bus.url == "nats://a:1"
     monkeypatch.setenv("SLUICE_BUS", "nats://b:1")
     assert validate(with_bus_of_run({**named, **short_forms()})).bus.url == "nats://b:1"
+
+
+def test_the_dashboard_asks_each_run_on_its_own_bus(tmp_path: Path):
+    written(tmp_path, "nats://own:1")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain/config.json").write_text('{"run": "plain"}')
+    given = short_forms("nats://given:1")
+
+    def url(name: str, named: str | None) -> str | None:
+        return located(name, directory=tmp_path, given=given, named=named).bus.url
+
+    assert url("mine", None) == "nats://own:1"
+    assert url("mine", "mine") == "nats://given:1"
+    assert url("mine", "other") == "nats://own:1"
+    assert url("plain", None) == url("absent", None) == "nats://given:1"
+    assert url("plain", "mine") == url("absent", "mine") == RunConfig().bus.url
+
+
+def test_the_dashboard_says_how_to_give_a_password(tmp_path: Path):
+    written(tmp_path, "nats://user:secret@host:4222")
+    given = short_forms("nats://user:secret@host:4222")
+    with pytest.raises(ConfigError, match="give its URL in SLUICE_BUS, and --run mine"):
+        located("mine", directory=tmp_path, given=given, named=None)
+    found = located("mine", directory=tmp_path, given=given, named="mine")
+    assert found.bus.url == "nats://user:secret@host:4222"
 
 
 def test_other_settings_of_the_bus_stay(tmp_path: Path):

@@ -28,8 +28,8 @@ for command in sys.argv[1:]:
 FLAGS = {
     "local": ("--preset", "--config", "--prompts", "--reward", "--bus", "--learner.steps", "--seed"),
     "bus": ("--host", "--port", "--directory"),
-    "storage": ("--preset", "--config", "--data.prompts", "--replay.shards", "--run"),
-    "shards": ("--shards", "--bus", "--run", "--directory", "--bus.join-timeout-s"),
+    "storage": ("--preset", "--config", "--data.task", "replay", "--run"),
+    "shards": ("--shards", "--bus", "--run", "--directory"),
     "learner": ("--bus", "--run", "--shadow", "--warmup.steps", "--learner.loss.type"),
     "retrain": ("--run", "--from-step", "--to-step", "--json", "--learner.loss.type"),
     "witness": ("--run", "--directory", "--json"),
@@ -37,8 +37,14 @@ FLAGS = {
     "bench overlap": ("--model", "--learner-device", "--rounds", "--admission.max-staleness"),
     "status": ("--run", "--bus", "--creds", "--directory", "--json"),
     "tail": ("--run", "--n", "--once", "--lease", "--task", "--json", "--token-ids"),
+    "runs list": ("--directory", "--json"),
+    "runs compare": ("--directory", "--json"),
+    "runs stop": ("--run", "--timeout-s"),
+    "doctor": ("--config", "--bus", "--json", "--model.path"),
+    "completion": ("bash",),
+    "init": ("--preset", "--all"),
     "engines join": ("--run", "--bus", "--actor"),
-    "actors": ("--bus", "--run", "--reward", "--actors.engine.slots", "--bus.join-timeout-s"),
+    "actors": ("--bus", "--run", "--reward", "--actors.engine.type"),
 }
 
 
@@ -117,8 +123,8 @@ def call(monkeypatch: pytest.MonkeyPatch):
         return work
 
     for commands in cli.COMMANDS:
-        monkeypatch.setattr(commands, "run", record)
-        monkeypatch.setattr(commands, "configure_logging", lambda *_: None)
+        monkeypatch.setattr(commands, "run", record, raising=False)
+        monkeypatch.setattr(commands, "configure_logging", lambda *_: None, raising=False)
     return call
 
 
@@ -210,6 +216,9 @@ def test_short_forms_say_where_a_learners_world_is(call):
         ("actors --learner.steps=3", "--learner.steps is the run's, not this process's"),
         ("engines join foo", "foo is no URL of a server: write it as http://host:port"),
         ("soak --compressed --cluster 3", "--cluster 3: the bus of --compressed is one server"),
+        ("soak --rolling 600 --cluster 3", "--cluster 3: the bus of --rolling is one server"),
+        ("soak --rolling 600 --compressed", "--compressed and --rolling exclude each other: give one of"),
+        ("soak --rolling 61 --minutes 1", "--rolling 61: it is the seconds between restarts, in 1 min"),
         ("bench actors --model qwen4", "no model 'qwen4' to measure with: there are tiny"),
     ],
 )
@@ -223,7 +232,14 @@ def test_help_names_every_preset(command: str, capsys: pytest.CaptureFixture):
         cli.main([command, "--help"])
     shown = capsys.readouterr().out
     presets = Path(cli.__file__).parents[1] / "presets"
-    listed = " ".join(shown.partition("come with Sluice:")[2].split())[:60]
+    listed = " ".join(shown.partition("come with Sluice:")[2].split())[:80]
     names = [preset.stem for preset in presets.glob("*.toml")]
     assert names
     assert [name for name in names if name not in listed] == []
+
+
+def test_another_type_in_a_file_replaces_the_table_of_a_preset_that_names_none(call, tmp_path: Path):
+    file = tmp_path / "mine.toml"
+    file.write_text('[actors.environment]\ntype = "plugin"\nenvironment = "my_environment:Retries"\n')
+    config = call("local", "--preset", "sort", "--config", str(file))[0]
+    assert config.actors.environment.type == "plugin"

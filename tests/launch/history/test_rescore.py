@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from actors.config import ActorsConfig
 from actors.policy.chat_format import ChatFormat
 from actors.rewards.rescoring import Rescored, rescore
 from actors.rewards.scoring import Scorer
@@ -17,6 +18,7 @@ from bus.messages import Prompt
 from bus.trajectory import Trajectory
 from launch.cli.main import main
 from launch.config import resolve
+from launch.history.environment_rewards import EnvironmentRewards
 from launch.history.rescore import Interval, Rescoring, parse_leases, run_rescore
 from launch.history.retrain import restore_run
 from learner.config.model import ScratchModel
@@ -26,7 +28,8 @@ from storage.config import PromptKeys
 from storage.disk.run_directory import RunDirectory
 from storage.dispatch.ledger import Ledger
 from storage.prompts.data_sets import DataSets
-from storage.prompts.dataset import PromptOrder, load_prompts
+from storage.prompts.dataset import load_prompts
+from storage.prompts.epochs import PromptOrder
 from storage.store.replay import ReplayStore
 from tests.factories import make_trajectory
 
@@ -77,7 +80,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def rescored(
-    run: RunDirectory, reward: str = "exact", *, name: str | None = None, model: Path | None = None,
+    run: RunDirectory, reward: str | None = "exact", *, name: str | None = None, model: Path | None = None,
     **interval: object,
 ) -> Rescoring:  # fmt: skip
     work = run_rescore(
@@ -181,6 +184,63 @@ def test_command_prints_one_json_object(run, capsys):
         main(["rescore", "--reward", "exact", "--leases", "0-1", "--to-step", "2"])
     assert ended.value.code == 2
     assert "--leases and steps exclude each other" in capsys.readouterr().err
+
+
+SEVERAL = ActorsConfig.model_validate({
+    "environment": {"type": "single_turn", "reward": "exact"},
+    "environments": [
+        {"name": "loose", "environment": {"type": "single_turn", "reward": "contains"}},
+        {"name": "mine", "environment": {"type": "plugin", "environment": "my_pkg:Environment"}},
+        {"name": "chats", "environment": {"type": "tools", "tools": [{"type": "calculator"}]}},
+    ],
+})  # fmt: skip
+
+
+def prompt_of(lease_id: int, environment: str | None) -> Prompt:
+    row = PROMPTS[PromptOrder(len(PROMPTS), seed=0, shuffle=True).index(lease_id)]
+    return Prompt(content=row["prompt"], label=row["label"], metadata={"environment": environment})
+
+
+async def test_each_group_is_scored_with_the_reward_of_the_environment_that_made_it():
+    """The answer holds the label and more: the run's own environment wants it alone."""
+    scoring, into = EnvironmentRewards(SEVERAL, None), Rescored()
+    several_turns = answered(3, 0, "so")
+    mask = several_turns.loss_mask.copy()
+    mask[-2] = False
+    for lease_id, name in enumerate(("loose", None, "mine", "chats")):
+        prompt = prompt_of(lease_id, name)
+        answer = answered(lease_id, 0, f"it is {prompt.label}")
+        group = [replace(several_turns, loss_mask=mask) if name == "chats" else answer]
+        await scoring.rescore(group, prompt, CHAT, into)
+    assert [(score.trajectory_id, score.reward) for score in into.scores] == [
+        ("g00000000.0", 1.0), ("g00000001.0", 0.0)
+    ]  # fmt: skip
+    assert into.failures[0] == (
+        "g00000002.0: the environment 'mine' computes no reward: name one by --reward"
+    )
+    assert "g00000003.0, environment 'chats': g00000003.0 has several turns" in into.failures[1]
+    await scoring.close()
+
+
+async def test_a_named_reward_scores_the_groups_of_all_environments():
+    scoring, into = EnvironmentRewards(SEVERAL, "contains"), Rescored()
+    for lease_id, name in enumerate((None, "mine")):
+        prompt = prompt_of(lease_id, name)
+        await scoring.rescore([answered(lease_id, 0, f"it is {prompt.label}")], prompt, CHAT, into)
+    assert [score.reward for score in into.scores] == [1.0, 1.0]
+    none = ActorsConfig.model_validate(
+        {"environment": {"type": "plugin", "environment": "my_pkg:Environment"}}
+    )
+    with pytest.raises(
+        ConfigError, match="no environment of the run computes a reward: name one by --reward"
+    ):
+        EnvironmentRewards(none, None)
+
+
+def test_without_a_reward_the_own_one_scores_as_it_is_now(run):
+    found = rescored(run, None)
+    assert (found.reward, found.trajectories, found.comparison.changed_fraction) == ("own-rewards", 6, 0)
+    assert Path(found.table).name == "own-rewards.jsonl"
 
 
 async def test_a_rollout_that_failed_has_no_answer_to_score():

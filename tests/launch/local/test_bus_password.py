@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from bus.config import URL_VARIABLE
-from launch.cli.app import short_forms
 from launch.config import resolve
 from launch.local.local import _run_parts
+from launch.short_forms import short_forms
 from storage.disk.run_directory import RunDirectory
 
 URL = "nats://me:hunter2@bus.example:4222"

@@ -20,7 +20,7 @@ def numbers(port: int) -> dict:
     """What the server says, once it listens."""
     while True:
         try:
-            with urlopen(f"http://{HTTP_HOST}:{port}/varz", timeout=5) as answer:
+            with urlopen(f"http://{HTTP_HOST}:{port}/varz", timeout=20) as answer:
                 return json.load(answer)
         except URLError as error:
             if not isinstance(error.reason, ConnectionRefusedError):

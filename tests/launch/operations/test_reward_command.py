@@ -63,7 +63,7 @@ async def test_lines_of_a_pipe_are_given_as_they_come_until_it_is_stopped(bus, w
             pipe.write(line(f"g00000000.{n}", n))
             assert len(await given(bus, 0, n + 1)) == n + 1
         stop.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert (await giving).taken == 3
 
 

@@ -94,7 +94,7 @@ async def test_whole_run_is_healthy_and_its_figures_are_those_of_the_bus(bus: Bu
     assert found["staleness"] == {"last_step": 2, "worst": 3, "bound": 4}
     assert found["episodes"]["infra_failed_fraction"] == 0.03
     assert found["episodes"]["recent_ends"] == {"completed": 97, "timeout": 2, "engine_error": 1}
-    assert took_s < 3
+    assert took_s < 10
     assert json.loads(json.dumps(found)) == found
     lines = screen(found).splitlines()
     assert max(map(len, lines)) <= WIDTH
@@ -117,7 +117,7 @@ async def test_what_answers_nothing_is_named_and_the_rest_is_told(bus: Bus, wher
     assert [(member["source"], member["state"]) for member in found["members"]] == [
         ("storage", "alive"),
     ]
-    assert took_s < 3
+    assert took_s < 10
 
 
 async def test_storage_that_never_was_there_is_named_with_the_command_that_starts_it(
@@ -141,7 +141,7 @@ async def test_bus_that_is_away_is_an_error_of_its_own_within_the_limit(server: 
     began = time.monotonic()
     with pytest.raises(BusAwayError):
         await look_at_run(where, asyncio.Event())
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
 
 
 def state(*statuses: Status) -> RunState:
@@ -155,7 +155,16 @@ def test_learner_that_lacks_groups_is_told_with_who_rolls_them_out():
     waiting = learner(doing="waiting for the batch: 12 of 20 groups are stored, 64 rolling out")
     found = waits(state(waiting, storage(), actor(0), actor(1), actor(2, running=0)))
     assert found == [
-        "the learner waits for 8 more groups of step 21: 2 actors are rolling out, 64 groups are out"
+        "the learner waits for 8 more groups of step 21: 2 actors are rolling out, 64 groups are out; "
+        "engines run 60 requests and 9 more queue"
+    ]
+
+
+def test_groups_that_no_engine_has_are_held_by_environments_or_rewards():
+    waiting = learner(doing="waiting for the batch: 12 of 20 groups are stored, 64 rolling out")
+    assert waits(state(waiting, storage(), actor(running=0, waiting=0))) == [
+        "the learner waits for 8 more groups of step 21: no actor is rolling out, 64 groups are out; "
+        "no engine has a request, so environments or rewards hold them"
     ]
 
 
@@ -173,6 +182,14 @@ def test_actors_that_wait_at_the_staleness_bound_are_counted_with_the_bound():
     found = waits(state(learner(), bound, actor(0, **idle), actor(1, **idle)))
     assert found == [
         "2 actors wait: the dispatcher holds leases back, staleness bound 4 is reached by the newest version"
+    ]
+
+
+def test_leases_that_the_brake_holds_back_are_told_to_actors_and_by_storage():
+    braking = replace(storage(), doing="waiting for the effective sample size: it was 0.200")
+    assert waits(state(learner(), braking, actor(doing="waiting for leases", running=0))) == [
+        "1 actor waits: storage says: waiting for the effective sample size: it was 0.200",
+        "storage: waiting for the effective sample size: it was 0.200",
     ]
 
 

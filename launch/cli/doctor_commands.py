@@ -1,0 +1,77 @@
+"""`launch doctor`: looks whether this host can run what a configuration wants."""
+
+import json
+from functools import partial
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from launch.cli.app import (
+    USAGE,
+    AgentCommand,
+    BusUrl,
+    ConfigFiles,
+    CredsFile,
+    PresetName,
+    Prompts,
+    RewardName,
+    Settings,
+    app,
+)
+from launch.config import RunConfig, validate
+from launch.environment_variables import run_variables
+from launch.process.log_settings import configure_logging
+from launch.process.runtime import run
+from launch.settings_sources import merged
+from launch.short_forms import short_sources, sources_of
+
+
+@app.command(usage=USAGE.format("doctor"))
+def doctor(  # noqa: PLR0913 - each is a flag
+    *,
+    preset_name: PresetName = None,
+    config: ConfigFiles = None,
+    bus: BusUrl = None,
+    creds: CredsFile = None,
+    prompts: Prompts = None,
+    reward: RewardName = None,
+    agent: AgentCommand = None,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    settings: Settings = RunConfig(),
+) -> None:
+    """Look whether this host can run what a configuration wants; each finding is ok, a warning or an error.
+
+    It looks at versions, conflicts of packages, GPU, disk, ports, limits, variables, the model directory, and
+    the bus with its clock. Each warning and error comes with a remedy. It starts nothing and leaves nothing.
+    The exit status is 1 if there is an error.
+
+    Parameters
+    ----------
+    preset_name
+        Settings that come with Sluice: sort, addition, product, guess, nim, duel, panel, agent, debate, load.
+    config
+        TOML or JSON file of the run's settings; of several --config the last wins.
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    prompts
+        Training prompts, as `launch local` takes them; doctor does not read them.
+    reward
+        Reward, as `launch local` takes it; doctor does not load it.
+    agent
+        Command of an agent, as `launch local` takes it; doctor does not run it.
+    as_json
+        Print one JSON object on one line: whether it is healthy, and the findings.
+    """
+    from launch.operations.doctor.checks import examine
+    from launch.operations.doctor.findings import worst
+
+    configure_logging("error")
+    short = [*run_variables(), *short_sources(bus, creds, prompts, reward, agent)]
+    layer = merged(sources_of(preset_name, config, short, settings))
+    named = "url" in layer.get("bus", {})
+    say = (lambda _: None) if as_json else partial(print, flush=True)
+    findings = run(partial(examine, validate(layer), named, say))
+    level = worst(findings)
+    if as_json:
+        print(json.dumps({"healthy": level != "error", "findings": [one.to_json() for one in findings]}))  # noqa: T201
+    raise SystemExit(1 if level == "error" else 0)

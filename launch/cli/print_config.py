@@ -1,0 +1,47 @@
+"""`--print-config`: the settings of a run with the origin of each, as TOML or as JSON."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bus.config import URL_VARIABLE
+from launch.config import RunConfig
+from launch.settings_sources import DEFAULT, Location, Origins, Source, leaves
+from launch.settings_toml import commented, document, setting
+from launch.settings_tree import may_be_none, settings_at
+
+HIDDEN = "***@"
+"""What stands for user and password in an address."""
+
+
+def printed_toml(config: RunConfig, sources: Sequence[Source]) -> str:
+    """Return the settings as a file that `--config` takes, with each one's origin in a comment.
+
+    A setting without a value and one with a password, which no file may hold, are comments as a whole."""
+    origins = Origins(sources)
+
+    def write(location: Location, value: Any) -> Iterator[str]:
+        origin, line = origins.of(location), setting(location[-1], value)
+        if isinstance(value, str) and HIDDEN in value:
+            yield commented(f"# {line}", f"{origin}; give it with its password in {URL_VARIABLE}")
+        elif location == ("bus", "url") and origin == DEFAULT:
+            yield commented(f"# {line}", f"{origin}; `launch local` starts a bus where none is named")
+        elif value is None and (origin == DEFAULT or not _may_be_none(location)):
+            yield commented(f"# {line}", origin)
+        else:
+            yield commented(line, origin)
+
+    return "\n".join(document(config.model_dump(mode="json"), write))
+
+
+def printed_json(config: RunConfig, sources: Sequence[Source]) -> str:
+    """Return one object: `settings`, and `origins` by the name of each setting, such as `learner.steps`."""
+    origins = Origins(sources)
+    settings = json.loads(config.model_dump_json())
+    named = {".".join(location): origins.of(location) for location, _ in leaves(settings)}
+    return json.dumps({"settings": settings, "origins": named})
+
+
+def _may_be_none(location: Location) -> bool:
+    field = settings_at(RunConfig, location[:-1]).get(location[-1])
+    return field is not None and may_be_none(field.annotation)

@@ -1,0 +1,152 @@
+"""`launch local` and `launch storage`, which define a run, and what they show instead of starting it."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from bus.errors import ConfigError
+from launch.cli.app import (
+    SHORT,
+    USAGE,
+    AgentCommand,
+    AsJsonConfig,
+    BusUrl,
+    ConfigFiles,
+    CredsFile,
+    DryRun,
+    Logging,
+    LogOptions,
+    PresetName,
+    PrintConfig,
+    Prompts,
+    RewardName,
+    Settings,
+    app,
+    log_as,
+)
+from launch.config import RunConfig, resolve
+from launch.environment_variables import run_variables
+from launch.process.runtime import run
+from launch.settings_sources import Source, merged
+from launch.short_forms import short_sources, sources_of
+
+
+@app.command(usage=USAGE.format("local"))
+def local(  # noqa: PLR0913 - each is a flag
+    *,
+    preset_name: PresetName = None,
+    config: ConfigFiles = None,
+    bus: BusUrl = None,
+    creds: CredsFile = None,
+    prompts: Prompts = None,
+    reward: RewardName = None,
+    agent: AgentCommand = None,
+    print_config: PrintConfig = False,
+    as_json: AsJsonConfig = False,
+    dry_run: DryRun = False,
+    log: Logging = LogOptions(),
+    settings: Settings = RunConfig(),
+) -> None:
+    """Train on this machine: bus, storage, learner and actors as supervised processes, with a live view.
+
+    Ctrl-C stops the run in order; the same command resumes it.
+
+    Parameters
+    ----------
+    preset_name
+        Settings that come with Sluice: sort, addition, product, guess, nim, duel, panel, agent, debate, load.
+    config
+        TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
+    bus
+        NATS server, as nats://[user:password@]host:port; without it one is started.
+    prompts
+        Training prompts, .jsonl or .parquet.
+    reward
+        Built-in reward, or your own as my_pkg.my_module:function.
+    agent
+        Command that is run for each episode and asks the policy as it would ask OpenAI's or Anthropic's
+        servers. It posts its reward, or --reward computes it.
+    """
+    log_as(log, "local", level="warning")
+    short = [*run_variables(), *short_sources(bus, creds, prompts, reward, agent)]
+    sources = sources_of(preset_name, config, short, settings)
+    layer = merged(sources)
+    resolved = resolve(layer)
+    own_bus = "url" not in layer.get("bus", {})
+    looked = _looked_at(resolved, sources, print_config=print_config, as_json=as_json, dry_run=dry_run)
+    if looked == "dry run":
+        from launch.process.start_checks import rehearse_local
+
+        print(run(partial(rehearse_local, resolved, own_bus=own_bus)))  # noqa: T201 - the user's terminal
+    if looked:
+        return
+    from launch.local.local import run_local
+
+    raise SystemExit(run(partial(run_local, resolved, own_bus=own_bus)))
+
+
+@app.command(usage=USAGE.format("storage"))
+def storage(  # noqa: PLR0913 - each is a flag
+    *,
+    preset_name: PresetName = None,
+    config: ConfigFiles = None,
+    bus: BusUrl = None,
+    creds: CredsFile = None,
+    prompts: Prompts = None,
+    reward: RewardName = None,
+    summary: Annotated[bool, Parameter(name="--summary", group=SHORT)] = True,
+    print_config: PrintConfig = False,
+    as_json: AsJsonConfig = False,
+    dry_run: DryRun = False,
+    log: Logging = LogOptions(),
+    settings: Settings = RunConfig(),
+) -> None:
+    """Dispatch prompts and keep trajectories for one run. It defines the run, which others join by name.
+
+    Parameters
+    ----------
+    preset_name
+        Settings that come with Sluice: sort, addition, product, guess, nim, duel, panel, agent, debate, load.
+    config
+        TOML or JSON file of settings over the preset; of several --config the last wins, and flags over all.
+    bus
+        NATS server, as nats://[user:password@]host:port.
+    prompts
+        Training prompts, .jsonl or .parquet.
+    reward
+        Built-in reward, or your own as my_pkg.my_module:function.
+    summary
+        Draw curves.png and write summary.json when the learner is done, and when storage ends.
+    """
+    log_as(log, "storage")
+    short = [*run_variables(), *short_sources(bus, creds, prompts, reward)]
+    sources = sources_of(preset_name, config, short, settings)
+    resolved = resolve(merged(sources))
+    looked = _looked_at(resolved, sources, print_config=print_config, as_json=as_json, dry_run=dry_run)
+    if looked == "dry run":
+        from launch.process.start_checks import rehearse_storage
+
+        print(run(partial(rehearse_storage, resolved)))  # noqa: T201 - the user's terminal
+    if looked:
+        return
+    from launch.process.services import serve_storage
+
+    run(partial(serve_storage, resolved, summary=summary))
+
+
+def _looked_at(
+    config: RunConfig, sources: Sequence[Source], *, print_config: bool, as_json: bool, dry_run: bool
+) -> Literal["", "settings", "dry run"]:
+    """Return what is wanted instead of a start; print the settings if it is those."""
+    if print_config and dry_run:
+        raise ConfigError("--print-config and --dry-run exclude each other: give one of them")
+    if as_json and not print_config:
+        raise ConfigError("--json is for --print-config: give both")
+    if not print_config:
+        return "dry run" if dry_run else ""
+    from launch.cli.print_config import printed_json, printed_toml
+
+    print((printed_json if as_json else printed_toml)(config, sources))  # noqa: T201 - the user's terminal
+    return "settings"

@@ -1,0 +1,164 @@
+"""Settings of one section of a run's configuration that do not fit those of another."""
+
+from typing import TYPE_CHECKING
+
+from actors.config import PluginEnvironmentConfig, SglangEngineConfig
+from actors.environments.agent_config import AgentConfig
+from actors.environments.clients_config import ClientsConfig
+from actors.environments.length_config import LengthProfileConfig
+from actors.rewards.config import RewardConfig
+from bus.errors import ConfigError
+from launch.evaluation_checks import check_evaluations
+from launch.policies import refuse_policies
+from launch.settings_tree import nearest
+from learner.config.frozen_policies import refuse_other_sampling, teacher_settings
+from storage.evaluation_config import HELD_OUT
+
+if TYPE_CHECKING:
+    from launch.config import RunConfig
+
+
+def check_together(config: "RunConfig") -> None:
+    """Refuse settings of one section that do not fit those of another."""
+    _check_environments(config)
+    refuse_policies(config)
+    generated = config.data.task is not None and config.data.prompts is None and not config.data.sources
+    if config.learner.target_accuracy and not (config.data.heldout or generated):
+        raise ConfigError(
+            "learner.target_accuracy needs held-out prompts: give them with --data.heldout, or turn the "
+            "target off with --learner.target-accuracy none"
+        )
+    if (config.evaluation.best or "").startswith(f"{HELD_OUT}/") and not (config.data.heldout or generated):
+        raise ConfigError(
+            f"evaluation.best={config.evaluation.best!r} needs held-out prompts: give them with "
+            "--data.heldout, or name one of evaluation.sets"
+        )
+    updates, samples = config.learner.batch.updates, config.admission.samples_per_prompt
+    if updates > samples:
+        raise ConfigError(
+            f"learner.batch.updates={updates} is more than admission.samples_per_prompt={samples}: each "
+            f"update trains on some trajectories of every group; set it to {samples} or less"
+        )
+    for section, optimizer in (("learner", config.learner.optimizer), ("warmup", config.warmup.optimizer)):
+        if optimizer.offload and not config.learner.parallel.distributed_optimizer:
+            raise ConfigError(
+                f"{section}.optimizer.offload={optimizer.offload} needs "
+                "learner.parallel.distributed_optimizer=true: set it so, or the offload to 0"
+            )
+    warm_up, learner = config.warmup.optimizer.offload, config.learner.optimizer.offload
+    if config.learner.backend == "fsdp" and config.warmup.steps and warm_up != learner:
+        raise ConfigError(
+            f"learner.backend=fsdp offloads one way in a run: warmup.optimizer.offload={warm_up} is not "
+            f"learner.optimizer.offload={learner}; set both alike"
+        )
+    _check_colocation(config)
+    _check_opponents(config)
+    check_evaluations(config)
+    refuse_other_sampling(
+        config.learner.served_teachers,
+        temperature=config.sampling.temperature,
+        keep_masks=config.sampling.keep_masks,
+    )
+    _check_client_temperature(config)
+    if config.warmup.steps and not (config.warmup.demonstrations or config.data.task):
+        raise ConfigError(
+            "warmup.steps needs demonstrations: give them with --warmup.demonstrations, or turn the stage "
+            "off with --warmup.steps 0"
+        )
+
+
+def _check_client_temperature(config: "RunConfig") -> None:
+    """Refuse agents that may choose their temperature, where a teacher behind a server scores at 1 only."""
+    served = config.learner.served_teachers
+    for name, environment in config.actors.by_name.items():
+        gateway = environment.gateway if isinstance(environment, AgentConfig | ClientsConfig) else None
+        if served and gateway is not None and "temperature" not in gateway.pinned:
+            where = f"environment {name!r} of actors.environments" if name else "actors.environment"
+            raise ConfigError(
+                f"{teacher_settings(next(iter(served)))}.url needs temperature 1, and {where} lets agents "
+                f"choose theirs: gateway.pinned={list(gateway.pinned)} lacks temperature; add it, or name "
+                "the teacher's directory with path"
+            )
+
+
+def _check_environments(config: "RunConfig") -> None:
+    """Refuse environments that are chosen and not there, and those whose answers cannot be so long."""
+    environments = config.actors.by_name
+    sources = [(f"data.sources {one.name!r}", one.environment, one.reward) for one in config.data.sources]
+    sets = [(f"evaluation.sets {one.name!r}", one.environment, one.reward) for one in config.evaluation.sets]
+    for where, name, reward in (*sources, *sets):
+        chosen = environments.get(name or "")
+        if chosen is None:
+            there = [one.name for one in config.actors.environments]
+            raise ConfigError(
+                f"{where}: environment={name!r} is none of actors.environments: "
+                f"{nearest(name or '', there)}there are: {', '.join(there) or 'none'}"
+            )
+        if reward is not None and not isinstance(chosen, RewardConfig | PluginEnvironmentConfig):
+            raise ConfigError(
+                f"{where}: reward={reward!r} is not for an environment of type={chosen.type}, which has "
+                "rewards of its own: leave it out"
+            )
+    for environment in environments.values():
+        limit = config.sampling.max_new_tokens
+        if isinstance(environment, LengthProfileConfig) and environment.lengths.longest > limit:
+            raise ConfigError(
+                f"actors.environment.lengths: answers of up to {environment.lengths.longest} tokens, but "
+                f"sampling.max_new_tokens={limit}: raise that, or lower the longest"
+            )
+
+
+def _check_opponents(config: "RunConfig") -> None:
+    """Refuse opponents whose weights would be gone, or whose engine would not leave its device."""
+    for name, opponent in config.actors.opponents.items():
+        pinned, kept = opponent.pinned, config.learner.publication.keep_versions
+        if pinned is not None and pinned not in kept:
+            raise ConfigError(
+                f"actors.opponents.{name}.version={pinned} is gone after a few versions, unless "
+                f"learner.publication.keep_versions names it: set that to {sorted({*kept, pinned})}"
+            )
+        if config.colocation.enabled and opponent.engine == "same":
+            raise ConfigError(
+                f"colocation.enabled with actors.opponents.{name}: its engine does not leave the device to "
+                f"the learner: set actors.opponents.{name}.engine=embedded, or leave out colocation.enabled"
+            )
+
+
+def _check_colocation(config: "RunConfig") -> None:
+    """Refuse settings with which learner and engines cannot take turns on a device."""
+    if not config.colocation.enabled:
+        return
+    engine, fleet = config.actors.engine, config.actors.fleet
+    if isinstance(engine, SglangEngineConfig) and engine.attached:
+        raise ConfigError(
+            f"colocation.enabled with actors.engine.{'urls' if engine.urls else 'url'}="
+            f"{', '.join(engine.attached)}: only an engine that the actor starts frees its memory for the "
+            "learner: leave out one of them, or start that actor with --colocation.no-enabled"
+        )
+    if getattr(engine, "update", "") == "group":
+        raise ConfigError(
+            'colocation.enabled with actors.engine.update="group": an engine takes its device back with '
+            "weights that its host holds, which then holds none: set actors.engine.update=disk, or leave out "
+            "colocation.enabled"
+        )
+    if isinstance(engine, SglangEngineConfig) and engine.disaggregation.enabled:
+        raise ConfigError(
+            "colocation.enabled with actors.engine.disaggregation.enabled: the two servers of a pair do not "
+            "free their devices for the learner: leave out one of them"
+        )
+    settings = engine.settings if isinstance(engine, SglangEngineConfig) else {}
+    if str(settings.get("enable_memory_saver", True)).lower() == "false":
+        raise ConfigError(
+            "colocation.enabled needs SGLang's memory saver, and actors.engine.server.enable_memory_saver is "
+            "false: leave it out, it is set where it is needed"
+        )
+    if config.learner.world.nodes > 1:
+        raise ConfigError(
+            f"colocation.enabled is for a learner on one host, and learner.world.nodes="
+            f"{config.learner.world.nodes}: turn one of them off"
+        )
+    if config.colocation.yield_timeout_s <= fleet.start_timeout_s:
+        raise ConfigError(
+            f"colocation.yield_timeout_s={config.colocation.yield_timeout_s:g} is not above "
+            f"actors.fleet.start_timeout_s={fleet.start_timeout_s:g}: an engine that starts is waited for"
+        )

@@ -1,0 +1,52 @@
+"""`launch doctor`: all checks of this host for a run, in order."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from launch.config import RunConfig
+from launch.operations.doctor.bus import check_bus
+from launch.operations.doctor.findings import Finding
+from launch.operations.doctor.host import (
+    check_disk,
+    check_gpu,
+    check_limits,
+    check_ports,
+    check_variables,
+)
+from launch.operations.doctor.model import check_model
+from launch.operations.doctor.packages import (
+    check_nats_server,
+    check_packages,
+    check_python,
+    check_sglang,
+)
+
+Say = Callable[[Finding], None]
+
+
+async def examine(config: RunConfig, named_bus: bool, say: Say, stop: asyncio.Event) -> list[Finding]:
+    """Make every check, tell each finding to `say` as it comes, and return all; ends early on `stop`.
+
+    Starts nothing that stays and leaves no file."""
+    findings: list[Finding] = []
+
+    def note(finding: Finding) -> None:
+        findings.append(finding)
+        say(finding)
+
+    for check in _checks(config):
+        if stop.is_set():
+            return findings
+        for finding in await asyncio.to_thread(list, check()):
+            note(finding)
+    async for finding in check_bus(config, named_bus):
+        note(finding)
+    return findings
+
+
+def _checks(config: RunConfig) -> Iterator[Callable[[], Iterator[Finding]]]:
+    yield from (check_python, check_packages, check_nats_server)
+    yield from (partial(check, config) for check in (check_sglang, check_gpu))
+    yield from (partial(check_disk, config.directory), partial(check_ports, config))
+    yield from (check_limits, check_variables, partial(check_model, config))

@@ -1,0 +1,122 @@
+"""The model directory of a run: whether it is whole and its parts load."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from bus.errors import ConfigError
+from launch.config import RunConfig
+from launch.operations.doctor.findings import Finding, brief
+from launch.process.hub_model import is_hub_name
+from launch.process.model_directory import model_on_disk, refuse_full_context
+
+INDEX = "model.safetensors.index.json"
+BAD_FILES = (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError)
+"""What transformers raises for files that are missing, garbled, or JSON of another shape."""
+COMPLETE = "download the directory again: a copy was cut short"
+
+
+def check_model(config: RunConfig) -> Iterator[Finding]:
+    """Tell whether configuration, tokenizer and weights of the model load. Loads transformers."""
+    if config.model.path is None:
+        yield Finding("model", "ok", "none is named (model.path): a small random one is made")
+        return
+    path = model_on_disk(config.model.path)
+    if is_hub_name(path):
+        yield Finding(
+            "model", "warning", f"{path} is not on this host: it is fetched from the Hugging Face hub when a "
+            "run starts, if it is a name there",
+            "fetch it before, with `hf download NAME`, or give --model.path a directory",
+        )  # fmt: skip
+        return
+    if not (path / "config.json").is_file():
+        yield Finding(
+            "model", "error", f"{path} is not a model directory: it has no config.json",
+            "give --model.path a directory in Hugging Face format, such as `hf download NAME --local-dir "
+            "DIR` makes",
+        )  # fmt: skip
+        return
+    yield from _load(path)
+    yield from _weights(path)
+    try:
+        refuse_full_context(config)
+    except ConfigError as error:
+        said, _, remedy = str(error).rpartition(": ")
+        yield Finding("model", "error", said, remedy)
+
+
+def _load(path: Path) -> Iterator[Finding]:
+    try:
+        from transformers import AutoConfig, AutoTokenizer
+    except (ImportError, OSError, RuntimeError) as error:  # the last from a torch that is half loaded
+        yield Finding(
+            "model", "error", f"transformers does not load: {brief(error)}",
+            "install torch and transformers again, in versions that fit each other",
+        )  # fmt: skip
+        return
+    try:
+        config = AutoConfig.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except BAD_FILES as error:
+        yield Finding("model", "error", f"{path} does not load: {brief(error)}", COMPLETE)
+        return
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is None:
+        yield Finding(
+            "model", "error", f"the configuration of {path} has no max_position_embeddings: its context is "
+            "unknown",
+            "take a decoder with a bounded context, such as of Qwen3 or Llama",
+        )  # fmt: skip
+        return
+    yield Finding("model", "ok", f"{path}: {config.model_type}, context {context}, {len(tokenizer)} tokens")
+    if not tokenizer.chat_template:
+        yield Finding(
+            "model", "warning", f"the tokenizer of {path} has no chat template",
+            "take an instruction-tuned model, or add chat_template.jinja to the directory",
+        )  # fmt: skip
+
+
+def _weights(path: Path) -> Iterator[Finding]:
+    """Tell whether every file of weights is there, whole and with the tensors that the index names."""
+    try:
+        wanted = _wanted(path)
+        found = {name: _tensors(path / name) for name in wanted}
+    except (OSError, ValueError) as error:
+        yield Finding("weights", "error", f"{path}: {error}", COMPLETE)
+        return
+    missing = [tensor for name, tensors in wanted.items() for tensor in sorted(tensors - found[name])]
+    if missing:
+        yield Finding(
+            "weights", "error", f"{path} lacks {len(missing)} tensors, such as {missing[0]}", COMPLETE
+        )
+    else:
+        count = sum(map(len, found.values()))
+        yield Finding("weights", "ok", f"{count} tensors in {len(found)} files")
+
+
+def _wanted(path: Path) -> dict[str, set[str]]:
+    """Return the files of weights with the tensors that the index says are in them."""
+    if not (path / INDEX).exists():
+        files = sorted(file.name for file in path.glob("*.safetensors"))
+        if not files:
+            raise ValueError("there are no safetensors files")
+        return {name: set() for name in files}
+    index = json.loads((path / INDEX).read_text())
+    files_by_tensor = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files_by_tensor, dict):
+        raise ValueError(f"{INDEX} has no weight_map, which names the file of each tensor")  # noqa: TRY004 - of a file
+    wanted: dict[str, set[str]] = {}
+    for tensor, name in files_by_tensor.items():
+        wanted.setdefault(str(name), set()).add(tensor)
+    return wanted
+
+
+def _tensors(file: Path) -> set[str]:
+    """Return the names of the tensors in a file. Raises `ValueError` for one that is not whole."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            return set(opened.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{file.name} is damaged ({error})") from error

@@ -1,0 +1,201 @@
+"""Policies that a run trains beside its own: their settings, and whether somebody plays them.
+
+Each has a run of its own on the bus and on the disk, so that versions, leases, groups and checkpoints are
+kept apart, and all that holds for a run holds for each policy."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field, JsonValue, field_validator
+
+from actors.config import EngineConfig, EnvironmentConfig, SglangEngineConfig
+from actors.environments.debate_config import DebateConfig
+from actors.environments.games.config import GameConfig, TextArenaGame
+from actors.environments.panel_config import PanelConfig
+from actors.further_policies.agents import policy_of
+from actors.opponents.config import TAKEN, refuse_misnamed
+from bus.config import BusConfig, Config
+from bus.errors import ConfigError
+from bus.policy_names import DEFAULT_POLICY, policy_run
+from launch.settings_tree import nearest
+from storage.weights.transport_config import HttpTransport
+
+if TYPE_CHECKING:
+    from launch.config import RunConfig
+
+_NAME = re.compile(r"[A-Za-z0-9](?:-?[A-Za-z0-9])*")
+LONGEST_RUN = 64
+"""Longest name that a run may have."""
+
+
+class PolicyConfig(Config):
+    """A policy that is trained beside the run's own: with a learner, weights and engines of its own."""
+
+    agents: tuple[str, ...] = ()
+    """Agents of the environments that it is. `rewriter` stands for `rewriter-1`, `rewriter-2` and so on too.
+    An environment may also name the policy itself, as a game does by `opponent`. Commas separate several in
+    one text, such as a flag's."""
+
+    model: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings of its model, over those of `model`. Its tokenizer must be that of the run's own policy."""
+
+    warmup: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings of its supervised stage, over those of `warmup`."""
+
+    learner: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings of its learner, over those of `learner`."""
+
+    engine: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings of its engines, over those of `actors.engine`."""
+
+    @field_validator("agents", mode="before")
+    @classmethod
+    def _separated_by_commas(cls, given: object) -> object:
+        return [agent.strip() for agent in given.split(",")] if isinstance(given, str) else given
+
+
+def policy_bus(bus: BusConfig, run: str, policy: str) -> BusConfig:
+    """Return how a process that works for `run` reaches the run of a further policy on the same bus.
+
+    Its credentials are those of the same role, which lie beside those of `run`: DIR/RUN__POLICY/ROLE.creds.
+    """
+    if bus.creds is None:
+        return bus
+    beside: Path = bus.creds.parent.parent / policy_run(run, policy) / bus.creds.name
+    return bus.model_copy(update={"creds": beside})
+
+
+def refuse_policies(config: "RunConfig") -> None:
+    """Raise `ConfigError` for policies that cannot be told apart, that nobody plays, or that an environment
+    names and the run does not train. The run of a further policy was checked as part of its own run."""
+    if config.trains != DEFAULT_POLICY:
+        return
+    if config.policies and config.colocation.enabled:
+        raise ConfigError(
+            f"colocation.enabled with policies ({', '.join(config.policies)}): engines of further policies "
+            "do not leave the device to a learner: leave out one of them"
+        )
+    if config.policies and isinstance(config.learner.publication.transport, HttpTransport):
+        raise ConfigError(
+            f"learner.publication.transport.type=http with policies ({', '.join(config.policies)}): a "
+            "learner that is done serves no weights to actors that come later: take bus or files"
+        )
+    if config.policies and config.actors.evaluation.only:
+        raise ConfigError(
+            f"actors.evaluation.only with policies ({', '.join(config.policies)}): an actor that only "
+            "evaluates has no engines of further policies: leave out one of them"
+        )
+    for name in config.policies:
+        _refuse_name(config, name)
+    _refuse_agents_of_two(config)
+    for environment in config.actors.by_name.values():
+        if isinstance(environment, GameConfig | DebateConfig):
+            setting = "decided_by" if isinstance(environment, DebateConfig) else "opponent"
+            _refuse_unknown(config, environment.opponents_named, setting)
+    if config.policies:
+        _refuse_unplayed(config)
+
+
+def _refuse_unknown(config: "RunConfig", asked: tuple[str, ...], setting: str) -> None:
+    try:
+        refuse_misnamed([*config.actors.opponents, *config.policies], asked, setting=setting)
+    except ValueError as error:
+        raise ConfigError(f"actors: {error}") from error
+
+
+def _refuse_name(config: "RunConfig", name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"policies.{name}: a name is letters and digits, with single - between them")
+    if name in (*TAKEN, *config.actors.opponents):
+        what = "an opponent" if name in config.actors.opponents else "another player"
+        raise ConfigError(f"policies.{name}: this name is that of {what}: choose another one")
+    if len(policy_run(config.run, name)) > LONGEST_RUN:
+        raise ConfigError(
+            f"policies.{name}: its own run would be {policy_run(config.run, name)!r}, and a run's name has "
+            f"{LONGEST_RUN} characters at most: choose a shorter one"
+        )
+
+
+def _refuse_agents_of_two(config: "RunConfig") -> None:
+    found: dict[str, str] = {}
+    for name, policy in config.policies.items():
+        for agent in policy.agents:
+            if agent in found:
+                raise ConfigError(
+                    f"policies.{name}.agents: agent {agent!r} is policy {found[agent]!r} already: leave it "
+                    "out of one of them"
+                )
+            found[agent] = name
+
+
+def _refuse_unplayed(config: "RunConfig") -> None:
+    """Refuse a policy that no agent is. Agents of an environment that is a user's own are not known."""
+    named, agents, others = set[str](), set[str](), False
+    for environment in config.actors.by_name.values():
+        known = known_agents(environment)
+        others = others or known is None
+        agents |= set(known or ())
+        named |= set(getattr(environment, "opponents_named", ()))
+    assigned = {agent: name for name, one in config.policies.items() for agent in one.agents}
+    players = {agent: policy_of(agent, assigned) for agent in agents}
+    for agent, name in assigned.items():
+        if not others and not any(policy_of(one, {agent: name}) == name for one in agents):
+            raise ConfigError(
+                f"policies.{name}.agents: no environment has an agent {agent!r}: "
+                f"{nearest(agent, agents)}there are: {', '.join(sorted(agents))}"
+            )
+    for name, policy in config.policies.items():
+        if not (policy.agents or name in named) and not others:
+            raise ConfigError(
+                f"policies.{name}: no agent is this policy: name some in policies.{name}.agents, of "
+                f"{', '.join(sorted(agents))}, or have an environment name it, as opponent={name!r}"
+            )
+    if not others and DEFAULT_POLICY not in players.values():
+        raise ConfigError(
+            f"policies: all agents ({', '.join(sorted(agents))}) are further policies, and the run's own is "
+            "none: leave at least one to it"
+        )
+
+
+def known_agents(environment: EnvironmentConfig) -> frozenset[str] | None:
+    """Return the names of the agents of an environment; None where only its own code knows them."""
+    return None if (found := _agents(environment)) is None else frozenset(found)
+
+
+def _agents(environment: EnvironmentConfig) -> Iterator[str] | None:
+    if isinstance(environment, PanelConfig):
+        roles = {"solver": environment.solvers, "rewriter": environment.rewriters}
+        numbered = (f"{role}-{n + 1}" for role, count in roles.items() for n in range(count))
+        return iter([*numbered, "selector"])
+    if isinstance(environment, DebateConfig):
+        return iter([*(f"debater-{n + 1}" for n in range(environment.debaters)), "judge"])
+    if isinstance(environment, GameConfig):
+        players = {"guess_number": 1, "nim": 2, "gymnasium": 1}.get(environment.game.type)
+        if isinstance(environment.game, TextArenaGame):
+            players = environment.game.players
+        return None if players is None else _players(players)
+    return iter(["solver"]) if environment.type in ("single_turn", "tools", "length_profile") else None
+
+
+def _players(count: int) -> Iterator[str]:
+    return iter(["player"]) if count == 1 else (f"player-{n + 1}" for n in range(count))
+
+
+def refuse_shared_engines(engines: Mapping[str, EngineConfig]) -> None:
+    """Raise `ConfigError` for engines of two policies, by name, that cannot serve one each."""
+    used: dict[str, str] = {}
+    for name, engine in engines.items():
+        for url in engine.attached if isinstance(engine, SglangEngineConfig) else ():
+            if url in used:
+                raise ConfigError(
+                    f"policies.{name}.engine attaches to {url}, which has the weights of policy "
+                    f"{used[url]!r}: name another server as policies.{name}.engine.url"
+                )
+            used[url] = name
+        if engine.routed_experts != engines[DEFAULT_POLICY].routed_experts:
+            raise ConfigError(
+                f"policies.{name}.engine.routed_experts={engine.routed_experts} differs from "
+                "actors.engine.routed_experts: trajectories record them for all policies or for none"
+            )

@@ -1,0 +1,112 @@
+"""How a process writes its log: the level, and lines for a human or JSON for a collector."""
+
+import logging
+import os
+import sys
+from types import TracebackType
+from typing import Any, Literal
+
+Level = Literal["debug", "info", "warning", "error"]
+Format = Literal["text", "json"]
+LEVEL_VARIABLE = "SLUICE_LOG_LEVEL"
+FORMAT_VARIABLE = "SLUICE_LOG_FORMAT"
+FAILED = "process_failed"
+"""Event of JSON logs with the error that a process ends with."""
+
+
+def configure_logging(level: str = "info", form: Format = "text", process: str = "") -> None:
+    """Log each event as one line on stderr.
+
+    Args:
+        level: events below it are left out.
+        form: `json` writes an object a line, also for what libraries log, warnings, and an error that nobody
+            expected. It has `timestamp` (UTC), `level`, `event`, the values of the event, and who wrote it:
+            `process`, `pid`, and `rank` of a learner of several.
+        process: the name in JSON lines."""
+    import structlog  # slow to import, and --help logs nothing
+
+    number = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(
+        processors=_text_processors() if form == "text" else _json_processors(process),
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        # looked up at each event: a live view puts its own in place of stderr
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+    )
+    if form == "json":
+        _log_libraries_alike(process)
+        sys.excepthook = _log_crash
+
+
+def logs_json() -> bool:
+    """Return whether this process writes its log as JSON."""
+    structlog: Any = sys.modules.get("structlog")
+    if structlog is None or not structlog.is_configured():
+        return False
+    return isinstance(structlog.get_config()["processors"][-1], structlog.processors.JSONRenderer)
+
+
+def log_failure(message: str, status: int) -> None:
+    """Log the error that this process ends with."""
+    import structlog
+
+    structlog.get_logger().error(FAILED, reason=message, status=status)
+
+
+def _text_processors() -> list[Any]:
+    import structlog
+
+    return [
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False),
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+    ]
+
+
+def _json_processors(process: str) -> list[Any]:
+    import structlog
+
+    return [*_common_processors(process), structlog.processors.JSONRenderer(default=str)]
+
+
+def _common_processors(process: str) -> list[Any]:
+    import structlog
+
+    who = {"process": process, "pid": os.getpid()}
+    if "RANK" in os.environ:
+        who["rank"] = int(os.environ["RANK"])
+
+    def add_who(_: object, __: str, event: dict[str, Any]) -> dict[str, Any]:
+        head = {name: event.pop(name) for name in ("timestamp", "level", "event") if name in event}
+        return head | who | event
+
+    return [
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.dict_tracebacks,
+        add_who,
+    ]
+
+
+def _log_libraries_alike(process: str) -> None:
+    """Write what libraries log from `warning` on, and Python's warnings, as JSON too."""
+    import structlog
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=_common_processors(process),
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.JSONRenderer(default=str),
+            ],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.captureWarnings(capture=True)
+
+
+def _log_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Log an error that ends the process without having been made for the user."""
+    import structlog
+
+    structlog.get_logger().critical("process_crashed", exc_info=(kind, error, trace))

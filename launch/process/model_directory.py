@@ -1,0 +1,69 @@
+"""What a model directory on this host says before anything is loaded from it."""
+
+import json
+from pathlib import Path
+
+from bus.errors import ConfigError
+from launch.config import RunConfig
+from launch.process.hub_model import fetched, fetched_before, is_hub_name
+from storage.disk.run_directory import RunDirectory
+
+
+def model_directory(path: Path, *, setting: str = "model.path") -> Path:
+    """Return the directory that `setting` names as `path`, fetching a model of the Hugging Face hub.
+
+    Raises `ConfigError` when there is no such model."""
+    found = fetched(path, setting) if is_hub_name(path) else path
+    if not (found / "config.json").is_file():
+        raise ConfigError(f"{setting}: {found} is not a model directory: it has no config.json")
+    return found
+
+
+def model_on_disk(path: Path) -> Path:
+    """Return the directory that `model.path` names, without fetching anything; it may be missing."""
+    return (fetched_before(path) if is_hub_name(path) else path) or path
+
+
+def model_of_run(config: RunConfig, run: RunDirectory) -> Path:
+    """Return the directory of the model that a run began with, without fetching anything."""
+    return model_on_disk(config.model.path) if config.model.path is not None else run.path / "model"
+
+
+def model_here(path: Path | None) -> Path | None:
+    """Return the model directory if it is on this host, with all that prompts are checked against."""
+    if path is None:
+        return None
+    found = model_on_disk(path)
+    return found if (found / "config.json").is_file() and (found / "tokenizer.json").is_file() else None
+
+
+def refuse_full_context(config: RunConfig) -> None:
+    """Raise `ConfigError` for answers that leave no room for a prompt in the model's context.
+
+    A model on another host is not seen from here: storage checks it, when the learner has published it."""
+    limit, context = config.sampling.max_new_tokens, config.model.scratch.context
+    name = "model.scratch.context is"
+    if config.model.path is not None:
+        found = _context_of(model_on_disk(config.model.path))
+        if found is None:
+            return
+        context, name = found, f"{config.model.path} has a context of"
+    elif config.model.scratch == type(config.model.scratch)():
+        return  # nobody has chosen that model: the learner's host may name another
+    if limit >= context:
+        raise ConfigError(
+            f"sampling.max_new_tokens={limit} leaves no room for a prompt, since {name} {context}: lower it"
+        )
+
+
+def _context_of(model: Path) -> int | None:
+    """Return the context that a model directory's config.json names, if it is here and names one."""
+    try:
+        found = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):  # whoever loads the model says what is wrong with it
+        return None
+    if not isinstance(found, dict):
+        return None
+    text = found.get("text_config")
+    context = (text if isinstance(text, dict) else found).get("max_position_embeddings")
+    return context if isinstance(context, int) else None

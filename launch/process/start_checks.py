@@ -1,0 +1,112 @@
+"""What is checked before a run starts: in earnest, and by a dry run that starts nothing."""
+
+import asyncio
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from actors.environments.build import check_environment
+from actors.environments.prompt_choices import refuse_unknown_choices
+from actors.rewards.group_filters import load_filter
+from bus.config import without_credentials
+from bus.connection import Bus
+from bus.policy_names import DEFAULT_POLICY
+from launch.config import RunConfig, of_policy
+from launch.evaluation_checks import refuse_nobody_rolls_out
+from launch.operations.run_stop import going_on
+from launch.process.model_directory import model_directory, model_here, refuse_full_context
+from storage.disk.file_users import hidden_owner, processes_holding
+from storage.disk.run_directory import RunDirectory
+from storage.metrics.sinks import refuse_missing
+from storage.prompts.dataset import refuse_large
+from storage.prompts.generators import load_demonstrations
+from storage.prompts.length_check import check_prompt_lengths
+from storage.service import Prompts, read_prompts
+
+
+async def check_start(config: RunConfig, run: RunDirectory) -> Prompts:
+    """Check what can be wrong before anything starts; prompts of a generated task are written into `run`.
+
+    Returns the prompts. Raises `ConfigError` for the first thing that is wrong."""
+    refuse_nobody_rolls_out(config)
+    await check_environment(config.actors)
+    load_filter(config.actors.group_filter, config.actors.group_limits)
+    for one in _of_each_policy(config):
+        await asyncio.to_thread(_check_model, one)
+    refuse_missing(config.metrics)
+    prompts = read_prompts(config.data, run, config.seed, config.evaluation.sets)
+    refuse_unknown_choices(prompts.training, config.actors, where=prompts.source)
+    refuse_unknown_choices(prompts.heldout, config.actors, where="held-out prompts")
+    for name, found in prompts.sets.items():
+        refuse_unknown_choices(found, config.actors, where=f"evaluation.sets {name!r}")
+    return prompts
+
+
+def _of_each_policy(config: RunConfig) -> list[RunConfig]:
+    """Return the run's settings, and those of each further policy's run."""
+    return [config, *(of_policy(config, name) for name in config.policies)]
+
+
+def _check_model(config: RunConfig) -> None:
+    """Refuse a model directory or demonstrations that cannot be what they are to be."""
+    where = "" if config.trains == DEFAULT_POLICY else f"policies.{config.trains}."
+    if config.model.path is not None:
+        model_directory(config.model.path, setting=f"{where}model.path")
+    if config.warmup.steps and config.warmup.demonstrations is not None:
+        load_demonstrations(config.warmup.demonstrations)
+
+
+async def rehearse_local(config: RunConfig, stop: asyncio.Event, *, own_bus: bool) -> str:
+    """Check what `launch local` and the processes that it starts check first, as far as this host shows it.
+
+    Starts no process and leaves no file; a bus that is not the run's own must answer. Returns what was found,
+    in words. Raises `ConfigError` for the first thing that is wrong, `BusError` for a bus that is away."""
+    from learner.algorithms.plugin import refuse_bad_plugins
+
+    remark = _refuse_live(config)
+    for one in _of_each_policy(config):
+        refuse_bad_plugins(one.learner)
+    with TemporaryDirectory(prefix="sluice-dry-run-") as scratch:
+        prompts = await check_start(config, RunDirectory(Path(scratch), config.run))
+        return await _rehearse_storage(config, prompts, None if own_bus else stop) + remark
+
+
+async def rehearse_storage(config: RunConfig, stop: asyncio.Event) -> str:
+    """Check what `launch storage` checks first, as `rehearse_local` does."""
+    refuse_missing(config.metrics)
+    with TemporaryDirectory(prefix="sluice-dry-run-") as scratch:
+        run = RunDirectory(Path(scratch), config.run)
+        prompts = read_prompts(config.data, run, config.seed, config.evaluation.sets)
+        return await _rehearse_storage(config, prompts, stop)
+
+
+async def _rehearse_storage(config: RunConfig, prompts: Prompts, stop: asyncio.Event | None) -> str:
+    """Check the prompts against the model and, with `stop`, against the bus; return what was found."""
+    RunDirectory(config.directory, config.run).refuse_other_format()
+    for one in _of_each_policy(config):
+        refuse_full_context(one)
+    model, limit = model_here(config.model.path), config.sampling.max_new_tokens
+    if model is not None and config.data.long_prompts == "refuse":
+        await asyncio.to_thread(check_prompt_lengths, prompts.training, model, max_new_tokens=limit)
+    bus = "a bus of its own"
+    if stop is not None:
+        bus = f"the bus at {without_credentials(config.bus.url)} answers"
+        async with Bus.connect(config.bus, config.run, name="dry-run", stop=stop) as connected:
+            largest = connected.client.max_payload
+            refuse_large(prompts.training, prompts.source, largest_message=largest)
+    generated = config.data.prompts is None and not config.data.sources
+    source = f"task {config.data.task}" if generated else prompts.source
+    return (
+        f"run {config.run!r} may start: {len(prompts.training)} prompts of {source}, "
+        f"{len(prompts.heldout)} held-out, {bus}"
+    )
+
+
+def _refuse_live(config: RunConfig) -> str:
+    """Raise `ConfigError` for a run that goes on in its directory; return a remark if that cannot be seen."""
+    lock = config.directory / config.run / "lock"
+    if holders := processes_holding([lock])[lock]:
+        raise going_on(lock.parent, holders[0])
+    owner = hidden_owner(lock.parent)
+    if owner is None:
+        return ""
+    return f"; {lock.parent} belongs to {owner}, whose processes cannot be seen: it may be going on already"

@@ -1,0 +1,69 @@
+"""The settings as a tree of pydantic models: which there are at a place, and what may stand there."""
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+Model = type[BaseModel]
+
+
+def settings_at(root: Model, location: Iterable[str]) -> Mapping[str, FieldInfo]:
+    """Return the settings in the table at `location`; in a union those of the member it names, or of all.
+
+    Empty where `location` leads to no table."""
+    section: Any = root
+    for part in location:
+        if get_origin(section) is dict:  # the part is a name of the user's
+            section = get_args(section)[1]
+            continue
+        found = members(section)
+        fields = {name: field for member in found for name, field in member.model_fields.items()}
+        section = fields[part].annotation if part in fields else _tagged(found, part)
+    return {name: field for member in members(section) for name, field in member.model_fields.items()}
+
+
+def members(annotation: Any) -> list[Model]:
+    """Return the table that a setting is, or each table of a union; nothing for a plain value."""
+    return [
+        member
+        for member in (annotation, *get_args(annotation))
+        if isinstance(member, type) and issubclass(member, BaseModel)
+    ]
+
+
+def tag_of(member: Model) -> str:
+    """Return the `type` that chooses a member of a union; empty for a table that is none."""
+    field = member.model_fields.get("type")
+    return str(get_args(field.annotation)[0]) if field is not None else ""
+
+
+def may_be_none(annotation: Any) -> bool:
+    """Return whether a setting may have no value."""
+    return type(None) in get_args(annotation)
+
+
+def file_keys(root: Model, location: Sequence[str]) -> Iterator[str]:
+    """Return `location` as a file has it: pydantic inserts the `type` that chose a member of a union."""
+    for n, part in enumerate(location):
+        last, named = n == len(location) - 1, n > 0 and _is_by_name(root, location[:n])
+        if last or named or part in settings_at(root, location[:n]):
+            yield part
+
+
+def _is_by_name(root: Model, location: Sequence[str]) -> bool:
+    """Return whether a setting holds tables by names of the user's."""
+    field = settings_at(root, location[:-1]).get(location[-1])
+    return field is not None and get_origin(field.annotation) is dict
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the question whether the most similar of `names` was meant; empty where none is similar."""
+    match = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return f"did you mean {match[0]!r}? " if match else ""
+
+
+def _tagged(found: Iterable[Model], tag: str) -> Any:
+    return next((member for member in found if tag_of(member) == tag), None)

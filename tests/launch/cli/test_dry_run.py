@@ -1,0 +1,103 @@
+"""`--dry-run`: it finds what a start would find, starts nothing and leaves nothing."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bus.errors import BusAwayError, ConfigError
+from bus.server import NatsServer, free_port
+from launch.config import resolve
+from launch.process.start_checks import rehearse_local, rehearse_storage
+
+STOP = asyncio.Event()
+
+
+def everything(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*"))
+
+
+def small(tmp_path: Path, **layer: object) -> dict:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n' * 3)
+    return {"directory": tmp_path / "runs", "data": {"prompts": tmp_path / "p.jsonl"}, **layer}
+
+
+def test_a_dry_run_of_the_demo_says_what_it_found_and_leaves_nothing(tmp_path: Path):
+    command = [sys.executable, "-m", "launch", "local", "--preset", "sort", "--dry-run"]
+    (tmp_path / "tmp").mkdir()
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(Path.cwd())},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (
+        "run 'sort' may start: 20000 prompts of task sort, 256 held-out, a bus of its own\n"
+    )
+    assert everything(tmp_path) == [tmp_path / "tmp"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"model": {"path": "nowhere"}}, "model.path: nowhere is not a model directory"),
+        ({"data": {"prompts": "missing.jsonl"}}, "missing.jsonl"),
+        ({"data": {}}, "no prompts: give --prompts FILE"),
+        ({"actors": {"environment": {"reward": "no_such.module:f"}}}, "no_such"),
+        ({"learner": {"loss": {"type": "plugin", "function": "no_such.module:f"}}}, "no_such"),
+        (
+            {"model": {"scratch": {"context": 64}}, "sampling": {"max_new_tokens": 64}},
+            "leaves no room for a prompt",
+        ),
+    ],
+)
+async def test_what_a_start_refuses_a_dry_run_refuses(layer: dict, message: str, tmp_path: Path):
+    config = resolve({**small(tmp_path), **layer})
+    before = everything(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        await rehearse_local(config, STOP, own_bus=True)
+    assert everything(tmp_path) == before
+
+
+async def test_another_users_run_may_be_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = resolve(small(tmp_path, run="theirs"))
+    (tmp_path / "runs/theirs").mkdir(parents=True)
+    assert "belongs to" not in await rehearse_local(config, STOP, own_bus=True)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    said = await rehearse_local(config, STOP, own_bus=True)
+    assert "may start" in said
+    assert "whose processes cannot be seen: it may be going on already" in said
+
+
+async def test_a_run_that_goes_on_is_named(tmp_path: Path):
+    config = resolve(small(tmp_path, run="mine"))
+    lock = tmp_path / "runs/mine/lock"
+    lock.parent.mkdir(parents=True)
+    lock.write_text("123")
+    assert "may start" in await rehearse_local(config, STOP, own_bus=True)
+    with lock.open("a"):
+        message = rf"run 'mine' is already going on in .*, process {os.getpid()}: stop that first"
+        with pytest.raises(ConfigError, match=message):
+            await rehearse_local(config, STOP, own_bus=True)
+
+
+async def test_a_run_of_another_format_is_refused(tmp_path: Path):
+    config = resolve(small(tmp_path, run="mine"))
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    (tmp_path / "runs/mine/provenance.json").write_text(json.dumps([{"format": 1}]))
+    with pytest.raises(ConfigError, match="has format 1"):
+        await rehearse_local(config, STOP, own_bus=True)
+
+
+@pytest.mark.nats
+async def test_a_bus_that_is_named_must_answer_and_take_each_prompt(server: NatsServer, tmp_path: Path):
+    config = resolve(small(tmp_path, bus={"url": server.url}))
+    assert f"the bus at {server.url} answers" in await rehearse_storage(config, STOP)
+    assert f"3 prompts of {tmp_path}/p.jsonl" in await rehearse_local(config, STOP, own_bus=False)
+    nobody = f"nats://127.0.0.1:{free_port('127.0.0.1')}"
+    away = resolve(small(tmp_path, bus={"url": nobody, "connect_timeout_s": 0.3}))
+    with pytest.raises(BusAwayError):
+        await rehearse_storage(away, STOP)

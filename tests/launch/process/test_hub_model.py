@@ -1,0 +1,131 @@
+"""Tests models named as on the Hugging Face hub, with its client and a server that speaks its API."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.process.hub_model import is_hub_name
+
+NAME, COMMIT = "org/tiny", "a" * 40
+FILES = {
+    "config.json": b'{"max_position_embeddings": 64}',
+    "tokenizer.json": b"{}",
+    "model.safetensors": b"weights",
+    "original/consolidated.safetensors": b"the same in another format",
+    "README.md": b"# tiny",
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers what `snapshot_download` asks of a model's repository."""
+
+    def do_GET(self) -> None:
+        if self.path.startswith(f"/api/models/{NAME}/"):
+            names = [{"rfilename": name} for name in FILES]
+            found = json.dumps({"id": NAME, "sha": COMMIT, "siblings": names}).encode()
+            if "/tree/" in self.path:
+                entries = [
+                    {"type": "file", "path": name, "oid": "b" * 40, "size": len(text)}
+                    for name, text in FILES.items()
+                ]
+                found = json.dumps(entries).encode()
+            return self._answer(found)
+        prefix = f"/{NAME}/resolve/{COMMIT}/"
+        if self.path.startswith(prefix) and (name := self.path.removeprefix(prefix)) in FILES:
+            return self._answer(FILES[name])
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+        return None
+
+    do_HEAD = do_GET  # noqa: N815 - the name that http.server asks for
+
+    def _answer(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("ETag", f'"{hash(body) & 0xFFFFFFFF:x}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing: each request would be a line."""
+
+
+@pytest.fixture
+def hub() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def asked(expression: str, home: Path, port: int, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Evaluate an expression in a process of its own, since the hub's client reads its address on import."""
+    program = f"""
+from pathlib import Path
+from launch.process.model_directory import model_directory, model_here
+print({expression})
+"""
+    own = {"HF_HOME": str(home), "HF_ENDPOINT": f"http://127.0.0.1:{port}", **environment}
+    return subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | own, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+
+
+def test_a_model_is_fetched_once_and_then_found_without_the_hub(hub: ThreadingHTTPServer, tmp_path: Path):
+    there, gone = hub.server_port, 1
+    for name in (NAME, "models/no--name"):
+        before = asked(f"model_here(Path('{name}'))", tmp_path, there)
+        assert before.stdout.strip() == "None", before.stderr
+    found = asked(f"model_directory(Path('{NAME}@main'))", tmp_path, there)
+    directory = Path(found.stdout.strip())
+    assert directory.name == COMMIT, found.stderr
+    wanted = {name for name in FILES if "/" not in name and not name.endswith(".md")}
+    assert {path.name for path in directory.iterdir()} == wanted
+    for expression in ("model_directory", "model_here"):
+        again = asked(f"{expression}(Path('{NAME}'))", tmp_path, gone)
+        assert again.stdout.strip() == str(directory), again.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "reason"),
+    [("org/none", {}, "404"), (NAME, {"HF_HUB_OFFLINE": "1"}, "outgoing traffic has been disabled")],
+)
+def test_a_model_that_the_hub_does_not_give_is_an_error_with_its_remedy(
+    name: str, environment: dict[str, str], reason: str, hub: ThreadingHTTPServer, tmp_path: Path
+):
+    failed = asked(f"model_directory(Path('{name}'))", tmp_path, hub.server_port, **environment)
+    said = failed.stderr.splitlines()[-1]
+    assert said.startswith(f"bus.errors.ConfigError: model.path: {name} is no directory here"), failed.stderr
+    assert reason in said
+    assert said.endswith("(a gated model needs HF_TOKEN)")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("Qwen/Qwen3-0.6B", True), ("Qwen/Qwen3-0.6B@refs/pr/1", True), ("my-model", False),
+        ("/models/qwen", False), ("../models/qwen", False), ("runs/2026/model", False),
+    ],
+)  # fmt: skip
+def test_only_a_path_of_two_parts_may_be_a_name(text: str, named: bool):
+    assert is_hub_name(Path(text)) == named
+
+
+def test_a_directory_here_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "Qwen" / "Qwen3").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert not is_hub_name(Path("Qwen/Qwen3"))

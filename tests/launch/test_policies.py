@@ -1,0 +1,108 @@
+"""Settings of further policies: what is inherited, and which cannot be played or told apart."""
+
+import pytest
+
+from bus.config import BusConfig
+from bus.errors import ConfigError
+from launch.config import of_policy, preset, resolve
+from launch.policies import policy_bus
+
+PANEL = {"data": {"task": "panel"}, "actors": {"environment": {"type": "panel", "reward": "exact"}}}
+OWN_GAME = {"type": "game", "game": {"type": "plugin", "start": "my_game:start"}}
+
+
+def refusal(*layers):
+    with pytest.raises(ConfigError) as refused:
+        resolve(*layers)
+    return str(refused.value)
+
+
+def policies(**tables):
+    return {"policies": tables}
+
+
+def test_a_further_policy_has_the_runs_settings_with_its_own_over_them_and_measures_nothing():
+    own = {"agents": "rewriter, selector", "warmup": {"steps": 7}, "learner": {"optimizer": {"lr": 1e-3}}}
+    config = resolve(PANEL, policies(second=own), {"run": "mine", "learner": {"steps": 9}})
+    found = of_policy(config, "second")
+    assert config.policies["second"].agents == ("rewriter", "selector")
+    assert (found.run, found.trains, found.policies) == ("mine__second", "second", {})
+    assert (found.warmup.steps, found.learner.steps, found.learner.optimizer.lr) == (7, 9, 1e-3)
+    assert found.learner.optimizer.warmup_steps == config.learner.optimizer.warmup_steps
+    assert found.learner.target_accuracy is found.data.heldout is None
+    assert (config.trains, config.parts[-1]) == ("default", "learner-second")
+    with pytest.raises(ConfigError, match=r"no policy 'secnd' beside its own: did you mean 'second'\?"):
+        of_policy(config, "secnd")
+
+
+def test_settings_of_a_further_policy_are_checked_like_those_of_the_run():
+    said = refusal(PANEL, policies(second={"agents": ["selector"], "learner": {"stps": 3}}))
+    assert said == "policies.second: unknown key learner.stps: did you mean 'steps'?"
+    said = refusal(PANEL, policies(second={"agent": ["selector"]}))
+    assert said == "unknown key policies.second.agent: did you mean 'agents'?"
+    offload = {"agents": ["selector"], "warmup": {"optimizer": {"offload": 0.5}}}
+    apart = {"learner": {"parallel": {"distributed_optimizer": False}}}
+    assert "policies.second: warmup.optimizer.offload=0.5 needs" in refusal(
+        PANEL, apart, policies(second=offload)
+    )
+
+
+def test_a_policy_that_no_agent_plays_is_refused():
+    said = refusal(preset("nim"), policies(second={}))
+    assert "policies.second: no agent is this policy" in said
+    assert "of player-1, player-2" in said
+    assert "no environment has an agent 'rewritr': did you mean 'rewriter-" in refusal(
+        PANEL, policies(second={"agents": ["rewritr"]})
+    )
+    said = refusal(preset("nim"), policies(second={"agents": ["player"]}))
+    assert "all agents (player-1, player-2) are further policies" in said
+    game = {"actors": {"environment": OWN_GAME | {"opponent": "second"}}, "data": {"task": "nim"}}
+    resolve(game, policies(second={}))
+    resolve(
+        {"actors": {"environment": OWN_GAME}, "data": {"task": "nim"}}, policies(second={"agents": ["x"]})
+    )
+
+
+def test_a_policy_that_an_environment_names_and_nobody_trains_is_refused():
+    assert "environment.opponent='rivl' is none of opponents (rival)" in refusal(
+        preset("duel"), {"actors": {"environment": {"opponent": "rivl"}}}
+    )
+    judged = {"actors": {"environment": {"type": "debate", "decided_by": "judges", "reward": "exact"}}}
+    assert "environment.decided_by='judges' is none of opponents (none)" in refusal(PANEL, judged)
+    resolve(PANEL, judged, policies(judges={}))
+
+
+def test_policies_have_names_and_agents_of_their_own():
+    assert "policies.self: this name is that of another player" in refusal(PANEL, policies(self={}))
+    past = {"actors": {"opponents": {"past": {"version": "latest - 2"}}}}
+    assert "policies.past: this name is that of an opponent" in refusal(PANEL, past, policies(past={}))
+    assert "policies.a__b: a name is letters and digits" in refusal(PANEL, policies(a__b={}))
+    assert "a run's name has 64 characters at most" in refusal(PANEL, policies(a={}), {"run": "r" * 62})
+    two = policies(a={"agents": ["rewriter"]}, b={"agents": ["rewriter"]})
+    assert "policies.b.agents: agent 'rewriter' is policy 'a' already" in refusal(PANEL, two)
+
+
+def test_policies_share_no_engine_and_no_device_with_a_learner():
+    second = policies(second={"agents": ["selector"]})
+    assert "colocation.enabled with policies (second)" in refusal(
+        PANEL, second, {"colocation": {"enabled": True}}
+    )
+    served = {"learner": {"publication": {"transport": {"type": "http"}}}}
+    assert "transport.type=http with policies (second)" in refusal(PANEL, second, served)
+    assert "actors.evaluation.only with policies (second)" in refusal(
+        PANEL, second, {"actors": {"evaluation": {"only": True}}}
+    )
+    attached = {"actors": {"engine": {"type": "sglang", "url": "http://there:30000"}}}
+    assert "http://there:30000, which has the weights of policy 'default'" in refusal(PANEL, second, attached)
+    elsewhere = policies(second={"agents": ["selector"], "engine": {"url": "http://there:30001"}})
+    assert of_policy(resolve(PANEL, elsewhere, attached), "second").actors.engine.url.endswith("30001")
+    recorded = {"type": "sglang", "routed_experts": True}
+    assert "routed_experts=True differs" in refusal(
+        PANEL, policies(second={"agents": ["selector"], "engine": recorded})
+    )
+
+
+def test_a_secured_bus_has_credentials_for_each_policys_run_beside_those_of_the_run(tmp_path):
+    found = policy_bus(BusConfig(creds=tmp_path / "mine/actor.creds"), "mine", "second")
+    assert found.creds == tmp_path / "mine__second/actor.creds"
+    assert policy_bus(BusConfig(), "mine", "second") == BusConfig()
