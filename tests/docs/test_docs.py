@@ -19,7 +19,7 @@ from launch.config import RunConfig, validate
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
-    page.relative_to(ROOT).as_posix(): page for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    page.relative_to(ROOT).as_posix(): page for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
 }
 ROOMS = ("bus", "storage", "actors", "learner", "launch", "tests", "docs")
 LONGEST_LINE = 110
@@ -27,13 +27,29 @@ LONGEST_ROW = 160
 """Markdown has no line breaks inside a table's row."""
 
 OTHER_PROGRAMS = {
+    "--custom-generate-function-path",
+    "--custom-rm-path",
     "--custom-weight-loader",
     "--enable-return-routed-experts",
+    "--gpus",
     "--incremental-streaming-output",
+    "--hf-checkpoint",
+    "--max-weight-staleness",
     "--model-path",
+    "--n-samples-per-prompt",
+    "--rollout-batch-size",
+    "--rollout-max-response-len",
+    "--rollout-temperature",
+    "--save-debug-rollout-data",
+    "--shm-size",
+    "--sglang-mem-fraction-static",
     "--stream-interval",
+    "--tensor-model-parallel-size",
+    "--tis-clip",
+    "--use-tis",
 }
-"""Flags of SGLang's server."""
+"""Flags of SGLang's server, and of frameworks that readers come from."""
+OTHER_COMMANDS = r"docker|kubectl|pytest|sbatch|sglang\.launch|srun|systemctl|torchrun"
 
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -182,7 +198,9 @@ def test_commands_have_their_flags(text: str):
 def test_flags_exist(text: str):
     every = frozenset.union(*flags_by_command().values())
     others = "\n".join(
-        part for part in code(text) if not re.search(r"srun|torchrun|pytest|sglang.launch", part)
+        part
+        for part in code(text)
+        if not re.search(r"srun|sbatch|docker|kubectl|systemctl|torchrun|pytest|sglang.launch", part)
     )
     assert [
         flag for flag in set(FLAG.findall(others)) - OTHER_PROGRAMS - {"--help"} if not known(flag, every)

@@ -32,7 +32,9 @@ from launch.cli.app import app
 from launch.config import RunConfig, validate
 from launch.watch.monitor import RunMonitor, RunSettings
 from learner.algorithms.advantages.estimator import estimate_advantages
+from learner.algorithms.advantages.sums import exact_sums
 from learner.algorithms.aggregation import aggregation
+from learner.algorithms.hooks import with_processed_rewards
 from learner.algorithms.objective import Objective, token_losses
 from learner.algorithms.plugin import refuse_bad_plugins
 from learner.algorithms.tokens import LossTokens
@@ -130,6 +132,15 @@ async def test_the_environment_asks_again():
     assert sum(len(trajectory.turns) for trajectory in episode.trajectories) == 2
 
 
+async def test_the_game_is_won_by_whoever_reaches_nothing():
+    environment = build_environment(settings_of("my_game").actors.environment)
+    said = iter(("1", "2", "2", "2"))
+    engine = ScriptedEngine(lambda prompt: [*map(ord, next(said)), 0])
+    policy = Policy(engine, Characters(), Sampling(stop_token_ids=(0,)))
+    episode = await environment.run(Task(task_id="t", prompt="count down", label="7"), policy)
+    assert {(t.agent, t.reward) for t in episode.trajectories} == {("player-1", 0.0), ("player-2", 1.0)}
+
+
 async def test_the_tool_answers_and_says_what_the_model_did_wrong():
     [tool] = build_tools(settings_of("my_tool").actors.environment.tools).values()
     assert await tool.call({"article": "bolts"}) == ToolResult("7")
@@ -183,6 +194,16 @@ def test_aggregation():
     weights, denominators = weigh(np.array([4, 16]), np.array([0, 0]))
     assert weights.tolist() == [0.5, 0.25]
     assert denominators.tolist() == [2.0, 4.0]
+
+
+def test_hooks():
+    learner = settings_of("my_hooks").learner
+    groups = [[make_trajectory(reward=5.0), make_trajectory(sample=1, reward=1.0)]]
+    [found] = with_processed_rewards(groups, learner, exact_sums)
+    assert [t.reward for t in found] == [2.0, 1.0]
+    cyclic = importlib.import_module("my_hooks").cyclic
+    rates = [cyclic(step, groups, learner.optimizer).lr / learner.optimizer.lr for step in (50, 100)]
+    assert rates == pytest.approx([0.1, 1.0])
 
 
 def test_a_declared_stream_is_packed(monkeypatch: pytest.MonkeyPatch):

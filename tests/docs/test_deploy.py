@@ -1,0 +1,147 @@
+"""The examples of docs/deploy are what their programs take: images, manifests, job script, units."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from configparser import ConfigParser
+from pathlib import Path
+from tomllib import loads
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from launch.cli import main as cli
+from launch.config import resolve
+from launch.local.local import LEARNER_DRAIN_S
+from launch.process.runtime import FINAL
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "docs" / "deploy"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+MANIFESTS = [one for one in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()) if one]
+KUBERNETES = "1.31"
+"""Oldest version whose schemas the manifests must fit."""
+
+
+def refused(words: list[str]) -> str:
+    """Why the command line would not take these arguments; empty if it would."""
+    try:
+        cli.app.parse_args(words, exit_on_error=False, print_error=False)
+    except cli.CycloptsError as error:
+        return str(error)
+    return ""
+
+
+def test_a_wrong_flag_would_be_noticed():
+    assert "--shard" in refused(["bus", "--shard", "3"])
+
+
+# --- Docker ---
+
+
+def test_the_dockerfile_has_no_remark_of_its_linter():
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    found = subprocess.run([str(hadolint), DEPLOY / "Dockerfile"], capture_output=True, text=True)
+    assert (found.stdout, found.returncode) == ("", 0)
+
+
+def test_the_images_install_what_the_package_has():
+    text = (DEPLOY / "Dockerfile").read_text()
+    project = loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extras in re.findall(r"\*\.whl\)\[([\w,-]+)\]", text):
+        assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    assert project["optional-dependencies"]["sglang"] == re.findall(r'"(sglang[^"]+)"', text)
+    assert f"TORCH={re.search('TORCH [?]= (.*)', (ROOT / 'Makefile').read_text())[1]}" in text
+    assert set(re.findall(r'ENTRYPOINT \["(\w+)"\]', text)) == set(project["scripts"])
+    copied = re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE)
+    assert [name for names in copied for name in names.split() if not (ROOT / name).exists()] == []
+
+
+# --- Kubernetes ---
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
+def test_manifests_fit_their_schemas(manifest: dict):
+    kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+def test_the_pods_run_commands_that_there_are():
+    pods = [one["spec"]["template"] for one in MANIFESTS if "template" in one.get("spec", {})]
+    assert [pod["metadata"]["labels"]["part"] for pod in pods] == ["bus", "storage", "learner", "actors"]
+    for pod in pods:
+        [container] = pod["spec"]["containers"]
+        assert pod["spec"]["enableServiceLinks"] is False  # they set SLUICE_BUS_PORT to an address
+        assert refused(container["args"]) == ""
+        port = int(container["args"][container["args"].index("--monitoring.port") + 1])
+        probes = [container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")]
+        assert probes == [{"path": path, "port": port} for path in ("/healthz", "/healthz", "/readyz")]
+        volumes = {volume["name"] for volume in pod["spec"].get("volumes", ())} | {"runs"}
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+
+
+def test_the_run_of_the_manifests_is_one():
+    [text] = [one["data"]["run.toml"] for one in MANIFESTS if one["kind"] == "ConfigMap"]
+    assert resolve(loads(text)).run == "mine"
+
+
+# --- Slurm ---
+
+
+def test_the_job_starts_each_process_with_flags_that_there_are(tmp_path: Path):
+    """Slurm's programs are stand-ins: each writes down what it is asked to run."""
+    programs = {
+        "scontrol": 'printf "n1\\nn2\\nn3\\n"',
+        "sleep": "exit 0",
+        "srun": 'while [[ $1 == --* ]]; do shift; done; echo "$@" >> "$RECORD"\n'
+        "mkdir -p runs/keys/mine; [[ $2 == bus ]] && echo key > runs/keys/mine/storage.creds\n"
+        "[[ $2 == learner ]] || exec tail -f /dev/null",
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    record = tmp_path / "record"
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "RECORD": str(record), "SLURM_NNODES": "3",
+        "SLURM_JOB_NODELIST": "n[1-3]",
+    }  # fmt: skip
+    script = subprocess.Popen(
+        ["bash", DEPLOY / "slurm.sh", "run.toml"], cwd=tmp_path, env=environment, start_new_session=True
+    )
+    try:
+        assert script.wait(30) == 0
+    finally:
+        os.killpg(script.pid, 9)
+    started = [shlex.split(line) for line in record.read_text().splitlines()]
+    assert {words[1] for words in started} == {"bus", "storage", "learner", "actors"}
+    assert [problem for words in started if (problem := refused(words[1:]))] == []
+    asked = re.findall(r"^#SBATCH --([a-z-]+)", (DEPLOY / "slurm.sh").read_text(), re.MULTILINE)
+    assert asked == [
+        "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "exclusive", "mem", "time", "signal",
+        "requeue",
+    ]  # fmt: skip
+
+
+# --- systemd ---
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.stem)
+def test_units_run_commands_that_there_are_and_restart_as_exit_statuses_say(unit: Path):
+    parsed = ConfigParser()
+    parsed.optionxform = str
+    parsed.read(unit)
+    service = parsed["Service"]
+    program, *words = shlex.split(service["ExecStart"])
+    assert Path(program).name == "launch"
+    assert unit.stem == f"sluice-{words[0]}"
+    assert refused(words) == ""
+    assert service["Restart"] == "on-failure"
+    assert sorted(map(int, service["RestartPreventExitStatus"].split())) == sorted(FINAL)
+    if words[0] == "learner":
+        assert float(service["TimeoutStopSec"]) > LEARNER_DRAIN_S
+    if shutil.which("systemd-analyze"):
+        said = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True).stderr
+        assert [line for line in said.splitlines() if "is not executable" not in line] == []
