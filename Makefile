@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 IN_PARALLEL := --maxprocesses 8 --dist loadfile
 PROCESSORS := $$(getconf _NPROCESSORS_ONLN)
 
-.PHONY: demo test test-slow test-nightly test-sglang check install sglang clean
+.PHONY: demo test test-slow test-nightly test-sglang check docs install sglang clean
 
 demo: install
 	$(BIN)/launch local --preset sort
@@ -37,6 +37,10 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site, in build/docs: a link or an anchor that leads nowhere is an error.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml
 
 install: $(STAMP)
 

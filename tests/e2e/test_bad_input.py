@@ -212,19 +212,21 @@ def test_a_learner_that_waits_for_its_run_stops_when_asked(bus_url: str, tmp_pat
 def test_storage_survives_what_it_cannot_read(bus_url: str, storage: subprocess.Popen):
     """Garbage, and a message of a later version, are set aside; the run goes on."""
 
-    async def send_garbage() -> int:
+    async def send_garbage() -> None:
         async with Bus.connect(BusConfig(url=bus_url), "stored", name="vandal") as bus:
             await bus.wait_for("run", RunRecord, timeout_s=START_S, hint="storage has made its streams")
             subject = bus.subject("trajectories", 0)
             for data in (b"garbage", b"", b"\x82\xa3tag\xaatrajectory\xaeschema_version\xcd\x03\xe7"):
                 await bus.js.publish(subject, data)
-            dead = bus.topology.stream("DEAD")
-            async with asyncio.timeout(START_S):
-                while (await bus.js.stream_info(dead)).state.messages < 3:  # noqa: ASYNC110 - no event
-                    await asyncio.sleep(0.05)
-            return (await bus.js.stream_info(bus.topology.stream("TRAJECTORIES"))).state.messages
 
-    assert asyncio.run(send_garbage()) == 0
+            async def held(stream: str) -> int:
+                return (await bus.js.stream_info(bus.topology.stream(stream))).state.messages
+
+            async with asyncio.timeout(START_S):
+                while (await held("DEAD"), await held("TRAJECTORIES")) != (3, 0):  # noqa: ASYNC110 - no event
+                    await asyncio.sleep(0.05)
+
+    asyncio.run(send_garbage())
     assert storage.poll() is None
 
 
