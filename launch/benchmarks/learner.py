@@ -1,10 +1,11 @@
-"""Tells how fast a step of the learner is, beside a bare megatron-core loop and transformers on the same
-batch.
+"""Tells how fast a step of the learner is, on both backends, beside a bare megatron-core loop and
+transformers on the same batch.
 
 `python -m launch.benchmarks.learner` prints the figures as JSON. On CPU a small Qwen3 in float32, the sides
-taking turns step by step; on CUDA a Qwen3-0.6B in bfloat16, the sides taking longer turns. Our side computes
-the RL loss with its importance ratios, entropy and diagnostics; the others a plain cross-entropy. A loss over
-whole sequences, which makes the logits twice, is measured against ours over tokens.
+taking turns step by step; on CUDA a Qwen3-0.6B and a small mixture of experts in bfloat16, the sides taking
+longer turns. Our sides compute the RL loss with its importance ratios, entropy and diagnostics; the others a
+plain cross-entropy. A loss over whole sequences, which makes the logits twice, is measured against ours over
+tokens.
 """
 
 import gc
@@ -19,15 +20,16 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from bus.codec import Json
 from launch.benchmarks.learner_bare_megatron import BareLoop
 from launch.benchmarks.model_shapes import SHAPES
 from learner.algorithms.objective import Objective
 from learner.backends.base import StepResult
-from learner.backends.factory import close_world, init_world
-from learner.backends.megatron.trainer import Trainer
+from learner.backends.factory import BACKENDS, close_world, init_world
+from learner.config.backend import BackendName
 from learner.config.correction import TokenTIS
 from learner.config.loss import GSPOLoss, ReinforceLoss
 from learner.config.optimizer import OptimizerConfig
@@ -42,12 +44,20 @@ CUDA_ROUNDS = 2
 OPTIMIZER = OptimizerConfig(lr=1e-6)
 OVER_TOKENS = Objective(ReinforceLoss(), TokenTIS())
 OVER_SEQUENCES = Objective(GSPOLoss())
-LIMITS: dict[str, Json] = {"step_over_bare": 0.95, "step_over_hf": 0.9, "sequences_over_tokens": 0.7}
+LIMITS: dict[str, Json] = {
+    "step_over_bare": 0.95,
+    "step_over_hf": 0.9,
+    "sequences_over_tokens": 0.7,
+    "fsdp_over_hf": 0.9,
+}
 LIMITS_CUDA: dict[str, Json] = {
     "step_over_bare": 1.8,
     "step_over_hf": 1.0,
     "sequences_over_tokens": 0.8,
     "mfu": 0.45,
+    "fsdp_over_hf": 0.9,
+    "experts_over_hf": 1.0,
+    "experts_fsdp_over_hf": 0.9,
 }
 
 
@@ -55,7 +65,7 @@ LIMITS_CUDA: dict[str, Json] = {
 class Workload:
     """A model and the shape of the batches it trains on."""
 
-    model: Qwen3Config
+    model: Qwen3Config | Qwen3MoeConfig
     dtype: torch.dtype
     sequence: int
     """Tokens of each sequence."""
@@ -102,11 +112,15 @@ class Workload:
         return float(self.tokens * (6 * weights(config) + attention))
 
 
-def weights(config: Qwen3Config) -> int:
-    """Count the weights that every token is multiplied with; the embedding counts once, as output layer."""
+def weights(config: Qwen3Config | Qwen3MoeConfig) -> int:
+    """Count the weights that a token is multiplied with; the embedding counts once, as output layer."""
     hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
     groups = config.num_key_value_heads * config.head_dim
-    layer = hidden * (2 * heads + 2 * groups + 3 * config.intermediate_size)
+    if isinstance(config, Qwen3MoeConfig):
+        router, width = config.num_experts, config.num_experts_per_tok * config.moe_intermediate_size
+    else:
+        router, width = 0, config.intermediate_size
+    layer = hidden * (2 * heads + 2 * groups + 3 * width + router)
     return int(config.num_hidden_layers * layer + config.vocab_size * hidden)
 
 
@@ -119,6 +133,27 @@ def qwen3_600m(*, tokens: int) -> Workload:
     """Qwen3-0.6B on 64k tokens a step, packed from sequences of 2k."""
     config = Qwen3Config(**SHAPES["qwen3-0.6b"], attn_implementation="sdpa", use_cache=False)
     return Workload(config, torch.bfloat16, 2048, tokens, 65536 // tokens, rounds=5)
+
+
+def small_experts() -> Workload:
+    """Return a Qwen3-MoE of 1.0 billion weights, of which a token meets 0.35, on 64k tokens a step."""
+    config = Qwen3MoeConfig(
+        hidden_size=1024,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=512,
+        norm_topk_prob=True,
+        vocab_size=151936,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    return Workload(config, torch.bfloat16, 2048, 16384, 4, rounds=5)
 
 
 def qwen3(
@@ -144,14 +179,30 @@ Step = Callable[[], object]
 
 
 def ours(
-    workload: Workload, *, recompute: bool = False, objective: Objective = OVER_TOKENS
-) -> Callable[[], StepResult]:
+    workload: Workload, *, recompute: bool = False, objective: Objective = OVER_TOKENS,
+    backend: BackendName = "megatron",
+) -> Callable[[], StepResult]:  # fmt: skip
     """Return a step of the learner on batches that are packed."""
-    model = Qwen3ForCausalLM(workload.model)
-    parallel = ParallelConfig(recompute="full" if recompute else "none")
-    trainer = Trainer(workload.model, model.state_dict(), OPTIMIZER, dtype=workload.dtype, parallel=parallel)
+    parallel, model = ParallelConfig(recompute="full" if recompute else "none"), model_of(workload)
+    trainer = BACKENDS[backend]()(
+        workload.model,
+        revert_weight_conversion(model, model.state_dict()),  # by the names that files have
+        OPTIMIZER,
+        dtype=workload.dtype,
+        parallel=parallel,
+    )
     batches = workload.batches()
     return lambda: trainer.train_step(batches, objective, policy_version=0)
+
+
+def fsdp(workload: Workload) -> Step:
+    """Return a step of the learner's other backend."""
+    return ours(workload, backend="fsdp")
+
+
+def model_of(workload: Workload) -> PreTrainedModel:
+    """Return a model of this shape with random float32 weights."""
+    return AutoModelForCausalLM.from_config(workload.model, dtype=torch.float32)
 
 
 def over_sequences(workload: Workload) -> Step:
@@ -169,10 +220,11 @@ def bare(workload: Workload) -> Step:
 def hugging_face(workload: Workload) -> Step:
     """Return a step of transformers with torch's AdamW; on CUDA with liger-kernel, where it is installed."""
     if torch.cuda.is_available() and find_spec("liger_kernel") is not None:
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3, apply_liger_kernel_to_qwen3_moe
 
-        apply_liger_kernel_to_qwen3()
-    model = Qwen3ForCausalLM(workload.model).to(device(), workload.dtype)
+        sparse = isinstance(workload.model, Qwen3MoeConfig)
+        (apply_liger_kernel_to_qwen3_moe if sparse else apply_liger_kernel_to_qwen3)()
+    model = model_of(workload).to(device(), workload.dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.lr, fused=True)
     batches = [_rows(batch, workload.sequence) for batch in workload.batches()]
 
@@ -209,7 +261,7 @@ def world() -> Iterator[None]:
 def side_by_side(workload: Workload) -> dict[str, Json]:
     """Ratios of the sides taking turns, in the world that there is."""
     torch.set_num_threads(1)
-    steps = [side(workload) for side in (ours, bare, hugging_face, over_sequences)]
+    steps = [side(workload) for side in (ours, bare, hugging_face, over_sequences, fsdp)]
     seconds = np.array([[seconds_of(step) for step in steps] for _ in range(workload.rounds + 1)])[1:]
     ratios = np.median(seconds / seconds[:, :1], axis=0)
     rates = workload.tokens / np.median(seconds, axis=0)
@@ -218,11 +270,12 @@ def side_by_side(workload: Workload) -> dict[str, Json]:
             "step_over_bare": float(ratios[1]),
             "step_over_hf": float(ratios[2]),
             "sequences_over_tokens": float(1 / ratios[3]),
+            "fsdp_over_hf": float(ratios[2] / ratios[4]),
         },
         "limits": LIMITS,
         "absolute": dict(
             zip(
-                [f"{name}tokens_per_s" for name in ("", "bare_", "hf_", "sequences_")],
+                [f"{name}tokens_per_s" for name in ("", "bare_", "hf_", "sequences_", "fsdp_")],
                 rates.tolist(),
                 strict=True,
             )
@@ -232,7 +285,7 @@ def side_by_side(workload: Workload) -> dict[str, Json]:
 
 def _on_cuda() -> dict[str, Json]:
     """Return ratios of the medians of several rounds, in each of which every side has its turn by itself."""
-    large, small = qwen3_600m(tokens=32768), qwen3_600m(tokens=16384)
+    large, small, experts = qwen3_600m(tokens=32768), qwen3_600m(tokens=16384), small_experts()
     sides: tuple[tuple[str, Callable[[Workload], Step], Workload], ...] = (
         ("", ours, large),
         ("hf_", hugging_face, large),
@@ -240,6 +293,10 @@ def _on_cuda() -> dict[str, Json]:
         ("recompute_", lambda workload: ours(workload, recompute=True), large),
         ("16k_", ours, small),
         ("bare_16k_", bare, small),  # more tokens at once do not fit: it keeps their logits
+        ("fsdp_", fsdp, large),
+        ("experts_", ours, experts),
+        ("experts_fsdp_", fsdp, experts),
+        ("experts_hf_", hugging_face, experts),
     )
     rounds = [[_measured(side, workload) for _, side, workload in sides] for _ in range(CUDA_ROUNDS)]
     figures = {
@@ -254,6 +311,9 @@ def _on_cuda() -> dict[str, Json]:
             "step_over_hf": rate / figures["hf_tokens_per_s"],
             "sequences_over_tokens": figures["sequences_tokens_per_s"] / rate,
             "mfu": figures["mfu"],
+            "fsdp_over_hf": figures["fsdp_tokens_per_s"] / figures["hf_tokens_per_s"],
+            "experts_over_hf": figures["experts_tokens_per_s"] / figures["experts_hf_tokens_per_s"],
+            "experts_fsdp_over_hf": figures["experts_fsdp_tokens_per_s"] / figures["experts_hf_tokens_per_s"],
         },
         "limits": LIMITS_CUDA,
         "absolute": {

@@ -2,7 +2,7 @@ import dataclasses
 
 import torch
 
-from launch.benchmarks.learner import side_by_side, small, weights
+from launch.benchmarks.learner import side_by_side, small, small_experts, weights
 
 
 def test_all_sides_train_and_are_compared():
@@ -11,9 +11,15 @@ def test_all_sides_train_and_are_compared():
     model = dataclasses.replace(whole, sequence=32, micro_batch=64, rounds=1)
     report = side_by_side(model)
     torch.set_num_threads(threads)
-    assert report["ratios"].keys() == {"step_over_bare", "step_over_hf", "sequences_over_tokens"}
+    assert report["ratios"].keys() == report["limits"].keys()
+    assert "fsdp_over_hf" in report["ratios"]
     assert min(*report["ratios"].values(), *report["absolute"].values()) > 0
 
 
 def test_weights_are_counted_once():
     assert weights(small().model) == 4 * 256 * (2 * 256 + 2 * 128 + 3 * 768) + 4096 * 256
+
+
+def test_a_token_meets_few_of_the_experts():
+    attention, router, experts = 1024 * (2 * 2048 + 2 * 1024), 1024 * 32, 4 * 3 * 1024 * 512
+    assert weights(small_experts().model) == 12 * (attention + router + experts) + 151936 * 1024
