@@ -39,8 +39,8 @@ def outcome(preset="guess", failures=0.0, *, seed=0, top=0.95, settings="s", las
 
 def test_a_seed_is_complete_before_the_next_one_begins():
     cells = grid(PRESETS, FAILURES, SEEDS)
-    assert len({cell.name for cell in cells}) == len(cells) == 30
-    assert [cell.seed for cell in cells] == [0] * 10 + [1] * 10 + [2] * 10
+    assert len({cell.name for cell in cells}) == len(cells) == 36
+    assert [cell.seed for cell in cells] == [0] * 12 + [1] * 12 + [2] * 12
     assert cells[:2] == [Cell(0, "guess", 0.0), Cell(0, "guess", 0.1)]
     assert cells[1].name == "guess-failures100-seed0"
 

@@ -29,7 +29,7 @@ def test_gradient_of_the_logits(kernels, with_entropy):
     logits, scale = 5 * torch.randn(ROWS, VOCAB), torch.rand(ROWS) + 0.5
     column = torch.randint(VOCAB, (ROWS, 1))
     here = torch.rand(ROWS, 1) < 0.8
-    found = _statistics(logits, column, here, scale, None)
+    found = _statistics(logits, column, here, scale, None, None)
     slopes = torch.randn(ROWS), torch.randn(ROWS) if with_entropy else None
     expected = _logits_gradient(logits, column, here, found, *slopes, scale)
     label = torch.where(here, column, -1)[:, 0]
