@@ -44,6 +44,8 @@ def ended(
 ) -> Generation:  # fmt: skip
     """Return a generation of which the server has said, last, how it ended. Raises as `read_answer` does."""
     reason = _finish_reason(meta, request)
+    if reason == "length" and len(tokens) and int(tokens[-1]) in request.sampling.stop_token_ids:
+        reason = "stop"  # SGLang looks at the limit first: an answer that ends with its last token is whole
     return Generation(
         token_ids=tokens,
         logprobs=logprobs,
@@ -80,8 +82,13 @@ def read_logprobs(
             f"{_name(request)}: the log-prob of token {wrong[0]} of {len(tokens)} is {logprobs[wrong[0]]}: "
             "are the weights finite?"
         )
-    if [pair[1] for pair in pairs] != tokens.tolist():
-        raise EngineError(f"{_name(request)}: the log-probs are of other tokens than those returned")
+    told = [pair[1] for pair in pairs]
+    if told != tokens.tolist():
+        at = next(n for n, token in enumerate(told) if token != tokens[n])
+        raise EngineError(
+            f"{_name(request)}: the log-probs are of other tokens than those returned: token {at} of "
+            f"{len(tokens)} is {tokens[at]}, and the log-prob is of {told[at]}"
+        )
     return logprobs
 
 

@@ -12,7 +12,7 @@ from launch.benchmarks.learning.cells import Cell
 from launch.benchmarks.learning.outcome import Outcome, outcome_of
 from launch.benchmarks.whole_runs.comparable import comparable_settings
 from launch.benchmarks.whole_runs.run import ONE_THREAD, run_to_its_end
-from launch.config import PARTS, Layer, RunConfig, merge, preset, resolve
+from launch.config import Layer, RunConfig, merge, preset, resolve
 from storage.metrics.records import older, read_records
 
 NEVER = 1_000_000
@@ -24,13 +24,15 @@ def base_settings(name: str, given: Layer, *, steps: int) -> Layer:
     """Return the settings of all cells of a preset, under what the user gives.
 
     Every run has the same number of steps, also after the target, so that areas can be compared."""
+    layer = preset(name)
+    processes = resolve(layer).parts
     own: Layer = {
         "warmup": {"threads": 1},
         "learner": {"steps": steps, "target_accuracy": None, "checkpoint": {"save_every": NEVER}},
         "evaluation": {"every_versions": EVALUATED_EVERY},
-        "supervision": {"environment": dict.fromkeys(PARTS, ONE_THREAD)},
+        "supervision": {"environment": dict.fromkeys(processes, ONE_THREAD)},
     }
-    return merge(preset(name), own, given)
+    return merge(layer, own, given)
 
 
 def settings_of(cell: Cell, given: Layer, directory: Path, *, steps: int) -> RunConfig:

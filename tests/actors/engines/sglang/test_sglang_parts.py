@@ -47,6 +47,13 @@ def test_tokens_logprobs_and_versions_are_read():
     assert generation.finish_reason == "length"
 
 
+@pytest.mark.parametrize(("stops", "reason"), [((7, 9), "stop"), ((6,), "length"), ((), "length")])
+def test_an_answer_that_ends_with_the_last_token_of_its_limit_is_whole(stops, reason):
+    found = read_answer(answer(), request("r", [1], new=3, stop_token_ids=stops))
+    assert found.finish_reason == reason
+    assert found.token_ids.tolist() == [5, 6, 7]
+
+
 def test_without_spans_all_tokens_are_of_the_one_version():
     generation = read_answer(answer(weight_versions=None), request("r", [1]))
     assert generation.policy_versions.tolist() == [4, 4, 4]
@@ -63,7 +70,7 @@ def test_without_spans_all_tokens_are_of_the_one_version():
         ),
         (
             {"output_token_logprobs": [[-0.5, 5, None], [-1.5, 9, None], [-2.5, 7, None]]},
-            "of other tokens",
+            "of other tokens than those returned: token 1 of 3 is 6, and the log-prob is of 9",
         ),
         ({"weight_versions": [{"version": "default", "start": 0, "end": 3}]}, "weights of version 'default'"),
         ({"weight_versions": [{"version": "3", "start": 0, "end": 2}]}, "of no version"),
