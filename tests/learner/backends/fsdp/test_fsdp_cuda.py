@@ -27,10 +27,9 @@ def test_each_step_is_megatrons_in_float32(family):
         assert (ours[1][name] - weight).abs().max() < 2e-5, name
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_each_step_is_near_megatrons_in_bfloat16(family):
-    """The kernel for sequences of any lengths and the rounding of activations are on both sides."""
-    ours, theirs = (trained(backend, family, dtype=torch.bfloat16)[0] for backend in ("fsdp", "megatron"))
+def test_each_step_is_near_megatrons_in_bfloat16():
+    """Both round activations, each in places of its own; experts would change with them."""
+    ours, theirs = (trained(backend, "qwen3", dtype=torch.bfloat16)[0] for backend in ("fsdp", "megatron"))
     for found, expected in zip(ours, theirs, strict=True):
         assert found == pytest.approx(expected, rel=0.03, abs=0.01)
 
