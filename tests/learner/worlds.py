@@ -12,7 +12,8 @@ from typing import Any, Self
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs do not export it
 
-TIMEOUT_S = 60
+TIMEOUT_S = 240
+"""Bound on what takes seconds: on a machine that others slow down, four ranks have taken above a minute."""
 IMPORTED_BEFORE_FORKING = [
     "learner.backends.megatron.trainer",
     "learner.checkpoint.commit",

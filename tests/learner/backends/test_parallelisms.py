@@ -108,6 +108,17 @@ CASES = {
 }
 IN_EVERY_RUN = ("tp2 sp",)
 """Layouts that are not marked slow."""
+NIGHTLY = (
+    "tp2 sp ep2 etp2", "pp2 ep2", "tp2 pp2", "tp2 sp pp2 plain tied", "tp2 cp2", "tp2 sp cp2 plain tied",
+    "dp2 tp2 sp overlapped", "dp2 pp2 tied overlapped",
+)  # fmt: skip
+"""Layouts of four ranks whose parts other layouts have too."""
+
+
+def marked(name: str) -> object:
+    """Return the name of a layout as a parameter, marked by when it is tested."""
+    marks = {**dict.fromkeys(IN_EVERY_RUN, ()), **dict.fromkeys(NIGHTLY, pytest.mark.nightly)}
+    return pytest.param(name, marks=marks.get(name, pytest.mark.slow))
 
 
 def train(case: Case, dtype: torch.dtype) -> tuple[list[StepResult], dict[str, Tensor]]:
@@ -171,9 +182,7 @@ def reference(model: tuple[tuple[str, object], ...]) -> tuple[list[tuple[float, 
     }
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", [marked(name) for name in CASES])
 def test_four_steps_follow_plain_torch_adamw_on_any_layout(worlds, name):
     case = CASES[name]
     answers = worlds.run(case.ranks, train, case, torch.float32)
