@@ -364,7 +364,7 @@ def says(process: subprocess.Popen, wanted: str) -> str:
     raise AssertionError(f"{wanted!r} was never said:\n{said}\n{process.stderr.read()}")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.nats
 @pytest.mark.timeout(600)
 def test_a_run_that_is_interrupted_again_and_again_goes_on_where_it_was(tmp_path: Path):

@@ -53,10 +53,12 @@ def digest(name: str, given: Layer, *, steps: int) -> str:
     """Return a digest of the settings of all cells of a preset, with those of its task.
 
     Outcomes of one digest may be compared."""
-    from storage.prompts.generators import GENERATOR_VERSION
+    from storage.prompts.generators import GENERATOR_VERSION, TASKS
 
-    settings = comparable_settings(resolve(base_settings(name, given, steps=steps)))
-    return xxhash.xxh3_64(f"{GENERATOR_VERSION} {settings}".encode()).hexdigest()
+    config = resolve(base_settings(name, given, steps=steps))
+    wrong = TASKS[config.data.task].wrong_share if config.data.task in TASKS else None
+    parts = f"{GENERATOR_VERSION} {wrong} {comparable_settings(config)}"
+    return xxhash.xxh3_64(parts.encode()).hexdigest()
 
 
 async def run_cell(
