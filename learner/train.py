@@ -331,7 +331,7 @@ class Learner:
             self._publishing = None
 
     async def _evaluate(self) -> None:
-        """Ask the actors for the held-out accuracy of the version published last."""
+        """Ask the actors for the held-out reward of the version published last."""
         manifest = self._weights.latest
         if manifest is None or self._heldout.was_asked(manifest.policy_version):
             return
