@@ -5,6 +5,7 @@ The JetStream object store is not used: its `get` is quadratic in nats-py.
 
 import asyncio
 import uuid
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import nats.errors
@@ -15,10 +16,13 @@ from bus.connection import Bus
 from bus.errors import BusError, DamagedError
 from bus.messages import BlobRef
 from bus.publish import Publisher, together
+from bus.work_progress import Advance, long_work, uncounted
 
 log = structlog.get_logger()
 B = TypeVar("B", bytes, memoryview)
 CHUNK_BYTES = 512 << 10
+LARGE_BYTES = 64 << 20
+"""Size from which it is shown how far the fetch of a blob is."""
 FETCH_WINDOW = 16
 """Chunks asked for at once: enough to fill the connection, few enough to bound memory."""
 
@@ -71,7 +75,9 @@ async def _get_blob(bus: Bus, ref: BlobRef) -> bytes:
 
     async def fetch(n: int) -> bytes:
         async with slots:
-            return await bus.patiently(lambda: chunk(n), f"fetching {ref.subject}")
+            found = await bus.patiently(lambda: chunk(n), f"fetching {ref.subject}")
+        advance(len(found))
+        return found
 
     async def chunk(n: int) -> bytes:
         try:
@@ -82,7 +88,16 @@ async def _get_blob(bus: Bus, ref: BlobRef) -> bytes:
             raise BusError(f"{ref.subject}: chunk {n} of {ref.chunks} is not on the bus ({error})") from cause
         return found.data or b""
 
-    return checked(ref, b"".join(await together(fetch(n) for n in range(ref.chunks))))
+    with shown_fetch(ref) as advance:
+        chunks = await together(fetch(n) for n in range(ref.chunks))
+    return checked(ref, b"".join(chunks))
+
+
+def shown_fetch(ref: BlobRef) -> AbstractContextManager[Advance]:
+    """Show how many bytes of a large blob are fetched inside; yields what they are counted by."""
+    if ref.size_bytes < LARGE_BYTES:
+        return nullcontext(uncounted)
+    return long_work(f"fetching {ref.subject}", ref.size_bytes)
 
 
 def stream_with(bus: Bus, ref: BlobRef) -> str:

@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 URL_VARIABLE = "SLUICE_BUS"
 """Environment variable with the URL of the bus for a process without --bus; others do not see it."""
+LOG_FORMAT_VARIABLE = "SLUICE_LOG_FORMAT"
+"""Environment variable with the format of the log, `text` or `json`."""
 MOST_KEPT = 1024
 """Most tokens of a kept set (`bus.kept_sets`), which bounds what it takes on the wire and in the learner's
 memory: 4 bytes a token that is kept."""

@@ -243,7 +243,7 @@ class ModelFiles(Message, tag="model_files"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationTask(Message, tag="evaluation_task"):
-    """Asks for held-out accuracy of one policy version on one data set."""
+    """Asks for held-out reward of one policy version on one data set."""
 
     policy: PolicyManifest
     prompts: BlobRef

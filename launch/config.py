@@ -157,7 +157,7 @@ class RunConfig(ProcessConfig):
     """Reinforcement learning."""
 
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Measurement of the held-out accuracy."""
+    """Measurement of the held-out reward."""
 
     metrics: MetricsConfig = MetricsConfig()
     """Where metrics go besides metrics.jsonl."""

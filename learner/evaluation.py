@@ -1,4 +1,4 @@
-"""Held-out accuracy, measured by the actors on the versions that the learner asks for, or on later ones."""
+"""Held-out reward, measured by the actors on the versions that the learner asks for, or on later ones."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from bus.errors import ConfigError
+from bus.work_progress import tracked
 from learner.backends.factory import checkpoint_weights
 from learner.lazy_weights import LazyWeights, Spec, State, spec_of, tensor_bytes
 from storage.disk.atomic_files import TEMPORARY_PREFIX
@@ -165,11 +166,13 @@ def stream_hf_directory(
     weights: Iterable[tuple[str, Tensor]],
     tokenizer_dir: Path | None,
     *,
+    tensors: int | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write what `save_hf_directory` writes, from weights that come one after another.
 
-    No more than `shard_bytes` of them, or one tensor, are in the host's memory at a time.
+    No more than `shard_bytes` of them, or one tensor, are in the host's memory at a time. `tensors` is their
+    number, where it is known.
     """
     path.mkdir(parents=True, exist_ok=True)
     hf_config.save_pretrained(path)
@@ -182,7 +185,7 @@ def stream_hf_directory(
         shards.append(specs)
         held.clear()
 
-    for name, weight in weights:
+    for name, weight in tracked(weights, f"exporting the model to {path}", tensors):
         if held and sum(one.nbytes for one in held.values()) + weight.nbytes > shard_bytes:
             write()
         held[name] = weight.detach().to("cpu", copy=True).contiguous()

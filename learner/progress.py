@@ -44,10 +44,10 @@ class Progress:
     rl_s: float = 0.0
     """Seconds spent in the stage, over all incarnations."""
     target_reached_s: float | None = None
-    """`rl_s` at which held-out accuracy first reached the target."""
+    """`rl_s` at which held-out reward first reached the target."""
     target_reached_step: int | None = None
     evaluations: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Version -> (sampled, greedy) held-out accuracy."""
+    """Version -> (sampled, greedy) held-out reward."""
     groups: dict[str, list[int]] = field(default_factory=dict)
     """Step -> leases of its groups, of the steps since the checkpoint before."""
     baselines: dict[str, float] = field(default_factory=dict)

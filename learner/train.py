@@ -14,6 +14,7 @@ from bus.messages import EvaluationResult, Probe
 from bus.requests import BatchLease
 from bus.status import report_status
 from bus.waiting import ended_before
+from bus.work_progress import tracked
 from learner import lineage
 from learner.algorithms.rl_step import lineage_line
 from learner.backends.base import StepResult
@@ -152,10 +153,13 @@ class Learner:
     async def _warmed_up(self) -> bool:
         """Take all steps on demonstrations; return False if `stop` came before the last."""
         progress, warmup = self.progress, self._settings.warmup
-        while progress.warmup_step < warmup.steps and not self._stop.is_set():
+        steps = range(progress.warmup_step, warmup.steps)
+        for step in tracked(steps, "warming up on demonstrations"):
+            if self._stop.is_set():
+                break
             started = time.monotonic()
             self._doing = f"warming up on demonstrations, step {progress.warmup_step + 1} of {warmup.steps}"
-            result = await self._world.call(Rank.warm_up, progress.warmup_step)
+            result = await self._world.call(Rank.warm_up, step)
             progress.warmup_step += 1
             progress.warmup_s += time.monotonic() - started
             self._steps.report("warmup", progress.warmup_step, step_values(result))
@@ -327,7 +331,7 @@ class Learner:
             self._publishing = None
 
     async def _evaluate(self) -> None:
-        """Ask the actors for the held-out accuracy of the version published last."""
+        """Ask the actors for the held-out reward of the version published last."""
         manifest = self._weights.latest
         if manifest is None or self._heldout.was_asked(manifest.policy_version):
             return

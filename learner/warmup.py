@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from bus.work_progress import tracked
 from learner.backends.base import Backend, StepResult
 from learner.config.loss import SFTLoss
 from learner.data.data_parallel import equally_many
@@ -47,10 +48,11 @@ def finish_warm_up(
 
     When `stopped` comes before the last step, the stage stays "warmup".
     """
-    while progress.warmup_step < settings.warmup.steps:
+    steps = range(progress.warmup_step, settings.warmup.steps)
+    for step in tracked(steps, "warming up on demonstrations"):
         if stopped():
             return
-        warm_up_step(backend, settings, demonstrations, progress.warmup_step)
+        warm_up_step(backend, settings, demonstrations, step)
         progress.warmup_step += 1
     begin_reinforcement_learning(backend, settings)
     progress.end_warm_up(has_trained=settings.warmup.steps > 0)

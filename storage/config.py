@@ -32,7 +32,8 @@ class DataConfig(Config):
     """The prompts to train on and the held-out prompts to measure with."""
 
     prompts: Path | None = None
-    """File of training prompts, .jsonl or .parquet. Without it the task's own generator writes one."""
+    """File of training prompts, .jsonl or .parquet, or a data set of the Hugging Face hub, as
+    hf://ORGANISATION/NAME/SPLIT. Without it the task's own generator writes one."""
 
     sources: tuple[SourceConfig, ...] = ()
     """Several files of training prompts that are mixed by weights, instead of `prompts`."""

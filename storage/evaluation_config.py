@@ -80,7 +80,7 @@ class EvaluationSetConfig(Config):
 
 
 class EvaluationConfig(Config):
-    """When the held-out accuracy is measured, and on what; `actors.evaluation` says how."""
+    """When the held-out reward is measured, and on what; `actors.evaluation` says how."""
 
     every_versions: int = Field(10, ge=0)
     """Versions from one evaluation to the next; 0 measures only the first and the last."""

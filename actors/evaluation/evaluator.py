@@ -1,4 +1,4 @@
-"""Measures the held-out accuracy of a policy version."""
+"""Measures the held-out reward of a policy version."""
 
 import asyncio
 import time

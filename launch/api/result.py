@@ -20,9 +20,9 @@ class Result:
     """Optimizer steps of reinforcement learning."""
     policy_version: int
     accuracy_start: float | None
-    """Held-out accuracy of the untrained policy, sampled."""
+    """Held-out reward of the untrained policy, sampled."""
     accuracy_end: float | None
-    """Held-out accuracy of the last version, sampled."""
+    """Held-out reward of the last version, sampled."""
     wall_s: float
     """Seconds of the latest launch."""
     trajectories_trained: int

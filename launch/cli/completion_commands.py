@@ -1,21 +1,22 @@
-"""`launch completion`: the script by which a shell completes commands, flags and their values."""
+"""`launch completion`: the scripts by which shells complete commands, flags and their values."""
 
 from typing import Literal
 
 from launch.cli.app import app
 
 
-@app.command(usage="Usage: launch completion bash")
-def completion(shell: Literal["bash"], /) -> None:
-    """Print the script by which bash completes commands, flags and their values.
+@app.command(usage="Usage: launch completion bash|zsh|fish")
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+    """Print the scripts by which shells complete commands, flags and their values.
 
-    Write it to ~/.local/share/bash-completion/completions/launch, once and after each upgrade.
+    Write it, once and after each upgrade, to ~/.local/share/bash-completion/completions/launch for bash, to
+    ~/.config/fish/completions/launch.fish for fish, and to a file _launch in a directory of $fpath for zsh.
 
     Parameters
     ----------
     shell
         Shell that reads the script.
     """
-    from launch.cli.completion_script import bash_script
+    from launch.cli.completion_script import script
 
-    print(bash_script())  # noqa: T201 - the user's terminal
+    print(script(shell))  # noqa: T201 - the user's terminal

@@ -1,4 +1,4 @@
-"""The completion script for bash, made from the commands and the tree of settings.
+"""The completion scripts of shells, made from the commands and the tree of settings.
 
 cyclopts can write one as well: of 500 settings in a dozen commands it makes 0.9 MB, in 15 s."""
 
@@ -12,62 +12,46 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from launch.cli.app import app
+from launch.cli.completion_shells import BASH, FISH, ZSH
 from launch.cli.settings_help import flag
 from launch.config import preset_names
 from launch.settings_tree import Model, members, tag_of
 
-SCRIPT = """\
-# completion of launch for bash 4.3 and later
-declare -gA _launch_words=(
-{words}
-)
-declare -gA _launch_values=(
-{values}
-)
-_launch_runs() (  # a subshell, whose options are its own
-  shopt -u failglob
-  for path in "${{SLUICE_DIRECTORY:-runs}}"/*/; do
-    name=${{path%/}} name=${{name##*/}}
-    # compgen -W expands each word, so that a directory named $(command) would run it
-    if [[ $name =~ ^[A-Za-z0-9_-]+$ ]]; then printf '%s\\n' "$name"; fi
-  done
-)
-_launch() {{
-  local current=${{COMP_WORDS[COMP_CWORD]}} previous=${{COMP_WORDS[COMP_CWORD-1]}} path= word key rest
-  local -A seen=()
-  if [[ $current == = ]]; then
-    current=
-  elif [[ $previous == = ]]; then  # bash takes --flag=value for three words
-    previous=${{COMP_WORDS[COMP_CWORD-2]}}
-  fi
-  for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
-    key="${{path:+$path }}$word"
-    if [[ $word == -* || -z "${{_launch_words[$key]}}" ]]; then break; fi
-    path=$key
-  done
-  COMPREPLY=()
-  if [[ $previous == --run ]]; then
-    COMPREPLY=($(compgen -W "$(_launch_runs)" -- "$current"))
-  elif [[ $previous == -* && -n "${{_launch_values[$previous]}}" ]]; then
-    COMPREPLY=($(compgen -W "${{_launch_values[$previous]}}" -- "$current"))
-  elif [[ $current == -* || $previous == "${{path##* }}" || $COMP_CWORD -eq 1 ]]; then
-    for word in $(compgen -W "${{_launch_words[${{path:-launch}}]}}" -- "$current"); do
-      rest=${{word#"$current"}}
-      if [[ $rest == *.* ]]; then  # a section first, then what is in it
-        word=$current${{rest%%.*}}.
-        compopt -o nospace 2> /dev/null
-      fi
-      if [[ -z "${{seen[$word]}}" ]]; then seen[$word]=1; COMPREPLY+=("$word"); fi
-    done
-  fi
-}}
-complete -o default -o bashdefault -F _launch launch"""
+Table = Mapping[str, list[str]]
 
 
-def bash_script() -> str:
+def script(shell: str) -> str:
     """Return the script: what may follow each command, and the values of each flag that has only some.
 
     A value that it does not know is completed as a file's name."""
+    text, write = SHELLS[shell]
+    words, values = _tables()
+    return text.replace("@WORDS@", write(words)).replace("@VALUES@", write(values))
+
+
+def _bash_table(entries: Table) -> str:
+    """Return the lines of an associative array of bash."""
+    return "\n".join(f"  ['{key}']='{' '.join(words)}'" for key, words in entries.items())
+
+
+def _zsh_table(entries: Table) -> str:
+    """Return the lines of an associative array of zsh."""
+    return "\n".join(f"    '{key}' '{' '.join(words)}'" for key, words in entries.items())
+
+
+def _fish_table(entries: Table) -> str:
+    """Return the cases of a switch of fish, each of which prints words."""
+    return "\n".join(
+        f"        case '{key}'\n            echo {' '.join(words)}" for key, words in entries.items()
+    )
+
+
+SHELLS = {"bash": (BASH, _bash_table), "zsh": (ZSH, _zsh_table), "fish": (FISH, _fish_table)}
+"""Script of each shell, and what writes a table for it."""
+
+
+def _tables() -> tuple[Table, Table]:
+    """Return what may follow each command, and the values of each flag that has only some."""
     words, values = {"launch": _names(app)}, dict(_fixed_values())
     for path, command in _commands(app, ""):
         if command.default_command is None:
@@ -76,7 +60,11 @@ def bash_script() -> str:
         flags = dict(_flags(command))
         words[path] = [*flags, "--help"]
         values |= {name: found for name, found in flags.items() if found}
-    return SCRIPT.format(words=_table(words), values=_table(values))
+    return _each_once(words), _each_once(values)
+
+
+def _each_once(entries: Table) -> Table:
+    return {key: list(dict.fromkeys(words)) for key, words in entries.items()}
 
 
 def _commands(above: App, path: str) -> Iterator[tuple[str, App]]:
@@ -148,8 +136,3 @@ def _fixed_values() -> Iterator[tuple[str, list[str]]]:
     yield "--preset", preset_names()
     yield "--log-level", ["debug", "info", "warning", "error"]
     yield "--log-format", ["text", "json"]
-
-
-def _table(entries: Mapping[str, list[str]]) -> str:
-    """Return the lines of an associative array of bash."""
-    return "\n".join(f"  ['{key}']='{' '.join(dict.fromkeys(words))}'" for key, words in entries.items())

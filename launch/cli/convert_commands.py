@@ -4,6 +4,8 @@ from pathlib import Path
 
 from cyclopts import App
 
+from launch.process.log_settings import configure_logging
+
 convert = App(
     name="convert",
     help="Convert models between Hugging Face directories and checkpoints.",
@@ -26,6 +28,7 @@ def hf_to_megatron(source: Path, target: Path) -> None:
     """
     from learner.backends.megatron.conversion.convert import hf_to_megatron
 
+    configure_logging()
     print(hf_to_megatron(source, target))  # noqa: T201 - the user's terminal
 
 
@@ -46,4 +49,5 @@ def megatron_to_hf(source: Path, target: Path, *, model: Path | None = None) -> 
     """
     from learner.backends.megatron.conversion.convert import megatron_to_hf
 
+    configure_logging()
     print(megatron_to_hf(source, target, model))  # noqa: T201 - the user's terminal

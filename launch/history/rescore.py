@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from bus.codec import Json
 from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY
+from bus.work_progress import long_work
 from launch.history.retrain import recorded_config
 from launch.process.model_directory import model_of_run
 from storage.client.score_tables import Comparison, compare, save_scores, scores_path
@@ -116,10 +117,12 @@ async def run_rescore(
         chat = _chat(model or model_of_run(config, run))
         prompts = PastPrompts(facts_of(run.ledger), run.data)
         found = Rescored()
+        advance = open_parts.enter_context(long_work(f"scoring groups of run {run_name}", len(leases)))
         for first in range(0, len(leases), AT_ONCE):
             groups = await asyncio.to_thread(read_groups, stores, leases[first : first + AT_ONCE])
             work = (scoring.rescore(group, prompts.of(group[0].lease_id), chat, found) for group in groups)
             await asyncio.gather(*work)
+            advance(len(groups))
             if stop.is_set():
                 raise ConfigError(
                     f"stopped after {first + len(groups)} of {len(leases)} groups: no table made"

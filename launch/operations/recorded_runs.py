@@ -57,7 +57,7 @@ class RecordedRun:
     reward: float | None = None
     """Mean reward of the last ten steps."""
     accuracy: float | None = None
-    """Held-out accuracy, sampled, of the version that was measured last."""
+    """Held-out reward, sampled, of the version that was measured last."""
     pids: list[int] = field(default_factory=list)
     """Processes of this host that hold files of the run."""
     problem: str = ""

@@ -6,10 +6,12 @@ import sys
 from types import TracebackType
 from typing import Any, Literal
 
+from bus.config import LOG_FORMAT_VARIABLE
+
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["text", "json"]
 LEVEL_VARIABLE = "SLUICE_LOG_LEVEL"
-FORMAT_VARIABLE = "SLUICE_LOG_FORMAT"
+FORMAT_VARIABLE = LOG_FORMAT_VARIABLE
 FAILED = "process_failed"
 """Event of JSON logs with the error that a process ends with."""
 

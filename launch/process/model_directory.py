@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bus.errors import ConfigError
 from launch.config import RunConfig
-from launch.process.hub_model import fetched, fetched_before, is_hub_name
+from launch.process.hub_model import REMEDY, fetched, fetched_before, is_hub_name
 from storage.disk.run_directory import RunDirectory
 
 
@@ -15,7 +15,7 @@ def model_directory(path: Path, *, setting: str = "model.path") -> Path:
     Raises `ConfigError` when there is no such model."""
     found = fetched(path, setting) if is_hub_name(path) else path
     if not (found / "config.json").is_file():
-        raise ConfigError(f"{setting}: {found} is not a model directory: it has no config.json")
+        raise ConfigError(f"{setting}: {found} is not a model directory: it has no config.json; {REMEDY}")
     return found
 
 

@@ -47,10 +47,11 @@ def _of_each_policy(config: RunConfig) -> list[RunConfig]:
 
 
 def _check_model(config: RunConfig) -> None:
-    """Refuse a model directory or demonstrations that cannot be what they are to be."""
+    """Refuse a model directory, a context or demonstrations that cannot be what they are to be."""
     where = "" if config.trains == DEFAULT_POLICY else f"policies.{config.trains}."
     if config.model.path is not None:
         model_directory(config.model.path, setting=f"{where}model.path")
+    refuse_full_context(config)
     if config.warmup.steps and config.warmup.demonstrations is not None:
         load_demonstrations(config.warmup.demonstrations)
 
@@ -73,6 +74,8 @@ async def rehearse_local(config: RunConfig, stop: asyncio.Event, *, own_bus: boo
 async def rehearse_storage(config: RunConfig, stop: asyncio.Event) -> str:
     """Check what `launch storage` checks first, as `rehearse_local` does."""
     refuse_missing(config.metrics)
+    for one in _of_each_policy(config):
+        refuse_full_context(one)
     with TemporaryDirectory(prefix="sluice-dry-run-") as scratch:
         run = RunDirectory(Path(scratch), config.run)
         prompts = read_prompts(config.data, run, config.seed, config.evaluation.sets)
@@ -82,8 +85,6 @@ async def rehearse_storage(config: RunConfig, stop: asyncio.Event) -> str:
 async def _rehearse_storage(config: RunConfig, prompts: Prompts, stop: asyncio.Event | None) -> str:
     """Check the prompts against the model and, with `stop`, against the bus; return what was found."""
     RunDirectory(config.directory, config.run).refuse_other_format()
-    for one in _of_each_policy(config):
-        refuse_full_context(one)
     model, limit = model_here(config.model.path), config.sampling.max_new_tokens
     if model is not None and config.data.long_prompts == "refuse":
         await asyncio.to_thread(check_prompt_lengths, prompts.training, model, max_new_tokens=limit)

@@ -79,8 +79,8 @@ def _draw_reward(axes: Axes, history: History, target: float | None) -> None:
         )
     _draw_evaluations(axes, history)
     if target is not None:
-        axes.axhline(target, color=GREEN, ls="--", lw=1.5, label=f"target accuracy {target:g}")
-    _finish(axes, "Reward and held-out accuracy", "mean reward, accuracy")
+        axes.axhline(target, color=GREEN, ls="--", lw=1.5, label=f"target {target:g}")
+    _finish(axes, "Reward, in training and held out", "mean reward")
 
 
 def _draw_evaluations(axes: Axes, history: History) -> None:
@@ -92,8 +92,8 @@ def _draw_evaluations(axes: Axes, history: History) -> None:
     if later:
         at = [sum(e.drawn_by) / 2 - start for e in later]
         sampled, greedy = [e.sampled for e in later], [e.greedy for e in later]
-        axes.plot(at, sampled, "o-", color=ORANGE, lw=2, ms=6, label="held-out accuracy, sampled")
-        axes.plot(at, greedy, "s:", color=ORANGE, lw=1.2, ms=4, alpha=0.7, label="held-out accuracy, greedy")
+        axes.plot(at, sampled, "o-", color=ORANGE, lw=2, ms=6, label="held-out reward, sampled")
+        axes.plot(at, greedy, "s:", color=ORANGE, lw=1.2, ms=4, alpha=0.7, label="held-out reward, greedy")
     for name, evaluations in history.sets.items():
         drawn = [e for version, e in evaluations.items() if version >= start]
         at = [sum(e.drawn_by) / 2 - start for e in drawn]

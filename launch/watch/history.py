@@ -37,7 +37,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out accuracy of one policy version."""
+    """Held-out reward of one policy version."""
 
     policy_version: int
     time_s: float

@@ -77,7 +77,7 @@ def _latest(monitor: RunMonitor, progress: Mapping[str, Json], key: str) -> int:
 
 
 def _accuracies(monitor: RunMonitor, progress: Mapping[str, Json]) -> Summary:
-    """Return the held-out accuracy of the first version, of the one after warm-up, and of the last."""
+    """Return the held-out reward of the first version, of the one after warm-up, and of the last."""
     measured = _evaluations(monitor, progress)
     trains_from = integer(progress, "trains_from") if "trains_from" in progress else monitor.trains_from
     last = _latest(monitor, progress, "policy_version")
@@ -200,19 +200,19 @@ def _result_rows(summary: Summary) -> list[tuple[str, str]]:
     wall, warmup, rl = (duration(_known(summary, key)) for key in ("wall_s", "warmup_wall_s", "rl_wall_s"))
     steps, version = integer(summary, "steps"), integer(summary, "policy_version")
     return [
-        ("Held-out accuracy, untrained", _accuracy(summary, "heldout_accuracy_start", 0)),
+        ("Held-out reward, untrained", _accuracy(summary, "heldout_accuracy_start", 0)),
         ("... after warm-up (SFT)", _accuracy(summary, "heldout_accuracy_after_sft", version - steps)),
         ("... at the end", _accuracy(summary, "heldout_accuracy_end", version)),
         *((f"{name}, latest", text) for name, text in _latest_of_sets(summary)),
         *([("Best checkpoint", best)] if (best := best_text(summary["best_checkpoint"])) else []),
-        ("Target accuracy", _target(summary)),
+        ("Target", _target(summary)),
         ("Optimizer steps", f"{steps} of reinforcement learning, policy version {version}"),
         ("Time", f"{wall} this launch; in all launches warm-up {warmup}, reinforcement learning {rl}"),
     ]
 
 
 def _accuracy(summary: Summary, key: str, version: int) -> str:
-    """Return a version's accuracy with remarks on how it was measured."""
+    """Return a version's held-out reward with remarks on how it was measured."""
     measured, evaluations = _known(summary, key), summary["heldout_evaluations"]
     row = evaluations.get(str(version)) if isinstance(evaluations, dict) else None
     if measured is None or not isinstance(row, dict):

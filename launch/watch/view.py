@@ -349,7 +349,7 @@ class News:
         before, self._evaluations = self._evaluations, dict(self._monitor.history.evaluations)
         for version, evaluation in self._evaluations.items():
             if before.get(version) != evaluation:
-                yield f"held-out accuracy: {_accuracy(evaluation)}"
+                yield f"held-out reward: {_accuracy(evaluation)}"
         known, self._sets = self._sets, {name: dict(of) for name, of in self._monitor.history.sets.items()}
         for name, found in self._sets.items():
             for version, evaluation in found.items():

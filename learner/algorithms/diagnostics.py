@@ -17,6 +17,8 @@ RATIO_EDGES = (*(-distance for distance in reversed(_DISTANCES)), *_DISTANCES)
 before; one more bin holds what is beyond the last."""
 STALENESS_EDGES = (0, 1, 2, 4, 8, 16, 32)
 """Largest staleness, in versions, of each bin of tokens; one more bin holds what is beyond the last."""
+WEIGHT_EDGES = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
+"""Largest importance ratio of each bin of tokens that a chart shows; one more bin holds what is beyond."""
 COUNTED = ("clipped", "truncated", "rejected")
 """Tokens that losses, corrections and rejections count."""
 PERCENTILE = 0.99
@@ -48,6 +50,7 @@ def off_policy_sums(tokens: LossTokens) -> dict[str, Tensor]:
     return {
         **{name: values.sum(dtype=torch.float64) for name, values in sums.items()},
         **_histogram("ratio", log_ratio, RATIO_EDGES),
+        **_histogram("weight", ratio, WEIGHT_EDGES),
         **_histogram("staleness", staleness, STALENESS_EDGES),
     }
 
@@ -80,7 +83,8 @@ def off_policy_diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
     second is the upper edge of the last bin that holds a token. `mismatch_nats` is the mean |log ratio| of
     tokens sampled by equal weights, which is an error of the engine or the trainer; `drift_nats` is that of
     tokens from other versions. `stale_tokens_0`, `_1`, `_2`, `_4` and so on are shares of the tokens whose
-    staleness is at most that many versions and above the bound before.
+    staleness is at most that many versions and above the bound before; `ratio_tokens_0.5`, `_0.8` and so on
+    are the same of their importance ratio.
     """
     means = {
         "importance_ratio": (sums["ratio"], sums["tokens"]),
@@ -100,6 +104,10 @@ def off_policy_diagnostics(sums: Mapping[str, float]) -> dict[str, float]:
         **{
             f"stale_tokens_{name}": (sums[_bin("staleness", i)], sums["tokens"])
             for i, name in enumerate((*STALENESS_EDGES, "more"))
+        },
+        **{
+            f"ratio_tokens_{name}": (sums[_bin("weight", i)], sums["tokens"])
+            for i, name in enumerate((*WEIGHT_EDGES, "more"))
         },
     }
     found = {name: total / count for name, (total, count) in means.items() if count > 0}

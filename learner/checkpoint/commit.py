@@ -8,6 +8,7 @@ on disk.
 import time
 from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from pydantic import JsonValue
 
 from bus.errors import ConfigError, StorageError
+from bus.work_progress import long_work
 from learner.backends.base import Backend, StagedFiles
 from learner.checkpoint.manifest import (
     amend_manifest,
@@ -38,7 +40,11 @@ class PendingCheckpoint:
     """A checkpoint whose files are being written while training goes on; nobody sees it before `finish`."""
 
     def __init__(
-        self, staged: StagedFiles, publish: Callable[[Mapping[str, str]], None], final: Path
+        self,
+        staged: StagedFiles,
+        publish: Callable[[Mapping[str, str]], None],
+        temporary: Path,
+        final: Path,
     ) -> None:
         """Begin to write on a thread. `start_checkpoint` makes one of these."""
         self.finished = False
@@ -47,7 +53,7 @@ class PendingCheckpoint:
         self._final = final
         self._deadline = time.monotonic() + WRITING_TIMEOUT_S
         thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing = thread.submit(staged.write)
+        self._writing = thread.submit(_written, staged, temporary, final)
         thread.shutdown(wait=False)
 
     @property
@@ -132,7 +138,25 @@ def start_checkpoint(
         checkpoints.replace(temporary, final)
         checkpoints.prune(root, keep, besides=besides)
 
-    return PendingCheckpoint(staged, publish, final)
+    return PendingCheckpoint(staged, publish, temporary, final)
+
+
+def _written(staged: StagedFiles, temporary: Path, final: Path) -> dict[str, str]:
+    """Write this rank's files and show how far that is, as long as all are as large as those of a checkpoint
+    before."""
+    before = checkpoints.latest(final.parent)
+    total = _size_bytes(before) if before is not None else None
+    with long_work(f"writing {final}", total, measured=lambda: _size_bytes(temporary)):
+        return staged.write()
+
+
+def _size_bytes(directory: Path) -> int:
+    """Return the size of all files; one that gets another name meanwhile may be left out."""
+    size_bytes = 0
+    for path in directory.iterdir():
+        with suppress(FileNotFoundError):
+            size_bytes += path.stat().st_size
+    return size_bytes
 
 
 def save_checkpoint(
@@ -166,7 +190,8 @@ def load_checkpoint(backend: Backend, directory: Path, *, verified: bool = False
     backend.refuse_other_training(directory, training)  # before all files are read
     if not verified:
         refuse_damage(directory, damaged_on_any_rank(directory, manifest))
-    backend.load_checkpoint(directory, training)
+    with long_work(f"restoring {directory}"):
+        backend.load_checkpoint(directory, training)
     return dict(manifest["extra"])
 
 

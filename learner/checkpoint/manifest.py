@@ -9,6 +9,7 @@ from pydantic import JsonValue
 from xxhash import xxh3_128
 
 from bus.errors import ConfigError, LostDataError, StorageError
+from bus.work_progress import Advance, long_work, uncounted
 from storage.disk.atomic_files import write_json
 
 MANIFEST = "manifest.json"
@@ -80,8 +81,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 def damaged_files(directory: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Read the files `names`, and return those whose bytes are not what was written."""
-    files = manifest["files"]
-    return [name for name in names if file_digest(directory / name) != files[name]["xxh3_128"]]
+    files, share = manifest["files"], list(names)
+    total = sum(files[name]["bytes"] for name in share)
+    with long_work(f"reading {directory} to see that it is whole", total) as read:
+        return [name for name in share if file_digest(directory / name, read) != files[name]["xxh3_128"]]
 
 
 def refuse_damage(directory: Path, damaged: Iterable[str]) -> None:
@@ -121,10 +124,11 @@ def differences(found: Mapping[str, JsonValue], wanted: Mapping[str, JsonValue])
     return [f"{key} is {found.get(key)}, not {wanted[key]}" for key in other]
 
 
-def file_digest(path: Path) -> str:
-    """Return the xxh3-128 digest of a file, in hexadecimal."""
+def file_digest(path: Path, read: Advance = uncounted) -> str:
+    """Return the xxh3-128 digest of a file, in hexadecimal; `read` is called with each number of bytes."""
     digest = xxh3_128()
     with path.open("rb") as file:
         while block := file.read(READ_BYTES):
             digest.update(block)
+            read(len(block))
     return digest.hexdigest()

@@ -89,7 +89,7 @@ class LearnerConfig(Config):
     """Upper bound on the optimizer steps."""
 
     target_accuracy: float | None = Field(None, gt=0, le=1)
-    """Held-out sampled accuracy at which training stops."""
+    """Mean reward of sampled held-out answers at which training stops."""
 
     threads: int = Field(1, ge=1)
     """CPU threads of the learner."""

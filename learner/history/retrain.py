@@ -11,6 +11,7 @@ from torch import Tensor
 from bus.codec import Json
 from bus.errors import ConfigError, StorageError
 from bus.trajectory import Trajectory
+from bus.work_progress import tracked
 from learner import lineage
 from learner.algorithms.rl_step import train_on
 from learner.backends.base import Backend
@@ -108,8 +109,8 @@ def retrain_steps(  # noqa: PLR0913 - each is one choice of what to train again
         refuse_other_teachers(own, settings.model_directory, engine_context=context)
     lines = _lines(settings, progress.step, to_step)
     lineage.refuse_other_groups(settings.lineage, {int(s): g for s, g in progress.groups.items()})
-    for line in lines:
-        line = _used(line, uses)
+    for recorded in tracked(lines, "training steps again"):
+        line = _used(recorded, uses)
         groups = _groups(stores, line)
         if line.step <= from_step:
             _train(backend, progress, settings.learner, line, groups)

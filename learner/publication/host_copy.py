@@ -50,6 +50,8 @@ class HostCopy:
         """Copy weights as `dtype`, except those that `exact` gives a dtype of their own by name."""
         self.seconds = 0.0
         """Duration of the latest `take`."""
+        self.tensors: int | None = None
+        """Number of weights of the latest `take`."""
         self._dtype, self._exact = dtype, exact
         self._sets: list[_Buffers | None] = [None, None]
         self._turn = 0
@@ -60,6 +62,7 @@ class HostCopy:
         """Copy the weights as the dtypes to publish: one call for all that this rank has whole."""
         began = time.perf_counter()
         self._turn = 1 - self._turn
+        self.tensors = len(weights.shapes)
         buffers = self._sets[self._turn]
         if buffers is None or buffers.shapes != weights.shapes:
             buffers = self._sets[self._turn] = _Buffers(

@@ -179,7 +179,13 @@ class Rank:
             weights = backend.streamed()
             try:
                 if dist.get_rank() == 0:
-                    stream_hf_directory(settings.export, backend.hf_config, weights, settings.model_directory)
+                    stream_hf_directory(
+                        settings.export,
+                        backend.hf_config,
+                        weights,
+                        settings.model_directory,
+                        tensors=self._host.tensors,
+                    )
             finally:  # even if the disk refuses: the other ranks wait until theirs are taken
                 deque(weights, maxlen=0)
 

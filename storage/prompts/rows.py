@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from bus.codec import Json
 from bus.errors import ConfigError
+from storage.prompts.hub_data import fetched_data, is_hub_data
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -72,6 +73,8 @@ def files_of(path: Path) -> list[Path]:
     file, _ = _split(path)
     if shards := _of_directory(file):
         return shards
+    if is_hub_data(path):
+        raise ConfigError(f"{path}: the data set has no such split or file: {_there(path, file)}")
     if file.suffix not in _READERS and not file.is_dir():
         raise ConfigError(
             f"{file}: cannot read {file.suffix or 'a file without extension'}: use .jsonl or .parquet"
@@ -121,14 +124,27 @@ def _splits(directory: Path) -> dict[str, list[Path]]:
 
 
 def _split(path: Path) -> tuple[Path, slice]:
-    """Return the file and the slice of its rows."""
+    """Return the file and the slice of its rows; what a name of the hub stands for is fetched."""
     if "@[" not in path.name:
-        return path, slice(None)
+        return _here(path), slice(None)
     match = _SLICE.fullmatch(str(path))
     if match is None:
         raise ConfigError(f"{path}: not a slice: write it as {path.name.partition('@[')[0]}@[100:200]")
     start, stop = (int(bound) if bound.strip("-") else None for bound in match.groups()[1:])
-    return Path(match[1]), slice(start, stop)
+    return _here(Path(match[1])), slice(start, stop)
+
+
+def _here(path: Path) -> Path:
+    return fetched_data(path) if is_hub_data(path) else path
+
+
+def _there(path: Path, file: Path) -> str:
+    """Return what there is of a data set of the hub, for one who named something else."""
+    found = next((place for place in file.parents if place.is_dir()), file.parent)
+    splits = _splits(found) or {place.name: [] for place in sorted(found.iterdir()) if place.is_dir()}
+    if not splits:
+        return f"it has no .parquet, .jsonl or .arrow files under that name (looked for {path.name})"
+    return f"there are {', '.join(splits)}"
 
 
 def _absence(file: Path) -> str:

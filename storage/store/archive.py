@@ -15,6 +15,7 @@ import structlog
 from fsspec.implementations.local import LocalFileSystem
 
 from bus.errors import ConfigError, StorageError
+from bus.work_progress import tracked
 from storage.disk.atomic_files import fsync_path, lock_directory, publish
 from storage.store.layout import SegmentEntry, find_entries
 from storage.store.retired import load_retired
@@ -94,9 +95,9 @@ def restore(directory: Path, archive: str) -> list[str]:
     To call while no writer has it open. Raises `StorageError` naming what the archive does not hold whole."""
     with lock_directory(directory):
         entries, _ = find_entries(directory)
-        return [
-            name for entry in entries if entry.retired for name in _restore_all(directory, entry, archive)
-        ]
+        retired = [entry for entry in entries if entry.retired]
+        what = f"bringing back the segments of {directory}"
+        return [name for entry in tracked(retired, what) for name in _restore_all(directory, entry, archive)]
 
 
 def _restore_all(directory: Path, retired: SegmentEntry, archive: str) -> list[str]:

@@ -18,7 +18,7 @@ from aiohttp import web
 from nats.aio.subscription import Subscription
 from nats.errors import NoRespondersError
 
-from bus.blobs import checked
+from bus.blobs import checked, shown_fetch
 from bus.codec import Message
 from bus.connection import Bus
 from bus.errors import BusError, ConfigError
@@ -318,10 +318,12 @@ async def download(url: str, ref: BlobRef, access: BlobAccess | None = None) -> 
                 got = f"status {response.status} and {response.content_length} bytes"
                 raise BusError(f"{target}: {got} for those from {begin} to {end}")
             data[begin:end] = await response.read()
+        advance(end - begin)
 
     try:
         async with aiohttp.ClientSession(timeout=TIMEOUT, auto_decompress=False) as session:
-            await together(fetch(session, begin) for begin in range(0, len(data), RANGE_BYTES))
+            with shown_fetch(ref) as advance:
+                await together(fetch(session, begin) for begin in range(0, len(data), RANGE_BYTES))
     except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
         raise BusError(f"{target}: {error!r}") from error
     return await asyncio.to_thread(checked, ref, data)

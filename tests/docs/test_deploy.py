@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from configparser import ConfigParser
+from copy import deepcopy
 from pathlib import Path
 from tomllib import loads
 
@@ -67,6 +68,71 @@ def test_the_images_install_what_the_package_has():
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
 def test_manifests_fit_their_schemas(manifest: dict):
     kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+
+
+# --- Helm ---
+
+CHART = DEPLOY / "helm"
+"""Rendered by Helm's own library."""
+
+
+def rendered(**values: object) -> list[dict]:
+    """Return the objects that the chart makes of these values."""
+    helm = pytest.importorskip("helm_python", reason="no Helm: see [dev]")
+    files = helm.Chart.load(CHART).render(values, name="mine", namespace="sluice")
+    return [one for text in files.values() for one in yaml.safe_load_all(text) if one]
+
+
+def by_name(objects: list[dict]) -> dict[tuple[str, str], dict]:
+    return {(one["kind"], one["metadata"]["name"]): one for one in objects}
+
+
+def test_the_chart_makes_by_default_what_the_manifests_have():
+    ours, theirs = by_name(rendered()), by_name(deepcopy(MANIFESTS))
+    settings = [one["ConfigMap", "sluice-run"].pop("data")["run.toml"] for one in (ours, theirs)]
+    assert loads(settings[0]) == loads(settings[1])
+    assert ours == theirs
+
+
+def test_values_reach_the_objects_which_still_fit_their_schemas():
+    values = {
+        "name": "second",
+        "run": "other",
+        "images": {"cpu": "hub/sluice:1", "cuda": "hub/sluice:2"},
+        "models": "shelf",
+        "learner": {"gpus": 2, "disk": "7Gi"},
+        "actors": {"replicas": 9},
+        "settings": 'data = { prompts = "p.jsonl" }',
+    }
+    objects = rendered(**values)
+    for one in objects:
+        kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    found = by_name(objects)
+    assert {name.split("-")[0] for _, name in found} == {"second"}
+    assert loads(found["ConfigMap", "second-run"]["data"]["run.toml"]) == {
+        "run": "other",
+        "data": {"prompts": "p.jsonl"},
+    }
+    assert found["Deployment", "second-actors"]["spec"]["replicas"] == 9
+    learner = found["StatefulSet", "second-learner"]["spec"]
+    [container] = learner["template"]["spec"]["containers"]
+    assert container["image"] == "hub/sluice:2"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    assert refused(container["args"]) == ""
+    assert container["args"][1:5] == ["--bus", "nats://second-bus:4222", "--run", "other"]
+    assert "shelf" in str(learner)
+    assert "7Gi" in str(learner)
+
+
+def test_helm_finds_nothing_wrong_and_refuses_values_that_there_are_not():
+    helm = pytest.importorskip("helm_python", reason="no Helm: see [dev]")
+    report = helm.lint(str(CHART), strict=True)
+    assert [one for one in report["messages"] if one["severity"] > 1] == []
+    chart = helm.Chart.load(CHART)
+    chart.validate_schema(chart.values)
+    for wrong in ({"replicas": 3}, {"learner": {"gpus": "eight"}}, {"run": "two words"}):
+        with pytest.raises(helm.HelmError):
+            chart.validate_schema(chart.merge_values(wrong))
 
 
 def test_the_pods_run_commands_that_there_are():

@@ -1,4 +1,4 @@
-"""Tests how the learner asks for held-out accuracy and waits for it."""
+"""Tests how the learner asks for held-out reward and waits for it."""
 
 import asyncio
 from dataclasses import replace

@@ -19,6 +19,7 @@ from actors.config import EmbeddedEngineConfig
 from actors.engines.base import Generation, GenerationRequest, InterruptedGenerationError, KvTokens
 from actors.engines.embedded.decoder import BatchedDecoder, Finished, prepare_weights
 from bus.errors import EngineError, RequestRefusedError
+from bus.work_progress import long_work
 
 log = structlog.get_logger()
 Command = Callable[[], None]
@@ -68,7 +69,7 @@ class EmbeddedEngine:
                 f"{model_dir} has no safetensors file to serve as policy version {policy_version}"
             )
         options = {"dtype": getattr(torch, config.dtype), "attn_implementation": config.attention}
-        with _BUILDING:
+        with _BUILDING, long_work("loading the model of the engine"):
             if has_weights:
                 model = AutoModelForCausalLM.from_pretrained(model_dir, **options)
             else:

@@ -30,6 +30,7 @@ from actors.engines.sglang.server_facts import ServerFacts
 from actors.engines.sglang.weights import HeldWeights
 from bus.errors import ConfigError, EngineError, RequestRefusedError
 from bus.waiting import cancelled, left_s, unless
+from bus.work_progress import long_work
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -107,7 +108,8 @@ class SglangEngine:
         Raises ConfigError for settings that this SGLang does not have, EngineError with the server's last
         lines when it does not come up."""
         self._client = await self._server.start()
-        await self._server.until_ready(self._client)
+        with long_work("waiting until SGLang serves"):
+            await self._server.until_ready(self._client)
         self._facts = await self._client.facts()
         self._loading = Loading(self._held, self._client, self._facts)
         self._loading.check(self._config)

@@ -26,6 +26,7 @@ from bus.codec import Json
 from bus.errors import ConfigError, SluiceError
 from bus.waiting import set_within
 from launch.watch.dashboard.access import LOGIN, Access, Address
+from launch.watch.dashboard.alerts import RunAlerts
 from launch.watch.dashboard.charts import CHARTS
 from launch.watch.dashboard.curve_feed import CurveFeed
 from launch.watch.dashboard.live_curves import LiveCurves
@@ -95,7 +96,8 @@ class Dashboard:
     async def live(self, request: Request) -> Response:
         """Send the curves, and then what changes of them and of the run's status, as it comes."""
         name = self._name(request)
-        events = _events(self._runs.curves(name), self._runs.status(name), self._stop)
+        runs = self._runs
+        events = _events(runs.curves(name), runs.status(name), runs.alerts(name), self._stop)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
@@ -122,9 +124,12 @@ class Dashboard:
         return name
 
 
-async def _events(curves: CurveFeed, status: StatusWatch, stop: asyncio.Event) -> AsyncIterator[bytes]:
+async def _events(
+    curves: CurveFeed, status: StatusWatch, alerts: RunAlerts, stop: asyncio.Event
+) -> AsyncIterator[bytes]:
     """Yield the news of a run until `stop` or until the reader goes, which cancels this."""
     sent, told, quiet_s = LiveCurves(), -1, 0.0
+    warned: list[str] = []
     while not stop.is_set():
         status.look()
         await curves.refresh()
@@ -136,6 +141,10 @@ async def _events(curves: CurveFeed, status: StatusWatch, stop: asyncio.Event) -
         if status.revision != told:
             told = status.revision
             lines.append(_event("status", status.payload() if told else None))
+        found = await asyncio.to_thread(alerts.look, curves.curves.alerts, status.state)
+        if found != warned:
+            warned = found
+            lines.append(_event("alerts", {"alerts": [*found]}))
         quiet_s = 0.0 if lines else quiet_s + LOOK_S
         if quiet_s > QUIET_S:
             quiet_s, lines = 0.0, [b": nothing new\n\n"]
@@ -154,6 +163,7 @@ def _wanted(query: Mapping[str, str]) -> Wanted:
             least_reward=float(given["least"]) if "least" in given else None,
             most_reward=float(given["most"]) if "most" in given else None,
             end=given.get("end"),
+            text=given.get("text"),
             below=_whole("below", given["below"]) if "below" in given else None,
         )
     except ValueError as error:

@@ -21,8 +21,12 @@ class Chart:
     """Label of each curve, by the name of its quantity in the rows of metrics.jsonl."""
     log: bool = False
     """Says whether the axis is logarithmic."""
+    shades: tuple[float, ...] = ()
+    """Shade of each curve, from -1 to 1, of a distribution: its curves are shares of a whole, and stacked."""
 
 
+_STALENESS = ("0", "1", "2", "4", "8", "16", "32", "more")
+_RATIOS = ("0.5", "0.8", "0.95", "1.05", "1.25", "2.0", "more")
 CHARTS = (
     Chart("Reward", "mean of a step's trajectories", {"reward/mean": "reward"}),
     Chart("Loss", "", {"train/loss": "loss"}),
@@ -37,6 +41,18 @@ CHARTS = (
         "Staleness", "policy versions", {STALENESS_P50: "median token", "staleness/max_versions": "largest"}
     ),
     Chart(
+        "Distribution of staleness",
+        "share of tokens, by versions",
+        dict(
+            zip(
+                (f"{_STALE_TOKENS}{bound}" for bound in _STALENESS),
+                ("0", "1", "2", "3 to 4", "5 to 8", "9 to 16", "17 to 32", "more"),
+                strict=True,
+            )
+        ),
+        shades=(0.12, 0.28, 0.42, 0.56, 0.7, 0.8, 0.9, 1.0),
+    ),
+    Chart(
         "Importance weights",
         "ratio",
         {
@@ -44,6 +60,18 @@ CHARTS = (
             "policy/importance_ratio_p99": "99th percentile",
             "policy/importance_ratio_max": "largest",
         },
+    ),
+    Chart(
+        "Distribution of importance weights",
+        "share of tokens, by ratio",
+        dict(
+            zip(
+                (f"policy/ratio_tokens_{bound}" for bound in _RATIOS),
+                ("to 0.5", "to 0.8", "to 0.95", "0.95 to 1.05", "to 1.25", "to 2", "more"),
+                strict=True,
+            )
+        ),
+        shades=(-1.0, -0.6, -0.3, 0.0, 0.3, 0.6, 1.0),
     ),
     Chart("Effective sample size", "fraction of tokens", {"policy/ess_fraction": "effective"}),
     Chart("Throughput", "trained tokens a second", {TOKENS_PER_S: "trained"}),

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from pathlib import Path
 
+from launch.watch.dashboard.alerts import RunAlerts
 from launch.watch.dashboard.curve_feed import CurveFeed
 from launch.watch.dashboard.metrics_source import Locate
 from launch.watch.dashboard.run_list import run_names
@@ -23,6 +24,7 @@ class OpenRuns:
         self._locate = locate
         self._feeds: OrderedDict[str, CurveFeed] = OrderedDict()
         self._watches: dict[str, StatusWatch] = {}
+        self._alerts: dict[str, RunAlerts] = {}
         self._sources: dict[tuple[str, bool], TrajectorySource] = {}
 
     def names(self) -> list[str]:
@@ -44,6 +46,12 @@ class OpenRuns:
         if name not in self._watches:
             self._watches[name] = StatusWatch(name, self._locate)
         return self._watches[name]
+
+    def alerts(self, name: str) -> RunAlerts:
+        """Return what finds out which things of a run want attention."""
+        if name not in self._alerts:
+            self._alerts[name] = RunAlerts(self.root, name)
+        return self._alerts[name]
 
     def trajectories(self, name: str) -> TrajectorySource:
         """Return what reads the trajectories of a run: its stores, once they are here."""

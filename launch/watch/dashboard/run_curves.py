@@ -6,6 +6,7 @@ from math import isfinite
 import numpy as np
 
 from bus.codec import Json
+from launch.watch.dashboard.alerts import StepAlerts
 from launch.watch.dashboard.buckets import Buckets, Floats
 from launch.watch.dashboard.charts import CHARTS, with_computed
 from launch.watch.dashboard.columns import HEAD, columns, steps_of
@@ -25,6 +26,8 @@ class RunCurves:
         self.steps = Buckets()
         self.warmup = Buckets()
         """Steps of the supervised stage before, which are counted for themselves."""
+        self.alerts = StepAlerts()
+        """What is wrong in the latest steps."""
         self._scores: dict[str, Scores] = {}
         self._last = -1
 
@@ -39,6 +42,7 @@ class RunCurves:
                 scored = True
             elif row.get("train/stage") == "rl" and row.get("source") == "learner":
                 self._forget_undone(row)
+                self.alerts.add(row)
                 steps.append(with_computed(row))
             elif row.get("train/stage") == "warmup":
                 warmup.append(row)

@@ -43,6 +43,11 @@ class StatusWatch:
         if self._asking is None and time.monotonic() - self._asked_s >= period_s:
             self._asking = asyncio.create_task(self._ask(), name=f"status of {self._run}")
 
+    @property
+    def state(self) -> RunState | None:
+        """Return the latest answers; None while nothing answers."""
+        return self._state
+
     async def close(self) -> None:
         """Give up the question that is under way."""
         if self._asking is not None:

@@ -1,6 +1,7 @@
 """What the page shows of trajectories: a list that is filtered, and one with the text of each token."""
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ AT_ONCE = 4
 """Groups that are read at a time."""
 SEARCHED = 256
 """Most groups that one question searches; the next one goes on behind them."""
+LONGEST_SEARCH_S = 3.0
+"""Seconds after which a question is answered with what was found so far."""
 PAGE = 40
 """Trajectories after which a page of the list ends, with its last group."""
 PREVIEW_TOKENS = 60
@@ -32,11 +35,13 @@ class Wanted:
     least_reward: float | None = None
     most_reward: float | None = None
     end: str | None = None
+    text: str | None = None
+    """Text that the trajectory has somewhere, in capitals or not."""
     below: int | None = None
     """Lease below which to search, for the next page."""
 
     def matches(self, t: Trajectory) -> bool:
-        """Return whether the trajectory is wanted; its step is not looked at."""
+        """Return whether the trajectory is wanted; its step and its text are not looked at."""
         if self.version is not None and self.version not in t.policy_versions:
             return False
         if self.end is not None and t.end != self.end:
@@ -53,23 +58,38 @@ async def trajectory_list(source: TrajectorySource, wanted: Wanted) -> dict[str,
         complete = await groups.leases()
         leases = complete if of_step is None else [*set(complete).intersection(of_step)]
         leases = sorted((n for n in leases if wanted.below is None or n < wanted.below), reverse=True)
-        found, searched = await _search(groups, leases, wanted)
-    decode = await source.decode()
+        decode = await source.decode()
+        found, searched = await _search(groups, leases, wanted, decode)
     listed = await asyncio.to_thread(_summaries, found, decode)
     more = leases[searched - 1] if searched and searched < len(leases) else None
     return {"trajectories": listed, "below": more, "searched": searched, "complete": len(complete)}
 
 
-async def _search(groups: Groups, leases: Sequence[int], wanted: Wanted) -> tuple[list[Trajectory], int]:
-    """Return wanted trajectories of these leases, in their order, and how many leases were searched."""
+async def _search(
+    groups: Groups, leases: Sequence[int], wanted: Wanted, decode: Decode
+) -> tuple[list[Trajectory], int]:
+    """Return wanted trajectories of these leases, in their order, and how many leases were searched.
+
+    It ends when a page is full, or when it was long enough: the reader decides whether it goes on."""
+    until_s = time.monotonic() + LONGEST_SEARCH_S
     found: list[Trajectory] = []
     searched = 0
     while searched < min(len(leases), SEARCHED) and len(found) < PAGE:
+        if searched and time.monotonic() > until_s:
+            break
         part = leases[searched : searched + AT_ONCE]
         searched += len(part)
         for group in await groups.read(part):
-            found += filter(wanted.matches, group)
+            matching = [*filter(wanted.matches, group)]
+            if wanted.text is not None:
+                matching = await asyncio.to_thread(_with_text, matching, wanted.text.casefold(), decode)
+            found += matching
     return found, searched
+
+
+def _with_text(trajectories: Sequence[Trajectory], text: str, decode: Decode) -> list[Trajectory]:
+    """Return those whose prompts, answers or text between them have `text`, which is casefolded."""
+    return [t for t in trajectories if text in decode(t.token_ids.tolist()).casefold()]
 
 
 def _summaries(trajectories: Iterable[Trajectory], decode: Decode) -> list[Json]:

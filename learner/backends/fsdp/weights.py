@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from bus.errors import ConfigError
+from bus.work_progress import tracked
 from learner.backends.fsdp.names import FileNames
 from learner.lazy_weights import State, part_of, spec_of
 from learner.world.process_group import device, gathered
@@ -41,7 +42,7 @@ def load_weights(tensors: Mapping[str, Tensor], names: FileNames, state: State) 
     if problems:
         listed = "\n".join(f"- {problem}" for problem in sorted(problems))
         raise ConfigError(f"these weights do not fit the model:\n{listed}")
-    for name, tensor in tensors.items():
+    for name, tensor in tracked(tensors.items(), "loading the weights"):
         mine, of_tensor = local(tensor), names.tensors[name]
         if not mine.numel():
             continue

@@ -1,4 +1,4 @@
-"""Held-out accuracy on the engines that roll out."""
+"""Held-out reward on the engines that roll out."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Held-out accuracy on an engine of its own, and which engine it is measured on."""
+"""Held-out reward on an engine of its own, and which engine it is measured on."""
 
 import pytest
 import torch

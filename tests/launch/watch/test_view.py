@@ -164,7 +164,7 @@ def test_versions_that_answered_for_another_are_named():
     news = News(monitor)
     monitor.on_event(evaluation(0, 0.02, drawn_by=(1, 1)), time.time())
     monitor.on_event(evaluation(30, 0.91, 0.95, drawn_by=(31, 33)), time.time())
-    assert "held-out accuracy: 0.910 sampled, 0.950 greedy at v30 (drawn by v31 to v33)" in news.take()
+    assert "held-out reward: 0.910 sampled, 0.950 greedy at v30 (drawn by v31 to v33)" in news.take()
     assert "held-out 0.910 at v30 (drawn by v31 to v33) " in status_line(monitor)
     assert "was 0.020 at v0 (drawn by v1)" in "".join(shown(monitor, width=120))
 
@@ -175,9 +175,9 @@ def test_rollouts_that_failed_are_said_with_the_accuracy():
     monitor.on_event(evaluation(29, 0.9, failed=1), time.time())
     monitor.on_event(evaluation(30, 0.91, 0.95, drawn_by=(31, 33), failed=12), time.time())
     told = news.take()
-    assert "held-out accuracy: 0.900 sampled, 0.900 greedy at v29 (1 rollout failed)" in told
+    assert "held-out reward: 0.900 sampled, 0.900 greedy at v29 (1 rollout failed)" in told
     told_of_30 = "0.910 sampled, 0.950 greedy at v30 (drawn by v31 to v33, 12 rollouts failed)"
-    assert f"held-out accuracy: {told_of_30}" in told
+    assert f"held-out reward: {told_of_30}" in told
 
 
 def test_news_comes_once():
@@ -193,7 +193,7 @@ def test_news_comes_once():
     monitor.on_event(evaluation(30, 0.91, 0.95), time.time())
     assert news.take() == [
         "stage: reinforcement learning -> done",
-        "held-out accuracy: 0.910 sampled, 0.950 greedy at v30",
+        "held-out reward: 0.910 sampled, 0.950 greedy at v30",
         "learner: started again, pid 5",
     ]
 
@@ -262,7 +262,7 @@ async def test_without_a_terminal_each_line_is_whole():
         "actor-host-1000: started, pid 1000",
     ]
     assert "step 20 of 400" in lines[3]
-    assert lines[4] == "held-out accuracy: 0.650 sampled, 0.650 greedy at v22"
+    assert lines[4] == "held-out reward: 0.650 sampled, 0.650 greedy at v22"
     assert "held-out 0.650 at v22" in lines[5]
     assert len(lines) == 6
 

@@ -59,6 +59,13 @@ def test_tokens_are_counted_by_their_staleness():
     assert shares == {0: 2, 1: 1, 2: 1, 4: 2, 8: 1, 16: 0, 32: 0, "more": 1}
 
 
+def test_tokens_are_counted_by_their_importance_ratio():
+    ratios = [0.1, 0.6, 0.9, 1.0, 1.0, 1.2, 1.9, 7.0]
+    found = diagnose([log(ratio) for ratio in ratios], [1.0] * 8, [5] * 8)
+    shares = {name: found[f"ratio_tokens_{name}"] * 8 for name in (0.5, 0.8, 0.95, 1.05, 1.25, 2.0, "more")}
+    assert shares == {0.5: 1, 0.8: 1, 0.95: 1, 1.05: 2, 1.25: 1, 2.0: 1, "more": 1}
+
+
 def test_the_percentile_from_the_histogram_is_within_a_bin_of_the_exact_one():
     log_ratios = np.random.default_rng(0).normal(0, 0.3, 5000)
     found = diagnose(log_ratios.tolist(), [1.0] * 5000, [5] * 5000)

@@ -12,12 +12,14 @@ const SPARSE = 40; // points up to which each is marked
 const DASHED = 60; // points up to which lines are told apart by dashes, too: a dense line would become a smear
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const channels = (colour) => [1, 3, 5].map((place) => parseInt(colour.slice(place, place + 2), 16));
 const translucent = (colour, alpha) => colour + Math.round(alpha * 255).toString(16).padStart(2, "0");
 
 export class Chart {
-  /** Make an empty chart; charts of one `group` share their cursor. */
-  constructor(title, unit, { log = false, group = "" } = {}) {
+  /** Make an empty chart; charts of one `group` share their cursor. With `shades` its lines are stacked. */
+  constructor(title, unit, { log = false, group = "", shades = [] } = {}) {
     this.title = title;
+    this.shades = shades;
     this.log = log;
     this.group = group;
     this.legend = make("ul", { class: "legend" });
@@ -37,7 +39,7 @@ export class Chart {
     this.by = by;
     this.smoothing = smoothing;
     if (!lines.length) return;
-    const { data, series, bands } = this.tables();
+    const { data, series, bands } = this.shades.length ? this.stacked() : this.tables();
     const shape = JSON.stringify([by, series.map((one) => [one.label, one.dash, Boolean(one.points?.show)]), bands.length]);
     if (this.uplot && shape === this.shape) this.uplot.setData(data);
     else this.build(data, series, bands);
@@ -72,6 +74,17 @@ export class Chart {
     return { data: tables.length === 1 ? tables[0] : uPlot.join(tables), series, bands };
   }
 
+  /** Return each line as the area between it and those below: the sums are drawn from the largest on. */
+  stacked() {
+    let sums = this.lines[0].x.map(() => 0);
+    const areas = this.lines.map((line, index) => {
+      sums = sums.map((sum, place) => sum + (line.y[place] ?? 0));
+      const fill = shaded(this.shades[index]);
+      return { column: sums, series: { label: line.label, stroke: fill, fill, width: 1, points: { show: false }, line } };
+    }).reverse();
+    return { data: [this.lines[0].x, ...areas.map((area) => area.column)], series: [{}, ...areas.map((area) => area.series)], bands: [] };
+  }
+
   build(data, series, bands) {
     this.uplot?.destroy();
     const text = style("--muted");
@@ -83,7 +96,7 @@ export class Chart {
     const options = {
       width: this.plot.clientWidth || 300, height: HEIGHT, series, bands, legend: { show: false },
       padding: [8, 8, 0, 0],
-      scales: { x: { time: false }, y: wide ? { distr: 3 } : {} },
+      scales: { x: { time: false }, y: this.shades.length ? { range: [0, 1] } : wide ? { distr: 3 } : {} },
       axes: [
         { ...axis, size: 24, space: 60, values: (_, ticks) => ticks.map((tick) => (this.by === "time" ? shortDuration(tick) : value(tick))) },
         { ...axis, size: 50, space: 28, values: (_, ticks, __, ___, step) => ticks.map((tick) => tickText(tick, step)) },
@@ -102,11 +115,12 @@ export class Chart {
     const words = [];
     for (const [number, series] of this.uplot.series.entries()) {
       if (!series.line) continue;
-      const column = this.uplot.data[number];
+      const column = this.shades.length ? series.line.y : this.uplot.data[number];
       const found = at === null || at === undefined ? column.findLast((one) => one !== null && one !== undefined) : nearest(column, at);
       if (!series.line.bound) words.push(`${series.label} ${value(found)}`);
       items.push(make("li", {}, swatch(series), make("span", { class: "label" }, series.label), make("b", {}, value(found))));
     }
+    if (this.shades.length) for (const list of [items, words]) list.reverse();
     this.legend.replaceChildren(...items);
     const x = at === null || at === undefined ? this.uplot.data[0].at(-1) : this.uplot.data[0][at];
     const where = this.by === "time" ? `after ${shortDuration(x ?? 0)}` : `at step ${x}`;
@@ -144,6 +158,13 @@ export class Chart {
   }
 }
 
+/** Return the colour of a shade: from that of the card to one colour below 0, to another above. */
+function shaded(shade) {
+  const [from, to] = [channels(style("--edge")), channels(style(shade < 0 ? "--line-1" : "--line-0"))];
+  const mixed = from.map((low, place) => Math.round(low + (to[place] - low) * Math.abs(shade)));
+  return `rgb(${mixed.join(" ")})`;
+}
+
 /** Return the text at a tick, with as many digits as tell it from the next one. */
 function tickText(tick, step) {
   if (tick === null) return null;
@@ -168,7 +189,7 @@ function swatch(series) {
   const path = document.createElementNS("http://www.w3.org/2000/svg", "line");
   for (const [name, number] of Object.entries({ x1: 0, y1: 2, x2: 18, y2: 2 })) path.setAttribute(name, number);
   path.setAttribute("stroke", colour);
-  path.setAttribute("stroke-width", "2");
+  path.setAttribute("stroke-width", series.fill ? "4" : "2");
   path.setAttribute("stroke-dasharray", (series.dash ?? []).join(" "));
   line.append(path);
   return line;

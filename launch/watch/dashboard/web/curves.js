@@ -69,7 +69,7 @@ export class Curves {
   evaluationCharts(by) {
     return Object.entries(this.evaluations).map(([name, table]) => ({
       title: name === "held-out" ? "Held-out evaluation" : `Evaluation: ${name}`,
-      unit: "fraction solved",
+      unit: "mean reward; pass@k: fraction solved",
       lines: Object.entries(table.columns).map(([score, column]) =>
         ({ label: score, x: this.axis(table, by), y: column.mean, points: true })),
     }));

@@ -18,13 +18,14 @@ export class Overview {
     this.smoothing = 0;
     this.charts = new Map();
     this.words = make("section", { class: "words", "aria-live": "polite", "aria-labelledby": "words-title" });
+    this.alerts = make("section", { class: "words", "aria-label": "Alerts", hidden: true });
     this.facts = make("dl", { class: "facts" });
     this.flow = make("section", { "aria-label": "Flow" });
     this.grid = make("div", { class: "charts" });
     this.note = make("p", { class: "note", role: "status", hidden: true });
     this.more = make("details", { class: "more", ontoggle: () => this.showMore() }, make("summary", {}, "All other metrics"));
     content.replaceChildren(
-      make("h1", { class: "visually-hidden" }, `Run ${run}`), this.words, this.facts, this.flow,
+      make("h1", { class: "visually-hidden" }, `Run ${run}`), this.words, this.alerts, this.facts, this.flow,
       make("section", { "aria-label": "Curves" },
         make("div", { class: "section-head" }, make("h2", {}, "Curves"), make("div", { class: "controls" },
           choice("Horizontal axis", [["step", "steps"], ["time", "time"]], this.by, (by) => { this.by = by; this.draw(); }),
@@ -40,6 +41,7 @@ export class Overview {
     this.close = listen(`${runPath(this.run)}/live`, {
       curves: (news) => this.takeCurves(news),
       status: (status) => { this.status = status; this.tell(); },
+      alerts: (news) => this.warn(news.alerts),
       connection: (there) => this.connection(there),
     });
   }
@@ -73,6 +75,12 @@ export class Overview {
       ...report.waits.map((text) => sentence(report.stage === "done" ? "works" : "waits", report.stage === "done" ? "done" : "waits", capital(text))),
     ];
     return found.length ? found : sentence("works", "works", "Nobody waits: every part has what it needs.");
+  }
+
+  /** Show what wants attention; it is no live region, since its numbers change with every step. */
+  warn(alerts) {
+    this.alerts.hidden = alerts.length === 0;
+    show(this.alerts, alerts.map((text) => sentence("trouble", "alert", capital(text))));
   }
 
   over() {
@@ -124,9 +132,9 @@ export class Overview {
     return { ...chart, lines };
   }
 
-  drawChart({ title, unit, log, lines }) {
+  drawChart({ title, unit, log, shades, lines }) {
     if (!this.charts.has(title)) {
-      this.charts.set(title, new Chart(title, unit, { log, group: title.startsWith("Warm-up") ? "" : "overview" }));
+      this.charts.set(title, new Chart(title, unit, { log, shades, group: title.startsWith("Warm-up") ? "" : "overview" }));
       this.place();
     }
     this.charts.get(title).draw(lines, this.by, { smoothing: this.smoothing });

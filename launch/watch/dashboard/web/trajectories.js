@@ -28,6 +28,7 @@ export class Trajectories {
   filters() {
     const number = (name, label, step = "1") => make("label", {}, label, make("input", { type: "number", name, step }));
     return make("form", { class: "filters", "aria-label": "Filter", onsubmit: (event) => { event.preventDefault(); this.search(); }, oninput: () => this.searchSoon() },
+      make("label", {}, "text", make("input", { type: "search", name: "text", maxlength: "200" })),
       number("step", "step"), number("version", "version"), number("least", "reward from", "any"), number("most", "to", "any"),
       make("label", {}, "end", make("select", { name: "end" }, make("option", { value: "" }, "any"), ENDS.map((end) => make("option", { value: end }, words(end))))));
   }
@@ -62,9 +63,11 @@ export class Trajectories {
     if (below === undefined) this.list.replaceChildren(...items);
     else this.list.append(...items);
     this.below = news.below;
+    this.searched = (below === undefined ? 0 : this.searched) + news.searched;
     this.more.hidden = news.below === null;
     const all = this.list.children.length;
-    this.found.textContent = `${all} ${all === 1 ? "trajectory" : "trajectories"}, newest first, of ${value(news.complete)} complete groups`;
+    this.found.textContent = `${all} ${all === 1 ? "trajectory" : "trajectories"}, newest first, of ${value(news.complete)} complete groups` +
+      (news.below === null ? "" : `; the search stopped after ${value(this.searched)} of them`);
     this.mark();
   }
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from bus.errors import ConfigError, StorageError
+from bus.work_progress import Advance, long_work, tracked, uncounted
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.conversion.base import OUTPUT, Rule, Shape
 from learner.backends.megatron.conversion.families import FAMILIES, shape_of
@@ -72,13 +73,15 @@ def hf_to_megatron(source: Path, target: Path) -> Converted:
     shape = shape_of(hf_config)
     rules = {rule.megatron: rule for rule in FAMILIES[hf_config.model_type].rules(shape)}
     seen = _Digesting(state)
+    specs = {name: _whole(rule, shape, state) for name, rule in rules.items()}
 
     def make(name: str) -> Tensor:
         rule = rules[name]
         return rule.layout.merge([seen[part] for part in rule.parts], shape)
 
     with _publishing(target) as temporary:
-        write_tensors(temporary, {name: _whole(rule, shape, state) for name, rule in rules.items()}, make)
+        with seen.shown(f"converting {source}"):
+            write_tensors(temporary, specs, make)
         torch.save({}, temporary / "common.pt")
         save_config(CheckpointingConfig("torch_dist", 1), str(temporary))
         hf_config.save_pretrained(temporary)
@@ -119,7 +122,8 @@ def megatron_to_hf(
     seen = _Digesting(MegatronWeights(source, list(FAMILIES[hf_config.model_type].rules(shape)), shape))
     hf_config.dtype = main_dtype(map(seen.spec, seen))  # every tensor is written in its own
     with _publishing(target) as temporary:
-        save_hf_directory(temporary, hf_config, seen, tokenizer_dir, shard_bytes=shard_bytes)
+        with seen.shown(f"converting {source}"):
+            save_hf_directory(temporary, hf_config, seen, tokenizer_dir, shard_bytes=shard_bytes)
         size_bytes = _verify(HFWeights(temporary), seen.digests)
     return Converted(target, len(seen.digests), size_bytes)
 
@@ -130,11 +134,19 @@ class _Digesting(LazyWeights):
     def __init__(self, weights: LazyWeights) -> None:
         self.digests: dict[str, str] = {}
         self._weights = weights
+        self._advance: Advance = uncounted
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._weights[name]
         self.digests[name] = tensor_digest(tensor)
+        self._advance(tensor.nbytes)
         return tensor
+
+    @contextmanager
+    def shown(self, what: str) -> Iterator[None]:
+        """Show how many of all bytes are read inside."""
+        with long_work(what, sum(self.spec(name).size_bytes for name in self)) as self._advance:
+            yield
 
     def __contains__(self, name: object) -> bool:
         return name in self._weights
@@ -151,7 +163,8 @@ class _Digesting(LazyWeights):
 
 def _verify(written: LazyWeights, digests: Mapping[str, str]) -> int:
     """Read everything back, and return its size in bytes. Raises `StorageError` where a bit differs."""
-    if differing := [name for name, digest in digests.items() if tensor_digest(written[name]) != digest]:
+    reading = tracked(digests.items(), "reading back what was written")
+    if differing := [name for name, digest in reading if tensor_digest(written[name]) != digest]:
         raise StorageError(
             f"what was written reads back otherwise: {', '.join(differing)}; is the disk sound?"
         )

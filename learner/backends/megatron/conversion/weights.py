@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
+from bus.work_progress import tracked
 from learner.backends.megatron.conversion.base import EMBEDDING, OUTPUT, SAME, Rule, Shape
 from learner.backends.megatron.conversion.families import FAMILIES, shape_of
 from learner.backends.megatron.core import parallel_state
@@ -41,7 +42,7 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], hf_config: PretrainedConf
     if shape.tied and OUTPUT.megatron in slices:  # the last stage of a pipeline has its own copy
         rules.append(Rule(OUTPUT.megatron, EMBEDDING.parts, SAME))
     with torch.no_grad():
-        for rule in rules:
+        for rule in tracked(rules, "loading the weights"):
             if mine := slices.get(rule.megatron):
                 parts = [mine.read(state, name) for name in rule.parts]
                 mine.parameter.copy_(rule.layout.merge(parts, mine.shape(shape)))

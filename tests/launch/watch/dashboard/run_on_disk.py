@@ -23,6 +23,8 @@ from tests.launch.messages import evaluation, metrics
 PROMPT = ["<|user|>", "sort", "4", "1", "3", "<|assistant|>"]
 ANSWER = ["the", "smallest", "of", "them", "is", "one", ",", "then"]
 WORDS = [*PROMPT, *ANSWER, "three", "and", "four", "come", "last", ":", "1", "3", "4", "<|end|>"]
+RATIOS = ("0.5", "0.8", "0.95", "1.05", "1.25", "2.0", "more")
+RATIO_SHARES = (0.02, 0.05, 0.13, 0.6, 0.14, 0.05, 0.01)
 GROUPS_A_STEP = 4
 SAMPLES = 2
 
@@ -103,6 +105,8 @@ def write_metrics(run: RunDirectory, steps: int, seed: int = 0) -> None:
             "policy/stale_tokens_0": 0.2,
             "policy/stale_tokens_1": 0.5,
             "policy/stale_tokens_2": 0.3,
+            **dict.fromkeys((f"policy/stale_tokens_{n}" for n in (4, 8, 16, 32, "more")), 0.0),
+            **dict(zip((f"policy/ratio_tokens_{n}" for n in RATIOS), RATIO_SHARES, strict=True)),
             "policy/importance_ratio": 1 + 0.002 * noise.normal(),
             "policy/importance_ratio_p99": 1.08 + 0.02 * noise.random(),
             "policy/importance_ratio_max": 1.3 + 0.3 * noise.random(),

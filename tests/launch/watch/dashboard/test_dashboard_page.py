@@ -102,7 +102,15 @@ async def test_every_view_fits_and_can_be_read_by_all(root: Path, tmp_path: Path
         await page.get_by_text("The run is complete.").wait_for()
         label = await page.locator("figure", has_text="Held-out evaluation").get_attribute("aria-label")
         assert label.startswith("Held-out evaluation at step 120: sampled 0.86"), label
-        assert await page.locator(".chart:visible canvas").count() == 11
+        assert await page.locator(".chart:visible canvas").count() == 13
+        shares = await page.locator("figure", has_text="Distribution of importance weights").get_attribute(
+            "aria-label"
+        )
+        assert ": to 0.5 0.02, to 0.8 0.05, to 0.95 0.13, 0.95 to 1.05 0.6, to 1.25 0.14" in shares, shares
+        shares = await page.locator("figure", has_text="Distribution of staleness").get_attribute(
+            "aria-label"
+        )
+        assert ": 0 0.2, 1 0.5, 2 0.3, 3 to 4 0," in shares, shares
         await check(page)
         if (width, scheme) == (390, "dark"):
             await page.screenshot(path=picture("dashboard_narrow", tmp_path))
@@ -164,6 +172,37 @@ async def test_filters_choose_and_say_what_is_wrong(root: Path):
         await page.locator(".detail h2", has_text="g00000007.1").wait_for()
         await page.locator("select[name=end]").select_option("timeout")
         await page.get_by_text("0 trajectories").wait_for()
+
+
+async def test_text_is_searched_and_a_search_that_stopped_early_says_so(root: Path, monkeypatch):
+    monkeypatch.setattr("launch.watch.dashboard.trajectories.SEARCHED", 4)
+    async with served(OpenRuns(root, no_bus)) as url, opened(url) as page:
+        await go(page, url, "runs/sort-a/trajectories", ".trajectories a")
+        await page.get_by_label("text").fill("Smallest of")
+        await page.keyboard.press("Enter")
+        status = page.locator(".listing .hint")
+        await page.get_by_text("; the search stopped after 4 of them").wait_for()
+        assert (await status.inner_text()).startswith("8 trajectories, newest first, of 12 complete groups")
+        await page.get_by_role("button", name="Search older ones").press("Enter")
+        await page.get_by_text("16 trajectories").wait_for()
+        await page.get_by_label("text").fill("nowhere")
+        await page.get_by_text("0 trajectories").wait_for()
+        assert "stopped after 4 of them" in await status.inner_text()
+
+
+async def test_alerts_come_and_go_with_the_steps(tmp_path: Path):
+    run = make_run(tmp_path, "warned", steps=3)
+    async with served(OpenRuns(tmp_path, no_bus)) as url, opened(url, 390) as page:
+        await go(page, url, "runs/warned", ".chart canvas")
+        alerts = page.locator("section[aria-label=Alerts]")
+        assert not await alerts.is_visible()
+        append_records(run.metrics, [metrics_record(metrics(4, **{"policy/ess_fraction": 0.1}))])
+        await alerts.get_by_text(
+            "Policy/ess_fraction is 0.1, below 0.3: few tokens carry the update"
+        ).wait_for()
+        await check(page)
+        append_records(run.metrics, [metrics_record(metrics(5, **{"policy/ess_fraction": 0.9}))])
+        await alerts.wait_for(state="hidden")
 
 
 async def test_lanes_are_told_in_words(root: Path):

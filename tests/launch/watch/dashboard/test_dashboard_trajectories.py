@@ -63,6 +63,27 @@ async def test_the_newest_come_first_and_filters_choose(stored: RunDirectory):
     assert len(await names(stored, version=4)) == 2 * GROUPS_A_STEP * SAMPLES  # sampled one turn of each
 
 
+async def test_text_is_found_in_prompts_and_answers_whatever_its_case(tmp_path: Path):
+    run = make_run(tmp_path, "texts", steps=3)
+    other = two_turns(99, 0, 3, group_size=1)
+    ids = other.token_ids.copy()
+    ids[8] = 77
+    with closing(ReplayStore.open(run.replay(1))) as store:
+        store.append([replace(other, token_ids=ids)])
+    assert await names(run, text="W77") == ["g00000099.0"]
+    assert len(await names(run, text="SORT 4")) == 25  # the prompt of all
+    assert await names(run, text="no such words") == []
+    assert await names(run, text="w77", least_reward=0.5) == []
+
+
+async def test_a_search_that_takes_long_stops_and_says_where(stored: RunDirectory, monkeypatch):
+    monkeypatch.setattr("launch.watch.dashboard.trajectories.LONGEST_SEARCH_S", -1.0)
+    found = await trajectory_list(StoredTrajectories(stored), Wanted(text="no such words"))
+    assert (found["trajectories"], found["searched"], found["below"]) == ([], 4, 8)
+    found = await trajectory_list(StoredTrajectories(stored), Wanted(text="no such words", below=4))
+    assert (found["searched"], found["below"]) == (4, None)
+
+
 async def test_a_long_list_goes_on_where_it_ended(stored: RunDirectory, monkeypatch):
     monkeypatch.setattr("launch.watch.dashboard.trajectories.SEARCHED", 4)
     source, wanted, seen = StoredTrajectories(stored), Wanted(), []
