@@ -11,6 +11,7 @@ from pydantic import JsonValue
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from bus.errors import ConfigError
 from learner.algorithms.objective import Objective
 from learner.backends.base import CriticSource, Exported, StepResult
 from learner.backends.frozen import FrozenPolicies, Weights
@@ -39,6 +40,7 @@ from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.learning_rate import learning_rate
 from learner.checkpoint.copies import CopyBuffers
 from learner.checkpoint.manifest import differences
+from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
@@ -50,6 +52,9 @@ from learner.world.process_group import device, most_over_ranks
 class Trainer:
     """A model and its optimizer on this rank, the `Backend` of megatron-core. `init_world` comes first."""
 
+    adapters: None = None
+    """There are none."""
+
     def __init__(
         self,
         hf_config: PretrainedConfig,
@@ -60,11 +65,15 @@ class Trainer:
         parallel: ParallelConfig = UNDIVIDED,
         trainable: TrainableWeights = EVERYTHING,
         critic: CriticSource | None = None,
+        lora: LoraConfig = NO_LORA,
     ) -> None:
         """Build the model and load `state`, by Hugging Face names; `parallel` is what `init_world` got.
 
-        With `critic` it has a critic beside it.
+        With `critic` it has a critic beside it. Raises `ConfigError` for a model that cannot be trained, and
+        for adapters.
         """
+        if lora.exists:
+            raise ConfigError("learner.backend=megatron has no adapters: set learner.backend=fsdp")
         self.hf_config = hf_config
         self.dtype = dtype
         self.parallel = parallel
@@ -155,7 +164,7 @@ class Trainer:
         return self._export.stream()
 
     def exported(self) -> Exported:
-        """Return the weights as rank 0 has them, to copy them at once; every other rank calls `export`."""
+        """Return the weights as rank 0 has them, to copy them at once; every rank exhausts the rest."""
         self.settle_parameters()
         return self._export.views()
 
