@@ -3,7 +3,7 @@ it begins with, and the weights that it makes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from pydantic import JsonValue
@@ -67,6 +67,14 @@ def base_digest(base: State) -> str:
         first = part_of(base, name, 0, 0, 1) if spec_of(base, name).shape else base[name]
         digest.update(name.encode() + bytes(tensor_bytes(first)))
     return digest.hexdigest()
+
+
+def refuse_adapters_alone(directory: Path) -> NoReturn:
+    """Raise `ConfigError` for a checkpoint that somebody takes for a model's weights."""
+    raise ConfigError(
+        f"checkpoint {directory} has adapters alone (learner.lora), no weights: name the directory that the "
+        "run exported, which has both together"
+    )
 
 
 def saved_settings(config: LoraConfig) -> dict[str, JsonValue]:

@@ -233,11 +233,7 @@ class LearnerConfig(Config):
     @model_validator(mode="after")
     def _adapters_suit_the_rest(self) -> Self:
         refuse_lora(
-            self.lora,
-            backend=self.backend,
-            has_critic=self.has_critic,
-            reference=self.reference,
-            teachers=self.used_teachers,
+            self.lora, has_critic=self.has_critic, reference=self.reference, teachers=self.used_teachers
         )
         return self
 

@@ -7,7 +7,6 @@ from typing import Literal
 from pydantic import Field
 
 from bus.config import Config
-from learner.config.backend import BackendName
 from learner.config.frozen_policies import ReferenceConfig, TeacherConfig, teacher_settings
 
 
@@ -51,9 +50,8 @@ NO_LORA = LoraConfig()
 
 
 def refuse_lora(
-    lora: LoraConfig, *, backend: BackendName, has_critic: bool, reference: ReferenceConfig,
-    teachers: Mapping[str, TeacherConfig],
-) -> None:  # fmt: skip
+    lora: LoraConfig, *, has_critic: bool, reference: ReferenceConfig, teachers: Mapping[str, TeacherConfig]
+) -> None:
     """Raise `ValueError` for settings beside which there are no adapters, and for adapters of rank 0."""
     if not lora.exists:
         if changed := sorted(lora.model_dump(exclude_defaults=True)):
@@ -63,8 +61,6 @@ def refuse_lora(
             )
         return
     where = f"learner.lora.rank={lora.rank}"
-    if backend != "fsdp":
-        raise ValueError(f"{where}: learner.backend={backend} has no adapters; set learner.backend=fsdp")
     if has_critic:
         raise ValueError(
             f"{where} with a critic, which is trained as a whole: use an advantage without one, and leave "

@@ -46,7 +46,10 @@ def test_fsdp_refuses_further_settings_of_megatron(settings, problem):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"backend": "megatron"}, "learner.backend=megatron has no adapters; set learner.backend=fsdp"),
+        (
+            {"backend": "megatron", "advantage": {"type": "gae"}},
+            "learner.lora.rank=8 with a critic, which is trained as a whole",
+        ),
         (
             {"lora": {"rank": 0, "alpha": 8.0}},
             "learner.lora.alpha=8.0 has no effect with learner.lora.rank=0",

@@ -9,9 +9,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PretrainedConfig
 
-from bus.errors import ConfigError, StorageError
+from bus.errors import StorageError
 from learner.backends.fsdp.checkpoint import MODEL, load_alone
 from learner.backends.fsdp.names import FileNames
+from learner.backends.lora import refuse_adapters_alone
 from learner.lazy_weights import LazyWeights, Spec
 from storage.weights.adapter_names import PREFIX
 
@@ -32,10 +33,7 @@ class CheckpointWeights(LazyWeights):
         except Exception as error:  # a torn pickle raises anything
             raise StorageError(f"cannot read checkpoint {directory}: {error!r}") from error
         if any(name.startswith(MODEL + PREFIX) for name in self._stored):
-            raise ConfigError(
-                f"checkpoint {directory} has adapters alone (learner.lora), no weights: name the "
-                "directory that the run exported, which has both together"
-            )
+            refuse_adapters_alone(directory)
         if lacking := sorted(name for name in self._names.tensors if MODEL + name not in self._stored):
             raise StorageError(f"checkpoint {directory} lacks {', '.join(lacking)}")
         self._last: tuple[str, dict[str, Tensor]] | None = None
