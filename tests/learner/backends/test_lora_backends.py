@@ -102,9 +102,10 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "tp2" else pytest.mark.slow) for name in LAYOUTS]
-)
+MARKS = {**dict.fromkeys(LAYOUTS, pytest.mark.slow), "tp2 sp pp2": pytest.mark.nightly}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in LAYOUTS])
 def test_every_layout_of_ranks_trains_the_same_adapters(worlds, name):
     ranks, layout, lora, model = LAYOUTS[name]
     found = worlds.run(ranks, divided, layout, lora, model)
