@@ -164,6 +164,15 @@ class Probe(Message, tag="probe"):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedBase(Message, tag="adapted_base"):
+    """Says which weights published low-rank adapters belong to: W becomes W + scale * B A."""
+
+    weights: BlobRef
+    """The frozen weights, safetensors with Hugging Face names; every version of a learner has the same."""
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyManifest(Message, tag="policy"):
     """A published policy version and where its weights lie."""
 
@@ -190,6 +199,8 @@ class PolicyManifest(Message, tag="policy"):
     ess_fraction: float | None = None
     """Effective sample size of the step that made this version, as a fraction of its tokens; `None` where no
     step of reinforcement learning did, or none was measured."""
+    adapted: AdaptedBase | None = None
+    """Where it is set, snapshots and deltas hold A and B of these weights by peft's names, nothing else."""
 
     def check(self) -> None:
         """Refuse a chain of deltas that does not lead from the snapshot to this version."""

@@ -51,6 +51,7 @@ def check_together(config: "RunConfig") -> None:
             f"learner.backend=fsdp offloads one way in a run: warmup.optimizer.offload={warm_up} is not "
             f"learner.optimizer.offload={learner}; set both alike"
         )
+    _check_adapters(config)
     _check_colocation(config)
     _check_opponents(config)
     check_evaluations(config)
@@ -64,6 +65,25 @@ def check_together(config: "RunConfig") -> None:
         raise ConfigError(
             "warmup.steps needs demonstrations: give them with --warmup.demonstrations, or turn the stage "
             "off with --warmup.steps 0"
+        )
+
+
+def _check_adapters(config: "RunConfig") -> None:
+    """Refuse settings by which weights are trained beside adapters, or whole ones are sent to engines."""
+    lora = config.learner.lora
+    if not lora.exists:
+        return
+    for name in ("freeze", "train_only"):
+        if chosen := getattr(config.model, name):
+            raise ConfigError(
+                f"model.{name}={list(chosen)} has no effect with learner.lora.rank={lora.rank}, which "
+                "freezes every weight: choose the layers that have adapters with learner.lora.targets"
+            )
+    if lora.publish == "adapter" and getattr(config.actors.engine, "update", "") == "group":
+        raise ConfigError(
+            'actors.engine.update="group" with learner.lora.publish=adapter: the learner broadcasts what it '
+            "publishes, and its engines take whole weights; set learner.lora.publish=merged, or "
+            "actors.engine.update=disk"
         )
 
 

@@ -43,6 +43,7 @@ def restore_backend(
         parallel,
         critic_source(settings, initial),
         backend=settings.learner.backend,
+        lora=settings.learner.lora,
     )
     if checkpoint is not None:
         load_checkpoint(backend, checkpoint, verified=verified)

@@ -60,7 +60,9 @@ class Learner:
         publication = settings.learner.publication
         store = blob_store(bus, publication.transport, settings.export.parent / "weights")
         kept = settings.export.parent / "kept-versions"
-        self._weights = WeightPublisher(bus, store, publication, incarnation=incarnation, kept=kept)
+        self._weights = WeightPublisher(
+            bus, store, publication, incarnation=incarnation, kept=kept, base=world.rank.adapter_base
+        )
         self._broadcaster = Broadcaster(
             bus, self._weights.announced, incarnation=incarnation,
             timeout_s=publication.broadcast_timeout_s, threads=publishing_threads(publication),

@@ -13,7 +13,8 @@ import torch
 from actors.engines.announced_version import Published
 from actors.engines.base import Engine, TakesPublished
 from actors.weights.latest_version import Newest
-from actors.weights.received import Receiver, torch_tensors
+from actors.weights.received import Receiver
+from actors.weights.torch_tensors import torch_tensors
 from bus.blobs import get_blob
 from bus.codec import decode
 from bus.connection import Bus

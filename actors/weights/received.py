@@ -1,26 +1,25 @@
 """Receives weights: makes the newest version on the host from snapshots and deltas, verified."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
 import structlog
-import torch
 
 from actors.engines.sglang.changes import note
+from actors.weights.adapters import merged_weights
 from bus.errors import BusError, StorageError
-from bus.messages import DeltaRef, PolicyManifest
+from bus.messages import AdaptedBase, DeltaRef, PolicyManifest
 from bus.publish import together
 from storage.weights.array_pool import SpareMemory
 from storage.weights.blob_sources import BlobSource
 from storage.weights.deltas import apply_delta
-from storage.weights.tensors import TORCH_DTYPES, HostTensor, Weights, read_snapshot, spare_threads
+from storage.weights.tensors import Weights, read_snapshot, spare_threads
 
 log = structlog.get_logger()
 T = TypeVar("T")
-DTYPES = {name: getattr(torch, dtype) for name, dtype in TORCH_DTYPES.items()}
 
 
 class Receiver:
@@ -28,7 +27,10 @@ class Receiver:
 
     def __init__(self, blobs: BlobSource) -> None:
         self.weights: Weights | None = None
+        """As they are published: adapters alone, where these are."""
         self._blobs = blobs
+        self._base: tuple[str, Weights] | None = None
+        """Frozen weights of the adapters, with the digest of their bytes."""
         self._incarnation = ""
         self._spare = SpareMemory()
         """Memory of earlier versions; engines keep the last of them until they have the next."""
@@ -40,16 +42,32 @@ class Receiver:
         way works; then the weights held stay.
         """
         try:
-            weights = await self._by_deltas(manifest) or await self.from_snapshot(manifest)
+            published = await self._by_deltas(manifest) or await self._from_snapshot(manifest)
+            whole = await self._whole(manifest.adapted, published)
         finally:
             self._spare.trim()  # memory of an older version, or of other tensors
         if self.weights is not None:  # unchanged tensors stay in place: engines use them there
-            weights = weights.sharing(self.weights)
-        self.weights, self._incarnation = weights, manifest.incarnation
-        return weights
+            published = published.sharing(self.weights)
+        self.weights, self._incarnation = published, manifest.incarnation
+        return whole if manifest.adapted is not None else published
 
     async def from_snapshot(self, manifest: PolicyManifest) -> Weights:
         """Return the weights that `manifest` announces, from its snapshot. Raises as `advance` does."""
+        return await self._whole(manifest.adapted, await self._from_snapshot(manifest))
+
+    async def _whole(self, adapted: AdaptedBase | None, published: Weights) -> Weights:
+        """Return the whole weights that the published ones stand for."""
+        if adapted is None:
+            return published
+        if self._base is None or self._base[0] != adapted.weights.digest:  # another learner may have the same
+            data = await self._blobs.get(adapted.weights)
+            self._base = adapted.weights.digest, await _in_threads(partial(read_snapshot, data, 0))
+        base = self._base[1]
+        return await _in_threads(
+            partial(merged_weights, base, published, adapted.scale, like=self._spare.like)
+        )
+
+    async def _from_snapshot(self, manifest: PolicyManifest) -> Weights:
         tail = manifest.since(manifest.snapshot_at) or ()
         data = await self._blobs.get(manifest.snapshot)
         snapshot = await _in_threads(
@@ -81,18 +99,6 @@ class Receiver:
                     f"the delta to version {delta.policy_version} leads to version {base.policy_version}"
                 )
         return base
-
-
-def torch_tensors(tensors: Mapping[str, HostTensor]) -> dict[str, torch.Tensor]:
-    """Return the same memory as tensors, to be read only. Raises `StorageError` for a dtype torch lacks."""
-    if unknown := {tensor.dtype for tensor in tensors.values()} - DTYPES.keys():
-        raise StorageError(f"torch has no {', '.join(sorted(unknown))}")
-    return {
-        name: torch.from_numpy(tensor.words.view(f"i{tensor.words.itemsize}"))
-        .view(DTYPES[tensor.dtype])
-        .reshape(tensor.shape)
-        for name, tensor in tensors.items()
-    }
 
 
 async def _in_threads(work: Callable[[Executor], T]) -> T:

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from learner.algorithms.objective import Objective
 from learner.backends.frozen import FrozenPolicies
 from learner.config.critic import CriticConfig
+from learner.config.lora import LoraConfig
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.data.packing import MicroBatch
@@ -58,16 +59,33 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The weights by Hugging Face name, where they lie."""
+    """The weights by Hugging Face name, or adapters by peft's, where they lie."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """The shape of every weight."""
+    """The shape of every tensor."""
     here: Mapping[str, Tensor]
     """Views of those that this rank has complete, their elements in order."""
     rest: Callable[[], Iterator[tuple[str, Tensor]]]
-    """Gathers the others from all ranks, one after another, each good until the next."""
+    """Gathers the others from all ranks, one after another, each good until the next; yields nothing on ranks
+    other than the first."""
     exact: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Weights that are computed with in a dtype of their own, in which they are published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Low-rank adapters that are trained instead of the weights (learner/backends/lora.py)."""
+
+    config: LoraConfig
+    base: State
+    """The frozen weights by Hugging Face name, as they were loaded."""
+    exact: Mapping[str, torch.dtype]
+    """Those that are computed with in a dtype of their own, in which they are published."""
+    modules: Sequence[str]
+    """Names of the linear layers that have one."""
+    streamed: Callable[[], Iterator[tuple[str, Tensor]]]
+    """Yields A and B of each by peft's names in float32 on rank 0, each good until the next. Every rank calls
+    it and exhausts the iterator."""
 
 
 class StagedFiles(Protocol):
@@ -199,10 +217,16 @@ class Backend(Protocol):
 
     # --- weights out: learner/publication/host_copy.py and the export at the end ---
 
+    @property
+    def adapters(self) -> Adapters | None:
+        """Return the adapters that are trained instead of the weights; None where these are trained.
+
+        `export` and `streamed` give the weights that the adapters make of the frozen ones."""
+
     def export(self) -> dict[str, Tensor]:
         """Return copies of the weights by Hugging Face name, on rank 0; nothing on the others.
 
-        The other ranks call this as well where rank 0 calls `exported` and exhausts `Exported.rest`."""
+        Every rank calls this."""
 
     def streamed(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights by Hugging Face name on rank 0, each good until the next; nothing on the others.
@@ -210,7 +234,9 @@ class Backend(Protocol):
         Every rank calls this and exhausts the iterator."""
 
     def exported(self) -> Exported:
-        """Return the weights as rank 0 has them, to copy them at once."""
+        """Return what is published as rank 0 has it, to copy it at once; every rank exhausts `Exported.rest`.
+
+        These are the weights, or with `learner.lora.publish=adapter` the adapters by peft's names."""
 
     def keep_until(self, read: torch.cuda.Event) -> None:
         """Have the device change no weight before `read`; the host does not wait."""

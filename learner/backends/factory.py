@@ -16,6 +16,7 @@ from learner.backends.trainable import TrainableWeights
 from learner.checkpoint.manifest import is_written_by
 from learner.config.backend import BackendName
 from learner.config.learner import BatchConfig
+from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.model import ModelConfig
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig, WorldConfig
@@ -34,7 +35,7 @@ BACKENDS: dict[BackendName, Callable[[], Callable[..., Backend]]] = {
     "fsdp": _fsdp,
 }
 """Each returns a class, imported where it trains and nowhere else, which takes (hf_config, state, optimizer,
-dtype=, parallel=, trainable=, critic=)."""
+dtype=, parallel=, trainable=, critic=, lora=)."""
 
 
 def init_world(
@@ -69,9 +70,10 @@ def refuse_batches(model: ModelConfig, batch: BatchConfig) -> None:
 def build_backend(
     model: ModelConfig, hf_config: PretrainedConfig, state: State, optimizer: OptimizerConfig,
     parallel: ParallelConfig, critic: CriticSource | None = None, *, backend: BackendName = "megatron",
+    lora: LoraConfig = NO_LORA,
 ) -> Backend:  # fmt: skip
     """Return the backend with a model that has the weights `state`, in the world that `init_world`
-    divided; with `critic`, it has a critic."""
+    divided; with `critic`, it has a critic, and with `lora` it trains adapters."""
     return BACKENDS[backend]()(
         hf_config,
         state,
@@ -80,6 +82,7 @@ def build_backend(
         parallel=parallel,
         trainable=TrainableWeights(model.freeze, model.train_only),
         critic=critic,
+        lora=lora,
     )
 
 

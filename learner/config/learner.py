@@ -33,6 +33,7 @@ from learner.config.diagnostics import DiagnosticsConfig
 from learner.config.entropy import NO_ENTROPY_TARGET, EntropyTargetConfig
 from learner.config.frozen_policies import NO_REFERENCE, NO_TEACHER, ReferenceConfig, TeacherConfig
 from learner.config.hooks import NO_HOOK, HookConfig
+from learner.config.lora import NO_LORA, LoraConfig, refuse_lora
 from learner.config.loss import (
     LossConfig,
     PluginLoss,
@@ -148,6 +149,9 @@ class LearnerConfig(Config):
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
     """Further ones by names of your own, each for some sources of prompts or for all of them."""
 
+    lora: LoraConfig = NO_LORA
+    """Low-rank adapters that are trained instead of the weights, where `rank` is above 0."""
+
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW of reinforcement learning."""
 
@@ -224,6 +228,13 @@ class LearnerConfig(Config):
                 has_critic=self.has_critic,
                 share_prefixes=self.batch.share_prefixes,
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_suit_the_rest(self) -> Self:
+        refuse_lora(
+            self.lora, has_critic=self.has_critic, reference=self.reference, teachers=self.used_teachers
+        )
         return self
 
     @model_validator(mode="after")

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.backends.base import Backend, Exported
+from learner.backends.base import Adapters, Backend, Exported
 from learner.publication.transfer import host_memory
 from learner.world.process_group import device
-from storage.weights.tensors import TORCH_DTYPES, WORD, HostTensor
+from storage.weights.tensors import TORCH_DTYPES, WORD, HostTensor, Weights
 
 NAMES = {getattr(torch, dtype): name for name, dtype in TORCH_DTYPES.items()}
 """Name of each torch dtype in safetensors."""
@@ -74,6 +74,13 @@ class HostCopy:
             done = _recorded() if on_gpu else None
         self.seconds = time.perf_counter() - began
         return Copied(buffers.words, done)
+
+    def as_published(self, adapters: Adapters) -> Weights:
+        """Return the frozen weights of adapters in the dtypes to publish. It is called on any thread."""
+        exact = {**self._exact, **adapters.exact}
+        base = adapters.base
+        tensors = {name: base[name].to(exact.get(name, self._dtype)).contiguous() for name in sorted(base)}
+        return Weights.of(0, host_tensors(tensors))
 
     def _beside_training(self) -> torch.cuda.StreamContext:
         self._beside = self._beside or torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -3,8 +3,9 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,16 @@ from bus.blobs import put_only_blob
 from bus.codec import Json, encode
 from bus.connection import Bus
 from bus.errors import BusError, FencedError
-from bus.messages import BlobRef, DeltaRef, ModelFiles, PolicyManifest, Probe, RoleHolder, SnapshotWanted
+from bus.messages import (
+    AdaptedBase,
+    BlobRef,
+    DeltaRef,
+    ModelFiles,
+    PolicyManifest,
+    Probe,
+    RoleHolder,
+    SnapshotWanted,
+)
 from bus.publish import Publisher
 from bus.waiting import set_within
 from learner.config.publication import PublicationConfig
@@ -47,6 +57,15 @@ def publishing_threads(config: PublicationConfig) -> int:
     return config.threads or spare_threads()
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterBase:
+    """What published adapters belong to."""
+
+    scale: float
+    weights: Callable[[], Weights]
+    """Reads the frozen weights as they are published; called when they are to be stored."""
+
+
 class WeightPublisher:
     """Announces versions, each after its bytes, and frees those that nobody needs any more.
 
@@ -56,9 +75,11 @@ class WeightPublisher:
 
     def __init__(
         self, bus: Bus, store: BlobStore, config: PublicationConfig, *,
-        incarnation: str, kept: Path | None = None,
+        incarnation: str, kept: Path | None = None, base: AdapterBase | None = None,
     ) -> None:  # fmt: skip
-        """Publish to `store`; `kept` is a directory for the versions that stay."""
+        """Publish to `store`; `kept` is a directory for the versions that stay.
+
+        With `base`, what is published are adapters, and the weights that they belong to are stored once."""
         self.latest: PolicyManifest | None = None
         self.figures: dict[str, Json] = {}
         """Figures of the latest publication, for metrics."""
@@ -75,6 +96,9 @@ class WeightPublisher:
         """The weights announced last, which are the base of the next delta."""
         self._held: OrderedDict[int, PolicyManifest] = OrderedDict()
         self._kept = KeptVersions(config.keep_versions, kept)
+        self._base = base
+        self._adapted: AdaptedBase | None = None
+        """Where the base lies, once it is stored."""
         self._stored: set[BlobRef] = set()
         self._pinned: set[int] = set()
         self._revision = 0
@@ -245,6 +269,7 @@ class WeightPublisher:
             probe=announcement.probe,
             kept=kept,
             ess_fraction=announcement.ess_fraction,
+            adapted=self._adapted,
         )
         self.latest = self._held[manifest.policy_version] = manifest
         self._weights = weights  # not before: a snapshot is of the version that is announced
@@ -281,11 +306,13 @@ class WeightPublisher:
         due."""
         if self._model is not None and not await on_bus(self._bus, [self._model]):
             await self._put_model()
-        if self.latest is None or await self._store.holds(_blobs(self.latest)):
-            return True
-        log.warning("published_weights_are_gone", policy_version=self.latest.policy_version)
-        self._kept.forget_published()
-        return False
+        intact = self.latest is None or await self._store.holds(_blobs(self.latest))
+        if self.latest is not None and not intact:
+            log.warning("published_weights_are_gone", policy_version=self.latest.policy_version)
+            self._kept.forget_published()
+            self._adapted = None
+        await self._put_base()
+        return intact
 
     async def _retire(self) -> None:
         """Forget versions that are neither new nor pinned, and free what no version left needs."""
@@ -321,6 +348,13 @@ class WeightPublisher:
             raise RuntimeError("the publisher was not started: call `start` first")
         self._model = await put_only_blob(self._bus, self._publisher, encode(self._files), "model")
 
+    async def _put_base(self) -> None:
+        """Store the weights that published adapters belong to, unless they are there."""
+        if self._base is not None and self._adapted is None:
+            weights = await asyncio.to_thread(self._base.weights)
+            blob = await self._put(snapshot_content(weights), "base")
+            self._adapted = AdaptedBase(weights=blob, scale=self._base.scale)
+
     async def _put_snapshot(self, weights: Weights) -> BlobRef:
         return await self._put(snapshot_content(weights), weights.policy_version, "snapshot")
 
@@ -340,7 +374,9 @@ class WeightPublisher:
     def _note(self, weights: Weights, wire_bytes: int, sent_words: int) -> None:
         self.figures = {
             "weights/wire_bytes": wire_bytes,
-            "weights/full_bytes": weights.size_bytes,
+            "weights/full_bytes": weights.size_bytes
+            if self._adapted is None
+            else self._adapted.weights.size_bytes,
             "weights/sent_fraction": sent_words / max(1, weights.words),
         }
 
@@ -358,4 +394,5 @@ class _Announcement(NamedTuple):
 
 def _blobs(manifest: PolicyManifest) -> set[BlobRef]:
     kept = (version.snapshot for version in manifest.kept)
-    return {manifest.snapshot, *(delta.blob for delta in manifest.deltas), *kept}
+    base = () if manifest.adapted is None else (manifest.adapted.weights,)
+    return {manifest.snapshot, *(delta.blob for delta in manifest.deltas), *kept, *base}

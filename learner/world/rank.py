@@ -17,6 +17,7 @@ from bus.errors import UnreadableGroupsError, WorldError
 from bus.messages import Probe
 from bus.requests import GroupRef
 from bus.trajectory import Groups
+from learner.adapter_directory import SUBDIRECTORY, write_adapter
 from learner.algorithms.rl_step import train_on
 from learner.backends.base import Backend, StepResult
 from learner.checkpoint.commit import PendingCheckpoint, start_checkpoint
@@ -26,6 +27,7 @@ from learner.model_directory import stream_hf_directory
 from learner.progress import kept_steps
 from learner.publication.host_copy import NONE_EXACT, Copied, HostCopy, copy_weights
 from learner.publication.probe import scored_probe
+from learner.publication.publisher import AdapterBase
 from learner.scoring.served_teachers import NO_ANSWERS, TeacherAnswers, ask_teachers
 from learner.settings import LearnerSettings
 from learner.warmup import begin_reinforcement_learning, warm_up_step
@@ -172,7 +174,9 @@ class Rank:
         await self.in_thread(lambda: begin_reinforcement_learning(self._backend, self._settings))
 
     async def export(self) -> None:
-        """Write the trained model as a Hugging Face directory, tensor by tensor, on rank 0."""
+        """Write the trained model as a Hugging Face directory, tensor by tensor, on rank 0.
+
+        Adapters are in whole weights there, and alone in a directory of peft's below it."""
         backend, settings = self._backend, self._settings
 
         def write() -> None:
@@ -188,6 +192,11 @@ class Rank:
                     )
             finally:  # even if the disk refuses: the other ranks wait until theirs are taken
                 deque(weights, maxlen=0)
+            if (adapters := backend.adapters) is not None:
+                tensors = {name: tensor.cpu().clone() for name, tensor in adapters.streamed()}
+                if dist.get_rank() == 0:
+                    model = str(settings.model.path or settings.model_directory)
+                    write_adapter(settings.export / SUBDIRECTORY, adapters, tensors, model)
 
         await self.in_thread(write)
 
@@ -196,7 +205,7 @@ class Rank:
 
         They stay until the copy after the next."""
         if dist.get_rank() > 0:
-            await self.in_thread(self._backend.export)  # sends rank 0 what it gathers
+            await self.in_thread(lambda: deque(self._backend.exported().rest(), maxlen=0))  # to rank 0
             return Copied({}, None)
         return await translated(copy_weights(self._host, self._backend, self._thread))
 
@@ -207,6 +216,14 @@ class Rank:
     async def release_memory(self) -> None:
         """Leave to others what the next step does not need of the device; the step takes it again."""
         await self.in_thread(self._backend.release_memory)
+
+    @property
+    def adapter_base(self) -> AdapterBase | None:
+        """Return what published adapters belong to; None where whole weights are published."""
+        adapters = self._backend.adapters
+        if adapters is None or adapters.config.publish == "merged":
+            return None
+        return AdapterBase(adapters.config.scale, partial(self._host.as_published, adapters))
 
     @property
     def copy_s(self) -> float:

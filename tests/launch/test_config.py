@@ -214,6 +214,17 @@ def test_every_problem_is_told_on_a_line_of_its_own():
             },
             "warmup.optimizer.offload=0.0 is not learner.optimizer.offload=1.0; set both alike",
         ),
+        (
+            {"learner": {"backend": "fsdp", "lora": {"rank": 8}}, "model": {"freeze": ["embed"]}},
+            "choose the layers that have adapters with learner.lora.targets",
+        ),
+        (
+            {
+                "learner": {"backend": "fsdp", "lora": {"rank": 8}},
+                "actors": {"engine": {"type": "sglang", "update": "group"}},
+            },
+            "set learner.lora.publish=merged",
+        ),
     ],
 )
 def test_settings_that_need_each_other_say_so(layer: dict, remedy: str):

@@ -41,3 +41,33 @@ def test_fsdp_refuses_further_settings_of_megatron(settings, problem):
     LearnerConfig.model_validate(
         {"backend": "fsdp", "parallel": {"recompute": "full"}, "optimizer": {"offload": 1}}
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            {"backend": "megatron", "advantage": {"type": "gae"}},
+            "learner.lora.rank=8 with a critic, which is trained as a whole",
+        ),
+        (
+            {"lora": {"rank": 0, "alpha": 8.0}},
+            "learner.lora.alpha=8.0 has no effect with learner.lora.rank=0",
+        ),
+        (
+            {"reference": {"kl_coef": 0.1, "path": "elsewhere"}},
+            "learner.reference.path=elsewhere: the reference is the policy with the adapter as it was",
+        ),
+        ({"teacher": {"path": "elsewhere"}}, "learner.teacher.path=elsewhere: .* serve it and name its url"),
+        ({"teachers": {"math": {"path": "other"}}}, r"learner.teachers.math.path=other"),
+    ],
+)
+def test_adapters_are_refused_where_they_are_not_to_be_had(settings, problem):
+    with pytest.raises(ValidationError, match=problem):
+        LearnerConfig.model_validate({"backend": "fsdp", "lora": {"rank": 8}, **settings})
+
+
+def test_the_scale_of_adapters_is_alpha_over_the_rank_or_over_its_root():
+    lora = LearnerConfig.model_validate({"backend": "fsdp", "lora": {"rank": 16, "alpha": 8.0}}).lora
+    assert lora.scale == 0.5
+    assert lora.model_copy(update={"rank_stabilised": True}).scale == 2.0

@@ -12,14 +12,17 @@ from transformers import PretrainedConfig
 from bus.errors import StorageError
 from learner.backends.fsdp.checkpoint import MODEL, load_alone
 from learner.backends.fsdp.names import FileNames
+from learner.backends.lora import refuse_adapters_alone
 from learner.lazy_weights import LazyWeights, Spec
+from storage.weights.adapter_names import PREFIX
 
 
 class CheckpointWeights(LazyWeights):
     """The model in a checkpoint, by Hugging Face names: the float32 main weights."""
 
     def __init__(self, directory: Path, hf_config: PretrainedConfig) -> None:
-        """Read the metadata. Raises `StorageError` when it is unreadable or lacks a tensor."""
+        """Read the metadata. Raises `StorageError` when it is unreadable or lacks a tensor, and `ConfigError`
+        where there are adapters alone."""
         self._directory = directory
         self._names = FileNames(hf_config)
         self._tensor_of = {
@@ -29,6 +32,8 @@ class CheckpointWeights(LazyWeights):
             self._stored = FileSystemReader(directory).read_metadata().state_dict_metadata
         except Exception as error:  # a torn pickle raises anything
             raise StorageError(f"cannot read checkpoint {directory}: {error!r}") from error
+        if any(name.startswith(MODEL + PREFIX) for name in self._stored):
+            refuse_adapters_alone(directory)
         if lacking := sorted(name for name in self._names.tensors if MODEL + name not in self._stored):
             raise StorageError(f"checkpoint {directory} lacks {', '.join(lacking)}")
         self._last: tuple[str, dict[str, Tensor]] | None = None

@@ -9,20 +9,22 @@ import torch
 import torch.distributed as dist
 from pydantic import JsonValue
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from bus.errors import ConfigError
 from learner.algorithms.objective import Objective
-from learner.backends.base import CriticSource, Exported, StepResult
+from learner.backends.base import Adapters, CriticSource, Exported, StepResult
 from learner.backends.frozen import FrozenPolicies, Weights
 from learner.backends.fsdp import checkpoint
 from learner.backends.fsdp.build import empty_model
 from learner.backends.fsdp.fingerprint import fingerprint
+from learner.backends.fsdp.lora import ModelAdapters, add_adapters
 from learner.backends.fsdp.model import shard
 from learner.backends.fsdp.names import FileNames, lasting_tensors
 from learner.backends.fsdp.optimizer import ShardedAdamW
 from learner.backends.fsdp.self_check import refuse_other_results
 from learner.backends.fsdp.weights import load_weights, local, stream_weights, whole_here
+from learner.backends.lora import refuse_other_adapters
 from learner.backends.trainable import EVERYTHING, TrainableWeights
 from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.decision import decide
@@ -30,11 +32,12 @@ from learner.backends.update.learning_rate import learning_rate
 from learner.backends.update.loss_step import MicroBatchLoss, added_up
 from learner.checkpoint.copies import CopyBuffers
 from learner.checkpoint.manifest import differences
+from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
 from learner.data.packing import MicroBatch, empty_micro_batch
-from learner.lazy_weights import State
+from learner.lazy_weights import SomeWeights, State
 from learner.world.process_group import device, most_over_ranks
 
 
@@ -54,9 +57,10 @@ class FsdpTrainer:
         parallel: ParallelConfig = UNDIVIDED,
         trainable: TrainableWeights = EVERYTHING,
         critic: CriticSource | None = None,
+        lora: LoraConfig = NO_LORA,
     ) -> None:
         """Build the model, load `state` by Hugging Face names, and prove that it computes what transformers
-        does.
+        does. With `lora`, adapters are trained and `trainable` counts for nothing.
 
         Raises `ConfigError` for models, settings and weights that cannot be trained."""
         if critic is not None:
@@ -65,16 +69,20 @@ class FsdpTrainer:
         self.dtype = dtype
         self._names = FileNames(hf_config)
         hf_model = empty_model(hf_config, torch.device("cpu"))
-        parameters = dict(hf_model.named_parameters())
-        files = {name: list(self._names.tensors[name].files) for name in parameters}  # no buffer is trained
-        self._frozen_weights = trainable.frozen(files)
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(name not in self._frozen_weights)
+        self._frozen_weights: set[str] = set()
+        if lora.exists:
+            adapted = add_adapters(hf_model, self._names, lora, dtype)
+        else:
+            self._frozen_weights = self._freeze(hf_model, trainable)
         self.model = shard(
             hf_model, dtype=dtype, offload=bool(optimizer.offload), recompute=parallel.recompute == "full"
         )
         self._offloaded = bool(optimizer.offload)
         self._tensors = lasting_tensors(hf_model)
+        self._adapters: ModelAdapters | None = None
+        if lora.exists:
+            base = SomeWeights(state, self._names.files.keys())
+            self._adapters = ModelAdapters(lora, adapted, base, self._tensors)
         load_weights(self._tensors, self._names, state)
         refuse_other_results(self.model, hf_config.vocab_size, dtype)
         self._copies = CopyBuffers()
@@ -83,6 +91,14 @@ class FsdpTrainer:
         self.frozen = FrozenPolicies(self._live, load=self._load)
         self.counts = UpdateCounts()
         self.set_optimizer(optimizer)
+
+    def _freeze(self, hf_model: PreTrainedModel, trainable: TrainableWeights) -> set[str]:
+        parameters = dict(hf_model.named_parameters())
+        files = {name: list(self._names.tensors[name].files) for name in parameters}  # no buffer is trained
+        frozen = trainable.frozen(files)
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name not in frozen)
+        return frozen
 
     def set_optimizer(self, config: OptimizerConfig) -> None:
         """Start over with a fresh optimizer state and warm-up; the weights stay."""
@@ -169,17 +185,25 @@ class FsdpTrainer:
             torch.cuda.empty_cache()
 
     @property
+    def _changing(self) -> dict[str, Tensor]:
+        """Return what makes the policy another: all weights and buffers, or the adapters."""
+        return self._tensors if self._adapters is None else self._adapters.tensors
+
+    @property
     def _parameters(self) -> dict[str, Any]:
-        return {name: each for name, each in self._tensors.items() if isinstance(each, torch.nn.Parameter)}
+        return {name: each for name, each in self._changing.items() if isinstance(each, torch.nn.Parameter)}
 
     def _live(self) -> Weights:
         self._settle()
-        return [{name: local(tensor) for name, tensor in self._tensors.items()}]
+        return [{name: local(tensor) for name, tensor in self._changing.items()}]
 
     def _load(self, hf_config: PretrainedConfig, state: State) -> None:
         if other := self.other_hyperparameters(hf_config):
             raise ConfigError(f"its weights do not fit this model: {', '.join(other)}")
-        load_weights(self._tensors, self._names, state)
+        if self._adapters is None:
+            load_weights(self._tensors, self._names, state)
+        else:  # with adapters, settings allow no other weights than those that are frozen
+            self._adapters.switch_off()
 
     def _settle(self) -> None:
         """Wait for a copy to the host that still reads the weights, and forget what a pass left gathered:
@@ -191,6 +215,11 @@ class FsdpTrainer:
 
     # --- weights out ---
 
+    @property
+    def adapters(self) -> Adapters | None:
+        """Return the adapters that are trained instead of the weights; None where these are trained."""
+        return None if self._adapters is None else self._adapters.described(self._float32_buffers)
+
     def export(self) -> dict[str, Tensor]:
         """Return copies of the weights by Hugging Face name, on rank 0; nothing on the others."""
         return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.streamed()}
@@ -198,26 +227,34 @@ class FsdpTrainer:
     def streamed(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights by name on rank 0, each good until the next; every rank exhausts it."""
         self._settle()
-        yield from stream_weights(self._tensors, self._names, self.dtype)
+        yield from self._streamed(self._tensors)
+
+    def _streamed(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        if self._adapters is None:
+            return stream_weights(tensors, self._names, self.dtype)
+        return stream_weights(tensors, self._names, self.dtype, finish=self._adapters.merge)
 
     def exported(self) -> Exported:
-        """Return the weights as rank 0 has them, to copy them at once; every other rank calls `export`."""
+        """Return what is published as rank 0 has it; every rank calls this and exhausts the rest."""
         self._settle()
+        adapters = self._adapters
+        if adapters is not None and adapters.config.publish == "adapter":
+            return adapters.exported(self.dtype)
         here: dict[str, Tensor] = {}
         if dist.get_world_size() == 1 and self.dtype == torch.float32:
-            here = whole_here(self._tensors, self._names)
+            unmerged = {name: each for name, each in self._tensors.items() if name not in (adapters or ())}
+            here = whole_here(unmerged, self._names)
         left = {
             name: tensor
             for name, tensor in self._tensors.items()
             if not here.keys() >= self._names.tensors[name].files.keys()
         }
-        rest = partial(stream_weights, left, self._names, self.dtype)
-        return Exported(self._names.files, here, rest, self._float32_buffers)
+        return Exported(self._names.files, here, partial(self._streamed, left), self._float32_buffers)
 
     @property
     def _float32_buffers(self) -> dict[str, torch.dtype]:
         """Return the dtype of those buffers by their names in files, which FSDP rounds to no other."""
-        buffers = self._tensors.keys() - self._parameters.keys()
+        buffers = [name for name, each in self._tensors.items() if not isinstance(each, torch.nn.Parameter)]
         exact = [name for name in buffers if self._tensors[name].dtype == torch.float32]
         return {file: torch.float32 for name in exact for file in self._names.tensors[name].files}
 
@@ -247,11 +284,13 @@ class FsdpTrainer:
             **self.counts.saved(),
             "ranks": dist.get_world_size(),
             "frozen": [*sorted(self._frozen_weights)],
+            "lora": None if self._adapters is None else self._adapters.saved(),
             "policies": [*sorted(self.frozen.own)],
         }
 
     def stage_checkpoint(self, directory: Path) -> checkpoint.Staged:
-        """Copy weights, optimizer, random generators and own frozen policies, to be written there."""
+        """Copy weights, optimizer, random generators and own frozen policies, to be written there. Of a model
+        with adapters these alone are copied."""
         self._settle()
         policies = {tag: self.frozen.weights(tag) for tag in self.frozen.own}
         entries = self._entries(policies) | checkpoint.generator_states()
@@ -259,6 +298,8 @@ class FsdpTrainer:
 
     def refuse_other_training(self, directory: Path, training: Mapping[str, Any]) -> None:
         """Raise `ConfigError` when a checkpoint of that `training_state` does not fit."""
+        ours = None if self._adapters is None else self._adapters.saved()
+        refuse_other_adapters(directory, training.get("lora"), ours)
         if frozen := set(training["frozen"]) ^ self._frozen_weights:
             raise ConfigError(
                 f"checkpoint {directory} was trained with other weights frozen ({len(frozen)} differ, as "
@@ -281,10 +322,11 @@ class FsdpTrainer:
 
     def _entries(self, policies: Mapping[str, Weights]) -> dict[str, Tensor]:
         """Return the state, with these frozen policies, by its names in the files of a checkpoint."""
-        entries = {f"{checkpoint.MODEL}{name}": tensor.detach() for name, tensor in self._tensors.items()}
+        changing = self._changing
+        entries = {f"{checkpoint.MODEL}{name}": tensor.detach() for name, tensor in changing.items()}
         for name, (parameter, mine) in self.optimizer.moments().items():
             entries[f"optimizer.{name}"] = checkpoint.like(parameter, mine)
         for tag, [weights] in sorted(policies.items()):
             for name, mine in weights.items():
-                entries[f"policies.{tag}.{name}"] = checkpoint.like(self._tensors[name], mine)
+                entries[f"policies.{tag}.{name}"] = checkpoint.like(changing[name], mine)
         return entries

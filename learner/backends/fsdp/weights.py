@@ -4,7 +4,7 @@ Each rank reads its rows of each tensor, and of safetensors files nothing else; 
 experts, it reads as a whole. On the way out one tensor at a time is whole.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -65,24 +65,27 @@ def _problems(names: FileNames, state: State) -> Iterator[str]:
             yield f"{name} is unexpected"
 
 
+def _as_it_is(_: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
 @torch.no_grad()
 def stream_weights(
-    tensors: Mapping[str, Tensor], names: FileNames, dtype: torch.dtype, *, without: Container[str] = ()
-) -> Iterator[tuple[str, Tensor]]:
+    tensors: Mapping[str, Tensor], names: FileNames, dtype: torch.dtype, *,
+    finish: Callable[[str, Tensor], Tensor] = _as_it_is,
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Yield the weights by their names in files on rank 0, as `dtype`, each good until the next.
 
-    Every rank must exhaust this iterator; it yields nothing on the others. `without` names tensors of the
-    model that are left out, on every rank alike. Buffers keep their dtype.
+    Every rank must exhaust this iterator; it yields nothing on the others. `finish` is called on every rank
+    with each whole tensor and its name in the model, and returns the one to yield. Buffers keep their dtype.
     """
     for name, tensor in tensors.items():
-        if name in without:
-            continue
-        whole = _whole(tensor, dtype) if isinstance(tensor, DTensor) else tensor.detach()
+        found = finish(name, whole(tensor, dtype) if isinstance(tensor, DTensor) else tensor.detach())
         if dist.get_rank() == 0:
-            yield from names.split(name, whole).items()
+            yield from names.split(name, found).items()
 
 
-def _whole(tensor: DTensor, dtype: torch.dtype) -> Tensor:
+def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Gather a tensor on every rank. Every rank calls this."""
     mine = local(tensor).to(device(), dtype)
     if dist.get_world_size() == 1:

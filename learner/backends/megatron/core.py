@@ -46,6 +46,7 @@ with megatron_import_warnings_silenced():
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 if hasattr(dist, "reduce_scatter_single"):  # torch deprecates the names that megatron-core calls
     for module in (param_and_grad_buffer, tensor_parallel.layers, tensor_parallel.mappings):
@@ -120,6 +121,7 @@ __all__ = [
     "get_megatron_optimizer",
     "get_num_layers_to_build",
     "get_transformer_layer_offset",
+    "make_sharded_tensors_for_checkpoint",
     "parallel_state",
     "param_is_not_shared",
     "save_config",

@@ -39,7 +39,7 @@ class WeightExport:
         return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.stream()}
 
     def views(self) -> Exported:
-        """Return the weights as rank 0 has them; every other rank calls `copies`."""
+        """Return the weights as rank 0 has them; every rank exhausts the rest."""
         addresses = [parameter.data_ptr() for parameter in self._parameters]
         if self._exported is None or self._addresses != addresses:
             holders = self._holders()

@@ -1,6 +1,7 @@
 """One optimizer step at a time: model, gradients, update, diagnostics."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from learner.algorithms.objective import Objective
-from learner.backends.base import CriticSource, Exported, StepResult
+from learner.backends.base import Adapters, CriticSource, Exported, StepResult
 from learner.backends.frozen import FrozenPolicies, Weights
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.checkpoint.state import (
@@ -22,6 +23,7 @@ from learner.backends.megatron.checkpoint.state import (
     training_state,
 )
 from learner.backends.megatron.checkpoint.writer import Staged
+from learner.backends.megatron.conversion.base import is_adapter
 from learner.backends.megatron.conversion.weights import load_hf_weights
 from learner.backends.megatron.core import parallel_state
 from learner.backends.megatron.critic import MegatronCritic
@@ -30,6 +32,7 @@ from learner.backends.megatron.device_memory import release_gradients
 from learner.backends.megatron.export import WeightExport
 from learner.backends.megatron.forward import forward_logprobs
 from learner.backends.megatron.frozen_weights import freeze_others
+from learner.backends.megatron.lora import ChunkAdapters
 from learner.backends.megatron.model.model import PolicyModel, build_chunks
 from learner.backends.megatron.optimizer.optimizer import build_optimizer, configure_optimizer
 from learner.backends.megatron.sharding import share_of_rank
@@ -39,6 +42,7 @@ from learner.backends.update.counts import UpdateCounts
 from learner.backends.update.learning_rate import learning_rate
 from learner.checkpoint.copies import CopyBuffers
 from learner.checkpoint.manifest import differences
+from learner.config.lora import NO_LORA, LoraConfig
 from learner.config.loss import SFTLoss
 from learner.config.optimizer import OptimizerConfig
 from learner.config.parallel import UNDIVIDED, ParallelConfig
@@ -60,10 +64,12 @@ class Trainer:
         parallel: ParallelConfig = UNDIVIDED,
         trainable: TrainableWeights = EVERYTHING,
         critic: CriticSource | None = None,
+        lora: LoraConfig = NO_LORA,
     ) -> None:
         """Build the model and load `state`, by Hugging Face names; `parallel` is what `init_world` got.
 
-        With `critic` it has a critic beside it.
+        With `critic` it has a critic beside it. With `lora`, adapters are trained, and `trainable` counts for
+        nothing. Raises `ConfigError` for a model that cannot be trained.
         """
         self.hf_config = hf_config
         self.dtype = dtype
@@ -71,13 +77,15 @@ class Trainer:
         self.chunks: list[PolicyModel] = build_chunks(hf_config, dtype=dtype, parallel=parallel)
         load_hf_weights(self.chunks, hf_config, state)
         self.trainable = trainable
-        freeze_others(self.chunks, hf_config, trainable)
+        self.lora = ChunkAdapters(self.chunks, hf_config, lora, state) if lora.exists else None
+        if self.lora is None:
+            freeze_others(self.chunks, hf_config, trainable)
         self._export = WeightExport(self.chunks, hf_config)
         self._checkpoint_buffers = CopyBuffers()
         self._read: torch.cuda.Event | None = None
         """Event until which no weight may change."""
         self.ddp = data_parallel(self.chunks, parallel)
-        self.frozen = FrozenPolicies(self._live, load=partial(load_hf_weights, self.chunks))
+        self.frozen = FrozenPolicies(self._live, load=self._load)
         self.counts = UpdateCounts()
         self.set_optimizer(optimizer)
         self.critic: MegatronCritic | None = None
@@ -141,23 +149,32 @@ class Trainer:
 
     # --- weights out ---
 
+    @property
+    def adapters(self) -> Adapters | None:
+        """Return the adapters that are trained instead of the weights; None where these are trained."""
+        return None if self.lora is None else self.lora.described()
+
     def export(self) -> dict[str, Tensor]:
         """Return copies of the weights by Hugging Face name, on rank 0; nothing on the others.
 
         Every rank calls this.
         """
-        self.settle_parameters()
-        return self._export.copies()
+        return {name: part.clone(memory_format=torch.contiguous_format) for name, part in self.streamed()}
 
     def streamed(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights by name on rank 0, each good until the next; every rank exhausts it."""
         self.settle_parameters()
-        return self._export.stream()
+        weights = self._export.stream()
+        return weights if self.lora is None else self.lora.merged(weights)
 
     def exported(self) -> Exported:
-        """Return the weights as rank 0 has them, to copy them at once; every other rank calls `export`."""
+        """Return what is published as rank 0 has it, to copy it at once; every rank exhausts the rest."""
         self.settle_parameters()
-        return self._export.views()
+        if self.lora is None:
+            return self._export.views()
+        if self.lora.config.publish == "adapter":
+            return self.lora.exported(self.dtype)
+        return replace(self._export.views(), here={}, rest=self.streamed)
 
     @property
     def size_bytes(self) -> int:
@@ -170,7 +187,16 @@ class Trainer:
 
     def _live(self) -> Weights:
         self.settle_parameters()
-        return [dict(chunk.named_parameters()) for chunk in self.chunks]
+        chunks = [dict(chunk.named_parameters()) for chunk in self.chunks]
+        if self.lora is None:
+            return chunks
+        return [{name: each for name, each in chunk.items() if is_adapter(name)} for chunk in chunks]
+
+    def _load(self, hf_config: PretrainedConfig, state: State) -> None:
+        if self.lora is None:
+            load_hf_weights(self.chunks, hf_config, state)
+        else:  # with adapters, settings allow no other weights than those that are frozen
+            self.lora.switch_off()
 
     def settle_parameters(self) -> None:
         """Finish what still reads or writes the parameters: a copy to the host, and the gathering of updated

@@ -9,7 +9,8 @@ import torch
 from actors.engines.scripted import ScriptedEngine
 from actors.weights import follow as following_policy
 from actors.weights.follow import PolicyFollower
-from actors.weights.received import Receiver, torch_tensors
+from actors.weights.received import Receiver
+from actors.weights.torch_tensors import torch_tensors
 from bus.blobs import put_blob
 from bus.errors import BusError, StorageError
 from bus.messages import DeltaRef

@@ -33,7 +33,7 @@ class TorchBackend:
         self.model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).eval()
         self.model.get_input_embeddings().padding_idx = None  # drawn rollouts hold it: it has a gradient too
         self._load(hf_config, state)
-        self.critic = None
+        self.critic, self.adapters = None, None
         self.frozen = FrozenPolicies(lambda: [dict(self.model.named_parameters())], load=self._load)
         self.set_optimizer(optimizer)
 

@@ -14,8 +14,10 @@ from pydantic import JsonValue
 from torch.distributed.checkpoint.api import CheckpointException
 
 from bus.errors import ConfigError, StorageError
+from learner.backends.lora import refuse_other_adapters
 from learner.backends.megatron.checkpoint.fingerprint import fingerprint
 from learner.backends.megatron.checkpoint.writer import Staged, install_in_process_writer, stage
+from learner.backends.megatron.conversion.base import is_adapter
 from learner.backends.megatron.core import (
     CheckpointingException,
     MegatronOptimizer,
@@ -86,7 +88,7 @@ def load_state(trainer: "Trainer", directory: Path, training: Mapping[str, Any])
 
 def _load_model(model: "Trainer | MegatronCritic", state: Mapping[str, Any]) -> None:
     for name, chunk in _chunks(model).items():
-        chunk.load_state_dict(state[name])
+        chunk.load_state_dict(state[name], strict=not _has_adapters(model))  # else without frozen weights
     load_optimizer_state(model.optimizer, state["optimizer"])
 
 
@@ -97,6 +99,7 @@ def training_state(trainer: "Trainer") -> dict[str, JsonValue]:
         "ranks": dist.get_world_size(),
         "distributed_optimizer": trainer.parallel.distributed_optimizer,
         "frozen": [*sorted(frozen_weights(trainer.hf_config, trainer.trainable))],
+        "lora": None if trainer.lora is None else trainer.lora.saved(),
         "policies": [*sorted(trainer.frozen.own)],
         "critic": _critic_state(trainer.critic) if trainer.critic else None,
     }
@@ -113,6 +116,8 @@ def refuse_other_training(directory: Path, training: Mapping[str, Any], trainer:
             f"checkpoint {directory} was saved with learner.parallel.distributed_optimizer={saved}: "
             "set that again"
         )
+    ours = None if trainer.lora is None else trainer.lora.saved()
+    refuse_other_adapters(directory, training.get("lora"), ours)
     frozen = set(training["frozen"]) ^ frozen_weights(trainer.hf_config, trainer.trainable)
     if frozen:
         raise ConfigError(
@@ -153,8 +158,13 @@ def _sharded_model(
     model: "Trainer | MegatronCritic", optimizer: MegatronOptimizer, metadata: dict[str, Any], *,
     is_loading: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the weights of a model and what its optimizer keeps."""
+    """Return the weights of a model, or its adapters alone, and what its optimizer keeps."""
     chunks = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _chunks(model).items()}
+    if _has_adapters(model):
+        chunks = {
+            name: {key: entry for key, entry in chunk.items() if is_adapter(key)}
+            for name, chunk in chunks.items()
+        }
     with torch.no_grad():
         state = optimizer.sharded_state_dict(
             chunks if len(chunks) > 1 else chunks["model"], is_loading=is_loading, metadata=dict(SHARDING)
@@ -174,6 +184,10 @@ def _sharded_policy(trainer: "Trainer", tag: str, metadata: Mapping[str, Any]) -
         }
         for (name, chunk), weights in pieces
     }
+
+
+def _has_adapters(model: "Trainer | MegatronCritic") -> bool:
+    return getattr(model, "lora", None) is not None
 
 
 def _chunks(model: "Trainer | MegatronCritic") -> dict[str, PolicyModel]:

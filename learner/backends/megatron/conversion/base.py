@@ -106,9 +106,17 @@ GATE_UP = Layout(
 )
 QKV = Layout(merge=_merge_qkv, split=_split_qkv, part_shapes=_qkv_shapes)
 
+ADAPTER = "_adapter"
+"""Ends the name of the module with a layer's adapter, which lies beside the layer."""
+
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), SAME)
 FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), SAME)
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), SAME)
+
+
+def is_adapter(name: str) -> bool:
+    """Tell whether a parameter of megatron-core's model is an adapter's, by its name."""
+    return f"{ADAPTER}." in name
 
 
 def layer_rule(megatron: str, parts: Sequence[str], layout: Layout = SAME) -> Rule:

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bus.errors import StorageError
-from learner.backends.megatron.conversion.base import Rule, Shape
+from learner.backends.lora import refuse_adapters_alone
+from learner.backends.megatron.conversion.base import Rule, Shape, is_adapter
 from learner.lazy_weights import LazyWeights, Spec
 
 TENSORS = "__0_0.distcp"
@@ -60,12 +61,15 @@ class MegatronWeights(LazyWeights):
     """The model in a checkpoint, by Hugging Face names and in their layout."""
 
     def __init__(self, directory: Path, rules: Sequence[Rule], shape: Shape) -> None:
-        """Read the metadata. Raises `StorageError` when it is unreadable or lacks a tensor."""
+        """Read the metadata. Raises `StorageError` when it is unreadable or lacks a tensor, and `ConfigError`
+        where there are adapters alone."""
         self._directory = directory
         self._shape = shape
         self._metadata = _read_metadata(directory)
         self._rule_of = {part: (rule, n) for rule in rules for n, part in enumerate(rule.parts)}
         self._last: tuple[Rule, Sequence[Tensor]] | None = None
+        if any(is_adapter(key) for key in self._metadata.state_dict_metadata):
+            refuse_adapters_alone(directory)
         lacking = {place_of(rule.megatron).key for rule in rules} - self._metadata.state_dict_metadata.keys()
         if lacking:
             raise StorageError(f"checkpoint {directory} lacks {', '.join(sorted(lacking))}")

@@ -6,7 +6,7 @@ than the caller keeps.
 """
 
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,17 +67,18 @@ def stream_hf_weights(
     holders: "Holders | None" = None,
     *,
     without: Container[str] = (),
+    rules: Iterable[Rule] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights one after another on rank 0; what is yielded is good until the next.
 
     Every rank must exhaust this iterator; it yields nothing on the others. `holders` as `find_holders` gave
     them spare all ranks that they tell each other what they have. `without`, on rank 0, names weights that
-    `whole_on_rank_0` has.
+    `whole_on_rank_0` has. `rules` are for other tensors of the model than its weights.
     """
     shape = shape_of(hf_config)
     slices = _slices(chunks)
     holders = _holders(slices) if holders is None else holders
-    for rule in FAMILIES[hf_config.model_type].rules(shape):
+    for rule in FAMILIES[hf_config.model_type].rules(shape) if rules is None else rules:
         whole = _gather(slices.get(rule.megatron), holders[rule.megatron])
         if whole is None or rule.parts[0] in without:
             continue
@@ -88,12 +89,14 @@ def stream_hf_weights(
             yield name, cut.join(pieces, size)
 
 
-def exported_shapes(hf_config: PretrainedConfig, holders: "Holders") -> dict[str, tuple[int, ...]]:
+def exported_shapes(
+    hf_config: PretrainedConfig, holders: "Holders", *, rules: Iterable[Rule] | None = None
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all weights that are exported, in the order of `stream_hf_weights`."""
     shape = shape_of(hf_config)
     return {
         name: sizes
-        for rule in FAMILIES[hf_config.model_type].rules(shape)
+        for rule in (FAMILIES[hf_config.model_type].rules(shape) if rules is None else rules)
         for name, sizes in zip(rule.parts, _part_shapes(rule, holders[rule.megatron][0], shape), strict=True)
     }
 

@@ -97,6 +97,8 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
         )
         tokens = batch.tokens if tree is None else batch.tokens[tree.source]
         embedded = self.embedding(tokens[None], None) if self.pre_process else None
+        if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
+            embedded.requires_grad_()  # of a frozen embedding: recomputed layers have no gradient otherwise
         return self.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=layout)  # type: ignore[no-any-return]
 
     def _of_all_tokens(self, hidden: Tensor) -> Tensor:

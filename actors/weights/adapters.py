@@ -1,0 +1,72 @@
+"""Makes whole weights, which any engine takes, of frozen ones and their low-rank adapters
+(arXiv:2106.09685)."""
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from xxhash import xxh3_128_digest
+
+from actors.weights.torch_tensors import torch_tensor
+from bus.errors import StorageError
+from storage.weights.adapter_names import WEIGHT, adapter_names
+from storage.weights.tensors import HostTensor, NewWords, Weights, in_order
+
+
+def merged_weights(
+    base: Weights, adapters: Weights, scale: float, threads: Executor | None = None, *,
+    like: NewWords = np.empty_like,
+) -> Weights:  # fmt: skip
+    """Return `base` with W + scale * B A in the place of each W that has an adapter; it shares the others.
+
+    Their digests are made of those of W, A and B. `like` allocates what is new. Raises `StorageError` for
+    adapters that do not fit the base.
+    """
+    adapted = list(_adapted(base, adapters))
+    found = in_order(threads, partial(_merged, scale, like), adapted)
+    tensors = dict(base.tensors) | {one.name: tensor for one, tensor in zip(adapted, found, strict=True)}
+    digests = dict(base.digests) | {one.name: xxh3_128_digest(one.digests) for one in adapted}
+    return Weights(adapters.policy_version, tensors, digests)
+
+
+class _Adapted(NamedTuple):
+    """A frozen weight and its adapter."""
+
+    name: str
+    weight: HostTensor
+    a: HostTensor
+    b: HostTensor
+    digests: bytes
+    """Those of the three."""
+
+
+def _adapted(base: Weights, adapters: Weights) -> Iterator[_Adapted]:
+    left = set(adapters.tensors)
+    for name in base.tensors:
+        names = adapter_names(name)
+        if name.endswith(WEIGHT) and left.issuperset(names):
+            left.difference_update(names)
+            a, b = (adapters.tensors[each] for each in names)
+            digests = base.digests[name] + b"".join(adapters.digests[each] for each in names)
+            yield _Adapted(name, base.tensors[name], a, b, digests)
+    if left:
+        raise StorageError(
+            f"version {adapters.policy_version} has {len(left)} tensors, as {min(left)}, that are adapters "
+            "of none of its frozen weights"
+        )
+
+
+@torch.no_grad()
+def _merged(scale: float, like: NewWords, one: _Adapted) -> HostTensor:
+    """Compute as the learner does (`learner.backends.lora.merged`): in float32, rounded once."""
+    weight, a, b = (torch_tensor(each) for each in (one.weight, one.a, one.b))
+    if (b.shape[0], a.shape[1]) != tuple(weight.shape) or a.shape[0] != b.shape[1]:
+        raise StorageError(
+            f"{one.name}: an adapter of {list(b.shape)} and {list(a.shape)} is not of {list(weight.shape)}"
+        )
+    result = HostTensor(one.weight.dtype, one.weight.shape, like(one.weight.words))
+    torch_tensor(result).copy_(weight.float() + scale * (b.float() @ a.float()))
+    return result

@@ -1,0 +1,100 @@
+"""Low-rank adapters (arXiv:2106.09685), whatever backend trains them: which layers have one, the values that
+it begins with, and the weights that it makes."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+from xxhash import xxh3_64_intdigest, xxh3_128
+
+from bus.errors import ConfigError
+from learner.config.lora import LoraConfig
+from learner.lazy_weights import State, part_of, spec_of, tensor_bytes
+
+SEEDS = (1 << 63) - 1
+"""Bits that the seed of a generator may have."""
+
+
+def targeted(config: LoraConfig, modules: Sequence[str]) -> list[str]:
+    """Return those of the linear layers `modules` that have an adapter.
+
+    Raises `ConfigError` for a target that is the end of no name.
+    """
+    if not config.targets:
+        return list(modules)
+    for target in config.targets:
+        if not any(_ends_with(module, target) for module in modules):
+            ends = sorted({module.rsplit(".", 1)[-1] for module in modules})
+            raise ConfigError(
+                f"learner.lora.targets: no linear layer of the transformer blocks is named {target!r}; there "
+                f"are {', '.join(ends)}"
+            )
+    return [module for module in modules if any(_ends_with(module, target) for target in config.targets)]
+
+
+def _ends_with(module: str, target: str) -> bool:
+    """Tell as peft does whether a target names a module."""
+    return module == target or module.endswith(f".{target}")
+
+
+def first_a(module: str, rank: int, inputs: int) -> Tensor:
+    """Return the A that a layer begins with, float32 [rank, inputs], uniform up to 1 / sqrt(inputs).
+
+    It depends on the run's seed and the layer's name alone, so that all backends and layouts of ranks begin
+    alike.
+    """
+    generator = torch.Generator()
+    generator.manual_seed((torch.initial_seed() ^ xxh3_64_intdigest(module.encode())) & SEEDS)
+    bound = inputs**-0.5
+    return torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator)
+
+
+@torch.no_grad()
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return W + scale * B A, computed in float32, as the dtype of W.
+
+    Actors compute the same (actors/weights/adapters.py)."""
+    return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
+
+
+def base_digest(base: State) -> str:
+    """Return a digest of the first row of each weight: it tells models apart, and takes no reading of all."""
+    digest = xxh3_128()
+    for name in sorted(base):
+        first = part_of(base, name, 0, 0, 1) if spec_of(base, name).shape else base[name]
+        digest.update(name.encode() + bytes(tensor_bytes(first)))
+    return digest.hexdigest()
+
+
+def refuse_adapters_alone(directory: Path) -> NoReturn:
+    """Raise `ConfigError` for a checkpoint that somebody takes for a model's weights."""
+    raise ConfigError(
+        f"checkpoint {directory} has adapters alone (learner.lora), no weights: name the directory that the "
+        "run exported, which has both together"
+    )
+
+
+def saved_settings(config: LoraConfig) -> dict[str, JsonValue]:
+    """Return the settings that must be the same where adapters are loaded from a checkpoint."""
+    return config.model_dump(mode="json", exclude={"publish"})
+
+
+def refuse_other_adapters(
+    directory: Path, saved: Mapping[str, Any] | None, ours: Mapping[str, Any] | None
+) -> None:
+    """Raise `ConfigError` where a checkpoint has other adapters, or on another model, than the run trains."""
+    if saved == ours:
+        return
+    saved, ours = saved or {}, ours or {}
+    other = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
+    if other == ["base"]:
+        what = "adapters of a model with other weights"
+    else:
+        what = ", ".join(f"learner.lora.{name}={saved.get(name)}" for name in other if name != "base")
+    raise ConfigError(
+        f"checkpoint {directory} was trained with {what}: keep learner.lora and the model as they were, or "
+        "start a new run with --model.path"
+    )

@@ -1,0 +1,155 @@
+"""Adapters of a model of megatron-core: where they are, how they leave it, and what weights they make."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+
+import torch
+from pydantic import JsonValue
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from learner.backends.base import Adapters, Exported
+from learner.backends.lora import base_digest, first_a, merged, saved_settings, targeted
+from learner.backends.megatron.conversion.base import ADAPTER, SAME, Rule, is_adapter
+from learner.backends.megatron.conversion.families import FAMILIES, shape_of
+from learner.backends.megatron.conversion.weights import (
+    EXPERT,
+    Holders,
+    exported_shapes,
+    find_holders,
+    global_name,
+    stream_hf_weights,
+)
+from learner.backends.megatron.model.adapter import COLUMN, ROW, AdaptedLayer, Adapter
+from learner.backends.megatron.model.model import PolicyModel
+from learner.config.lora import LoraConfig
+from learner.lazy_weights import SomeWeights, State
+from storage.weights.adapter_names import WEIGHT, adapter_names
+
+LINEAR = re.compile(r"\.(linear_qkv|linear_proj|linear_fc1|linear_fc2)\.weight$")
+CUTS = {"linear_qkv": COLUMN, "linear_fc1": COLUMN, "linear_proj": ROW, "linear_fc2": ROW}
+
+
+def _modules(rule: Rule) -> list[str]:
+    return [part.removesuffix(WEIGHT) for part in rule.parts]
+
+
+def _last(module: str) -> str:
+    return module.rsplit(".", 1)[-1]
+
+
+class ChunkAdapters:
+    """The adapters of this rank's pieces of a model, whose weights are frozen."""
+
+    def __init__(
+        self, chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, config: LoraConfig, base: State
+    ) -> None:
+        """Freeze all weights, and add adapters; comes before the data-parallel wrapper.
+
+        Raises `ConfigError` for targets that are not there. Experts have none."""
+        self.config = config
+        self._chunks, self._hf_config = chunks, hf_config
+        rules = list(FAMILIES[hf_config.model_type].rules(shape_of(hf_config)))
+        linear = [rule for rule in rules if LINEAR.search(rule.megatron) and not EXPERT.search(rule.megatron)]
+        self._base = SomeWeights(base, [part for rule in rules for part in rule.parts])
+        modules = targeted(config, [module for rule in linear for module in _modules(rule)])
+        self._targets = dict.fromkeys(modules)
+        """Names of the Hugging Face layers that have an adapter, in their order."""
+        self._adapted = {
+            rule.megatron: rule for rule in linear if not self._targets.keys().isdisjoint(_modules(rule))
+        }
+        self._known_holders: Holders | None = None
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+            for name, parameter in list(chunk.named_parameters()):
+                if rule := self._adapted.get(global_name(chunk, name)):
+                    self._add(chunk, name, parameter, rule)
+
+    def _add(self, chunk: PolicyModel, name: str, weight: Tensor, rule: Rule) -> None:
+        path, layer_name = name.removesuffix(WEIGHT).rsplit(".", 1)
+        parent, group = chunk.get_submodule(path), chunk.pg_collection.tp
+        cut, ranks = CUTS[layer_name], chunk.pg_collection.tp.size()
+        shape = shape_of(self._hf_config)
+        if cut == COLUMN:
+            shape = replace(shape, heads=shape.heads // ranks, groups=shape.groups // ranks)
+        sizes = [size for size, _ in rule.layout.part_shapes(tuple(weight.shape), shape)]
+        layer = AdaptedLayer(
+            cut=cut,
+            layout=rule.layout,
+            shape=shape,
+            outputs=dict(zip(map(_last, _modules(rule)), sizes, strict=True)),
+        )
+        inputs = weight.shape[1] * (ranks if cut == ROW else 1)
+        first = {
+            _last(module): first_a(module, self.config.rank, inputs)
+            for module in _modules(rule)
+            if module in self._targets
+        }
+        if cut == ROW:
+            first = {last: a.chunk(ranks, dim=1)[group.rank()] for last, a in first.items()}
+        adapter = Adapter(chunk.config, layer, first, self.config.scale, group)
+        parent.add_module(f"{layer_name}{ADAPTER}", adapter)
+
+        def add(
+            _: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
+        ) -> tuple[Tensor, Tensor | None]:
+            return output[0] + adapter(inputs[0]), output[1]
+
+        parent.get_submodule(layer_name).register_forward_hook(add)
+
+    # --- out of the model ---
+
+    def _rules(self) -> Iterator[Rule]:
+        """Yield one rule for each A and B, by which they leave the model like weights."""
+        for rule in self._adapted.values():
+            for module in _modules(rule):
+                if module in self._targets:
+                    inside = f"{rule.megatron.removesuffix(WEIGHT)}{ADAPTER}.{_last(module)}"
+                    for letter, name in zip("AB", adapter_names(module + WEIGHT), strict=True):
+                        yield Rule(f"{inside}.lora_{letter}", (name,), SAME)
+
+    def _holders(self) -> Holders:
+        self._known_holders = self._known_holders or find_holders(self._chunks)
+        return self._known_holders
+
+    def _streamed(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        found = stream_hf_weights(self._chunks, self._hf_config, self._holders(), rules=self._rules())
+        for name, tensor in found:
+            yield name, tensor.to(dtype)
+
+    def exported(self, dtype: torch.dtype) -> Exported:
+        """Return the adapters to publish alone, as the `dtype` in which they are computed with."""
+        shapes = exported_shapes(self._hf_config, self._holders(), rules=self._rules())
+        return Exported(shapes, {}, partial(self._streamed, dtype), dict.fromkeys(shapes, dtype))
+
+    def merged(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield on rank 0 what weights and their adapters make together. Every rank exhausts this."""
+        adapters = {name: tensor.clone() for name, tensor in self._streamed(torch.float32)}
+        for name, weight in weights:
+            if name.removesuffix(WEIGHT) in self._targets:
+                a, b = (adapters[each] for each in adapter_names(name))
+                yield name, merged(weight, a, b, self.config.scale)
+            else:
+                yield name, weight
+
+    @torch.no_grad()
+    def switch_off(self) -> None:
+        """Let the policy be the model without them."""
+        for chunk in self._chunks:
+            for name, parameter in chunk.named_parameters():
+                if is_adapter(name) and name.endswith("lora_B"):
+                    parameter.zero_()
+
+    def described(self) -> Adapters:
+        """Return what others than this backend need of them."""
+        return Adapters(self.config, self._base, {}, [*self._targets], partial(self._streamed, torch.float32))
+
+    def saved(self) -> dict[str, JsonValue]:
+        """Return what must be the same where a checkpoint of them is loaded."""
+        return {**saved_settings(self.config), "base": self._base_digest}
+
+    @cached_property
+    def _base_digest(self) -> str:
+        return base_digest(self._base)

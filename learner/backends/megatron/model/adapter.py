@@ -1,0 +1,119 @@
+"""Low-rank adapters (arXiv:2106.09685) of a linear layer of megatron-core, cut over tensor-parallel ranks.
+
+Megatron-core has one layer for queries, keys and values, and one for gate and up projections. Each Hugging
+Face layer in them has A and B of its own, so that the adapters are those of Hugging Face's model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from learner.backends.megatron.conversion.base import Layout, Shape
+from learner.backends.megatron.core import (
+    MegatronModule,
+    TransformerConfig,
+    make_sharded_tensors_for_checkpoint,
+    tensor_parallel,
+)
+from learner.world.process_group import device
+
+COLUMN, ROW = 0, 1
+"""Dimension along which ranks share the weight of a layer; A is cut with its columns, B with its rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedLayer:
+    """The layer that has adapters, on this rank."""
+
+    cut: int
+    """`COLUMN` where ranks share the outputs, `ROW` where they share the inputs."""
+    layout: Layout
+    """How the outputs of Hugging Face's layers lie in those of this one."""
+    shape: Shape
+    """Sizes of the model, as far as this rank has it."""
+    outputs: Mapping[str, int]
+    """Outputs on this rank of each Hugging Face layer, by its last name."""
+
+
+class LowRankPair(torch.nn.Module):
+    """A and B of one Hugging Face layer."""
+
+    def __init__(
+        self, a: Tensor, outputs: int, *, cut: int, sequence: bool, group: torch.distributed.ProcessGroup
+    ) -> None:
+        super().__init__()
+        self._cut, self._sequence, self._group = cut, sequence, group
+        self.lora_A = torch.nn.Parameter(a.contiguous())
+        self.lora_B = torch.nn.Parameter(a.new_zeros(outputs, len(a)))
+        divided, whole = (self.lora_B, self.lora_A) if cut == COLUMN else (self.lora_A, self.lora_B)
+        tensor_parallel.set_tensor_model_parallel_attributes(divided, True, cut, 1)
+        tensor_parallel.set_tensor_model_parallel_attributes(whole, False, -1, 1)
+        if sequence:  # each rank has the gradient of its own tokens
+            whole.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return B A x. A module is called, and not read: hooks of the data-parallel wrapper wait there for
+        parameters that are still being gathered."""
+        low = F.linear(inputs, self.lora_A)
+        return F.linear(self._for_all_tokens(low) if self._cut == COLUMN else self._sum(low), self.lora_B)
+
+    def _for_all_tokens(self, low: Tensor) -> Tensor:
+        """Return it for all tokens; its gradient comes from the outputs of all ranks."""
+        if self._sequence:
+            return tensor_parallel.gather_from_sequence_parallel_region(low, group=self._group)  # type: ignore[no-any-return]
+        return tensor_parallel.copy_to_tensor_model_parallel_region(low, group=self._group)  # type: ignore[no-any-return]
+
+    def _sum(self, low: Tensor) -> Tensor:
+        """Add up what ranks make of their inputs, as the layer itself does."""
+        if self._sequence:
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=self._group)  # type: ignore[no-any-return]
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=self._group)  # type: ignore[no-any-return]
+
+
+class Adapter(MegatronModule):  # type: ignore[misc]  # megatron-core is untyped
+    """What is added to the outputs of one linear layer."""
+
+    def __init__(
+        self, config: TransformerConfig, layer: AdaptedLayer, first: Mapping[str, Tensor], scale: float,
+        group: torch.distributed.ProcessGroup,
+    ) -> None:  # fmt: skip
+        """Begin with this rank's part of each A in `first`, by the last names of Hugging Face's layers."""
+        super().__init__(config=config)
+        self._layer = layer
+        self._scale = scale
+        self._group = group
+        for name, a in first.items():
+            part, sequence = a.to(device(), config.params_dtype), config.sequence_parallel
+            pair = LowRankPair(part, layer.outputs[name], cut=layer.cut, sequence=sequence, group=group)
+            self.add_module(name, pair)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return what to add to the outputs of the layer for `inputs`, [T, 1, n]."""
+        found: dict[str, Tensor] = {name: pair(inputs) for name, pair in self.named_children()}
+        sizes = self._layer.outputs
+        if len(sizes) == 1:
+            return self._scale * found.popitem()[1]
+        tokens = next(iter(found.values())).shape[0]  # with sequence parallelism more than in `inputs`
+        rows = [
+            found[name].flatten(0, 1).t() if name in found else inputs.new_zeros(size, tokens)
+            for name, size in sizes.items()
+        ]
+        merged = self._layer.layout.merge(rows, self._layer.shape)
+        return self._scale * merged.t()[:, None]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return A and B as they lie in a checkpoint that any layout of ranks loads."""
+        divided = "lora_B" if self._layer.cut == COLUMN else "lora_A"
+        state = self.state_dict(prefix="", keep_vars=True)
+        cuts = {name: self._layer.cut for name in state if name.endswith(divided)}
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, cuts, sharded_offsets,
+            tp_group=self._group, dp_cp_group=(metadata or {})["dp_cp_group"],
+        )  # fmt: skip
+        return sharded

@@ -1,0 +1,43 @@
+"""The sort preset with adapters, from the command line to a directory of peft's."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.commands import Command, assert_whole
+
+pytestmark = [pytest.mark.nats, pytest.mark.slow]
+
+
+SMALL = (
+    "--preset", "sort", "--learner.steps", "4", "--learner.lora.rank", "4", "--learner.lora.alpha", "8",
+    "--learner.reference.kl-coef", "0.01", "--learner.target-accuracy", "none",
+    "--warmup.steps", "24", "--warmup.batch-size", "16", "--warmup.optimizer.lr", "1e-2",
+    "--warmup.optimizer.warmup-steps", "4",
+    "--admission.groups-per-step", "4", "--admission.samples-per-prompt", "4",
+    "--evaluation.every-versions", "0",
+)  # fmt: skip
+
+
+def test_the_sort_preset_trains_adapters_and_its_engine_agrees(tmp_path):
+    run = Command(tmp_path, "local", *SMALL, "--directory", str(tmp_path))
+    assert run.process.wait(240) == 0, run.output.read_text()[-3000:]
+    directory = tmp_path / "sort"
+    assert_whole(directory, 4, 4, 4)
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    losses = [each["train/loss"] for each in records if each.get("train/stage") == "warmup"]
+    assert losses[-1] < losses[0] - 0.3  # nats
+    assert max(each.get("policy/mismatch_nats", 0.0) for each in records) < 1e-4
+    sent = [each for each in records if each.get("weights/wire_bytes")]
+    assert sent
+    assert all(each["weights/wire_bytes"] < 0.1 * each["weights/full_bytes"] for each in sent)
+    base = load_file(directory / "model/model.safetensors")
+    whole_weights = load_file(directory / "export/model.safetensors")
+    adapter = load_file(directory / "export/adapter/adapter_model.safetensors")
+    name = "model.layers.1.self_attn.k_proj"
+    a, b = (adapter[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "AB")
+    wanted = base[f"{name}.weight"].float() + 2.0 * b @ a
+    assert torch.allclose(whole_weights[f"{name}.weight"], wanted, atol=1e-6)
+    assert json.loads((directory / "export/adapter/adapter_config.json").read_text())["r"] == 4

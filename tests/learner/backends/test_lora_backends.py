@@ -1,0 +1,181 @@
+"""Both backends train the same adapters, in any layout of ranks."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from bus.errors import ConfigError
+from learner.backends.fsdp.trainer import FsdpTrainer
+from learner.backends.megatron.conversion.base import is_adapter
+from learner.backends.megatron.process_groups import divide_world
+from learner.backends.megatron.trainer import Trainer
+from learner.checkpoint.commit import load_checkpoint, save_checkpoint
+from learner.config.lora import LoraConfig
+from learner.config.loss import SFTLoss
+from learner.config.optimizer import OptimizerConfig
+from learner.config.parallel import UNDIVIDED, ParallelConfig
+from learner.data.packing import pack
+from learner.model_directory import load_hf_directory
+from storage.disk.checkpoints import latest
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
+
+LENGTHS = [5, 17, 2, 32, 9, 20, 20, 3]
+OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=3, weight_decay=0.1, eps=1e-4)
+LORA = LoraConfig(rank=4, alpha=6.0)
+SOME = LoraConfig(rank=3, alpha=2.0, targets=("q_proj", "v_proj", "up_proj", "o_proj"))
+BACKENDS = {"megatron": Trainer, "fsdp": FsdpTrainer}
+
+
+def trainer_of(
+    backend: str, lora: LoraConfig, parallel: ParallelConfig = UNDIVIDED, *,
+    dtype: torch.dtype = torch.float32, **model: object,
+):  # fmt: skip
+    built = tiny_model(**{"tied": True, **model})
+    torch.manual_seed(7)  # of the adapters
+    settings = {"lora": lora, "parallel": parallel, "dtype": dtype}
+    return BACKENDS[backend](built.config, hf_state(built), OPTIMIZER, **settings)
+
+
+def step(trainer, number: int) -> tuple[float, float]:
+    ranks = trainer.data_parallel_group
+    samples = random_samples(LENGTHS, seed=number)[ranks.rank() :: ranks.size()]
+    result = trainer.train_step(pack(samples, 40), TIS, policy_version=3)
+    return result.loss, result.grad_norm
+
+
+def arrays(tensors) -> dict[str, np.ndarray]:
+    return {name: tensor.clone().numpy() for name, tensor in tensors}
+
+
+def trained(backend: str, lora: LoraConfig, parallel: ParallelConfig = UNDIVIDED, **model: object):
+    """Return losses and norms of four steps, the adapters, the weights that they make, and log-probs."""
+    trainer = trainer_of(backend, lora, parallel, **model)
+    steps = [step(trainer, number) for number in range(4)]
+    exported = trainer.exported()
+    published = arrays(exported.here.items()) | arrays(exported.rest())
+    adapters, weights = arrays(trainer.adapters.streamed()), arrays(trainer.export().items())
+    wanted = adapters if lora.publish == "adapter" else weights
+    assert published.keys() == wanted.keys()
+    assert all((published[name] == each).all() for name, each in wanted.items())
+    return steps, adapters, weights
+
+
+def divided(layout: dict[str, object], lora: LoraConfig, model: dict[str, object]):
+    """Train on this rank of a world that is divided so."""
+    parallel = ParallelConfig.model_validate(layout)
+    divide_world(parallel)
+    return trained("megatron", lora, parallel, **model)
+
+
+def assert_same(ours, theirs):
+    for found, expected in zip(ours[0], theirs[0], strict=True):
+        assert found == pytest.approx(expected, abs=1e-5)
+    for found, expected in zip(ours[1:], theirs[1:], strict=True):
+        assert found.keys() == expected.keys()
+        assert max(np.abs(found[name] - each).max() for name, each in expected.items()) < 1e-5
+
+
+@pytest.mark.parametrize("lora", [LORA, SOME], ids=["all layers", "some"])
+def test_each_step_of_megatron_is_fsdps(lora):
+    assert_same(trained("megatron", lora), trained("fsdp", lora))
+
+
+FOUR_LAYERS = {"num_hidden_layers": 4}
+MOE = {"family": "qwen3_moe"}
+LAYOUTS = {
+    "dp2": (2, {}, LORA, {}),
+    "dp2 plain": (2, {"distributed_optimizer": False}, SOME, {}),
+    "dp2 overlapped": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, LORA, {}),
+    "tp2": (2, {"tensor": 2}, LORA, {}),
+    "tp2 sp some": (2, {"tensor": 2, "sequence": True}, SOME, {}),
+    "tp2 sp merged recomputed": (
+        2, {"tensor": 2, "sequence": True, "recompute": "full"},
+        LORA.model_copy(update={"publish": "merged"}), {"family": "qwen2"},
+    ),
+    "pp2 vpp2": (2, {"pipeline": 2, "virtual_pipeline": 2}, LORA, FOUR_LAYERS),
+    "cp2 recomputed": (2, {"context": 2, "recompute": "full"}, LORA, {}),
+    "ep2": (2, {"expert": 2}, LORA, MOE),
+    "tp2 sp pp2": (4, {"tensor": 2, "sequence": True, "pipeline": 2}, SOME, {}),
+}  # fmt: skip
+
+
+MARKS = {**dict.fromkeys(LAYOUTS, pytest.mark.slow), "tp2 sp pp2": pytest.mark.nightly}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in LAYOUTS])
+def test_every_layout_of_ranks_trains_the_same_adapters(worlds, name):
+    ranks, layout, lora, model = LAYOUTS[name]
+    found = worlds.run(ranks, divided, layout, lora, model)
+    assert all(adapters == {} and weights == {} for _, adapters, weights in found[1:])
+    assert_same(found[0], trained("megatron", lora, **model))
+
+
+def saved(root: Path, layout: dict[str, object]) -> list[tuple[float, float]]:
+    """Take two steps and save; return the third step."""
+    divide_world(ParallelConfig.model_validate(layout))
+    trainer = trainer_of("megatron", LORA, ParallelConfig.model_validate(layout))
+    trainer.frozen.hold("reference")
+    for number in range(2):
+        step(trainer, number)
+    save_checkpoint(trainer, root, 2, {}, keep=1)
+    return [step(trainer, 2)]
+
+
+def resumed(root: Path, layout: dict[str, object]) -> list[tuple[float, float]]:
+    """Load, and return the third step."""
+    divide_world(ParallelConfig.model_validate(layout))
+    trainer = trainer_of("megatron", LORA, ParallelConfig.model_validate(layout))
+    load_checkpoint(trainer, latest(root))
+    assert trainer.frozen.own == {"reference"}
+    return [step(trainer, 2)]
+
+
+def test_megatron_goes_on_from_a_checkpoint_of_the_adapters_to_the_bit(tmp_path):
+    expected = saved(tmp_path, {})
+    assert resumed(tmp_path, {}) == expected
+    held = FileSystemReader(latest(tmp_path)).read_metadata().state_dict_metadata
+    assert {name for name in held if not is_adapter(name)} == {"rng/shard_0_1"}
+    with pytest.raises(ConfigError, match="adapters alone"):
+        load_hf_directory(latest(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_adapters_is_loaded_by_another_layout_of_ranks(worlds, tmp_path):
+    [expected, _] = worlds.run(2, saved, tmp_path, {"tensor": 2})
+    for layout in ({"tensor": 2}, {"pipeline": 2}):
+        [found, _] = worlds.run(2, resumed, tmp_path, layout)
+        assert found[0] == pytest.approx(expected[0], abs=0 if "tensor" in layout else 1e-5)
+
+
+def test_megatrons_reference_is_the_policy_without_its_adapter():
+    trainer, model = trainer_of("megatron", LORA), tiny_model(tied=True)
+    packs = pack(random_samples(LENGTHS), 40)
+    begun = trainer.logprobs(packs)
+    step(trainer, 0)
+    trainer.frozen.load("reference", model.config, hf_state(model), Path("elsewhere"))
+    changed = trainer.logprobs(packs)
+    with trainer.frozen.in_place("reference"):
+        reference = trainer.logprobs(packs)
+    assert not any(torch.allclose(a, b, equal_nan=True) for a, b in zip(begun, changed, strict=True))
+    assert all(torch.allclose(a, b, 0, 0, equal_nan=True) for a, b in zip(begun, reference, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_adapters_of_bfloat16_models_learn_and_are_published_in_it(backend):
+    trainer = trainer_of(backend, LORA, dtype=torch.bfloat16)
+    samples = pack(random_samples(LENGTHS), 200)
+    losses = [trainer.train_step(samples, SFTLoss(), policy_version=0).loss for _ in range(6)]
+    assert losses[-1] < losses[0]
+    exported = trainer.exported()
+    assert {tensor.dtype for _, tensor in exported.rest()} == set(exported.exact.values()) == {torch.bfloat16}
+    assert not exported.here
+    assert {tensor.dtype for tensor in trainer.export().values()} == {torch.bfloat16}
+
+
+def test_experts_have_no_adapters_and_are_refused_by_name():
+    assert len(list(trainer_of("megatron", LORA, **MOE).adapters.streamed())) == 2 * 2 * 4  # attention's
+    with pytest.raises(ConfigError, match="named 'up_proj'; there are k_proj, o_proj, q_proj, v_proj"):
+        trainer_of("megatron", SOME, **MOE)

@@ -1,0 +1,126 @@
+"""From a learner that trains adapters to engines that know of none."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from actors.weights.received import Receiver
+from actors.weights.torch_tensors import torch_tensors
+from bus.errors import StorageError
+from learner.backends.fsdp.trainer import FsdpTrainer
+from learner.config.lora import LoraConfig
+from learner.config.optimizer import OptimizerConfig
+from learner.config.publication import PublicationConfig
+from learner.data.packing import pack
+from learner.model_directory import HFWeights
+from learner.publication.host_copy import Copied, HostCopy, copy_weights
+from learner.publication.publisher import AdapterBase, WeightPublisher
+from storage.weights.blob_sources import Blobs
+from storage.weights.blob_stores import BusBlobs
+from tests.learner.tiny import TIS, hf_state, random_samples, tiny_model
+
+pytestmark = pytest.mark.nats
+
+
+class Learner:
+    """A backend, and the publication of what it trains."""
+
+    def __init__(self, bus, directory, dtype, **config):
+        model = tiny_model()
+        save_file({name: t.detach().to(dtype) for name, t in hf_state(model).items()},
+                  directory / "model.safetensors")  # fmt: skip
+        lora = LoraConfig(rank=2, alpha=3.0)
+        self.trainer = FsdpTrainer(
+            model.config, HFWeights(directory), OptimizerConfig(lr=1e-2), dtype=dtype, lora=lora
+        )
+        self.host = HostCopy(dtype)
+        self.made = 0
+        base = AdapterBase(lora.scale, self.base)
+        self.publisher = WeightPublisher(
+            bus, BusBlobs(bus), PublicationConfig(**config), incarnation="one", base=base
+        )
+
+    def base(self):
+        self.made += 1
+        return self.host.as_published(self.trainer.adapters)
+
+    async def publish(self, version):
+        if version:
+            self.trainer.train_step(pack(random_samples([5, 9], seed=version), 40), TIS, policy_version=1)
+        with ThreadPoolExecutor(1) as thread:
+            copied: Copied = await copy_weights(self.host, self.trainer, thread)
+        return await self.publisher.publish(
+            await copied.arrived(), policy_version=version, stage="rl", trains_from=0
+        )
+
+
+def assert_trained(weights, trainer):
+    """The weights are to the bit those that the learner itself makes of its adapters."""
+    found, wanted = torch_tensors(weights.tensors), trainer.export()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_actors_make_the_learners_weights_of_adapters_alone(bus, tmp_path, dtype):
+    learner = Learner(bus, tmp_path, dtype)
+    await learner.publisher.start(tmp_path)
+    receiver, digests, changed = Receiver(Blobs(bus)), {}, {}
+    for version in range(4):
+        manifest = await learner.publish(version)
+        weights = await receiver.advance(manifest)
+        assert_trained(weights, learner.trainer)
+        changed[version] = set(weights.changed_since(digests))
+        digests = weights.digests
+        assert manifest.snapshot.size_bytes < manifest.adapted.weights.size_bytes / 3
+        assert learner.publisher.figures["weights/wire_bytes"] <= manifest.snapshot.size_bytes
+        assert learner.publisher.figures["weights/full_bytes"] == manifest.adapted.weights.size_bytes
+    adapted = {name for name in changed[0] if "_proj" in name}
+    assert changed == {0: set(learner.trainer.export()), **dict.fromkeys((1, 2, 3), adapted)}
+    assert learner.made == 1  # the frozen weights were stored once
+    assert_trained(await Receiver(Blobs(bus)).from_snapshot(manifest), learner.trainer)  # a late joiner
+
+
+async def test_a_base_that_the_bus_lost_is_stored_again(bus, tmp_path):
+    learner = Learner(bus, tmp_path, torch.float32)
+    await learner.publisher.start(tmp_path)
+    await learner.publish(0)
+    await bus.js.purge_stream(bus.topology.stream("WEIGHTS"))
+    manifest = await learner.publish(1)
+    assert_trained(await Receiver(Blobs(bus)).advance(manifest), learner.trainer)
+    assert learner.made == 2
+
+
+async def test_the_base_outlives_versions_that_are_freed(bus, tmp_path):
+    learner = Learner(bus, tmp_path, torch.float32, keep=2)
+    await learner.publisher.start(tmp_path)
+    for version in range(4):
+        manifest = await learner.publish(version)
+    assert_trained(await Receiver(Blobs(bus)).advance(manifest), learner.trainer)
+
+
+async def test_a_step_that_changes_no_adapter_is_an_alarm(bus, tmp_path):
+    learner = Learner(bus, tmp_path, torch.float32)
+    await learner.publisher.start(tmp_path)
+    for version in range(2):
+        manifest = await learner.publish(version)
+        assert not learner.publisher.alarm
+    same = partial(learner.publisher.publish, stage="rl", trains_from=0)
+    weights = learner.publisher.announced()
+    await same(weights.tensors, policy_version=2)
+    assert learner.publisher.alarm.startswith("version 2 is to the bit the one before it")
+    assert manifest.policy_version == 1
+
+
+async def test_adapters_of_another_model_are_refused(bus, tmp_path):
+    learner = Learner(bus, tmp_path, torch.float32)
+    await learner.publisher.start(tmp_path)
+    manifest = await learner.publish(0)
+    other = replace(manifest, adapted=replace(manifest.adapted, weights=manifest.snapshot))
+    with pytest.raises(StorageError, match="are adapters of none of its frozen weights"):
+        await asyncio.wait_for(Receiver(Blobs(bus)).advance(other), 20)
