@@ -39,7 +39,7 @@ from launch.benchmarks.whole_runs.results import Results
 from launch.benchmarks.whole_runs.run import ONE_THREAD
 from launch.benchmarks.whole_runs.schedule import Schedule
 from launch.benchmarks.whole_runs.spread import Spread
-from launch.cli import learning_commands, off_policy_commands
+from launch.cli import learning_commands, length_commands, off_policy_commands
 from launch.cli import main as cli
 from launch.config import RunConfig, resolve
 
@@ -339,10 +339,10 @@ def test_a_page_is_filled_and_one_that_cannot_be_read_is_refused(tmp_path: Path)
         refuse_without_place(page, "reuse")
 
 
-@pytest.mark.parametrize("name", ["staleness", "reuse", "learning"])
+@pytest.mark.parametrize("name", ["staleness", "reuse", "learning", "length"])
 def test_a_page_that_is_not_there_is_refused_before_anything_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    commands = learning_commands if name == "learning" else off_policy_commands
+    commands = {"learning": learning_commands, "length": length_commands}.get(name, off_policy_commands)
     monkeypatch.setattr(commands, "configure_logging", lambda _: None)
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", name, "--into", "missing.md"])
