@@ -283,6 +283,17 @@ def test_the_report_compares_with_on_policy_and_says_what_holds():
     assert report([])["shown"]["best_at_32_over_on_policy"] == {"value": None, "at_most": 2.0, "holds": None}
 
 
+def test_a_slope_beside_a_cliff_is_what_the_decoupled_loses_over_what_the_uncorrected_does():
+    arms = {("none", 0): 50, ("none", 8): 200, ("decoupled", 0): 50, ("decoupled", 8): 110}
+    cells = [outcome(method, lag, reaches=reaches) for (method, lag), reaches in arms.items()]
+    found = report(cells)["shown"]["decoupled_lost_at_8_over_uncorrected"]
+    # at step 100: 0.95 on-policy, 0.45 of the uncorrected, and 9/11 of the decoupled
+    assert found == {"value": pytest.approx((0.95 - 9 / 11) / 0.5), "at_most": 0.25, "holds": False}
+    cells[-1] = outcome("decoupled", 8, reaches=60)
+    assert report(cells)["shown"]["decoupled_lost_at_8_over_uncorrected"]["holds"] is True
+    assert report(cells[:3])["shown"]["decoupled_lost_at_8_over_uncorrected"]["holds"] is None
+
+
 def test_a_method_that_never_learns_misses_its_bound():
     cells = [outcome("token_tis", 0), outcome("token_tis", 8, reaches=400)]
     assert report(cells)["shown"]["token_tis_at_8_over_on_policy"] == {
