@@ -176,8 +176,9 @@ class AdmissionConfig(Config):
 
     exact_staleness: bool = False
     """Whether each step waits for all that is issued by then, so that a group is sampled by the version of
-    its issue and, with a `fifo` sampler, trained on exactly `max_staleness` versions later. The first steps
-    come sooner after version 0. Learner and actors then take turns: it is for measurements of staleness."""
+    its issue and, with a `fifo` sampler, trained on exactly `max_staleness` versions later. With `max_reuse`
+    of r each group is trained on by the r steps of which the last comes so much later. The first steps come
+    sooner after version 0. Learner and actors then take turns: it is for measurements of staleness."""
 
     incomplete: Literal["wait", "drop", "close_short"] = "wait"
     """What happens to an incomplete group that a step cannot go on without. `wait`: the step waits for it as
@@ -209,6 +210,24 @@ class AdmissionConfig(Config):
             raise ValueError(
                 f"admission.ess_brake.below={self.ess_brake.below:g} has no effect with "
                 "admission.max_staleness=0, which issues leases for the next step alone: leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _staleness_can_be_exact(self) -> Self:
+        sampler = self.sampler
+        if not self.exact_staleness or sampler.max_reuse == 1:
+            return self
+        both = f"admission.exact_staleness=true and sampler.max_reuse={sampler.max_reuse}"
+        if sampler.type != "fifo":
+            raise ValueError(
+                f"{both}: sampler.type={sampler.type!r} draws which steps train on a group, so no staleness "
+                "is exact; set sampler.type=fifo, or leave out exact_staleness"
+            )
+        if sampler.min_samples_per_insert != sampler.max_reuse:
+            raise ValueError(
+                f"{both}: groups would go stale with uses left, since sampler.min_samples_per_insert="
+                f"{sampler.min_samples_per_insert:g} lets more be issued; set it to {sampler.max_reuse}"
             )
         return self
 

@@ -21,9 +21,8 @@ def train_critic(
     `skipped_updates` a count.
     """
     critic, ranks = critic_of(backend), backend.data_parallel_group
-    batches = [
-        equally_many(pack(samples, learner.batch.tokens_per_micro_batch), ranks) for samples in updates
-    ]
+    budget, share = learner.batch.tokens_per_micro_batch, learner.batch.share_prefixes
+    batches = [equally_many(pack(samples, budget, share_prefixes=share), ranks) for samples in updates]
     epochs = [
         [critic.train_step(batch, learner.critic) for batch in batches] for _ in range(learner.critic.epochs)
     ]

@@ -117,11 +117,17 @@ def _by_update(samples: Sequence[Sample], updates: int) -> list[list[Sample]]:
     return [[sample for sample in samples if sample.update_slot % updates == n] for n in range(updates)]
 
 
+OF_EQUAL_WEIGHTS = "mismatch_nats"
+"""Figure that compares tokens with the very weights that sampled them, which only the first update has: the
+others have drifted from them by the updates before."""
+
+
 def _together(updates: Sequence[StepResult]) -> StepResult:
     """Join several updates in one result.
 
     It has the loss over the denominators of all, means by their tokens, the largest of what is a bound, the
-    largest gradient norm or one that is not finite, and the last learning rate.
+    largest gradient norm or one that is not finite, and the last learning rate. The mismatch is that of the
+    first update.
     """
     if len(updates) == 1:
         return updates[0]
@@ -129,7 +135,12 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
     def mean(values: Sequence[tuple[float, float]]) -> float:
         return sum(value * count for value, count in values) / (sum(count for _, count in values) or 1.0)
 
-    names = dict.fromkeys(name for update in updates for name in update.diagnostics)
+    known = [updates[0].diagnostics] + [
+        {name: value for name, value in update.diagnostics.items() if name != OF_EQUAL_WEIGHTS}
+        for update in updates[1:]
+    ]
+    names = dict.fromkeys(name for figures in known for name in figures)
+    counts = [update.tokens for update in updates]
     return StepResult(
         loss=mean([(update.loss, update.denominator) for update in updates]),
         grad_norm=max((update.grad_norm for update in updates), key=_alarming),
@@ -141,7 +152,7 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
         diagnostics={
             name: max(values)[0] if name.endswith("_max") else mean(values)
             for name in names
-            for values in [[(u.diagnostics[name], u.tokens) for u in updates if name in u.diagnostics]]
+            for values in [[(f[name], n) for f, n in zip(known, counts, strict=True) if name in f]]
         },
     )
 

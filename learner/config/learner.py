@@ -290,15 +290,6 @@ class LearnerConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _prefixes_are_of_whole_sequences(self) -> Self:
-        if self.batch.share_prefixes and self.parallel.context > 1:
-            raise ValueError(
-                f"learner.batch.share_prefixes=true needs whole sequences, and learner.parallel.context="
-                f"{self.parallel.context} divides them over ranks: set one of them to its default"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _critic_is_used(self) -> Self:
         changed = sorted(self.critic.model_dump(exclude_defaults=True))
         if changed and not self.has_critic:

@@ -49,10 +49,20 @@ class PrefixTree:
     """Lengths of the segments, which lie end to end in depth-first order."""
     parents: tuple[int, ...]
     """The segment before each segment; -1 for a root."""
+    held: tuple[range, ...] = ()
+    """Which of the segments' tokens, as they lie end to end, this rank computes, where ranks share them:
+    `source` and `computed` then number these alone. Empty where it computes all."""
 
     def to(self, device: torch.device) -> Self:
         """Copy to `device`; a no-op when already there."""
         return replace(self, source=to_device(self.source, device), computed=to_device(self.computed, device))
+
+    def share(self, held: tuple[range, ...]) -> Self:
+        """Return what of it a rank computes that holds these tokens; those of others are numbered -1."""
+        rows = torch.cat([torch.arange(each.start, each.stop) for each in held])
+        number = torch.full_like(self.source, -1)
+        number[rows] = torch.arange(len(rows))
+        return replace(self, source=self.source[rows], computed=number[self.computed], held=held)
 
     def padded(self, multiple: int) -> Self:
         """Compute a multiple of so many tokens: the last segment, which none follows, is made longer."""

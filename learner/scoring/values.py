@@ -8,7 +8,7 @@ import torch
 from bus.errors import ConfigError, TrainingError
 from learner.backends.base import Backend, Critic
 from learner.config.learner import LearnerConfig
-from learner.data.packing import Sample, first_fit, micro_batch_of
+from learner.data.packing import Sample, numbered_packs
 
 
 def critic_of(backend: Backend) -> Critic:
@@ -29,10 +29,10 @@ def with_values(backend: Backend, samples: Sequence[Sample], learner: LearnerCon
     """
     critic = critic_of(backend)
     budget = learner.batch.logprob_tokens_per_micro_batch or learner.batch.tokens_per_micro_batch
-    bins = first_fit([len(sample.token_ids) for sample in samples], budget)
-    batches = [micro_batch_of([samples[i] for i in members]) for members in bins]
+    packs = numbered_packs(samples, budget, share_prefixes=learner.batch.share_prefixes)
+    values_of = critic.values([batch for _, batch in packs])
     found: dict[int, Sample] = {}
-    for members, batch, values in zip(bins, batches, critic.values(batches), strict=True):
+    for (members, batch), values in zip(packs, values_of, strict=True):
         for i, of_sample in zip(members, torch.split(values, list(batch.lengths)), strict=True):
             shifted = torch.cat((torch.full((1,), torch.nan), of_sample[:-1])).numpy()
             _refuse_not_finite(samples[i], shifted)

@@ -73,17 +73,33 @@ class Admission:
         )
         if next(reversed(self._ledger.steps), 0) > step:
             return within
-        return max(within, self._lacking() - len(self._ledger.rolling_out))  # or the step would wait for ever
+        lacking = self._lacking() - len(self._ledger.rolling_out)
+        return max(within, lacking, self._too_few_to_reuse(oldest))  # or the step would wait for ever
 
-    def _issued_ahead(self, samples_each: float) -> int:
+    def _too_few_to_reuse(self, oldest_version: int) -> int:
+        """Return how many groups the next step lacks where staleness is exact and groups are used again.
+
+        They are issued for fewer uses than a step of different groups needs, as at the start."""
+        config, ledger = self._config, self._ledger
+        if not config.exact_staleness or config.sampler.max_reuse == 1:
+            return 0
+        again = sum(n < config.sampler.max_reuse for _, n in ledger.used(oldest_version))
+        return config.groups_per_step - len(ledger.rolling_out) - len(ledger.stored) - again
+
+    def _issued_ahead(self, samples_each: float) -> float:
         """Return for how many steps after the next one groups are issued.
 
         While the brake holds these are the fewest with which every step gets its groups: none, unless a group
         is to be trained on several times. Whatever is owed already is trained on, so no step waits for ever.
+        Exact staleness with r uses each has r - 1 versions partly used up, by half on average.
         """
-        if not self.brake.holds:
-            return self._config.max_staleness
-        return min(self._config.max_staleness, math.ceil(samples_each) - 1)
+        config = self._config
+        fewest = min(config.max_staleness, math.ceil(samples_each) - 1)
+        if self.brake.holds:
+            return fewest
+        if config.exact_staleness and config.sampler.max_reuse > 1:
+            return config.max_staleness - (config.sampler.max_reuse - 1) / 2
+        return config.max_staleness
 
     def issue(self) -> list[int]:
         """Open leases for all the room there is; return the ids of those to roll out.
@@ -206,6 +222,7 @@ class Admission:
             max_staleness=config.max_staleness,
             step=step,
             seed=self._seed,
+            exact_staleness=config.exact_staleness,
         )
         again = ledger.used(train_version - config.max_staleness) if config.sampler.max_reuse > 1 else ()
         return choose(config.sampler, ledger.stored.values(), again, ledger.rolling_out.values(), question)

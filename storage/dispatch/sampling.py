@@ -80,6 +80,8 @@ class Question:
     step: int = 1
     seed: int = 0
     """Seed of the random strategies, together with `step`."""
+    exact_staleness: bool = False
+    """Whether groups are trained on as late as the bound allows; nothing rolls out then."""
 
 
 def choose(
@@ -98,6 +100,8 @@ def choose(
     oldest = question.train_version - question.max_staleness
     again = [(g, n) for g, n in used if n < sampler.max_reuse and g.policy_version >= oldest]
     if isinstance(sampler, FifoSampler):
+        if question.exact_staleness:
+            return least_laxity_first(stored, again, question, reuse=sampler.max_reuse)
         ordered = [group for group, _ in sorted(again, key=lambda entry: (entry[1], entry[0]))]
         return oldest_first(stored, rolling_out, question, again=ordered)
     index = Index.of([*((group, 0) for group in stored), *again])
@@ -130,6 +134,25 @@ def oldest_first(
             due = [c for c in out if c.policy_version + staleness == version]
             return _wait_for(straggler, staleness, blockers=due or [straggler])
     return Choice(leases=tuple(c.lease_id for c in [*ready, *again][:groups]))
+
+
+def least_laxity_first(
+    stored: Iterable[Candidate], again: Iterable[tuple[Candidate, int]], question: Question, *, reuse: int
+) -> Choice:
+    """Return the groups that can least wait, if each is to have all its uses within the staleness bound.
+
+    A group is used once a step. Its laxity is the number of steps up to its deadline less that of its uses
+    still to come. So groups begin `reuse` steps before the bound and are used in each step from then on."""
+    uses = [*((group, 0) for group in stored), *again]
+    if len(uses) < question.groups:
+        return _too_few(len(uses), question.groups, [])
+
+    def laxity(entry: tuple[Candidate, int]) -> tuple[int, Candidate]:
+        group, used = entry
+        steps = group.policy_version + question.max_staleness + 1 - question.train_version
+        return steps - (reuse - used), group
+
+    return Choice(leases=tuple(group.lease_id for group, _ in sorted(uses, key=laxity)[: question.groups]))
 
 
 def at_random(
@@ -196,7 +219,7 @@ def expired(stored: Iterable[Candidate], *, train_version: int, max_staleness: i
     return sorted(c.lease_id for c in stored if c.policy_version + max_staleness < train_version)
 
 
-def room(*, owed: float, groups: int, max_staleness: int, samples_each: float) -> int:
+def room(*, owed: float, groups: int, max_staleness: float, samples_each: float) -> int:
     """Return the number of groups that may be issued so that the steps within the bound can give each the
     samples it is owed.
 

@@ -11,6 +11,9 @@ from launch.benchmarks.whole_runs.spread import Spread
 UNCORRECTED_LAG, FAR_LAG = 8, 32
 NEAR, BELOW, FAR = 1.3, 0.6, 2.0
 """Token TIS at lag 8 over on-policy; the uncorrected accuracy at step 100; any correction at lag 32."""
+SLOPE = 0.25
+"""What decoupled PPO loses of its accuracy at lag 8, over what the uncorrected loss loses: a slope beside a
+cliff (AReaL, arXiv:2505.24298, table 3)."""
 SAVED = 0.4
 """Share of the generated tokens that reuse is to save."""
 Key = tuple[str, int, int]
@@ -60,10 +63,17 @@ def shown(spreads: Mapping[Key, Mapping[str, Spread]]) -> dict[str, Json]:
     best = min((steps for steps in far if not isnan(steps)), default=nan)
     near = middle("token_tis", UNCORRECTED_LAG, "steps_to_target") / on_policy
     uncorrected = middle("none", UNCORRECTED_LAG, f"accuracy_at_{AT_STEP}")
+
+    def lost(method: str) -> float:
+        at_0, at_lag = (middle(method, lag, f"accuracy_at_{AT_STEP}") for lag in (0, UNCORRECTED_LAG))
+        return at_0 - at_lag
+
+    cliff = lost("none")
     return {
         "token_tis_at_8_over_on_policy": _bounded(near, NEAR),
         "uncorrected_at_8_at_step_100": _bounded(uncorrected, BELOW),
         "best_at_32_over_on_policy": _bounded(best / on_policy, FAR),
+        "decoupled_lost_at_8_over_uncorrected": _bounded(lost("decoupled") / cliff if cliff else nan, SLOPE),
     }
 
 

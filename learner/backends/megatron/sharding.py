@@ -8,6 +8,7 @@ from torch import Tensor
 
 from learner.backends.megatron.model.context_attention import chunks_of_rank
 from learner.data.packing import MicroBatch
+from learner.data.prefix_tree import PrefixTree
 from learner.data.streams import STREAMS
 from learner.data.top_tokens import NO_TOKEN
 
@@ -15,9 +16,8 @@ from learner.data.top_tokens import NO_TOKEN
 def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1) -> MicroBatch:
     """Cut every sequence zig-zag (learner/backends/megatron/model/context_attention.py).
 
-    Padding that is never trained on comes first.
-
-    Common prefixes are shared only where a rank has whole sequences.
+    Padding that is never trained on comes first. Where sequences share common prefixes, what is cut is all
+    computed tokens as one line, and a trained token is with the rank that computes what predicts it.
 
     Args:
         batch: the whole micro-batch, equal on all ranks.
@@ -25,12 +25,11 @@ def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1
         rank: which of them this is.
         multiple: what the tokens of each rank must be a multiple of (tensor parallel ranks that share them).
 
-    Returns this rank's tokens; `lengths` and `cu_seqlens` are those of the padded sequences as a whole.
+    Returns this rank's tokens; `lengths` and `cu_seqlens` are those of the padded sequences as a whole. With
+    common prefixes everything but `trained`, `loss_mask` and `tree` is that of the whole micro-batch.
     """
     if batch.tree is not None:
-        if ranks > 1:
-            raise ValueError("ranks that share the tokens of each sequence cannot share prefixes")
-        return replace(batch, tree=batch.tree.padded(multiple))
+        return _share_of_tree(batch, batch.tree, ranks, rank, multiple)
     lengths = _padded_lengths(batch.lengths, ranks, multiple)
     if ranks == 1 and lengths == batch.lengths:
         return batch
@@ -62,6 +61,22 @@ def share_of_rank(batch: MicroBatch, *, ranks: int, rank: int, multiple: int = 1
         streams={name: share(values, STREAMS[name].fill) for name, values in batch.streams.items()},
         trained=loss_mask.nonzero()[:, 0],
         lengths=lengths,
+        denominator=batch.denominator if rank == 0 else 0.0,  # the sum over ranks must count it once
+    )
+
+
+def _share_of_tree(batch: MicroBatch, tree: PrefixTree, ranks: int, rank: int, multiple: int) -> MicroBatch:
+    if ranks == 1:
+        return replace(batch, tree=tree.padded(multiple))
+    whole = tree.padded(math.lcm(2 * ranks, ranks * multiple))
+    chunk = len(whole.source) // (2 * ranks)
+    own = whole.share(tuple(range(i * chunk, (i + 1) * chunk) for i in chunks_of_rank(ranks, rank)))
+    loss_mask = batch.loss_mask & (own.computed >= 0)
+    return replace(
+        batch,
+        tree=own,
+        loss_mask=loss_mask,
+        trained=loss_mask.nonzero()[:, 0],
         denominator=batch.denominator if rank == 0 else 0.0,  # the sum over ranks must count it once
     )
 

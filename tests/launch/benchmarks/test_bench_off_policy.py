@@ -39,7 +39,7 @@ from launch.benchmarks.whole_runs.results import Results
 from launch.benchmarks.whole_runs.run import ONE_THREAD
 from launch.benchmarks.whole_runs.schedule import Schedule
 from launch.benchmarks.whole_runs.spread import Spread
-from launch.cli import learning_commands, off_policy_commands
+from launch.cli import learning_commands, length_commands, off_policy_commands
 from launch.cli import main as cli
 from launch.config import RunConfig, resolve
 
@@ -283,6 +283,17 @@ def test_the_report_compares_with_on_policy_and_says_what_holds():
     assert report([])["shown"]["best_at_32_over_on_policy"] == {"value": None, "at_most": 2.0, "holds": None}
 
 
+def test_a_slope_beside_a_cliff_is_what_the_decoupled_loses_over_what_the_uncorrected_does():
+    arms = {("none", 0): 50, ("none", 8): 200, ("decoupled", 0): 50, ("decoupled", 8): 110}
+    cells = [outcome(method, lag, reaches=reaches) for (method, lag), reaches in arms.items()]
+    found = report(cells)["shown"]["decoupled_lost_at_8_over_uncorrected"]
+    # at step 100: 0.95 on-policy, 0.45 of the uncorrected, and 9/11 of the decoupled
+    assert found == {"value": pytest.approx((0.95 - 9 / 11) / 0.5), "at_most": 0.25, "holds": False}
+    cells[-1] = outcome("decoupled", 8, reaches=60)
+    assert report(cells)["shown"]["decoupled_lost_at_8_over_uncorrected"]["holds"] is True
+    assert report(cells[:3])["shown"]["decoupled_lost_at_8_over_uncorrected"]["holds"] is None
+
+
 def test_a_method_that_never_learns_misses_its_bound():
     cells = [outcome("token_tis", 0), outcome("token_tis", 8, reaches=400)]
     assert report(cells)["shown"]["token_tis_at_8_over_on_policy"] == {
@@ -339,10 +350,10 @@ def test_a_page_is_filled_and_one_that_cannot_be_read_is_refused(tmp_path: Path)
         refuse_without_place(page, "reuse")
 
 
-@pytest.mark.parametrize("name", ["staleness", "reuse", "learning"])
+@pytest.mark.parametrize("name", ["staleness", "reuse", "learning", "length"])
 def test_a_page_that_is_not_there_is_refused_before_anything_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    commands = learning_commands if name == "learning" else off_policy_commands
+    commands = {"learning": learning_commands, "length": length_commands}.get(name, off_policy_commands)
     monkeypatch.setattr(commands, "configure_logging", lambda _: None)
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", name, "--into", "missing.md"])

@@ -127,8 +127,9 @@ def test_a_critic_learns_the_same_whatever_the_policy_shares_and_sampling_kept()
     plain, weights = step_with_critic(kept=False, share=False)
     for kept, share in ((False, True), (True, False), (True, True)):
         result, found = step_with_critic(kept=kept, share=share)
-        assert result.critic == pytest.approx(plain.critic, rel=1e-6, abs=1e-7)
-        assert all(torch.equal(weight, weights[name]) for name, weight in found.items())
+        assert result.critic == pytest.approx(plain.critic, rel=1e-5, abs=1e-7)
+        for name, weight in found.items():  # kept sets are none of the critic's business
+            torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-5 if share else 0, msg=name)
         assert (result.computed_tokens < plain.computed_tokens) == share
         same = result.loss == pytest.approx(plain.loss, rel=1e-6, abs=1e-6)
         assert same != kept  # kept sets change the policy's log-probs, and those alone

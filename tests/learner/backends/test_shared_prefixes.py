@@ -206,11 +206,6 @@ def behind(trajectory, prompt: np.ndarray):
     )
 
 
-def test_ranks_that_divide_sequences_refuse_to_share_prefixes():
-    with pytest.raises(ValueError, match=r"share_prefixes=true needs whole sequences, and .*context=2"):
-        LearnerConfig(batch=BatchConfig(share_prefixes=True), parallel=ParallelConfig(context=2))
-
-
 def test_float32_on_a_gpu_is_refused_before_the_model_is_built(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match=r"share_prefixes=true .* model.dtype=float32 on a GPU"):
@@ -255,6 +250,9 @@ LAYOUTS = {
     "tp2 sp": Case(2, {"tensor": 2, "sequence": True, "recompute": "selective"}),
     "pp2": Case(2, {"pipeline": 2}),
     "pp2 vpp2": Case(2, {"pipeline": 2, "virtual_pipeline": 2}, (("num_hidden_layers", 4),)),
+    "cp2": Case(2, {"context": 2}),
+    "cp2 recomputed": Case(2, {"context": 2, "recompute": "selective"}),
+    "cp2 ep2": Case(2, {"context": 2, "expert": 2}, MOE),
     "ep2": Case(2, {"expert": 2}, MOE),
     "tp2 sp ep2": Case(2, {"tensor": 2, "sequence": True, "expert": 2, "recompute": "full"}, MOE),
 }

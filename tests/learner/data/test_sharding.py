@@ -3,6 +3,7 @@ import torch
 
 from learner.backends.megatron.sharding import share_of_rank
 from learner.data.packing import pack
+from tests.learner.siblings import siblings
 from tests.learner.tiny import random_samples
 
 LENGTHS = [5, 17, 1, 32, 9]
@@ -38,6 +39,23 @@ def test_each_rank_has_as_much_to_attend_to_as_any_other(ranks):
     [whole] = pack(random_samples([64, 32]), 1000)
     shares = [share_of_rank(whole, ranks=ranks, rank=rank) for rank in range(ranks)]
     assert len({int(share.position_ids.sum()) for share in shares}) == 1
+
+
+@pytest.mark.parametrize("multiple", [1, 3])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_ranks_together_compute_a_tree_once_and_train_each_token_where_it_is_predicted(ranks, multiple):
+    [whole] = pack(siblings(), 10**6, share_prefixes=True)
+    shares = [share_of_rank(whole, ranks=ranks, rank=rank, multiple=multiple) for rank in range(ranks)]
+    [computed] = {share.computed_tokens for share in shares}
+    assert computed % multiple == 0
+    assert 0 <= ranks * computed - whole.computed_tokens < 2 * ranks * multiple
+    line = whole.tree.padded(2 * ranks * multiple).source
+    for share in shares:
+        held = torch.cat([torch.arange(run.start, run.stop) for run in share.tree.held])
+        assert torch.equal(share.tree.source, line[held])
+        assert torch.equal(held[share.predicting], whole.tree.computed[share.trained])
+    assert torch.equal(torch.cat([share.trained for share in shares]).sort().values, whole.trained)
+    assert [share.denominator for share in shares] == [whole.denominator, *[0.0] * (ranks - 1)]
 
 
 def test_what_is_trained_is_what_the_mask_says():

@@ -37,11 +37,14 @@ def random_config(draw: random.Random, *, before: AdmissionConfig | None = None)
         kind, reuse = type(before.sampler), before.sampler.max_reuse
         most = before.sampler.max_samples_per_insert
     least = draw.choice([0.5, 1.0, 1.0, min(float(reuse), staleness + 1.0)])
+    exact = draw.random() < 0.2 if before is None else before.exact_staleness
+    if exact and reuse > 1:  # the only configurations that are taken
+        kind, staleness, least = FifoSampler, max(staleness, reuse - 1), float(reuse)
     most = None if most is None else max(most, least)
     return AdmissionConfig(
         groups_per_step=draw.randint(1, 3),
         max_staleness=staleness,
-        exact_staleness=draw.random() < 0.2 if before is None else before.exact_staleness,
+        exact_staleness=exact,
         incomplete=draw.choice(["wait", "drop", "close_short"]) if before is None else before.incomplete,
         patience_s=PATIENCE_S,
         ess_brake=EssBrakeConfig(below=0.6, steps=2) if staleness % 2 else NO_ESS_BRAKE,

@@ -183,6 +183,42 @@ def test_exact_staleness_0_is_on_policy_and_goes_on(sql):
         run.publish(step)
 
 
+@pytest.mark.parametrize(("groups", "staleness", "reuse"), [(4, 4, 2), (4, 1, 2), (8, 8, 4), (32, 4, 4)])
+def test_exact_staleness_gives_each_group_its_uses_in_the_last_steps_that_the_bound_allows(
+    sql, groups, staleness, reuse
+):
+    sampler = FifoSampler(max_reuse=reuse, min_samples_per_insert=reuse)
+    run = Run(sql, config(groups, staleness, exact_staleness=True, sampler=sampler))
+    issued = dict.fromkeys(range(run.ledger.next_id), 0)
+    run.store(*issued)
+    lags: dict[int, list[int]] = {lease: [] for lease in issued}
+    for step in range(1, 61):
+        for lease in run.batch(step):
+            lags[lease].append(step - 1 - issued[lease])
+        new = run.publish(step)
+        issued |= dict.fromkeys(new, step)
+        lags |= {lease: [] for lease in new}
+        run.store(*new)
+    assert max(map(max, filter(None, lags.values()))) <= staleness
+    steady = [lags[lease] for lease in issued if 30 <= issued[lease] < 60 - staleness]
+    assert len(steady) > 5
+    assert all(found == list(range(staleness - reuse + 1, staleness + 1)) for found in steady)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        (FifoSampler(max_reuse=2), "min_samples_per_insert=1 lets more be issued; set it to 2"),
+        (UniformSampler(max_reuse=2, min_samples_per_insert=2), "set sampler.type=fifo"),
+    ],
+)
+def test_exact_staleness_refuses_uses_that_would_come_at_any_age(sampler, words):
+    with pytest.raises(ValidationError, match=words):
+        config(staleness=4, exact_staleness=True, sampler=sampler)
+    config(staleness=4, sampler=sampler)
+    config(staleness=4, exact_staleness=True, sampler=type(sampler)())
+
+
 def test_admission_waits_until_each_group_had_its_samples(sql):
     run = Run(sql, config(staleness=1, sampler=FifoSampler(max_reuse=2, min_samples_per_insert=2)))
     assert run.ledger.next_id == 2  # four samples in reach, two for each

@@ -30,6 +30,7 @@ from learner.backends.megatron.model.context_attention import (
     ContextLayout,
     attend_across_ranks,
     context_layout,
+    gathered,
 )
 from learner.backends.megatron.model.qkv import HeadSettings, split_heads
 from learner.backends.megatron.model.tree_attention import TreeLayout, attend_along_paths, tree_layout
@@ -102,7 +103,9 @@ def pack_layout(
     )
     by_length = not has_varlen_kernel(cu_seqlens.device, dtype)
     if tree is not None:
-        layout.tree = tree_layout(tree.lengths, tree.parents).to(cu_seqlens.device)
+        layout.tree = tree_layout(tree.lengths, tree.parents, tree.held, ranks=context_ranks).to(
+            cu_seqlens.device
+        )
     elif context_ranks > 1:
         layout.context = context_layout(
             lengths, ranks=context_ranks, rank=context_rank, by_length=by_length
@@ -169,6 +172,8 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core is
         """Attend within each sequence: [T, heads, d] and twice [T, groups, d] to [T, heads, d]."""
         layout = packed_seq_params
         if layout.tree is not None:
+            if layout.tree.line is not None:
+                key, value = (x[layout.tree.line] for x in gathered(key, value, self.context_group))
             return attend_along_paths(query, key, value, layout.tree, scale=self.scale)
         if layout.context is not None:
             return attend_across_ranks(

@@ -97,9 +97,26 @@ def attend_across_ranks(
 
     Returns [T, heads, d].
     """
-    both = torch.cat((key, value), -1)
-    key, value = tensor_parallel.gather_from_sequence_parallel_region(both, group=group).chunk(2, dim=-1)
+    key, value = gathered(key, value, group)
     return attend(query, key, value, layout, scale=scale)
+
+
+def gathered(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return the keys and values [T, groups, d] of all ranks, laid end to end; with gradient."""
+    both = torch.cat((key, value), -1)
+    whole = tensor_parallel.gather_from_sequence_parallel_region(both, group=group)
+    width = key.shape[-1]
+    return whole[..., :width], whole[..., width:]
+
+
+def gathered_line(tokens: int, ranks: int) -> Tensor:
+    """Return where each token of a line that is cut as one sequence is, when ranks are laid end to end.
+
+    Args:
+        tokens: of the line, a multiple of 2 * ranks.
+        ranks: context-parallel ranks."""
+    chunk = tokens // (2 * ranks)
+    return torch.cat([_gathered_chunk(i, ranks, chunk, tokens // ranks, 0) for i in range(2 * ranks)])
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, layout: ContextLayout, *, scale: float) -> Tensor:

@@ -6,6 +6,10 @@ former is one call of a kernel for all segments; the latter is one for each leve
 follow, in which the queries of everything below such a segment are one run: its keys and values are read
 once, and neither copied for each sequence nor expanded.
 
+Ranks that share the tokens (context parallelism) hold two runs each of the line in which segments lie end to
+end, and gather the keys of all. A piece of a segment sees itself causally, and then what of its segment comes
+before it, which is one more set of keys.
+
 Softmax over the union of these sets of keys comes from softmax over each (arXiv:2112.05682): with the
 logarithm l_i of the sum of exponentials over set i and l = logaddexp of them, the output is the sum of
 exp(l_i - l) * output_i. Backwards a set's probabilities are exp(score - l), and the kernels compute the
@@ -14,12 +18,13 @@ gradients from exactly that l and the whole output, as in ring attention (arXiv:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from learner.backends.megatron.model.context_attention import gathered_line
 from learner.publication.transfer import to_device
 
 
@@ -70,19 +75,70 @@ class TreeLayout:
 
     own: KeySets
     above: tuple[Level, ...]
+    line: Tensor | None = None
+    """int64 [U], where each key of the line of segments is among those gathered from all ranks; None where
+    this rank has all of them."""
+    own_keys: Tensor | None = None
+    """int64, where the tokens of this rank are in that line."""
 
     def to(self, device: torch.device) -> "TreeLayout":
         """Copy to `device`; a no-op when already there."""
-        return TreeLayout(self.own.to(device), tuple(level.to(device) for level in self.above))
+        return TreeLayout(
+            self.own.to(device),
+            tuple(level.to(device) for level in self.above),
+            None if self.line is None else to_device(self.line, device),
+            None if self.own_keys is None else to_device(self.own_keys, device),
+        )
 
 
-def tree_layout(lengths: Sequence[int], parents: Sequence[int]) -> TreeLayout:
-    """Compute what each segment sees, from the lengths of segments in depth-first order and their parents."""
+def tree_layout(
+    lengths: Sequence[int], parents: Sequence[int], held: Sequence[range] = (), *, ranks: int = 1
+) -> TreeLayout:
+    """Compute what each token of this rank sees.
+
+    Args:
+        lengths: of the segments, in depth-first order.
+        parents: the segment before each; -1 for a root.
+        held: tokens of the line of segments that this rank has; all of them where it is empty.
+        ranks: context-parallel ranks that share the line.
+    """
     starts = [0, *accumulate(lengths)]
+    runs = held or [range(starts[-1])]
+    segments = [range(*pair) for pair in pairwise(starts)]
+    pieces = [(piece, segment) for run in runs for segment in segments if (piece := _common(run, segment))]
+    earlier = [(piece, range(segment.start, piece.start)) for piece, segment in pieces]
+    sees = [[(queries, keys) for queries, keys in earlier if keys], *_levels(starts, parents)]
+    levels = [[(own, keys) for queries, keys in each for own in _numbers(queries, runs)] for each in sees]
+    sizes = [len(piece) for piece, _ in pieces]
+    return TreeLayout(
+        own=_key_sets(sizes, sizes, causal=True),
+        above=tuple(_level(each) for each in levels if each),
+        line=gathered_line(starts[-1], ranks) if held else None,
+        own_keys=torch.cat([torch.arange(run.start, run.stop) for run in held]) if held else None,
+    )
+
+
+Run = tuple[range, range]
+"""Queries and keys, by their numbers in the line of segments."""
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _numbers(tokens: range, runs: Sequence[range]) -> list[range]:
+    """Return those of the tokens that are in the runs, by their numbers when the runs lie end to end."""
+    firsts = accumulate((len(run) for run in runs), initial=0)
+    found = ((_common(run, tokens), first - run.start) for run, first in zip(runs, firsts, strict=False))
+    return [range(part.start + shift, part.stop + shift) for part, shift in found if part]
+
+
+def _levels(starts: Sequence[int], parents: Sequence[int]) -> list[list[Run]]:
+    """Return the runs of each depth: all tokens below a segment that others follow, and its own as keys."""
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)
-    levels: dict[int, list[tuple[range, range]]] = {}
+    levels: dict[int, list[Run]] = {}
     for segment, depth in enumerate(depths):
         begin = end = segment + 1
         while end < len(depths) and depths[end] > depth:
@@ -90,11 +146,10 @@ def tree_layout(lengths: Sequence[int], parents: Sequence[int]) -> TreeLayout:
         if end > begin:
             queries, keys = range(starts[begin], starts[end]), range(starts[segment], starts[begin])
             levels.setdefault(depth, []).append((queries, keys))
-    own = _key_sets(lengths, lengths, causal=True)
-    return TreeLayout(own, tuple(_level(levels[depth]) for depth in sorted(levels)))
+    return [levels[depth] for depth in sorted(levels)]
 
 
-def _level(runs: Sequence[tuple[range, range]]) -> Level:
+def _level(runs: Sequence[Run]) -> Level:
     queries, keys = zip(*runs, strict=True)
     return Level(
         _key_sets([len(run) for run in queries], [len(run) for run in keys], causal=False),
@@ -120,9 +175,10 @@ def _starts(sizes: Sequence[int]) -> Tensor:
 def attend_along_paths(
     query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, *, scale: float
 ) -> Tensor:
-    """Attend from each token to those on its path: [U, heads, d] and twice [U, groups, d] to [U, heads, d].
+    """Attend from each token to those on its path: [N, heads, d] and twice [U, groups, d] to [N, heads, d].
 
-    `scale` is a factor of the scores. On CUDA the dtype is one of 16 bits.
+    Keys and values are those of the whole line of segments, queries those of this rank. `scale` is a factor
+    of the scores. On CUDA the dtype is one of 16 bits.
     """
     attended: Tensor = _TreeAttention.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
     return attended
@@ -135,7 +191,8 @@ class _TreeAttention(torch.autograd.Function):
     ) -> Tensor:
         """Attend to one set of keys after another; keep the outputs in float32 until all are in."""
         attend = _attend_cuda if query.is_cuda else _attend_cpu
-        output, log_total = attend(query, key, value, layout.own, scale)
+        own_key, own_value = _own(layout, key, value)
+        output, log_total = attend(query, own_key, own_value, layout.own, scale)
         if layout.above:
             output = output.to(log_total.dtype)
         for level in layout.above:
@@ -158,9 +215,11 @@ class _TreeAttention(torch.autograd.Function):
         layout: TreeLayout = ctx.layout
         differentiate = _differentiate_cuda if query.is_cuda else _differentiate_cpu
         grad = grad.contiguous()
+        own_key, own_value = _own(layout, key, value)
         of_query, of_key, of_value = differentiate(
-            grad, query, key, value, output, log_total, layout.own, ctx.scale
+            grad, query, own_key, own_value, output, log_total, layout.own, ctx.scale
         )
+        of_key, of_value = _of_line(layout, of_key, key), _of_line(layout, of_value, value)
         for level in layout.above:
             found = differentiate(
                 grad[level.queries],
@@ -174,6 +233,17 @@ class _TreeAttention(torch.autograd.Function):
             of_key.index_add_(0, level.keys, found[1])
             of_value.index_add_(0, level.keys, found[2])
         return of_query, of_key, of_value, None, None
+
+
+def _own(layout: TreeLayout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Pick the keys and values of this rank's tokens, which are all of them where `own_keys` is None."""
+    own = layout.own_keys
+    return (key, value) if own is None else (key[own], value[own])
+
+
+def _of_line(layout: TreeLayout, own: Tensor, line: Tensor) -> Tensor:
+    """Return gradients of this rank's tokens as those of the whole line of keys."""
+    return own if layout.own_keys is None else torch.zeros_like(line).index_add_(0, layout.own_keys, own)
 
 
 def _attend_cuda(

@@ -62,7 +62,7 @@ class ValueModel(PolicyModel):
         hidden = self._hidden(batch)
         if not self.post_process:
             return hidden
-        return (self.value_head(self._of_every_token(hidden).index_select(0, batch.trained)),)
+        return (self.value_head(self._of_every_token(hidden).index_select(0, batch.predicting)),)
 
     def _of_every_token(self, hidden: Tensor) -> Tensor:
         """Return [T, H] on every tensor-parallel rank. Each computes the whole gradient of it, since each has

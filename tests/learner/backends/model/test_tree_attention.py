@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from learner.backends.megatron.model.context_attention import chunks_of_rank
 from learner.backends.megatron.model.tree_attention import attend_along_paths, tree_layout
 
 HEADS, GROUPS, WIDTH = 6, 2, 16
@@ -85,6 +86,32 @@ def test_trees_of_any_form_are_attended_to_as_each_of_their_paths(name):
 
 def test_levels_are_as_many_as_segments_follow_each_other():
     assert [len(tree_layout(*tree).above) for tree in TREES.values()] == [0, 0, 1, 3, 3]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_that_share_the_tokens_attend_together_as_one_does(seed, ranks):
+    lengths, parents = random_tree(np.random.default_rng(seed))
+    tokens = -(-sum(lengths) // (2 * ranks)) * 2 * ranks
+    lengths[-1] += tokens - sum(lengths)
+    tensors = drawn(tokens, seed=seed)
+    expected = with_gradients(lambda q, k, v: of_each_path(q, k, v, lengths, parents, 0.3), *tensors)
+    chunk = tokens // (2 * ranks)
+    held = [[range(i * chunk, (i + 1) * chunk) for i in chunks_of_rank(ranks, rank)] for rank in range(ranks)]
+    rows = [torch.cat([torch.arange(run.start, run.stop) for run in runs]) for runs in held]
+
+    def together(query, key, value):
+        """Each rank attends with its queries to the keys of all, laid end to end as they are gathered."""
+        found = torch.zeros_like(query)
+        for runs, own in zip(held, rows, strict=True):
+            layout = tree_layout(lengths, parents, runs, ranks=ranks)
+            keys, values = (torch.cat([x[part] for part in rows])[layout.line] for x in (key, value))
+            part = attend_along_paths(query[own], keys, values, layout, scale=0.3)
+            found = found.index_add(0, own, part)
+        return found
+
+    found = with_gradients(together, *tensors)
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, expected, strict=True))
 
 
 def test_large_scores_do_not_overflow():
