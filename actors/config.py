@@ -274,6 +274,12 @@ class SglangEngineConfig(Config):
         """URLs of the running servers; empty where the actor starts its own."""
         return self.urls or (() if self.url is None else (self.url,))
 
+    @property
+    def claimed(self) -> tuple[str, ...]:
+        """URLs of all running servers that nobody else may use, that for a pair's prompts among them."""
+        prefill = self.disaggregation.prefill_url
+        return tuple(url.rstrip("/") for url in (*self.attached, *([prefill] if prefill else [])))
+
     def attached_to(self, url: str) -> "SglangEngineConfig":
         """Return the settings of an engine at one of these URLs, or at another that joins."""
         own = url in self.attached

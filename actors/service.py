@@ -20,6 +20,7 @@ from actors.engines.build import engine_builds
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
+from actors.engines.gpu_plan import gpu_plan
 from actors.environments.base import Environment, RunsOnDemand
 from actors.environments.clients import ClientsEnvironment
 from actors.evaluation.actor import EvaluatingActor
@@ -113,7 +114,7 @@ async def run_actors(
             sharing = DeviceSharing(bus, policy, settings.colocation, actor=actor_name())
             await open_parts.enter_async_context(sharing.active())
         open_parts.push_async_callback(policy.close)
-        further = await _further_policies(settings, model, open_parts, stop)
+        further = await _further_policies(settings, model, claims, open_parts, stop)
         if further is None:
             return
         engines = _Engines(policy, opponents, claims, own, further)
@@ -149,13 +150,15 @@ class _Engines(NamedTuple):
 
 
 async def _further_policies(
-    settings: ActorSettings, model: Path, opened: AsyncExitStack, stop: asyncio.Event
+    settings: ActorSettings, model: Path, claims: EngineClaims, opened: AsyncExitStack, stop: asyncio.Event
 ) -> dict[str, FurtherPolicy] | None:
     """Return the further policies with engines that have not started; None on `stop`."""
-    opener = PolicyOpener(settings.actors, opened, model, shards=settings.shards, logs=settings.logs)
+    opener = PolicyOpener(
+        settings.actors, settings.further, opened, model, claims, shards=settings.shards, logs=settings.logs
+    )
     found: dict[str, FurtherPolicy] = {}
-    for name, own in settings.further.items():
-        policy = await opener.open(name, own, stop)
+    for name in settings.further:
+        policy = await opener.open(name, stop)
         if policy is None:
             return None
         found[name] = policy
@@ -351,9 +354,10 @@ def _fleet(settings: ActorSettings, model: Path) -> Fleet:
         engine = exact_engine(engine)
     if settings.colocation.enabled:
         engine = able_to_release(engine)
-    numbers = {f"engine-{number}": number for number in range(settings.actors.fleet.engines)}
+    planned = gpu_plan(settings.actors).rollouts
+    first_gpus = {f"engine-{number}": gpu for number, gpu in enumerate(planned)}
     builds = attached_builds(engine, model) or engine_builds(
-        engine, model, numbers, settings.logs, actor=actor_name()
+        engine, model, first_gpus, settings.logs, actor=actor_name()
     )
     return Fleet(builds, settings.actors.fleet)
 

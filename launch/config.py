@@ -200,7 +200,7 @@ def resolve(*layers: Layer) -> RunConfig:
     config = validate(*layers)
     check_together(config)
     further = {name: of_policy(config, name).actors.engine for name in config.policies}
-    refuse_shared_engines({DEFAULT_POLICY: config.actors.engine, **further})
+    refuse_shared_engines(config, further)
     return config
 
 

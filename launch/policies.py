@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, JsonValue, field_validator
 
-from actors.config import EngineConfig, EnvironmentConfig, SglangEngineConfig
+from actors.config import ActorsConfig, EngineConfig, EnvironmentConfig, SglangEngineConfig
+from actors.engines.gpu_plan import gpu_plan, gpus_used
 from actors.environments.debate_config import DebateConfig
 from actors.environments.games.config import GameConfig, TextArenaGame
 from actors.environments.panel_config import PanelConfig
@@ -183,19 +184,60 @@ def _players(count: int) -> Iterator[str]:
     return iter(["player"]) if count == 1 else (f"player-{n + 1}" for n in range(count))
 
 
-def refuse_shared_engines(engines: Mapping[str, EngineConfig]) -> None:
-    """Raise `ConfigError` for engines of two policies, by name, that cannot serve one each."""
-    used: dict[str, str] = {}
+def refuse_shared_engines(config: "RunConfig", engines: Mapping[str, EngineConfig]) -> None:
+    """Raise `ConfigError` for engines of further policies, by name, that share a server or a GPU with others
+    of the run, or that do not record what the others do."""
     for name, engine in engines.items():
-        for url in engine.attached if isinstance(engine, SglangEngineConfig) else ():
-            if url in used:
-                raise ConfigError(
-                    f"policies.{name}.engine attaches to {url}, which has the weights of policy "
-                    f"{used[url]!r}: name another server as policies.{name}.engine.url"
-                )
-            used[url] = name
-        if engine.routed_experts != engines[DEFAULT_POLICY].routed_experts:
+        if engine.routed_experts != config.actors.engine.routed_experts:
             raise ConfigError(
                 f"policies.{name}.engine.routed_experts={engine.routed_experts} differs from "
                 "actors.engine.routed_experts: trajectories record them for all policies or for none"
             )
+    _refuse_shared_servers(config.actors, engines)
+    _refuse_shared_gpus(config, engines)
+
+
+def _refuse_shared_servers(actors: ActorsConfig, engines: Mapping[str, EngineConfig]) -> None:
+    opponents = actors.opponents.items()
+    used = {
+        **dict.fromkeys(_servers(actors.engine), "policy 'default'"),
+        **{one.url.rstrip("/"): f"opponent {name!r}" for name, one in opponents if one.url is not None},
+        **{url.rstrip("/"): "the version that is evaluated" for url in actors.evaluation.urls},
+    }
+    for name, engine in engines.items():
+        for url in _servers(engine):
+            if url in used:
+                raise ConfigError(
+                    f"policies.{name}.engine attaches to {url}, which has the weights of {used[url]}: name "
+                    f"another server as policies.{name}.engine.url"
+                )
+            used[url] = f"policy {name!r}"
+
+
+def _servers(engine: EngineConfig) -> tuple[str, ...]:
+    return engine.claimed if isinstance(engine, SglangEngineConfig) else ()
+
+
+def _refuse_shared_gpus(config: "RunConfig", engines: Mapping[str, EngineConfig]) -> None:
+    """Refuse GPUs of two policies where the user placed one, unless it is placed in its own settings.
+
+    A policy that inherits the first GPU of the run's own would have its servers start there too."""
+    plan = gpu_plan(config.actors, engines)
+    used = {DEFAULT_POLICY: gpus_used(config.actors.engine, plan.rollouts)}
+    for name, engine in engines.items():
+        own = gpus_used(engine, plan.policies[name])
+        for other, theirs in used.items():
+            if own & theirs and not _placed(config.policies[name]):
+                raise ConfigError(
+                    f"policies.{name}.engine: its servers would use GPU {min(own & theirs)}, as those of "
+                    f"policy {other!r} do: say which is its first, as policies.{name}.engine.server."
+                    f"base_gpu_id={max(set[int]().union(*used.values())) + 1}; a policy whose own settings "
+                    "name a GPU may share it"
+                )
+        used[name] = own
+
+
+def _placed(policy: PolicyConfig) -> bool:
+    """Return whether the policy's own settings say on which GPU its engines begin."""
+    server = policy.engine.get("server")
+    return isinstance(server, Mapping) and any(key.replace("-", "_") == "base_gpu_id" for key in server)

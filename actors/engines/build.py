@@ -13,40 +13,42 @@ if TYPE_CHECKING:
     from actors.engines.fleet.member import Build
 
 
-def build_engine(config: EngineConfig, model: Path, log_file: Path, *, number: int = 0) -> Engine:
+def build_engine(config: EngineConfig, model: Path, log_file: Path, *, first_gpu: int = 0) -> Engine:
     """Return an engine for the model in a directory, not started.
 
     Args:
         config: type and settings of the engine.
         model: config.json and tokenizer; weights come by `load_weights`.
         log_file: receives the output of an engine in a process of its own.
-        number: number of the engine in its process, from 0, which decides on the GPUs of a server."""
+        first_gpu: the first GPU that is the engine's own, where it is a server on CUDA."""
     if isinstance(config, EmbeddedEngineConfig):
         from actors.engines.embedded.engine import EmbeddedEngine
 
         return EmbeddedEngine.from_directory(model, config)
     from actors.engines.sglang.engine import SglangEngine
 
-    return SglangEngine(model, config, log_file, number=number)
+    return SglangEngine(model, config, log_file, first_gpu=first_gpu)
 
 
 def engine_builds(
-    config: EngineConfig, model: Path, numbers: Mapping[str, int], logs: Path, *, actor: str
+    config: EngineConfig, model: Path, first_gpus: Mapping[str, int], logs: Path, *, actor: str
 ) -> "Mapping[str, Build]":
     """Return what builds each engine in a thread, by its name.
 
     Args:
         config: type and settings of the engines.
         model: as `build_engine` takes it.
-        numbers: number of each engine in this process, by its name.
+        first_gpus: first GPU of each engine, by its name.
         logs: directory of the log files, one for each engine.
         actor: this process among the run's actors."""
     return {
         name: partial(
             asyncio.to_thread,
-            partial(build_engine, config, model, logs / f"{_log_name(name)}-{actor}.log", number=number),
+            partial(
+                build_engine, config, model, logs / f"{_log_name(name)}-{actor}.log", first_gpu=first_gpu
+            ),
         )
-        for name, number in numbers.items()
+        for name, first_gpu in first_gpus.items()
     }
 
 

@@ -11,6 +11,7 @@ from actors.engines.base import Engine
 from actors.engines.build import engine_builds, evaluation_engine
 from actors.engines.fleet.engine_admin import attached_builds
 from actors.engines.fleet.fleet import Fleet
+from actors.engines.gpu_plan import gpu_plan
 from actors.weights.follow import fetch_state
 from bus.errors import BusError, StorageError
 from bus.messages import PolicyManifest
@@ -47,9 +48,8 @@ def beside_rollouts(actors: ActorsConfig, model: Path, logs: Path, *, actor: str
     if not actors.evaluation.has_own_servers:
         return partial(evaluation_engine, actors.engine, model)
     settings = own_servers(actors)
-    first = actors.fleet.engines + len(actors.opponents)
-    numbers = {f"evaluation-{number}": first + number for number in range(actors.evaluation.servers)}
-    builds = attached_builds(settings, model) or engine_builds(settings, model, numbers, logs, actor=actor)
+    gpus = {f"evaluation-{number}": gpu for number, gpu in enumerate(gpu_plan(actors).evaluation)}
+    builds = attached_builds(settings, model) or engine_builds(settings, model, gpus, logs, actor=actor)
     return partial(Fleet, builds, actors.fleet)
 
 

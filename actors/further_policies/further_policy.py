@@ -17,6 +17,7 @@ from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.member import Build
+from actors.engines.gpu_plan import gpu_plan
 from actors.first_policy import actor_name, first_policy
 from actors.further_policies.leases import FurtherLeases
 from actors.leases import PolicyLeases
@@ -89,7 +90,6 @@ class FurtherPolicy:
             tasks.create_task(self._parts.follower.run(finished))
             tasks.create_task(self._parts.probe.run(finished))
             tasks.create_task(self._parts.admin.run(finished))
-            tasks.create_task(self._parts.claims.run(finished))
             tasks.create_task(
                 report_status(self._bus, source=source, role="actor", look=self._look, stop=finished)
             )
@@ -109,7 +109,6 @@ class _Parts(NamedTuple):
     engine: Fleet
     follower: PolicyFollower
     probe: ProbeCheck
-    claims: EngineClaims
     admin: EngineAdmin
 
 
@@ -117,24 +116,27 @@ class PolicyOpener:
     """Gets the models of further policies and builds their engines, not started, for one actor."""
 
     def __init__(
-        self, actors: ActorsConfig, opened: AsyncExitStack, run_model: Path, *, shards: int, logs: Path
-    ) -> None:
+        self, actors: ActorsConfig, policies: Mapping[str, FurtherSettings], opened: AsyncExitStack,
+        run_model: Path, claims: EngineClaims, *, shards: int, logs: Path,
+    ) -> None:  # fmt: skip
         """Build engines that live as long as `opened`, which the caller closes.
 
-        `run_model` is the directory of the model of the run's own policy, whose tokenizer each must have."""
+        `run_model` is the directory of the model of the run's own policy, whose tokenizer each must have;
+        `claims` are the actor's, for all of its policies."""
         self._actors = actors
+        self._policies = policies
         self._opened = opened
         self._run_model = run_model
+        self._claims = claims
         self._shards = shards
         self._logs = logs
-        self._engines = actors.fleet.engines + len(actors.opponents) + actors.evaluation.servers
-        """Number of engines that this process has so far."""
+        self._gpus = gpu_plan(actors, {name: one.engine for name, one in policies.items()}).policies
 
-    async def open(self, name: str, settings: FurtherSettings, stop: asyncio.Event) -> FurtherPolicy | None:
+    async def open(self, name: str, stop: asyncio.Event) -> FurtherPolicy | None:
         """Return the policy, or None on `stop`.
 
         Raises `BusAwayError` for a policy that nobody publishes, and `ConfigError` for another tokenizer."""
-        bus, engine, opened = settings.bus, settings.engine, self._opened
+        bus, engine, opened = self._policies[name].bus, self._policies[name].engine, self._opened
         await follow_pace(bus)
         patience_s, learner = self._actors.patience_s, f"launch learner --policy {name}"
         manifest = await first_policy(bus, patience_s, stop, learner=learner)
@@ -146,7 +148,7 @@ class PolicyOpener:
         if model is None:
             return None
         refuse_other_tokenizer(f"policies.{name}.model", model, self._run_model)
-        claims = await opened.enter_async_context(EngineClaims.open(bus, actor_name(), engine))
+        await self._claims.claim_attached(engine)
         builds = attached_builds(engine, model) or self._builds(name, engine, model)
         fleet = Fleet(builds, self._actors.fleet)
         opened.push_async_callback(fleet.close)
@@ -155,13 +157,12 @@ class PolicyOpener:
         follower = PolicyFollower(
             bus, fleet, blobs, loads_at_once=2, from_learner=from_learner, on_loaded=probe.loaded
         )
-        admin = EngineAdmin(bus, fleet, engine, model, claims, actor=actor_name(), colocated=False)
+        admin = EngineAdmin(bus, fleet, engine, model, self._claims, actor=actor_name(), colocated=False)
         asked = PolicyLeases(bus, follower, shards=self._shards, actor=actor_name(), counts=Counter())
         leases = FurtherLeases(name, bus, asked, follower)
-        return FurtherPolicy(name, bus, _Parts(fleet, follower, probe, claims, admin), leases)
+        return FurtherPolicy(name, bus, _Parts(fleet, follower, probe, admin), leases)
 
     def _builds(self, name: str, config: EngineConfig, model: Path) -> Mapping[str, Build]:
-        """Return what builds each engine. They are numbered after all others of this process."""
-        first, self._engines = self._engines, self._engines + self._actors.fleet.engines
-        numbers = {f"{name}-{number}": number for number in range(first, self._engines)}
-        return engine_builds(config, model, numbers, self._logs, actor=actor_name())
+        """Return what builds each engine, on GPUs after those of all others of this process."""
+        gpus = {f"{name}-{number}": gpu for number, gpu in enumerate(self._gpus[name])}
+        return engine_builds(config, model, gpus, self._logs, actor=actor_name())

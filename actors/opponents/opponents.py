@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from actors.config import ActorsConfig, EmbeddedEngineConfig, EngineConfig
 from actors.engines.build import build_engine
 from actors.engines.fleet.fleet import Fleet
+from actors.engines.gpu_plan import gpu_plan
 from actors.opponents.config import OpponentConfig
 from actors.opponents.weights import PublishedWeights, state_of_files
 from bus.errors import ConfigError
@@ -59,8 +60,8 @@ class Opponents:
     ) -> Self:
         """Build the engines, not started. Raises `ConfigError` for a model that cannot be an opponent."""
         fleet = actors.fleet.model_copy(update={"engines": 1})
-        engines: dict[str, Fleet] = {}
-        for number, (name, opponent) in enumerate(actors.opponents.items(), actors.fleet.engines):
+        engines, gpus = dict[str, Fleet](), gpu_plan(actors).opponents
+        for name, opponent in actors.opponents.items():
             directory = model
             if opponent.path is not None:
                 path = str(opponent.path)
@@ -69,7 +70,7 @@ class Opponents:
                 directory = opponent.path
             settings = opponent_engine(name, opponent, actors.engine)
             log_file = logs / f"opponent-{name}-{actor}.log"
-            build = partial(build_engine, settings, directory, log_file, number=number)
+            build = partial(build_engine, settings, directory, log_file, first_gpu=gpus[name])
             engines[name] = Fleet({f"opponent-{name}": partial(asyncio.to_thread, build)}, fleet)
         return cls(engines, actors.opponents, blobs)
 

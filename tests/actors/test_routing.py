@@ -114,7 +114,7 @@ def test_a_server_of_our_own_is_started_to_return_them(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"]}))
     for wanted in (True, False):
         config = ActorsConfig(engine={"type": "sglang", "routed_experts": wanted}).engine
-        settings = server_settings(config, tmp_path, host="h", port=1, number=0)
+        settings = server_settings(config, tmp_path, host="h", port=1, first_gpu=0)
         assert settings.get("enable_return_routed_experts", False) is wanted
 
 

@@ -102,6 +102,32 @@ def test_policies_share_no_engine_and_no_device_with_a_learner():
     )
 
 
+def test_policies_share_no_gpu_unless_one_is_placed_there_by_its_own_settings():
+    def second(**server):
+        return policies(second={"agents": ["selector"], "engine": {"server": server}})
+
+    placed = {"actors": {"engine": {"type": "sglang", "server": {"base_gpu_id": 4, "tp_size": 2}}}}
+    said = refusal(PANEL, second(tp_size=1), placed)
+    assert "its servers would use GPU 4, as those of policy 'default' do" in said
+    assert "policies.second.engine.server.base_gpu_id=6" in said
+    resolve(PANEL, second(base_gpu_id=6), placed)
+    resolve(PANEL, second(**{"base-gpu-id": 4}), placed)
+    resolve(PANEL, second(tp_size=8), {"actors": {"engine": {"type": "sglang", "server": {"tp_size": 2}}}})
+
+
+def test_a_policy_does_not_attach_to_a_server_of_an_opponent_or_a_pair():
+    past = {"version": "latest - 2", "url": "http://past:1"}
+    pair = {"enabled": True, "prefill_url": "http://pair:2"}
+    engine = {"type": "sglang", "url": "http://own:3", "disaggregation": pair}
+    attached = {"actors": {"engine": engine, "opponents": {"past": past}}}
+    for url, whose in (("http://past:1/", "opponent 'past'"), ("http://pair:2", "policy 'default'")):
+        own = {"url": url, "disaggregation": {"enabled": False, "prefill_url": None}}
+        said = refusal(PANEL, attached, policies(second={"agents": ["selector"], "engine": own}))
+        assert (
+            f"policies.second.engine attaches to {url.rstrip('/')}, which has the weights of {whose}" in said
+        )
+
+
 def test_a_secured_bus_has_credentials_for_each_policys_run_beside_those_of_the_run(tmp_path):
     found = policy_bus(BusConfig(creds=tmp_path / "mine/actor.creds"), "mine", "second")
     assert found.creds == tmp_path / "mine__second/actor.creds"

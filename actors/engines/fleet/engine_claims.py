@@ -1,4 +1,4 @@
-"""Claims on servers that somebody else keeps alive: one actor of a run uses each, by a role of the run."""
+"""Claims on servers that somebody else keeps alive: one actor of a run uses each, for one of its policies."""
 
 import asyncio
 import platform
@@ -24,9 +24,11 @@ LOOK_S = 1.0
 class EngineClaims:
     """Servers that this actor alone uses: two would load weights over each other's.
 
-    A claim expires when its actor is gone, however that ended."""
+    A claim expires when its actor is gone, however that ended. It is a role of the run, also for a server of
+    a further policy: no actor of another policy takes that server."""
 
     def __init__(self, bus: Bus, actor: str) -> None:
+        """Claim for `actor` on `bus`, which is that of the run itself and not of a further policy's run."""
         self._bus = bus
         self._actor = actor
         self._held: dict[str, tuple[AsyncExitStack, asyncio.Task[None]]] = {}
@@ -39,12 +41,16 @@ class EngineClaims:
         Raises `ConfigError` for one that another actor uses."""
         claims = cls(bus, actor)
         try:
-            for url in _attached(engine):
-                await claims.claim(url)
+            await claims.claim_attached(engine)
             yield claims
         finally:
             for url in list(claims._held):
                 await claims.release(url)
+
+    async def claim_attached(self, engine: EngineConfig) -> None:
+        """Claim the servers that the settings attach to. Raises `ConfigError` as `claim` does."""
+        for url in engine.claimed if isinstance(engine, SglangEngineConfig) else ():
+            await self.claim(url)
 
     async def claim(self, url: str) -> None:
         """Claim one more server. Raises `ConfigError` naming the actor that uses it."""
@@ -79,11 +85,3 @@ def role_of(url: str) -> str:
     where = platform.node() if is_loopback(urlsplit(url).hostname or "") else ""
     server = f"{where} {url.rstrip('/').lower()}"
     return f"engine.{xxhash.xxh3_64(server.encode()).hexdigest()}"
-
-
-def _attached(engine: EngineConfig) -> list[str]:
-    """Return the URLs of all servers that the settings attach to."""
-    if not isinstance(engine, SglangEngineConfig):
-        return []
-    prefill = engine.disaggregation.prefill_url
-    return [url.rstrip("/") for url in (*engine.attached, *([prefill] if prefill else []))]

@@ -49,14 +49,14 @@ class SglangEngine:
     builds another engine."""
 
     def __init__(
-        self, model_dir: Path, config: SglangEngineConfig, log_file: Path, *, number: int = 0
+        self, model_dir: Path, config: SglangEngineConfig, log_file: Path, *, first_gpu: int = 0
     ) -> None:
         self.failure = ""
         """Why it has stopped for good; empty as long as it has not."""
         self.tokens_generated = 0
         self._config = config
         self._held = HeldWeights(model_dir, config.weights_directory)
-        self._server: Server = server_of(config, self._held.directory, log_file, number)
+        self._server: Server = server_of(config, self._held.directory, log_file, first_gpu)
         self._client: SglangClient | None = None
         self._facts: ServerFacts | None = None
         self._loading: Loading | None = None
@@ -71,7 +71,7 @@ class SglangEngine:
         self._looking = asyncio.Lock()
         """Held while its health is looked at, which generates a token."""
         self._released = False
-        self._in_progress = RequestsInProgress(self._connected, number)
+        self._in_progress = RequestsInProgress(self._connected)
         self._watcher: asyncio.Task[None] | None = None
         self._loads_of_cache = CacheLoads()
         self._looking_at_cache: asyncio.Task[None] | None = None

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from actors.config import SglangEngineConfig, by_name
 from actors.engines.sglang.client import SglangClient
+from actors.engines.sglang.gpu_count import base_gpu_id, gpus
 from actors.engines.sglang.pair_client import PairClient, together
 from actors.engines.sglang.server import HOST, AttachedServer, OwnServer, Server
-from actors.engines.sglang.settings import device_of, gpus, size
+from actors.engines.sglang.settings import device_of
 from bus.errors import ConfigError
 from bus.server import free_port
 
@@ -15,30 +16,32 @@ PAIRED = ("disaggregation_mode", "disaggregation_transfer_backend", "disaggregat
 """Settings that make two servers a pair, which the engine decides."""
 
 
-def server_of(config: SglangEngineConfig, model: Path, log_file: Path, number: int) -> Server:
+def server_of(config: SglangEngineConfig, model: Path, log_file: Path, first_gpu: int) -> Server:
     """Return what an engine is to start or find, as configured; not started.
 
     Args:
         config: the engine's settings.
         model: a directory with config.json, of a server of our own.
         log_file: what such a server prints.
-        number: of the engine in its process, from 0; on CUDA each has GPUs of its own.
+        first_gpu: the first GPU that is the engine's own, on CUDA.
 
     Raises `ConfigError` for settings of a pair that the engine decides."""
     pair = config.disaggregation
     if not pair.enabled:
         return (
-            AttachedServer(config) if config.url is not None else OwnServer(config, model, log_file, number)
+            AttachedServer(config)
+            if config.url is not None
+            else OwnServer(config, model, log_file, first_gpu)
         )
     if pair.prefill_url is not None:
         prefill_at = config.model_copy(update={"url": pair.prefill_url})
         return Pair(AttachedServer(prefill_at), AttachedServer(config))
-    prefill, decode = halves(config, number)
+    prefill, decode = halves(config, first_gpu)
     beside = log_file.with_name(f"{log_file.stem}-prefill{log_file.suffix}")
     return Pair(OwnServer(prefill, model, beside, 0), OwnServer(decode, model, log_file, 0))
 
 
-def halves(config: SglangEngineConfig, number: int) -> tuple[SglangEngineConfig, SglangEngineConfig]:
+def halves(config: SglangEngineConfig, first_gpu: int) -> tuple[SglangEngineConfig, SglangEngineConfig]:
     """Return the settings of the prefill and of the decode server of one pair, which has GPUs of its own on
     CUDA.
 
@@ -50,7 +53,7 @@ def halves(config: SglangEngineConfig, number: int) -> tuple[SglangEngineConfig,
             if name in given:
                 raise ConfigError(f"actors.engine: {name}={given[name]!r}: the engine sets this itself")
     wanted = [gpus(given) for given in tables]
-    first = size(common, "base_gpu_id") if "base_gpu_id" in common else number * sum(wanted)
+    first = base_gpu_id(common, first_gpu)
     port = free_port(HOST)
     configs = []
     for mode, given, own, gpu in zip(

@@ -53,8 +53,8 @@ class RequestInProgress:
 class RequestsInProgress:
     """Requests of one engine, each from its start until its caller knows of its end."""
 
-    def __init__(self, connected: Callable[[], SglangClient], number: int) -> None:
-        """`number` is the engine's, of those of this process; `connected` its server."""
+    def __init__(self, connected: Callable[[], SglangClient]) -> None:
+        """`connected` returns the engine's server."""
         self._connected = connected
         self._in_progress: dict[str, RequestInProgress] = {}
         self._rids = (f"{uuid.uuid4().hex}-{number:012d}" for number in count())  # none is another's prefix

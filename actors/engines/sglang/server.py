@@ -160,17 +160,17 @@ class Server(Protocol):
 class OwnServer:
     """A server that this process starts."""
 
-    def __init__(self, config: SglangEngineConfig, model: Path, log_file: Path, number: int) -> None:
+    def __init__(self, config: SglangEngineConfig, model: Path, log_file: Path, first_gpu: int) -> None:
         self.process: ServerProcess | None = None
         self._config = config
         self._model = model
         self._log_file = log_file
-        self._number = number
+        self._first_gpu = first_gpu
 
     async def start(self) -> SglangClient:
         """Start a process, with arbitrary weights."""
         port = free_port(HOST)
-        settings = server_settings(self._config, self._model, host=HOST, port=port, number=self._number)
+        settings = server_settings(self._config, self._model, host=HOST, port=port, first_gpu=self._first_gpu)
         python = interpreter(self._config)
         environment = server_environment(self._config, settings, python)
         self.process = await ServerProcess.start(python, settings, environment, self._log_file)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from actors.config import SglangEngineConfig, SglangSetting
+from actors.engines.sglang.gpu_count import base_gpu_id, is_on, replicas, size
 from actors.engines.sglang.in_server import sluice_changes
 from bus.errors import ConfigError
 
@@ -76,30 +77,8 @@ def device_of(given: Settings) -> str:
     return str(given.get("device", "cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def base_gpu_id(given: Settings, number: int) -> int:
-    """Return the first GPU of one of several engines of a process: each takes as many as its parallel sizes
-    say.
-
-    Args:
-        given: the user's settings by SGLang's names.
-        number: which engine, from 0.
-
-    Raises `ConfigError` for a size that is no number."""
-    if given.get("base_gpu_id") is not None:
-        return size(given, "base_gpu_id")
-    return number * gpus(given)
-
-
-def gpus(given: Settings) -> int:
-    """Return how many a server uses. Raises `ConfigError` for a size that is no number."""
-    found = replicas(given)
-    for name, longer in (("tp_size", "tensor_parallel_size"), ("pp_size", "pipeline_parallel_size")):
-        found *= size(given, name, longer)
-    return found
-
-
 def server_settings(
-    config: SglangEngineConfig, model: Path, *, host: str, port: int, number: int
+    config: SglangEngineConfig, model: Path, *, host: str, port: int, first_gpu: int
 ) -> dict[str, SglangSetting]:
     """Return every setting of a server for the model in a directory.
 
@@ -108,7 +87,7 @@ def server_settings(
         model: a directory with config.json; weights come later, it starts with arbitrary ones.
         host: address to listen on.
         port: where to listen.
-        number: of the engine in its process, from 0; on CUDA each has GPUs of its own.
+        first_gpu: the first GPU that is its own, on CUDA.
 
     Raises `ConfigError` for settings that the engine decides or a run suffers from, and for a model without
     architectures."""
@@ -121,7 +100,7 @@ def server_settings(
         **(ON_CPU if device == "cpu" else {}),
         **({"enable_return_routed_experts": True} if config.routed_experts else {}),
         **(_streaming(config.stream_interval) if config.stream_interval else {}),
-        **({"base_gpu_id": base_gpu_id(given, number)} if device == "cuda" else {}),
+        **({"base_gpu_id": base_gpu_id(given, first_gpu)} if device == "cuda" else {}),
         **added(given),
         **given,
         "model_path": str(model),
@@ -198,27 +177,6 @@ def added(given: Settings) -> dict[str, SglangSetting]:
         "speculative_draft_load_format": "auto",
         **({"enable_draft_weights_cpu_backup": True} if leaves else {}),
     }
-
-
-def replicas(given: Settings) -> int:
-    """Copies of the model that one server has, each on GPUs of its own."""
-    return 1 if is_on(given.get("enable_dp_attention")) else size(given, "dp_size", "data_parallel_size")
-
-
-def is_on(value: SglangSetting | None) -> bool:
-    """Return whether a flag is given and not turned off, or a size is more than 1."""
-    return value is not None and str(value).lower() not in ("false", "none", "0", "1")
-
-
-def size(given: Settings, *names: str) -> int:
-    """Return the first of these settings that is given, 1 without any. Raises `ConfigError` for no number."""
-    for name in names:
-        if (value := given.get(name)) is not None:
-            try:
-                return int(str(value))
-            except ValueError:
-                raise ConfigError(f"actors.engine.server.{name}={value!r} is not a whole number") from None
-    return 1
 
 
 def _check_replicas(config: SglangEngineConfig, given: Settings) -> None:

@@ -187,7 +187,7 @@ def test_each_server_of_a_pair_has_its_settings_and_gpus(model_dir, tmp_path):
         request_timeout_s=1000.0,
     )
     prefill, decode = (
-        server_settings(half, model_dir, host="h", port=1, number=0) for half in halves(config, 2)
+        server_settings(half, model_dir, host="h", port=1, first_gpu=0) for half in halves(config, 6)
     )
     assert (prefill["disaggregation_mode"], decode["disaggregation_mode"]) == ("prefill", "decode")
     for name, value in {"disaggregation_transfer_backend": "nixl", "dtype": "float32"}.items():
@@ -195,11 +195,11 @@ def test_each_server_of_a_pair_has_its_settings_and_gpus(model_dir, tmp_path):
     assert prefill["disaggregation_bootstrap_port"] == decode["disaggregation_bootstrap_port"]
     assert (prefill["tp_size"], prefill["base_gpu_id"], prefill["mem_fraction_static"]) == (1, 6, 0.8)
     assert (decode["tp_size"], decode["base_gpu_id"], decode["mem_fraction_static"]) == (2, 7, 0.9)
-    environment = halves(config, 2)[0].environment
+    environment = halves(config, 6)[0].environment
     assert environment["UCX_TLS"] == "all"
     assert environment["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] == "1000"
     chosen = paired(server={"device": "cuda", "base_gpu_id": 4}, pair={"decode": {"base_gpu_id": 1}})
-    assert [half.server["base_gpu_id"] for half in halves(chosen, 2)] == [4, 1]
+    assert [half.server["base_gpu_id"] for half in halves(chosen, 6)] == [4, 1]
     assert ["base_gpu_id" in half.server for half in halves(paired(server={"device": "cpu"}), 1)] == [
         False
     ] * 2

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 from actors.config import SglangEngineConfig
 from actors.engines.sglang import weights as sglang_weights
 from actors.engines.sglang.answers import read_answer
+from actors.engines.sglang.gpu_count import base_gpu_id, gpus
 from actors.engines.sglang.launcher import _flags
 from actors.engines.sglang.server_facts import ServerFacts
-from actors.engines.sglang.settings import base_gpu_id, server_environment, server_settings
+from actors.engines.sglang.settings import server_environment, server_settings
 from actors.engines.sglang.weights import HeldWeights, buckets
 from bus.errors import ConfigError, EngineError
 from tests.actors.tiny import request
@@ -237,52 +238,55 @@ def test_tensors_go_together_as_far_as_they_are_small():
 
 def test_a_server_gets_our_settings_then_the_users(model_dir):
     config = SglangEngineConfig(server={"device": "cpu", "max-running-requests": 7, "dtype": "bfloat16"})
-    settings = server_settings(config, model_dir, host="::1", port=7, number=0)
+    settings = server_settings(config, model_dir, host="::1", port=7, first_gpu=0)
     assert settings["max_running_requests"] == 7
     assert settings["dtype"] == "bfloat16"
     assert settings["attention_backend"] == "torch_native"
     assert (settings["load_format"], settings["weight_version"]) == ("dummy", "-1")
-    again = server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, number=0)
+    again = server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, first_gpu=0)
     assert again["dtype"] == "float32"
 
 
 @pytest.mark.parametrize(
-    ("given", "first_gpus"),
+    ("given", "used"),
     [
-        ({}, [0, 1, 2]),
-        ({"tp_size": 2}, [0, 2, 4]),
-        ({"tensor_parallel_size": "2", "pp_size": 2}, [0, 4, 8]),
-        ({"tp_size": 2, "base_gpu_id": 3}, [3, 3, 3]),
+        ({}, 1),
+        ({"tp_size": 2}, 2),
+        ({"tensor_parallel_size": "2", "pp_size": 2}, 4),
+        ({"tp_size": 2, "dp_size": 2}, 4),
+        ({"tp_size": 2, "data_parallel_size": 2, "enable_dp_attention": True}, 2),
     ],
 )
-def test_each_engine_has_gpus_of_its_own_unless_the_user_said_which(given, first_gpus):
-    assert [base_gpu_id(given, number) for number in range(3)] == first_gpus
+def test_a_server_uses_as_many_gpus_as_its_parallel_sizes_say(given, used):
+    assert gpus(given) == used
+    assert base_gpu_id(given, 5) == 5
+    assert base_gpu_id({**given, "base_gpu_id": 3}, 5) == 3
 
 
 def test_engines_are_told_their_gpus_on_cuda_only(model_dir):
     found = {}
     for device in ("cuda", "cpu"):
         config = SglangEngineConfig(server={"device": device, "tp-size": 2})
-        settings = server_settings(config, model_dir, host="::1", port=7, number=1)
+        settings = server_settings(config, model_dir, host="::1", port=7, first_gpu=2)
         found[device] = settings.get("base_gpu_id")
     assert found == {"cuda": 2, "cpu": None}
 
 
 def test_a_parallel_size_that_is_no_number_is_refused():
     with pytest.raises(ConfigError, match=r"server\.tp_size='two' is not a whole number"):
-        base_gpu_id({"tp_size": "two"}, 1)
+        gpus({"tp_size": "two"})
 
 
 def test_settings_that_are_the_engines_own_are_refused(model_dir):
     config = SglangEngineConfig(server={"weight-version": "7"})
     with pytest.raises(ConfigError, match=r"server\.weight_version='7': the engine sets this itself"):
-        server_settings(config, model_dir, host="::1", port=7, number=0)
+        server_settings(config, model_dir, host="::1", port=7, first_gpu=0)
 
 
 def test_a_model_that_names_no_architecture_is_refused(model_dir):
     (model_dir / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="names no architectures"):
-        server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, number=0)
+        server_settings(SglangEngineConfig(), model_dir, host="::1", port=7, first_gpu=0)
 
 
 def test_settings_become_flags_as_the_command_line_wants_them():
@@ -342,7 +346,7 @@ def test_a_server_of_this_interpreter_sees_the_same_packages_and_another_does_no
 def test_settings_that_a_run_would_suffer_from_are_refused(model_dir, server, engine, says):
     config = SglangEngineConfig(server={"device": "cpu", **server}, **engine)
     with pytest.raises(ConfigError, match=f"actors.engine.server.*{says}"):
-        server_settings(config, model_dir, host="h", port=1, number=0)
+        server_settings(config, model_dir, host="h", port=1, first_gpu=0)
 
 
 def test_settings_that_serve_rollouts_pass_to_the_server(model_dir):
@@ -358,15 +362,17 @@ def test_settings_that_serve_rollouts_pass_to_the_server(model_dir):
         "dp_size": 2,
     }
     config = SglangEngineConfig(server=chosen)
-    settings = server_settings(config, model_dir, host="h", port=1, number=1)
+    settings = server_settings(config, model_dir, host="h", port=1, first_gpu=4)
     assert settings.items() >= chosen.items()
     assert settings["speculative_draft_load_format"] == "auto", "the policy's own weights come later"
     assert "enable_draft_weights_cpu_backup" not in settings
     assert settings["base_gpu_id"] == 4
     leaving = SglangEngineConfig(server={**chosen, "enable_memory_saver": True})
-    assert server_settings(leaving, model_dir, host="h", port=1, number=0)["enable_draft_weights_cpu_backup"]
+    assert server_settings(leaving, model_dir, host="h", port=1, first_gpu=0)[
+        "enable_draft_weights_cpu_backup"
+    ]
     own = SglangEngineConfig(server={**chosen, "speculative_draft_load_format": "dummy"})
-    format_ = server_settings(own, model_dir, host="h", port=1, number=0)["speculative_draft_load_format"]
+    format_ = server_settings(own, model_dir, host="h", port=1, first_gpu=0)["speculative_draft_load_format"]
     assert format_ == "dummy"
 
 
@@ -390,8 +396,3 @@ def test_a_draft_model_of_another_checkpoint_than_the_policys_is_its_own(algorit
             returns_experts=False, streams=True, tensor_ranks=1, settings=settings,
         )  # fmt: skip
         assert facts.has_own_draft is own
-
-
-def test_replicas_of_one_server_have_gpus_of_their_own():
-    assert base_gpu_id({"tp_size": 2, "dp_size": 2}, 1) == 4
-    assert base_gpu_id({"tp_size": 2, "data_parallel_size": 2, "enable_dp_attention": True}, 1) == 2

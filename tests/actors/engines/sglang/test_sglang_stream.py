@@ -201,5 +201,5 @@ async def test_a_request_that_is_refused_in_its_stream_is_refused(engine, said):
 def test_a_server_of_our_own_streams_as_configured(interval, settings, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
     config = SglangEngineConfig(stream_interval=interval)
-    found = server_settings(config, tmp_path, host="h", port=1, number=0)
+    found = server_settings(config, tmp_path, host="h", port=1, first_gpu=0)
     assert (found.get("stream_interval"), found.get("incremental_streaming_output")) == settings

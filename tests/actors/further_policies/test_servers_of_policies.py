@@ -1,0 +1,62 @@
+"""Running servers that serve a further policy: no actor of another policy uses one at the same time."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import pytest
+
+from actors.config import ActorsConfig, SglangEngineConfig
+from actors.engines.fleet.engine_claims import EngineClaims
+from actors.further_policies.further_policy import FurtherSettings, PolicyOpener
+from bus.blobs import put_blob
+from bus.codec import encode
+from bus.config import BusConfig
+from bus.connection import Bus
+from bus.errors import ConfigError
+from bus.publish import Publisher
+from bus.topology import ensure
+from learner.config.model import ScratchModel
+from learner.scratch_model import build_model_directory
+from storage.weights.model_files import bundle
+from tests.actors.held_out import published
+from tests.actors.tiny import tiny_model
+
+pytestmark = [pytest.mark.nats, pytest.mark.usefixtures("quick")]
+URL = "http://there:30000"
+SIZES = ScratchModel(layers=1, hidden_size=16, intermediate_size=16, heads=2, kv_heads=1, context=64)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return build_model_directory(tmp_path / "scratch", SIZES, seed=0)
+
+
+@pytest.fixture
+async def rival(server, directory):
+    """The bus of a further policy's run, whose learner has published a version."""
+    async with Bus.connect(BusConfig(url=server.url), "test__rival", name="rival") as connected:
+        await ensure(connected.js, connected.topology, shards=1)
+        await connected.create_keys()
+        files = await put_blob(connected, Publisher(connected), encode(bundle(directory)), "model")
+        manifest = await published(connected, 0, tiny_model("qwen3", seed=1))
+        await connected.put("policy", replace(manifest, model=files))
+        yield connected
+
+
+async def test_a_server_of_another_actors_policy_is_refused_to_a_further_policy_and_the_other_way_round(
+    bus, connect, rival, directory, tmp_path
+):
+    own, further = SglangEngineConfig(url=URL), FurtherSettings(rival, SglangEngineConfig(url=URL), ())
+    async with connect("other") as other, AsyncExitStack() as opened:
+        claims = await opened.enter_async_context(EngineClaims.open(bus, "actor-a", SglangEngineConfig()))
+        opener = PolicyOpener(
+            ActorsConfig(), {"rival": further}, opened, directory, claims, shards=1, logs=tmp_path
+        )
+        async with EngineClaims.open(other, "actor-b", own):
+            with pytest.raises(ConfigError, match=rf"{URL}: actor-b uses this server"):
+                await opener.open("rival", asyncio.Event())
+        assert await opener.open("rival", asyncio.Event()) is not None
+        with pytest.raises(ConfigError, match=rf"{URL}: actor-a uses this server"):
+            async with EngineClaims.open(other, "actor-b", own):
+                pytest.fail("two policies on one server")
