@@ -15,7 +15,7 @@ from bus.config import AllowConfig, BusConfig, ColocationConfig, Config
 from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY, policy_run
 from launch.config_checks import check_together
-from launch.policies import PolicyConfig, refuse_shared_engines
+from launch.policies import PolicyConfig, refuse_shared_engines, refuse_shared_master
 from launch.settings_tree import file_keys, may_be_none, nearest, settings_at
 from learner.config.learner import LearnerConfig
 from learner.config.model import ModelConfig
@@ -199,16 +199,18 @@ def resolve(*layers: Layer) -> RunConfig:
     """
     config = validate(*layers)
     check_together(config)
-    further = {name: of_policy(config, name).actors.engine for name in config.policies}
-    refuse_shared_engines(config, further)
+    further = {name: of_policy(config, name) for name in config.policies}
+    refuse_shared_engines(config, {name: one.actors.engine for name, one in further.items()})
+    refuse_shared_master(config, {name: one.learner.world for name, one in further.items()})
     return config
 
 
 def of_policy(config: RunConfig, name: str) -> RunConfig:
     """Return the settings of the run that trains a further policy: those of `config`, with its own over them.
 
-    It measures nothing: held-out prompts are answered by all policies together, in the run itself. Raises
-    `ConfigError` for a policy that the run does not have, and for settings that cannot be."""
+    It measures nothing: held-out prompts are answered by all policies together, in the run itself. Its events
+    for TensorBoard are in a directory of its own in that of the run. Raises `ConfigError` for a policy that
+    the run does not have, and for settings that cannot be."""
     if name not in config.policies:
         there = ", ".join(config.policies) or "none"
         raise ConfigError(
@@ -225,7 +227,9 @@ def of_policy(config: RunConfig, name: str) -> RunConfig:
             "supervision": SupervisionConfig(),
         }
     )
+    events = config.metrics.tensorboard_directory
     layer = {
+        "metrics": {"tensorboard_directory": None if events is None else events / name},
         "run": policy_run(config.run, name),
         "trains": name,
         "data": {"heldout": None, "curriculum": {"type": "none"}},

@@ -21,6 +21,7 @@ from bus.config import BusConfig, Config
 from bus.errors import ConfigError
 from bus.policy_names import DEFAULT_POLICY, policy_run
 from launch.settings_tree import nearest
+from learner.config.parallel import WorldConfig
 from storage.weights.transport_config import HttpTransport
 
 if TYPE_CHECKING:
@@ -72,16 +73,12 @@ def refuse_policies(config: "RunConfig") -> None:
     """Raise `ConfigError` for policies that cannot be told apart, that nobody plays, or that an environment
     names and the run does not train. The run of a further policy was checked as part of its own run."""
     if config.trains != DEFAULT_POLICY:
+        _refuse_transport(config)
         return
     if config.policies and config.colocation.enabled:
         raise ConfigError(
             f"colocation.enabled with policies ({', '.join(config.policies)}): engines of further policies "
             "do not leave the device to a learner: leave out one of them"
-        )
-    if config.policies and isinstance(config.learner.publication.transport, HttpTransport):
-        raise ConfigError(
-            f"learner.publication.transport.type=http with policies ({', '.join(config.policies)}): a "
-            "learner that is done serves no weights to actors that come later: take bus or files"
         )
     if config.policies and config.actors.evaluation.only:
         raise ConfigError(
@@ -97,6 +94,17 @@ def refuse_policies(config: "RunConfig") -> None:
             _refuse_unknown(config, environment.opponents_named, setting)
     if config.policies:
         _refuse_unplayed(config)
+
+
+def _refuse_transport(config: "RunConfig") -> None:
+    """Refuse weights that a learner itself serves: a further policy plays on when its learner is done."""
+    if isinstance(config.learner.publication.transport, HttpTransport):
+        raise ConfigError(
+            "learner.publication.transport.type=http: the learner of a further policy ends when it is done, "
+            "perhaps before the run, and actors that start after that could not fetch its weights: set "
+            f"policies.{config.trains}.learner.publication.transport.type=files, with a directory that all "
+            "hosts mount, or bus for a model of up to half a gigabyte"
+        )
 
 
 def _refuse_unknown(config: "RunConfig", asked: tuple[str, ...], setting: str) -> None:
@@ -182,6 +190,21 @@ def _agents(environment: EnvironmentConfig) -> Iterator[str] | None:
 
 def _players(count: int) -> Iterator[str]:
     return iter(["player"]) if count == 1 else (f"player-{n + 1}" for n in range(count))
+
+
+def refuse_shared_master(config: "RunConfig", learners: Mapping[str, WorldConfig]) -> None:
+    """Raise `ConfigError` for learners of further policies, by name, whose hosts would meet those of another
+    learner. Addresses that are given to each learner when it is started are not known here."""
+    used: dict[str, str] = {}
+    for name, world in {DEFAULT_POLICY: config.learner.world, **learners}.items():
+        if world.nodes == 1 or world.master is None:
+            continue
+        if world.master in used:
+            raise ConfigError(
+                f"policies.{name}.learner.world.master={world.master} is where the hosts of policy "
+                f"{used[world.master]!r} meet: name another port, as policies.{name}.learner.world.master"
+            )
+        used[world.master] = name
 
 
 def refuse_shared_engines(config: "RunConfig", engines: Mapping[str, EngineConfig]) -> None:

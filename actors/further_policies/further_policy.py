@@ -28,7 +28,7 @@ from bus.codec import Json
 from bus.connection import Bus
 from bus.pace import follow_pace
 from bus.status import report_status
-from storage.weights.blob_sources import blob_source
+from storage.weights.blob_sources import Blobs
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class PolicyOpener:
         if manifest is None:
             return None
         directory = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="sluice-model-")))
-        blobs = await opened.enter_async_context(blob_source(bus, self._actors.weights))
+        blobs = Blobs(bus)  # without a relay: no further policy publishes over HTTP
         model = await obtain_model(bus, manifest, directory, patience_s=patience_s, stop=stop)
         if model is None:
             return None

@@ -1,5 +1,7 @@
 """Settings of further policies: what is inherited, and which cannot be played or told apart."""
 
+from pathlib import Path
+
 import pytest
 
 from bus.config import BusConfig
@@ -87,8 +89,6 @@ def test_policies_share_no_engine_and_no_device_with_a_learner():
     assert "colocation.enabled with policies (second)" in refusal(
         PANEL, second, {"colocation": {"enabled": True}}
     )
-    served = {"learner": {"publication": {"transport": {"type": "http"}}}}
-    assert "transport.type=http with policies (second)" in refusal(PANEL, second, served)
     assert "actors.evaluation.only with policies (second)" in refusal(
         PANEL, second, {"actors": {"evaluation": {"only": True}}}
     )
@@ -100,6 +100,35 @@ def test_policies_share_no_engine_and_no_device_with_a_learner():
     assert "routed_experts=True differs" in refusal(
         PANEL, policies(second={"agents": ["selector"], "engine": recorded})
     )
+
+
+def test_weights_of_a_further_policy_are_not_served_by_its_learner_which_may_be_done_before_the_run():
+    served = {"learner": {"publication": {"transport": {"type": "http", "port": 7000}}}}
+    said = refusal(PANEL, served, policies(second={"agents": ["selector"]}))
+    assert said.startswith(
+        "policies.second: learner.publication.transport.type=http: the learner of a further"
+    )
+    assert "set policies.second.learner.publication.transport.type=files" in said
+    of_its_own = {"agents": ["selector"], "learner": {"publication": {"transport": {"type": "bus"}}}}
+    resolve(PANEL, served, policies(second=of_its_own))
+    assert "policies.second: learner.publication" in refusal(
+        PANEL, policies(second={"agents": ["selector"], **served})
+    )
+
+
+def test_each_policy_has_a_directory_of_events_and_a_meeting_place_of_its_own():
+    second = policies(second={"agents": ["selector"]})
+    config = resolve(PANEL, second, {"metrics": {"tensorboard": True, "tensorboard_directory": "/events"}})
+    assert of_policy(config, "second").metrics.tensorboard_directory == Path("/events/second")
+    assert of_policy(resolve(PANEL, second), "second").metrics.tensorboard_directory is None
+    hosts = {"learner": {"world": {"nodes": 2, "master": "host:7000"}}}
+    said = refusal(PANEL, second, hosts)
+    assert (
+        "policies.second.learner.world.master=host:7000 is where the hosts of policy 'default' meet" in said
+    )
+    resolve(PANEL, second, {"learner": {"world": {"nodes": 2}}})
+    elsewhere = {"agents": ["selector"], "learner": {"world": {"master": "host:7001"}}}
+    resolve(PANEL, policies(second=elsewhere), hosts)
 
 
 def test_policies_share_no_gpu_unless_one_is_placed_there_by_its_own_settings():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.config import ActorsConfig, SglangEngineConfig
+from actors.config import ActorsConfig, EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.further_policies.further_policy import FurtherSettings, PolicyOpener
 from bus.blobs import put_blob
@@ -15,10 +15,13 @@ from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.publish import Publisher
+from bus.server import free_port
 from bus.topology import ensure
 from learner.config.model import ScratchModel
 from learner.scratch_model import build_model_directory
+from storage.weights.blob_sources import blob_source
 from storage.weights.model_files import bundle
+from storage.weights.transport_config import RelayConfig
 from tests.actors.held_out import published
 from tests.actors.tiny import tiny_model
 
@@ -42,6 +45,16 @@ async def rival(server, directory):
         manifest = await published(connected, 0, tiny_model("qwen3", seed=1))
         await connected.put("policy", replace(manifest, model=files))
         yield connected
+
+
+async def test_a_relay_at_a_fixed_port_serves_the_runs_own_weights_alone(bus, rival, directory, tmp_path):
+    further = FurtherSettings(rival, EmbeddedEngineConfig(seed=0), ())
+    relay = RelayConfig(site="here", host="127.0.0.1", port=free_port("127.0.0.1"), directory=tmp_path)
+    actors = ActorsConfig(weights=relay)
+    async with blob_source(bus, relay), AsyncExitStack() as opened:
+        claims = EngineClaims(bus, "actor-a")
+        opener = PolicyOpener(actors, {"rival": further}, opened, directory, claims, shards=1, logs=tmp_path)
+        assert await opener.open("rival", asyncio.Event()) is not None
 
 
 async def test_a_server_of_another_actors_policy_is_refused_to_a_further_policy_and_the_other_way_round(
