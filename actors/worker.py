@@ -22,6 +22,7 @@ from actors.environments.base import (
 from actors.episode_ends import EpisodeEnds
 from actors.episode_metrics import EpisodeMetrics
 from actors.further_policies.leases import FurtherLeases, held_leases
+from actors.further_policies.participation import Participation
 from actors.group import Group
 from actors.group_config import RetriesConfig
 from actors.lease_admission import LeaseRoom
@@ -38,6 +39,7 @@ from bus.consume import Inbox, Received, consume_received
 from bus.errors import EngineError, EngineLostError, HandBackError, SluiceError
 from bus.message_parts import Parts
 from bus.messages import Lease
+from bus.policy_names import DEFAULT_POLICY
 from bus.requests import LeaseRequest
 from bus.sampled_counts import SampledCounts
 from bus.trajectory import TRUSTED_ENDS, End
@@ -46,6 +48,10 @@ from storage.dispatch.lease_status import FREE_DELIVERIES, is_suspect
 log = structlog.get_logger()
 FAILED_LOG_PERIOD_S = 1.0
 LOGGED_CHARACTERS = 1000
+NOBODY_IS_OWN = (
+    "the run trains it and would take no step: leave at least one agent of the environments to it, which is in "
+    "no policies.NAME.agents, and have the environment ask it with trainable=True"
+)
 
 
 def _is_cancelled() -> bool:
@@ -98,6 +104,7 @@ class Worker:
         self._keep = keep
         self._name = name
         self._share_after_s = share_after_s
+        self._participation = Participation(DEFAULT_POLICY, NOBODY_IS_OWN)
         self._failure_log = LogThrottle(FAILED_LOG_PERIOD_S)
         self._suspect = asyncio.Lock()
         """Held for a lease that may have killed its actors: so a death accuses one prompt, not all."""
@@ -172,10 +179,17 @@ class Worker:
         for policy, part in group.by_policy.items():
             held = group.further.get(policy)
             if held is None:
+                self._note_participation(part)
                 await self._settle(self._leases, part)
             elif self.further[policy].takes_part(part):
                 await self._settle(held.leases, part)
                 held.is_settled = True
+
+    def _note_participation(self, own: Group) -> None:
+        """Raise `ConfigError` for a run whose own policy never has a trajectory to train on."""
+        trained = any(part.trainable for one in own.unfailed.values() for part in one.trajectories)
+        played = trained or bool(own.stored.samples)
+        self._participation.note(took_part=played or bool(own.failures), has_played=played)
 
     async def _settle(self, leases: PolicyLeases, group: Group) -> None:
         lease_id = group.lease.lease_id

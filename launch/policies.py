@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from launch.config import RunConfig
 
 _NAME = re.compile(r"[A-Za-z0-9](?:-?[A-Za-z0-9])*")
+_PLAYER = re.compile(r"player(-\d+)?")
+"""Agents of games."""
 LONGEST_RUN = 64
 """Longest name that a run may have."""
 
@@ -92,6 +94,8 @@ def refuse_policies(config: "RunConfig") -> None:
         if isinstance(environment, GameConfig | DebateConfig):
             setting = "decided_by" if isinstance(environment, DebateConfig) else "opponent"
             _refuse_unknown(config, environment.opponents_named, setting)
+        if isinstance(environment, GameConfig):
+            _refuse_opponent_on_both_sides(config, environment)
     if config.policies:
         _refuse_unplayed(config)
 
@@ -112,6 +116,20 @@ def _refuse_unknown(config: "RunConfig", asked: tuple[str, ...], setting: str) -
         refuse_misnamed([*config.actors.opponents, *config.policies], asked, setting=setting)
     except ValueError as error:
         raise ConfigError(f"actors: {error}") from error
+
+
+def _refuse_opponent_on_both_sides(config: "RunConfig", game: GameConfig) -> None:
+    """Refuse an opponent that is a policy of the run whose agents are players too: it would play itself."""
+    for name in game.opponents_named:
+        agents = config.policies[name].agents if name in config.policies else ()
+        players = [agent for agent in agents if _PLAYER.fullmatch(agent)]
+        if players:
+            setting = "opponent" if name == game.opponent else "heldout_opponent"
+            raise ConfigError(
+                f"policies.{name}.agents has {players[0]!r}, and environment.{setting}={name!r} has it play "
+                f"against whoever that is: leave it out of the agents, or set environment.{setting}=self to "
+                "have each agent play its side"
+            )
 
 
 def _refuse_name(config: "RunConfig", name: str) -> None:

@@ -6,20 +6,19 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from actors.further_policies.held_lease import HeldLease
+from actors.further_policies.participation import Participation
 from actors.group import Group
 from actors.leases import PolicyLeases
 from actors.weights.follow import PolicyFollower
 from bus.connection import Bus
 from bus.consume import Inbox, Received, consume_received
-from bus.errors import ConfigError, HandBackError
+from bus.errors import HandBackError
 from bus.message_parts import Parts
 from bus.messages import Lease
 from bus.waiting import set_within
 
 LOOK_S = 0.5
 """Longest time in which a group that waits for a lease notices that it gets none."""
-MOST_WITHOUT_PART = 200
-"""First groups without a part for a policy after which nobody is taken to be it, and the run ends."""
 
 
 class FurtherLeases:
@@ -39,8 +38,9 @@ class FurtherLeases:
         self._wanted = asyncio.Event()
         self._preparing = 0
         """Leases that were taken and wait for weights."""
-        self._without_part = 0
-        self._has_played = False
+        self._participation = Participation(
+            name, f"name the agents that it is in policies.{name}.agents, as the environment names them"
+        )
 
     @property
     def counts(self) -> Counter[str]:
@@ -76,14 +76,8 @@ class FurtherLeases:
     def takes_part(self, part: Group) -> bool:
         """Return whether the policy has trajectories in its part of a group.
 
-        Raises `ConfigError` for a policy that never had any; one that plays in few groups may wait long."""
-        self._has_played = self._has_played or bool(part.unfailed)
-        self._without_part = 0 if part.episodes else self._without_part + 1
-        if self._without_part >= MOST_WITHOUT_PART and not self._has_played:
-            raise ConfigError(
-                f"policy {self._name!r} took no part in {self._without_part} groups in a row: name the "
-                f"agents that it is in policies.{self._name}.agents, as the environment names them"
-            )
+        Raises `ConfigError` as `Participation` does."""
+        self._participation.note(took_part=bool(part.episodes), has_played=bool(part.unfailed))
         return bool(part.episodes)
 
     async def _next(self) -> HeldLease | None:

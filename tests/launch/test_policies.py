@@ -65,6 +65,16 @@ def test_a_policy_that_no_agent_plays_is_refused():
     )
 
 
+def test_a_policy_that_is_the_opponent_in_a_game_is_no_player_beside():
+    rival = policies(rival={"agents": ["player-1"]})
+    said = refusal(preset("duel"), rival)
+    assert "policies.rival.agents has 'player-1', and environment.opponent='rival' has it play" in said
+    resolve(preset("duel"), rival, {"actors": {"environment": {"opponent": "self"}}})
+    measured = {"actors": {"environment": {"opponent": "self", "heldout_opponent": "rival"}}}
+    assert "environment.heldout_opponent='rival' has it" in refusal(preset("duel"), rival, measured)
+    resolve(preset("duel"), policies(rival={"agents": ["critic"]}), {"actors": {"environment": OWN_GAME}})
+
+
 def test_a_policy_that_an_environment_names_and_nobody_trains_is_refused():
     assert "environment.opponent='rivl' is none of opponents (rival)" in refusal(
         preset("duel"), {"actors": {"environment": {"opponent": "rivl"}}}

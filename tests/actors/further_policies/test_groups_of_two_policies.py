@@ -9,7 +9,7 @@ import pytest
 from actors.engines.base import Sampling
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Episode, EpisodeError
-from actors.further_policies import leases as leases_module
+from actors.further_policies import participation
 from actors.further_policies.agents import policy_of
 from actors.further_policies.engines import FurtherEngines
 from actors.further_policies.leases import FurtherLeases
@@ -171,7 +171,7 @@ async def test_a_policy_that_takes_no_part_keeps_its_lease_for_the_next_group(bu
 
 
 async def test_a_policy_that_never_takes_part_ends_the_run_with_the_remedy(bus, rival, tmp_path, monkeypatch):
-    monkeypatch.setattr(leases_module, "MOST_WITHOUT_PART", 2)
+    monkeypatch.setattr(participation, "MOST_WITHOUT_PART", 2)
     async with storage_of_both(bus, rival, tmp_path):
         with pytest.raises(ExceptionGroup) as ended:
             async with Actor(bus, rival, Answers(lambda task: False)).at_work() as working:
@@ -180,13 +180,26 @@ async def test_a_policy_that_never_takes_part_ends_the_run_with_the_remedy(bus, 
     assert "policies.rival.agents" in repr(error)
 
 
-async def test_a_group_without_the_runs_own_policy_costs_its_lease(bus, rival, tmp_path):
-    class Critics(Answers):
-        async def run(self, task, policy):
-            policy = policy.fresh(task.task_id)
-            await policy.chat("comment", agent="critic")
-            return Episode(policy.trajectories(1.0))
+class Critics(Answers):
+    """Nobody but critics says something."""
 
+    async def run(self, task, policy):
+        policy = policy.fresh(task.task_id)
+        await policy.chat("comment", agent="critic")
+        return Episode(policy.trajectories(1.0))
+
+
+async def test_a_run_whose_own_policy_never_plays_ends_with_the_remedy(bus, rival, tmp_path, monkeypatch):
+    monkeypatch.setattr(participation, "MOST_WITHOUT_PART", 2)
+    async with storage_of_both(bus, rival, tmp_path):
+        with pytest.raises(ExceptionGroup) as ended:
+            async with Actor(bus, rival, Critics()).at_work() as working:
+                await asyncio.wait([working])
+    said = repr(ended.value.subgroup(ConfigError))
+    assert "policy 'default' took no part in 2 groups in a row: the run trains it" in said
+
+
+async def test_a_group_without_the_runs_own_policy_costs_its_lease(bus, rival, tmp_path):
     async with storage_of_both(bus, rival, tmp_path) as (storages, _):
         async with Actor(bus, rival, Critics()).at_work():
             await until(lambda: groups_of(storages[1]) == 2)
