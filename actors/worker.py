@@ -49,8 +49,8 @@ log = structlog.get_logger()
 FAILED_LOG_PERIOD_S = 1.0
 LOGGED_CHARACTERS = 1000
 NOBODY_IS_OWN = (
-    "the run trains it and would take no step: leave at least one agent of the environments to it, out of all "
-    "policies.NAME.agents, and have the environment ask it with trainable=True"
+    "the run trains it and would take no step: leave at least one agent of the environments to it, out of "
+    "all policies.NAME.agents, and have the environment ask it with trainable=True"
 )
 
 

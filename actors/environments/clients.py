@@ -4,7 +4,6 @@ import asyncio
 import json
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hmac import compare_digest
@@ -33,8 +32,6 @@ from bus.waiting import cancelled, set_within, unless
 log = structlog.get_logger()
 LOOK_S = 1.0
 """Seconds after which a session whose client is gone is noticed."""
-CLAIMS_REMEMBERED = 4096
-"""Answers to requests for tasks that are kept for retries."""
 
 
 class ClientsEnvironment:
@@ -51,8 +48,6 @@ class ClientsEnvironment:
         self._gateway = Gateway(config.gateway, self._add_routes)
         self._offers = TaskOffers()
         self._stop = asyncio.Event()
-        self._claims: OrderedDict[str, bytes] = OrderedDict()
-        """Answers to requests for tasks, by `Idempotency-Key`."""
         self._others = Taker()
         """Clients that nobody here has started."""
         self._programs: dict[str, Taker] = {}
@@ -211,13 +206,13 @@ class ClientsEnvironment:
     async def _take(self, request: web.Request) -> web.Response:
         """Give a client a rollout and the session to do it in."""
         taker = self._taker(request)
-        taker.last_request_s = time.monotonic()
         key = request.headers.get("Idempotency-Key", "")
-        if key in self._claims:
-            return _json(self._claims[key])
+        if key in taker.claims:
+            return _json(taker.claims[key])
         own, wait_s = task_request(await self._gateway.body_of(request))
         if own is not None and taker is not self._others:
             raise invalid("a program takes the run's tasks, and brings none of its own")
+        taker.last_request_s = time.monotonic()
         is_over = self._stop.is_set()
         offer = None if is_over else await unless(self._stop, self._offers.claim(own, taker, wait_s))
         if offer is None:
@@ -226,9 +221,7 @@ class ClientsEnvironment:
         url = self._gateway.url_of(session)
         answer = json.dumps(described(task, url, session.key, with_label=self._scoring is None)).encode()
         if key:
-            self._claims[key] = answer
-            if len(self._claims) > CLAIMS_REMEMBERED:
-                self._claims.popitem(last=False)
+            taker.remember(key, answer)
         return _json(answer)
 
     async def _tell(self, request: web.Request) -> web.Response:

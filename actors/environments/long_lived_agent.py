@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import inf
 from typing import Self
 
@@ -32,6 +33,21 @@ RESTART_S, MOST_DOUBLINGS = 1.0, 6
 """Time before a program is started again, and how often it doubles while none takes a task."""
 
 
+@dataclass(eq=False)
+class _Program:
+    """One of the programs that are kept running."""
+
+    ends_in_vain: int = 0
+    """Times in a row that it ended without having taken a task."""
+    taker: Taker | None = None
+    """Who takes its tasks while it runs."""
+
+    @property
+    def may_take_tasks(self) -> bool:
+        """Return whether nothing says that it takes none: its last start has not failed, or it plays."""
+        return not self.ends_in_vain or (self.taker is not None and self.taker.taken > 0)
+
+
 class LongLivedAgent:
     """Offers each rollout to the programs that it keeps running, and waits until it is played."""
 
@@ -48,7 +64,8 @@ class LongLivedAgent:
         )
         self._clients = ClientsEnvironment(limits, scoring)
         self._starting = asyncio.Lock()
-        self._programs: list[asyncio.Task[None]] = []
+        self._programs: list[_Program] = []
+        self._running: list[asyncio.Task[None]] = []
 
     @classmethod
     def from_config(cls, config: AgentConfig) -> Self:
@@ -63,9 +80,11 @@ class LongLivedAgent:
         async with self._starting:
             if not self._programs:
                 await self._clients.open(asyncio.Event())  # what was begun is played to its end
-                count = range(self._config.programs)
-                self._programs = [asyncio.create_task(self._keep_running(), name="agent") for _ in count]
-        for ended in filter(asyncio.Task.done, self._programs):
+                self._programs = [_Program() for _ in range(self._config.programs)]
+                self._running = [
+                    asyncio.create_task(self._keep_running(one), name="agent") for one in self._programs
+                ]
+        for ended in filter(asyncio.Task.done, self._running):
             ended.result()  # it ends by a mistake of ours alone
         return await self._clients.run(task, policy)
 
@@ -75,21 +94,24 @@ class LongLivedAgent:
 
     async def close(self) -> None:
         """End the programs and close the gateway."""
-        await cancelled(*self._programs)
+        await cancelled(*self._running)
         await self._clients.close()
 
-    async def _keep_running(self) -> None:
-        """Run a program, and start it again whenever it ends: later each time that it took no task."""
-        in_vain = 0
+    async def _keep_running(self, program: _Program) -> None:
+        """Run a program, and start it again whenever it ends: later each time that it took no task.
+
+        Rollouts that wait fail once no program is left that may take them."""
         while True:
             with self._clients.program() as (tasks_url, taker):
+                program.taker = taker
                 reason = await self._run_program(tasks_url, taker)
                 taker.gone = f"its program has ended: {reason}"
+            program.taker = None
             log.warning("agent_program_ended", command=self._config.command, reason=reason, tasks=taker.taken)
-            in_vain = 0 if taker.taken else in_vain + 1
-            if in_vain:
+            program.ends_in_vain = 0 if taker.taken else program.ends_in_vain + 1
+            if not any(one.may_take_tasks for one in self._programs):
                 self._clients.refuse(f"the program {self._config.command!r} takes no task: {reason}")
-            await asyncio.sleep(RESTART_S * 2 ** min(in_vain, MOST_DOUBLINGS))
+            await asyncio.sleep(RESTART_S * 2 ** min(program.ends_in_vain, MOST_DOUBLINGS))
 
     async def _run_program(self, tasks_url: str, taker: Taker) -> str:
         """Run the program until it ends or hangs; return why it is no longer there."""

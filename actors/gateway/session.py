@@ -54,7 +54,7 @@ class Session:
         self.failed: str | None = None
         """Why the episode failed, as the agent said."""
         self.last_request_s = time.monotonic()
-        """When the newest request came, by the monotonic clock."""
+        """When the newest request came that was not refused, by the monotonic clock."""
         self._name = name
         self._policy = policy
         self._config = config
@@ -82,13 +82,13 @@ class Session:
 
     async def answer(self, ask: Ask, agent: str, attempt: Attempt) -> Reply:
         """Answer a request, or give a retry the answer of its first attempt. Raises `RefusedError`."""
-        self.last_request_s = time.monotonic()
         exchange = self._exchanges.earlier(attempt)
         if exchange is None:
             self._refuse_if_over()
             exchange = self._exchanges.begin(attempt, self._turn(ask, agent, attempt.digest))
         else:
             self.counts["retries"] += 1
+        self.last_request_s = time.monotonic()
         reply = await self._exchanges.answer(exchange)
         self.last_request_s = time.monotonic()
         self.last = self._unclaimed.pop(reply.reply_id, self.last)

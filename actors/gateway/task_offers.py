@@ -13,6 +13,8 @@ from actors.gateway.refusal import RefusedError
 from actors.gateway.session import Session
 from bus.waiting import set_within
 
+CLAIMS_REMEMBERED = 4096
+"""Answers to requests for tasks that are kept for retries, of each taker."""
 GROUPS_REMEMBERED = 4096
 """Groups without a rollout under way: a rollout that failed may be offered again."""
 
@@ -35,7 +37,10 @@ class Taker:
     taken: int = 0
     """Rollouts that it has begun."""
     last_request_s: float = field(default_factory=time.monotonic)
-    """When it asked for a task or was done with one, by the monotonic clock."""
+    """When it asked for a task in a request that was not refused, or was done with one, by the monotonic
+    clock."""
+    claims: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
+    """Answers to its requests for tasks, by `Idempotency-Key`."""
     gone: str | None = None
     """Why it is no longer there."""
 
@@ -51,6 +56,12 @@ class Taker:
         finally:
             self.sessions.discard(session)
             self.last_request_s = time.monotonic()
+
+    def remember(self, key: str, answer: bytes) -> None:
+        """Keep an answer for retries of its request; the oldest go first."""
+        self.claims[key] = answer
+        if len(self.claims) > CLAIMS_REMEMBERED:
+            self.claims.popitem(last=False)
 
     def leave(self, reason: str) -> None:
         """Fail what it has under way."""

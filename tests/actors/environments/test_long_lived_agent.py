@@ -123,6 +123,59 @@ async def test_program_that_hangs_is_ended(tmp_path: Path):
             await agent.run()
 
 
+async def test_program_whose_requests_are_all_refused_is_ended_like_one_that_hangs(tmp_path: Path):
+    program = """
+import itertools
+for n in itertools.count():
+    try:
+        take(wait_s="long")
+    except urllib.error.HTTPError:
+        time.sleep(0.01)
+"""
+    async with running(tmp_path, program, program_timeout_s=0.5) as agent:
+        with pytest.raises(EpisodeError, match=r"it took no task for .* s, and was ended"):
+            async with asyncio.timeout(10):
+                await agent.run()
+
+
+async def test_program_that_cannot_start_leaves_the_tasks_to_a_healthy_one(tmp_path: Path):
+    first, failed = tmp_path / "first", tmp_path / "failed"
+    failed.mkdir()
+    program = f"""
+try:
+    os.close(os.open({str(first)!r}, os.O_CREAT | os.O_EXCL))
+except FileExistsError:
+    open({str(failed)!r} + f"/{{os.getpid()}}", "w").close()
+    sys.exit("its port is in use")
+while len(os.listdir({str(failed)!r})) < 3:
+    time.sleep(0.01)
+"""
+    async with running(tmp_path, program + PLAY, programs_at_once=2) as agent:
+        episodes = await asyncio.gather(agent.run(0), agent.run(1))
+    assert [part.reward for episode in episodes for part in episode.trajectories] == [1.0, 1.0]
+
+
+async def test_programs_may_use_the_same_idempotency_key(tmp_path: Path):
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    program = f"""
+first = urllib.request.Request(
+    os.environ["SLUICE_TASKS_URL"], b'{{"wait_s": 20}}',
+    {{"Content-Type": "application/json", "Idempotency-Key": "1"}},
+)
+task = json.load(urllib.request.urlopen(first, timeout=20))
+open({str(seen)!r} + "/" + task["task_id"], "w").close()
+while len(os.listdir({str(seen)!r})) < 2:
+    time.sleep(0.01)
+reward = float(ask(task) == task["label"])
+post(task["reward_url"], {{"reward": reward}})
+"""
+    async with running(tmp_path, program + PLAY, programs_at_once=2) as agent:
+        async with asyncio.timeout(20):
+            await asyncio.gather(agent.run(0), agent.run(1))
+    assert len(list(seen.iterdir())) == 2
+
+
 async def test_program_brings_no_tasks_of_its_own(tmp_path: Path):
     program = """
 try:
