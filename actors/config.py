@@ -109,6 +109,11 @@ class EmbeddedEngineConfig(Config):
         """Return None: its context is always the model's, unlike that of the sglang engine."""
         return None
 
+    @property
+    def left_free(self) -> int:
+        """Return the tokens of a context that no trajectory takes up, unlike at the sglang engine: none."""
+        return 0
+
 
 class DisaggregationConfig(Config):
     """An engine as a pair of SGLang servers: one computes prompts, the other the tokens after them."""
@@ -299,6 +304,11 @@ class SglangEngineConfig(Config):
         """Return the context of its servers in tokens, where that is set; else it is the model's."""
         context = by_name(self.server).get("context_length")
         return context if isinstance(context, int) else None
+
+    @property
+    def left_free(self) -> int:
+        """Return the tokens of a context that no trajectory takes up: SGLang ends a generation before."""
+        return 2
 
 
 EngineConfig = Annotated[EmbeddedEngineConfig | SglangEngineConfig, Field(discriminator="type")]

@@ -11,6 +11,20 @@ from learner.config.warmup import WarmupConfig
 from storage.evaluation_config import EvaluationConfig
 
 
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """Says how long a trajectory of the actors' engines may get."""
+
+    tokens: int | None = None
+    """Context of the engines, where it is set and may be shorter than the model's."""
+    left_free: int = 0
+    """Tokens of it that no trajectory takes up."""
+
+    def longest_trajectory(self, model_context: int) -> int:
+        """Return the most tokens that a trajectory has, prompt and answers together."""
+        return min(model_context, self.tokens or model_context) - self.left_free
+
+
 @dataclass(frozen=True)
 class LearnerSettings:
     """Says what one learner process needs to know."""
@@ -33,5 +47,5 @@ class LearnerSettings:
     """The actors' engines that answer held-out prompts; those that roll out take later versions meanwhile."""
     colocation: ColocationConfig = field(default_factory=ColocationConfig)
     """Says whether actors share this host's devices."""
-    engine_context: int | None = None
-    """Context of the actors' engines in tokens, where it is set and may be shorter than the model's."""
+    engine_context: EngineContext = field(default_factory=EngineContext)
+    """Says how long the trajectories of the actors' engines may get."""

@@ -225,7 +225,7 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
     """Return the learner's settings, and where its demonstrations are; generated ones are written.
 
     A model of the Hugging Face hub is fetched. Raises `ConfigError` when there is no such model."""
-    from learner.settings import LearnerSettings
+    from learner.settings import EngineContext, LearnerSettings
 
     demonstrations, path = config.warmup.demonstrations, config.model.path
     if config.warmup.steps and demonstrations is None and config.data.task:
@@ -245,7 +245,7 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
         export=directory.export,
         evaluated_on=config.actors.evaluates_on,
         colocation=config.colocation,
-        engine_context=config.actors.engine.context,
+        engine_context=EngineContext(config.actors.engine.context, config.actors.engine.left_free),
     )
     return settings, demonstrations
 

@@ -25,14 +25,15 @@ from learner.data.top_tokens import TopTokens
 from learner.model_directory import load_hf_config, load_tokenizer
 from learner.scoring.teacher_answers import Entries, Tops, read_logprobs, read_top_tokens
 from learner.scoring.teacher_server import TeacherServer, all_of
+from learner.settings import EngineContext
 
 log = structlog.get_logger()
 COMPARED_TOKENS = 64
 """Tokens of the policy's vocabulary whose texts are compared with the server's."""
-RESERVED_TOKENS = 8
-"""Tokens of its context that SGLang keeps back from requests, and a few more: a server with the policy's own
-context serves."""
+KEPT_BACK = 6
+"""Tokens of its context by which `max_req_input_len` of SGLang is smaller; a request has fewer than that."""
 STOP_POLL_S = 0.2
+ANY_CONTEXT = EngineContext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +85,16 @@ def teachers_asked(groups: Groups, learner: LearnerConfig, *, vocab_size: int) -
 
 def refuse_other_teachers(
     learner: LearnerConfig, model_directory: Path, stopped: Callable[[], bool] = lambda: False, *,
-    engine_context: int | None = None,
+    engine_context: EngineContext = ANY_CONTEXT,
 ) -> None:  # fmt: skip
     """Raise `ConfigError` for a server whose model has another vocabulary than the one in `model_directory`,
-    or takes fewer tokens than the context of that model, which `engine_context` may have shortened.
+    or refuses the longest trajectories of that model: those that fill the context of the actors' engines.
 
     It waits for servers that are away, as `ask_teachers` does, and raises as that does; it returns once
     `stopped()` is true. No event loop may run in this thread."""
     if learner.served_teachers:
         context = load_hf_config(model_directory).get_text_config().max_position_embeddings
-        longest = min(context, engine_context or context)
+        longest = engine_context.longest_trajectory(context)
         checking = _refuse_other_teachers(learner.served_teachers, model_directory, longest)
         asyncio.run(_unless(stopped, checking))
 
@@ -119,11 +120,15 @@ async def _refuse_other_teachers(
             model = await server.model()
             if not model.generates:
                 raise ConfigError(f"the {tag} at {server.url} is {model.name}, which scores no tokens")
-            if model.longest is not None and model.longest + RESERVED_TOKENS < longest:
+            if model.longest is not None and model.longest < longest:
+                missing = longest - model.longest
                 raise ConfigError(
-                    f"the {tag} at {server.url} ({model.name}) takes {model.longest} tokens, and the "
-                    f"policy's context has {longest}: serve it with a longer --context-length and a cache "
-                    "that holds as many, or shorten the policy's with actors.engine.server.context_length"
+                    f"the {tag} at {server.url} ({model.name}) takes {model.longest} tokens in a request, "
+                    f"and a trajectory that fills the policy's context has {longest}: serve it with "
+                    f"--context-length {longest + KEPT_BACK + 1} or more (which may need the variable "
+                    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1) and a cache that holds as many, or have "
+                    f"the policy's SGLang engines leave {missing} tokens out, with "
+                    "actors.engine.server.context_length"
                 )
             refuse = partial(_refuse_other_texts, f"the {tag} at {server.url} ({model.name})", chosen, texts)
             try:

@@ -39,6 +39,7 @@ class _Model(BaseModel):
 class _Server(BaseModel):
     skip_tokenizer_init: bool = False
     max_req_input_len: int | None = None
+    """A request has fewer tokens than this."""
 
 
 class ServerModel(BaseModel):
@@ -88,7 +89,7 @@ class TeacherServer:
             name=model.model_path,
             generates=model.is_generation,
             knows_texts=not server.skip_tokenizer_init,
-            longest=server.max_req_input_len,
+            longest=None if server.max_req_input_len is None else server.max_req_input_len - 1,
         )
 
     async def scored(

@@ -10,8 +10,9 @@ from bus.errors import ConfigError, EngineError
 from learner.config.frozen_policies import TeacherConfig
 from learner.config.learner import LearnerConfig
 from learner.model_directory import save_hf_directory
-from learner.scoring.served_teachers import refuse_other_teachers
+from learner.scoring.served_teachers import ANY_CONTEXT, refuse_other_teachers
 from learner.scratch_model import character_tokenizer
+from learner.settings import EngineContext
 from tests.learner.scoring.served_model import ServedModel
 from tests.learner.tiny import tiny_config, tiny_model
 
@@ -36,7 +37,7 @@ class Shifted:
         return character_tokenizer().decode([tokens[0] - (tokens[0] > 20)])
 
 
-def found(directory: Path, server: ServedModel, *, engine_context: int | None = None) -> None:
+def found(directory: Path, server: ServedModel, *, engine_context: EngineContext = ANY_CONTEXT) -> None:
     with server:
         teacher = TeacherConfig(url=server.url, outage_s=0.05)
         refuse_other_teachers(LearnerConfig(teacher=teacher), directory, engine_context=engine_context)
@@ -69,12 +70,20 @@ def test_a_model_of_another_vocabulary_is_refused_at_the_start(directory):
 
 def test_a_server_that_takes_shorter_texts_than_the_policy_writes_is_refused_at_the_start(directory):
     context = tiny_config().max_position_embeddings
-    for takes, engine_context in ((context - 6, None), (context * 2, None), (40, 48)):  # SGLang keeps 6 back
-        server = ServedModel(large(), character_tokenizer(), max_req_input_len=takes)
-        found(directory, server, engine_context=engine_context)
-    complaint = rf"takes {context - 9} tokens, and the policy's context has {context}: serve it with a longer"
-    with pytest.raises(ConfigError, match=complaint):
-        found(directory, ServedModel(large(), character_tokenizer(), max_req_input_len=context - 9))
+    sglang, embedded = EngineContext(left_free=2), EngineContext()
+
+    def serving(context: int) -> ServedModel:
+        return ServedModel(large(), character_tokenizer(), max_req_input_len=context - 6)  # as SGLang says
+
+    for teachers, engine in ((7, embedded), (5, sglang), (context, embedded)):
+        found(directory, serving(context + teachers), engine_context=engine)
+    found(directory, serving(48 + 5), engine_context=EngineContext(48, left_free=2))
+    for teachers, engine, longest in ((6, embedded, context), (4, sglang, context - 2)):
+        complaint = (
+            rf"takes {longest - 1} tokens in a request.*has {longest}: .*--context-length {longest + 7} "
+        )
+        with pytest.raises(ConfigError, match=complaint):
+            found(directory, serving(context + teachers), engine_context=engine)
 
 
 def test_a_learner_that_is_stopped_waits_for_no_server(directory):
