@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from actors.environments.base import Task
 from actors.policy.chat_format import ChatFormat
 from actors.rewards.base import Answer, RewardError, Scored
-from actors.rewards.scoring import RewardChoice, Scorer
+from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from bus.trajectory import Trajectory
@@ -31,6 +31,8 @@ async def rescore(
     chat: ChatFormat,
     scorer: Scorer | RewardChoice,
     into: Rescored,
+    *,
+    group_scorer: GroupScorer | None = None,
 ) -> None:
     """Score a group's answers to `prompt`, adding to `into`. Raises `ConfigError` when they answer another.
 
@@ -40,23 +42,47 @@ async def rescore(
         chat: the run's tokenizer and chat template.
         scorer: the new reward.
         into: receives a score for each trajectory, or why there is none.
+        group_scorer: makes the final rewards of a group from those that its answers have alone.
     """
     trained = [trajectory for trajectory in group if trajectory.is_trained]
     answers = [answer_of(trajectory, prompt, chat) for trajectory in trained]
     left_out = [trajectory for trajectory in group if not trajectory.is_trained]
     into.failures += [f"{t.trajectory_id}: its rollout failed: there is no answer" for t in left_out]
     outcomes = await asyncio.gather(*map(scorer.scored, answers), return_exceptions=True)
-    for trajectory, outcome in zip(trained, outcomes, strict=True):
+    found: list[tuple[Trajectory, Answer]] = []
+    for trajectory, answer, outcome in zip(trained, answers, outcomes, strict=True):
         if isinstance(outcome, RewardError):
             into.failures.append(str(outcome))
         elif isinstance(outcome, BaseException):
             raise outcome
         elif isinstance(outcome, Scored):
-            into.scores.append(Score(trajectory.trajectory_id, trajectory.reward, outcome.reward))
+            found.append((trajectory, replace(answer, reward=outcome.reward)))
         else:
             into.failures.append(
                 f"{trajectory.trajectory_id}: its new reward comes later: nothing waits for it"
             )
+    if group_scorer is not None and found:
+        found = await _final(found, group_scorer, into)
+    into.scores += [
+        Score(trajectory.trajectory_id, trajectory.reward, answer.reward)
+        for trajectory, answer in found
+        if answer.reward is not None
+    ]
+
+
+async def _final(
+    found: Sequence[tuple[Trajectory, Answer]], group_scorer: GroupScorer, into: Rescored
+) -> list[tuple[Trajectory, Answer]]:
+    """Return the answers with their rewards within the group. Where the group reward fails, all do."""
+    try:
+        scored = await group_scorer.scored([answer for _, answer in found])
+    except RewardError as error:
+        into.failures += [f"{trajectory.trajectory_id}: {error}" for trajectory, _ in found]
+        return []
+    return [
+        (trajectory, replace(answer, reward=final.reward))
+        for (trajectory, answer), final in zip(found, scored, strict=True)
+    ]
 
 
 def answer_of(trajectory: Trajectory, prompt: Prompt, chat: ChatFormat) -> Answer:

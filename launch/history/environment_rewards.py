@@ -7,7 +7,7 @@ from actors.config import ActorsConfig, EnvironmentConfig, SingleTurnConfig
 from actors.environments.agent_config import POSTED
 from actors.environments.choice import DEFAULT, chosen_environment
 from actors.rewards.config import RewardConfig
-from actors.rewards.scoring import RewardChoice, Scorer
+from actors.rewards.scoring import GroupScorer, RewardChoice, Scorer
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from bus.trajectory import Trajectory
@@ -28,11 +28,16 @@ class EnvironmentRewards:
 
         Args:
             actors: of the run.
-            reward: scores all groups; None leaves each to its environment's own rewards.
+            reward: scores all groups; None leaves each to its environment's own rewards, its group reward
+                among them.
         """
         self._several = bool(actors.environments)
         self._environments = actors.by_name
         self._scorers = {name: _scorer(config, reward) for name, config in actors.by_name.items()}
+        self._group_scorers = {
+            name: None if reward is not None else _group_scorer(config)
+            for name, config in actors.by_name.items()
+        }
         if not any(self._scorers.values()):
             raise ConfigError("no environment of the run computes a reward: name one by --reward")
 
@@ -54,7 +59,7 @@ class EnvironmentRewards:
             ]
             return
         try:
-            await rescore(group, prompt, chat, scorer, into)
+            await rescore(group, prompt, chat, scorer, into, group_scorer=self._group_scorers[name])
         except ConfigError as error:
             if not self._several or isinstance(self._environments[name], SingleTurnConfig):
                 raise
@@ -73,3 +78,7 @@ def _scorer(config: EnvironmentConfig, reward: str | None) -> Scorer | RewardCho
     if reward is not None:
         return Scorer.from_config(reward, settings or RewardConfig())
     return None if settings is None or settings.reward == POSTED else RewardChoice.from_config(settings)
+
+
+def _group_scorer(config: EnvironmentConfig) -> GroupScorer | None:
+    return GroupScorer.from_config(config) if isinstance(config, RewardConfig) else None

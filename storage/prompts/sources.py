@@ -1,5 +1,6 @@
 """Reads the sources of a run's training prompts, and divides them into buckets."""
 
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +14,7 @@ from bus.codec import Json, decode, encode
 from bus.errors import ConfigError
 from bus.messages import Prompt
 from storage.config import PromptKeys
+from storage.disk.atomic_files import TEMPORARY_PREFIX
 from storage.prompts.dataset import each_prompt
 from storage.prompts.identity import identity_of
 from storage.prompts.mixture import Source, shares
@@ -21,6 +23,7 @@ from storage.prompts.stored_prompts import StoredPrompts, store_prompts
 
 REWARD_CHOICE, ENVIRONMENT_CHOICE = "reward", "environment"
 """Fields of a prompt's metadata that name the reward of its answers, and where it is rolled out."""
+BUCKETS_PREFIX = f"{TEMPORARY_PREFIX}buckets-"
 MOST_BUCKETS = 100
 """Values of a field that divides a source; more are a mistake, such as a field that numbers the prompts."""
 
@@ -32,13 +35,19 @@ def load_sources(
 
     Raises `ConfigError` for whatever is wrong with the files, the fields or the weights."""
     found: list[Source] = []
-    stored = store_prompts((prompt for one in configured for prompt in _read(one, keys, found)), directory)
+    read = (prompt for one in configured for prompt in _read(one, keys, found, directory))
+    stored = store_prompts(read, directory)
     shares([source.weight for source in found])  # or they are too many
     return stored, tuple(found)
 
 
-def _read(configured: SourceConfig, keys: PromptKeys, found: list[Source]) -> Iterator[Prompt]:
-    """Read a source, in the order of its buckets if it has some; note in `found` what was read."""
+def _read(
+    configured: SourceConfig, keys: PromptKeys, found: list[Source], directory: Path
+) -> Iterator[Prompt]:
+    """Read a source, in the order of its buckets if it has some; note in `found` what was read.
+
+    Buckets are files in `directory` meanwhile, in which no other process stores prompts: they are as large as
+    the source, and the system's directory for temporary files may be memory."""
     prompts = with_choices(each_prompt(configured.prompts, keys), configured.reward, configured.environment)
     if configured.buckets is None:
         part = _Part()
@@ -47,7 +56,9 @@ def _read(configured: SourceConfig, keys: PromptKeys, found: list[Source]) -> It
             yield prompt
         found.append(part.source(configured.name, configured.weight))
         return
-    with TemporaryDirectory(prefix="sluice-buckets-") as scratch, ExitStack() as opened:
+    for left in directory.glob(f"{BUCKETS_PREFIX}*"):  # by a process that was killed
+        shutil.rmtree(left)
+    with TemporaryDirectory(prefix=BUCKETS_PREFIX, dir=directory) as scratch, ExitStack() as opened:
         buckets = _divided(configured, prompts, Path(scratch), opened)
         total = sum(part.count for part, _ in buckets.values())
         for name, (part, file) in sorted(buckets.items()):

@@ -243,6 +243,32 @@ def test_without_a_reward_the_own_one_scores_as_it_is_now(run):
     assert Path(found.table).name == "own-rewards.jsonl"
 
 
+async def test_own_rewards_are_those_of_the_group_where_the_environment_has_such(tmp_path, monkeypatch):
+    (tmp_path / "group_rewards_mine.py").write_text(
+        "def fn(answers):\n"
+        "    if len(answers) == 1: raise ValueError('no sibling')\n"
+        "    mean = sum(answer.reward for answer in answers) / len(answers)\n"
+        "    return [answer.reward - mean for answer in answers]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    own = {"type": "single_turn", "group_reward": "group_rewards_mine:fn"}
+    actors = ActorsConfig.model_validate({"environment": own})
+    group = [
+        answered(0, sample, (prompt := prompt_of(0, None)).label if sample else "no") for sample in (0, 1)
+    ]
+    for reward, expected in ((None, [-0.5, 0.5]), ("exact", [0.0, 1.0])):
+        scoring, into = EnvironmentRewards(actors, reward), Rescored()
+        await scoring.rescore(group, prompt, CHAT, into)
+        assert [score.reward for score in into.scores] == expected
+        await scoring.close()
+    scoring, into = EnvironmentRewards(actors, None), Rescored()
+    await scoring.rescore(group[:1], prompt, CHAT, into)
+    await scoring.close()
+    assert not into.scores
+    assert "g00000000.0: group reward group_rewards_mine:fn" in into.failures[0]
+    assert "no sibling" in into.failures[0]
+
+
 async def test_a_rollout_that_failed_has_no_answer_to_score():
     failed = replace(answered(0, 0, "wrong"), end="environment_error")
     into = Rescored()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from itertools import chain
 from pathlib import Path
 
@@ -93,6 +94,17 @@ def test_buckets_follow_one_another_as_their_names_do(tmp_path):
     ]  # fmt: skip
     assert [one.weight for one in sources] == pytest.approx([2 * 14 / 40, 2 * 13 / 40, 2 * 13 / 40, 1])
     assert training_prompts([first, second], KEYS, tmp_path / "run")[1] == sources  # as they were noted
+
+
+def test_buckets_are_divided_in_the_runs_directory_and_leave_nothing_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "memory-that-is-too-small"))
+    left = tmp_path / "run/.tmp-buckets-killed"
+    left.mkdir(parents=True)
+    (left / "0").write_bytes(b"half")
+    source = SourceConfig(name="a", prompts=jsonl(tmp_path), weight=2, buckets="level")
+    stored, _ = training_prompts([source], KEYS, tmp_path / "run")
+    assert len(stored) == len(PROMPTS)
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".tmp-")]
 
 
 def test_a_restart_reads_nothing_unless_a_file_or_what_is_asked_has_changed(tmp_path, monkeypatch):
