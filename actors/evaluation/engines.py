@@ -26,8 +26,9 @@ class EvaluationEngines(Protocol):
 
     prompts_at_once: int | None
     """Number of prompts in progress at a time; None for all."""
-    hands_back: bool
-    """Whether an unfinished evaluation goes to another actor when this process is to end."""
+    finishes_begun: bool
+    """Whether prompts that were begun are answered when this process is to end; otherwise they are given up
+    at once. An unfinished evaluation goes to another actor in both cases."""
     exact: bool
     """Whether exactly the version asked for samples all tokens; otherwise later versions may."""
 
@@ -49,7 +50,7 @@ class OwnEngine:
     """An engine that has exactly the version asked for. `start` or the first evaluation starts it."""
 
     prompts_at_once: int | None = None
-    hands_back = False
+    finishes_begun = False
     exact = True
 
     def __init__(self, build: Callable[[], Engine], blobs: BlobSource) -> None:
@@ -107,7 +108,7 @@ class OwnEngine:
 class RolloutEngines:
     """The engines that roll out. They take newer weights while they answer; each token has its version."""
 
-    hands_back = True
+    finishes_begun = True
     exact = False
 
     def __init__(

@@ -24,6 +24,7 @@ from bus.errors import BusError, EngineError, EngineLostError, HandBackError, St
 from bus.messages import BlobRef, EvaluationResult, EvaluationTask, Prompt, PromptSet
 from bus.publish import Publisher, together
 from bus.trajectory import TRUSTED_ENDS
+from bus.waiting import unless
 
 log = structlog.get_logger()
 KEPT_SETS = 8
@@ -82,7 +83,7 @@ class Evaluator:
         on = f" on {task.data_set}" if task.data_set else ""
         self.doing = f"evaluating version {version}{on}"
         try:
-            result = await self._evaluated(task)
+            result = await self._evaluated_unless_stopped(task)
         except EngineLostError:
             raise
         except (BusError, StorageError, EngineError) as error:  # a living learner keeps what is evaluated
@@ -94,6 +95,15 @@ class Evaluator:
                 await self._publish(result)
         finally:
             self.doing = ""
+
+    async def _evaluated_unless_stopped(self, task: EvaluationTask) -> EvaluationResult | None:
+        """Return as `_evaluated` does. Raises `HandBackError` where the stop of this process comes first."""
+        if self._engines.finishes_begun:
+            return await self._evaluated(task)
+        result = await unless(self._stop, self._evaluated(task))
+        if result is None and self._stop.is_set():
+            raise _stopped()
+        return result
 
     async def _evaluated(self, task: EvaluationTask) -> EvaluationResult | None:
         """Return the result, or None if nobody needs it.
@@ -193,7 +203,7 @@ class Evaluator:
     async def _answers(self, tasks: Sequence[Task], engine: Engine, sampling: Sampling) -> Sequence[_Answer]:
         """Carry out every task; return one answer for each.
 
-        Raises `HandBackError` when this process is to end before all of them began and others can do it,
+        Raises `HandBackError` when this process is to end before all of them began,
         and `EngineLostError` when no engine is left."""
         policy = Policy(
             engine, self._tokenizer, sampling, tool_calls=self._tool_calls, opponents=self._opponents
@@ -203,8 +213,8 @@ class Evaluator:
 
         async def answer(task: Task) -> _Answer:
             async with places:
-                if self._engines.hands_back and self._stop.is_set():
-                    raise HandBackError("an evaluation was not finished when this actor was stopped")
+                if self._stop.is_set():
+                    raise _stopped()
                 return await self._answer(task, policy)
 
         return await together(map(answer, tasks))
@@ -244,6 +254,10 @@ class Evaluator:
                 del self._prompts[next(iter(self._prompts))]
             self._prompts[ref.digest] = decode(await get_blob(self._bus, ref), PromptSet).prompts
         return self._prompts[ref.digest]
+
+
+def _stopped() -> HandBackError:
+    return HandBackError("an evaluation was not finished when this actor was stopped")
 
 
 def _accuracy(answers: Sequence[_Answer]) -> float:

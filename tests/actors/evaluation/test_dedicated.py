@@ -124,6 +124,28 @@ async def test_engines_that_are_lost_cost_an_evaluation_and_not_the_actor(bus, e
     assert said == ["message_handed_back", "evaluation_skipped"]
 
 
+async def test_an_evaluation_on_own_engines_that_a_stop_interrupts_is_another_actors(bus, evaluations, model):
+    begun, never = asyncio.Event(), asyncio.Event()
+
+    async def hang(_):
+        begun.set()
+        await never.wait()
+
+    def own():
+        return OwnEngine(lambda: ScriptedEngine(lambda _: [5] * 8, policy_version=-1), Blobs(bus))
+
+    async with asyncio.timeout(TIMEOUT_S):
+        async with evaluations.evaluator(own(), Recording(hang)) as (stop, running):
+            await evaluations.ask(await published(bus, 3, model))
+            await begun.wait()
+            stop.set()
+            await running
+        assert not await evaluations.no_task_is_left()
+        async with evaluations.evaluator(own(), Recording()):
+            assert (await evaluations.result()).drawn_by == (3, 3)
+    assert evaluations.results.empty()
+
+
 async def test_a_model_that_stays_as_it_is_is_measured_once_beside_the_policy(bus, evaluations, model):
     policy, base = (ScriptedEngine(lambda _: [5] * 8, policy_version=0) for _ in range(2))
     for engine in (policy, base):
