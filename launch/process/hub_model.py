@@ -3,8 +3,13 @@
 import re
 from pathlib import Path
 
+import structlog
+
 from bus.errors import ConfigError
 
+log = structlog.get_logger()
+LOOK_S = 10.0
+"""Longest time that the hub may take to say which commit a name is."""
 NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """What a model directory needs: configuration, weights, tokenizer and chat template."""
@@ -44,6 +49,30 @@ def fetched_before(path: Path) -> Path | None:
         return _snapshot(path, local_files_only=True)
     except (LocalEntryNotFoundError, ValueError):  # the latter for what is no name of the hub
         return None
+
+
+def newest_commit(path: Path) -> str | None:
+    """Return the commit that the hub has for a name now; None where it does not say."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # Its base is of the HTTP library, which is another one from version to version.
+    http_error: type[Exception] = HfHubHTTPError.__bases__[0]
+    found = NAME.fullmatch(str(path))
+    assert found is not None, path
+    try:
+        described = HfApi().model_info(found["repo"], revision=found["revision"], timeout=LOOK_S)
+    except (http_error, OSError, ValueError) as error:
+        log.debug("hub_not_asked", model=str(path), reason=str(error))
+        return None
+    return described.sha
+
+
+def with_commit(path: Path, commit: str) -> Path:
+    """Return the name of the model at a commit, in place of the revision that `path` names."""
+    found = NAME.fullmatch(str(path))
+    assert found is not None, path
+    return Path(f"{found['repo']}@{commit}")
 
 
 def _snapshot(path: Path, *, local_files_only: bool) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 from bus.errors import ConfigError
 from launch.config import RunConfig
 from launch.process.hub_model import REMEDY, fetched, fetched_before, is_hub_name
+from launch.process.hub_revision import pinned
 from storage.disk.run_directory import RunDirectory
 
 
@@ -26,14 +27,16 @@ def model_on_disk(path: Path) -> Path:
 
 def model_of_run(config: RunConfig, run: RunDirectory) -> Path:
     """Return the directory of the model that a run began with, without fetching anything."""
-    return model_on_disk(config.model.path) if config.model.path is not None else run.path / "model"
+    if config.model.path is None:
+        return run.path / "model"
+    return model_on_disk(pinned(config.model.path, run))
 
 
-def model_here(path: Path | None) -> Path | None:
-    """Return the model directory if it is on this host, with all that prompts are checked against."""
+def model_here(path: Path | None, run: RunDirectory) -> Path | None:
+    """Return the run's model directory if it is on this host, with all that prompts are checked against."""
     if path is None:
         return None
-    found = model_on_disk(path)
+    found = model_on_disk(pinned(path, run))
     return found if (found / "config.json").is_file() and (found / "tokenizer.json").is_file() else None
 
 
@@ -44,7 +47,8 @@ def refuse_full_context(config: RunConfig) -> None:
     limit, context = config.sampling.max_new_tokens, config.model.scratch.context
     name = "model.scratch.context is"
     if config.model.path is not None:
-        found = _context_of(model_on_disk(config.model.path))
+        run = RunDirectory(config.directory, config.run)
+        found = _context_of(model_on_disk(pinned(config.model.path, run)))
         if found is None:
             return
         context, name = found, f"{config.model.path} has a context of"

@@ -26,6 +26,7 @@ from launch.evaluation_checks import refuse_nobody_rolls_out
 from launch.policies import policy_bus
 from launch.process.gateway_access import gateway_token, refuse_open_gateway
 from launch.process.health_server import monitored
+from launch.process.hub_revision import pin
 from launch.process.model_directory import model_directory, model_here, refuse_full_context
 from launch.process.ranks import serves_probes
 from launch.process.record_trust import restrict_to_own, with_own_engine
@@ -141,7 +142,7 @@ async def _serve_run(config: RunConfig, stop: asyncio.Event, *, summary: bool) -
         max_new_tokens=config.sampling.max_new_tokens,
         run=directory,
         config_json=config.model_dump_json(),
-        model=model_here(config.model.path),
+        model=model_here(config.model.path, directory),
         evaluation_sets=config.evaluation.sets,
         measures=config.trains == DEFAULT_POLICY,
     )
@@ -224,7 +225,8 @@ async def _train(bus: Bus, config: RunConfig, directory: RunDirectory, stop: asy
 def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["LearnerSettings", Path | None]:
     """Return the learner's settings, and where its demonstrations are; generated ones are written.
 
-    A model of the Hugging Face hub is fetched. Raises `ConfigError` when there is no such model."""
+    A model of the Hugging Face hub is fetched, as it was when the run began. Raises `ConfigError` when there
+    is no such model."""
     from learner.settings import EngineContext, LearnerSettings
 
     demonstrations, path = config.warmup.demonstrations, config.model.path
@@ -238,7 +240,7 @@ def learner_settings(config: RunConfig, directory: RunDirectory) -> tuple["Learn
         evaluation=config.evaluation,
         samples_per_prompt=config.admission.samples_per_prompt,
         seed=config.seed,
-        model_directory=model_directory(path) if path is not None else directory.path / "model",
+        model_directory=directory.path / "model" if path is None else model_directory(pin(path, directory)),
         checkpoints=directory.checkpoints,
         progress=directory.path / "progress.json",
         lineage=directory.path / "lineage.jsonl",

@@ -13,6 +13,7 @@ from bus.policy_names import DEFAULT_POLICY
 from launch.config import RunConfig, of_policy
 from launch.evaluation_checks import refuse_nobody_rolls_out
 from launch.operations.run_stop import going_on
+from launch.process.hub_revision import pinned
 from launch.process.model_directory import model_directory, model_here, refuse_full_context
 from storage.disk.file_users import hidden_owner, processes_holding
 from storage.disk.run_directory import RunDirectory
@@ -50,7 +51,8 @@ def _check_model(config: RunConfig) -> None:
     """Refuse a model directory, a context or demonstrations that cannot be what they are to be."""
     where = "" if config.trains == DEFAULT_POLICY else f"policies.{config.trains}."
     if config.model.path is not None:
-        model_directory(config.model.path, setting=f"{where}model.path")
+        run = RunDirectory(config.directory, config.run)
+        model_directory(pinned(config.model.path, run), setting=f"{where}model.path")
     refuse_full_context(config)
     if config.warmup.steps and config.warmup.demonstrations is not None:
         load_demonstrations(config.warmup.demonstrations)
@@ -84,8 +86,9 @@ async def rehearse_storage(config: RunConfig, stop: asyncio.Event) -> str:
 
 async def _rehearse_storage(config: RunConfig, prompts: Prompts, stop: asyncio.Event | None) -> str:
     """Check the prompts against the model and, with `stop`, against the bus; return what was found."""
-    RunDirectory(config.directory, config.run).refuse_other_format()
-    model, limit = model_here(config.model.path), config.sampling.max_new_tokens
+    run = RunDirectory(config.directory, config.run)
+    run.refuse_other_format()
+    model, limit = model_here(config.model.path, run), config.sampling.max_new_tokens
     if model is not None and config.data.long_prompts == "refuse":
         await asyncio.to_thread(check_prompt_lengths, prompts.training, model, max_new_tokens=limit)
     bus = "a bus of its own"

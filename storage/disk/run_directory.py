@@ -98,6 +98,11 @@ class RunDirectory:
         return self.path / "learner.json"
 
     @property
+    def model_commit(self) -> Path:
+        """Return the path of the note of which commit a model of the Hugging Face hub is; creates nothing."""
+        return self._path / "model_commit.json"
+
+    @property
     def metrics(self) -> Path:
         """Return the path of the learner's metrics and the evaluations, JSON Lines."""
         return self.path / "metrics.jsonl"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -28,9 +29,9 @@ class Hub(BaseHTTPRequestHandler):
     """Answers what `snapshot_download` asks of a model's repository."""
 
     def do_GET(self) -> None:
-        if self.path.startswith(f"/api/models/{NAME}/"):
+        if f"{self.path}/".startswith(f"/api/models/{NAME}/"):
             names = [{"rfilename": name} for name in FILES]
-            found = json.dumps({"id": NAME, "sha": COMMIT, "siblings": names}).encode()
+            found = json.dumps({"id": NAME, "sha": self._commit, "siblings": names}).encode()
             if "/tree/" in self.path:
                 entries = [
                     {"type": "file", "path": name, "oid": "b" * 40, "size": len(text)}
@@ -38,7 +39,7 @@ class Hub(BaseHTTPRequestHandler):
                 ]
                 found = json.dumps(entries).encode()
             return self._answer(found)
-        prefix = f"/{NAME}/resolve/{COMMIT}/"
+        prefix = f"/{NAME}/resolve/{self._commit}/"
         if self.path.startswith(prefix) and (name := self.path.removeprefix(prefix)) in FILES:
             return self._answer(FILES[name])
         self.send_response(404)
@@ -47,12 +48,18 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
         return None
 
+    @property
+    def _commit(self) -> str:
+        """Return the commit that the path names, or else the newest."""
+        named = re.search(r"\b[a-d]{40}\b", self.path)
+        return named[0] if named else self.server.newest
+
     do_HEAD = do_GET  # noqa: N815 - the name that http.server asks for
 
     def _answer(self, body: bytes) -> None:
         self.send_response(200)
         self.send_header("ETag", f'"{hash(body) & 0xFFFFFFFF:x}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", self._commit)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
@@ -65,6 +72,7 @@ class Hub(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub() -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.newest = COMMIT
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -75,7 +83,10 @@ def asked(expression: str, home: Path, port: int, **environment: str) -> subproc
     """Evaluate an expression in a process of its own, since the hub's client reads its address on import."""
     program = f"""
 from pathlib import Path
+from launch.process.hub_revision import pin, pinned
 from launch.process.model_directory import model_directory, model_here
+from storage.disk.run_directory import RunDirectory
+RUN = RunDirectory(Path({str(home)!r}), "run")
 print({expression})
 """
     own = {"HF_HOME": str(home), "HF_ENDPOINT": f"http://127.0.0.1:{port}", **environment}
@@ -88,16 +99,48 @@ print({expression})
 def test_a_model_is_fetched_once_and_then_found_without_the_hub(hub: ThreadingHTTPServer, tmp_path: Path):
     there, gone = hub.server_port, 1
     for name in (NAME, "models/no--name"):
-        before = asked(f"model_here(Path('{name}'))", tmp_path, there)
+        before = asked(f"model_here(Path('{name}'), RUN)", tmp_path, there)
         assert before.stdout.strip() == "None", before.stderr
     found = asked(f"model_directory(Path('{NAME}@main'))", tmp_path, there)
     directory = Path(found.stdout.strip())
     assert directory.name == COMMIT, found.stderr
     wanted = {name for name in FILES if "/" not in name and not name.endswith(".md")}
     assert {path.name for path in directory.iterdir()} == wanted
-    for expression in ("model_directory", "model_here"):
-        again = asked(f"{expression}(Path('{NAME}'))", tmp_path, gone)
+    for expression in (f"model_directory(Path('{NAME}'))", f"model_here(Path('{NAME}'), RUN)"):
+        again = asked(expression, tmp_path, gone)
         assert again.stdout.strip() == str(directory), again.stderr
+
+
+def test_a_run_goes_on_with_the_commit_that_it_began_with(hub: ThreadingHTTPServer, tmp_path: Path):
+    there, gone, newer = hub.server_port, 1, "b" * 40
+    began = asked(f"model_directory(pin(Path('{NAME}'), RUN)).name", tmp_path, there)
+    assert began.stdout.splitlines()[-1] == COMMIT, began.stderr
+    assert "model_pinned" in began.stdout
+    hub.newest = newer
+    moved = asked(f"model_directory(Path('{NAME}')).name", tmp_path, there)
+    assert moved.stdout.strip() == newer, moved.stderr
+    again = asked(f"model_directory(pin(Path('{NAME}'), RUN)).name", tmp_path, there)
+    assert again.stdout.splitlines()[-1] == COMMIT, again.stderr
+    assert re.search(f"model_has_changed.*{COMMIT}.*{newer}", again.stdout)
+    for expression in (
+        "model_directory(pin(PATH, RUN)).name",
+        "model_here(PATH, RUN).name",
+        "pinned(PATH, RUN)",
+    ):
+        alone = asked(expression.replace("PATH", f"Path('{NAME}')"), tmp_path, gone)
+        assert alone.stdout.splitlines()[-1] in (COMMIT, f"{NAME}@{COMMIT}"), alone.stderr
+    other = asked(f"pinned(Path('{NAME}@v2'), RUN)", tmp_path, gone)
+    assert other.stdout.strip() == f"{NAME}@v2", "another name was asked for"
+
+
+def test_a_run_that_begins_without_the_hub_notes_the_files_that_are_here(
+    hub: ThreadingHTTPServer, tmp_path: Path
+):
+    nothing = asked(f"pin(Path('{NAME}'), RUN)", tmp_path, 1)
+    assert nothing.stdout.splitlines()[-1] == NAME, nothing.stderr
+    asked(f"model_directory(Path('{NAME}'))", tmp_path, hub.server_port)
+    found = asked(f"pin(Path('{NAME}'), RUN)", tmp_path, 1)
+    assert found.stdout.splitlines()[-1] == f"{NAME}@{COMMIT}", found.stderr
 
 
 @pytest.mark.parametrize(
