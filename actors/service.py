@@ -17,6 +17,7 @@ from actors.counters import report_metrics
 from actors.engine_report import EngineReport
 from actors.engines.base import Engine, Sampling
 from actors.engines.build import engine_builds
+from actors.engines.chat_endpoint import ChatEndpoint
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
@@ -227,7 +228,7 @@ def _evaluator(
     """Return what answers held-out prompts on `answering`."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     sampled = Sampling.from_config(settings.sampling, stop_tokens(model, tokenizer))
-    return Evaluator(
+    evaluator = Evaluator(
         bus,
         answering,
         tokenizer,
@@ -237,6 +238,10 @@ def _evaluator(
         tool_calls=settings.actors.tool_calls,
         opponents=engines.opponents.engines,
     )
+    evaluator.endpoints = {
+        name: ChatEndpoint(name, one) for name, one in settings.actors.evaluation.endpoints.items()
+    }
+    return evaluator
 
 
 def _evaluating_actor(

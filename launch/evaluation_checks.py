@@ -11,13 +11,20 @@ if TYPE_CHECKING:
 
 def check_evaluations(config: "RunConfig") -> None:
     """Raise `ConfigError` for a set that nobody answers, and for engines that do not leave their device."""
+    endpoints = config.actors.evaluation.endpoints
+    if both := sorted(endpoints.keys() & config.actors.opponents.keys()):
+        raise ConfigError(
+            f"actors.evaluation.endpoints.{both[0]}: this name is that of an opponent: choose another one"
+        )
     fixed = [name for name, opponent in config.actors.opponents.items() if opponent.path is not None]
+    fixed += endpoints
     for one in config.evaluation.sets:
         if one.answered_by is not None and one.answered_by not in fixed:
             raise ConfigError(
                 f"evaluation.sets {one.name!r}: answered_by={one.answered_by!r} is none of actors.opponents "
-                f"with a path ({', '.join(fixed) or 'none'}): define it, as "
-                f"actors.opponents.{one.answered_by}.path=DIRECTORY"
+                f"with a path and none of actors.evaluation.endpoints ({', '.join(fixed) or 'none'}): define "
+                f"it, as actors.opponents.{one.answered_by}.path=DIRECTORY or as "
+                f"actors.evaluation.endpoints.{one.answered_by}.url=URL with its model"
             )
     engine = config.actors.engine
     pair = engine.disaggregation if isinstance(engine, SglangEngineConfig) else None

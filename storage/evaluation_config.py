@@ -41,8 +41,9 @@ class EvaluationSetConfig(Config):
     is `actors.environment` where they choose none."""
 
     answered_by: str | None = None
-    """Model that answers instead of the policy, for comparison: one of `actors.opponents` with a `path`. It
-    is measured once, and what came of that stands beside every version."""
+    """Model that answers instead of the policy, for comparison: one of `actors.opponents` with a `path`, or
+    of `actors.evaluation.endpoints`. It is measured once, and what came of that stands beside every
+    version."""
 
     temperature: float | None = Field(None, gt=0)
     """Temperature of sampled answers; `None` is that of the rollouts."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -149,6 +149,27 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop and free everything; requests in progress raise EngineError."""
+
+
+class ChatReply(NamedTuple):
+    """An answer to a chat, from a model of which only texts are known."""
+
+    content: str
+    reasoning: str | None
+    tool_calls: tuple[tuple[str, str, str], ...]
+    """Id, name and arguments of each, as JSON text."""
+    finish_reason: FinishReason
+
+
+@runtime_checkable
+class AnswersChats(Protocol):
+    """An engine that takes messages instead of tokens, for what needs texts alone."""
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None,
+        sampling: Sampling,
+    ) -> ChatReply:  # fmt: skip
+        """Return the answer to a chat. Raises EngineError."""
 
 
 class KvTokens(NamedTuple):

@@ -4,9 +4,26 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from actors.rewards.config import EndpointConfig
 from bus.config import Config
 
 EvaluationEngine = Literal["own", "rollout", "none"]
+
+
+class ChatEndpointConfig(EndpointConfig):
+    """A model behind an OpenAI-compatible endpoint, which answers held-out prompts for comparison."""
+
+    url: str | None = None
+    """Base address of the endpoint, as https://host/v1; `/chat/completions` is appended."""
+
+    model: str = ""
+    """Name of the model there."""
+
+    @model_validator(mode="after")
+    def _is_a_model_somewhere(self) -> Self:
+        if not (self.url and self.model):
+            raise ValueError(f"url={self.url!r} with model={self.model!r}: an endpoint needs both")
+        return self
 
 
 class EvaluatorConfig(Config):
@@ -30,6 +47,10 @@ class EvaluatorConfig(Config):
     urls: tuple[str, ...] = ()
     """SGLang servers that run already, as http://host:port, for held-out prompts alone. They are given the
     weights of each version that is evaluated."""
+
+    endpoints: dict[str, ChatEndpointConfig] = Field(default_factory=dict)
+    """Models behind OpenAI-compatible endpoints by name, for data sets with `answered_by`. Any server will
+    do, since only its texts count; the policy itself needs engines that take its weights and tokens."""
 
     prompts_at_once: int = Field(64, ge=1)
     """Most held-out prompts at a time on the engines that roll out: rollouts wait for no more than these."""

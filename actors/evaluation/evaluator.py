@@ -55,6 +55,8 @@ class Evaluator:
         self.doing = ""
         self.further = FurtherEngines()
         """Policies that the run trains beside its own: each plays with its newest weights."""
+        self.endpoints: Mapping[str, Engine] = {}
+        """Models behind endpoints by name, which answer data sets that ask for them."""
         self._bus = bus
         self._engines = engines
         self._tokenizer = tokenizer
@@ -77,6 +79,8 @@ class Evaluator:
             await consume(inbox, self._bus, EvaluationTask, self._on_task, stop=stop, concurrency=1)
         finally:
             await self._engines.close()
+            for endpoint in self.endpoints.values():
+                await endpoint.close()
 
     async def _on_task(self, task: EvaluationTask) -> None:
         version = task.policy.policy_version
@@ -155,13 +159,14 @@ class Evaluator:
         return result
 
     async def _engine_of(self, task: EvaluationTask) -> Engine | None:
-        """Return who answers, as `with_weights` does. Raises EngineError for a missing opponent."""
+        """Return who answers, as `with_weights` does. Raises EngineError for one who is not here."""
         if not task.answered_by:
             return await self._engines.with_weights(task.policy, self._stop)
-        if task.answered_by not in self._opponents:
-            there = ", ".join(self._opponents) or "none"
+        others = {**self._opponents, **self.endpoints}
+        if task.answered_by not in others:
+            there = ", ".join(others) or "none"
             raise EngineError(f"{task.answered_by!r} is no opponent of this actor: there are {there}")
-        return self._opponents[task.answered_by]
+        return others[task.answered_by]
 
     def _known(self, task: EvaluationTask) -> EvaluationResult | None:
         """Return the result before if none of its tokens is older than the version asked for.

@@ -8,14 +8,16 @@ from hashlib import blake2b
 from itertools import count
 from types import MappingProxyType
 
-from actors.engines.base import Engine, Generation, GenerationRequest, Sampling
+import numpy as np
+
+from actors.engines.base import AnswersChats, Engine, Generation, GenerationRequest, Sampling
 from actors.environments.base import DEFAULT_AGENT, AgentTrajectory, ChatMessage, EpisodeError
 from actors.further_policies.agents import policy_of
 from actors.further_policies.engines import FurtherEngines
 from actors.policy.answers import Answer
 from actors.policy.chat_format import ChatFormat, Tokenizer
 from actors.policy.context_tokens import ContextTokens
-from actors.policy.messages import Completion, Tool
+from actors.policy.messages import Completion, Tool, ToolCall
 from actors.policy.stop_strings import first_end, generate_until
 from actors.policy.strand import Call, Strand, forked_from
 from actors.policy.version_masking import without_older_versions
@@ -88,6 +90,8 @@ class Policy:
         if isinstance(messages, str):
             messages = ({"role": "user", "content": messages},)
         call = self._call(agent, policy, sampling, trainable)
+        if isinstance(engine := self._engine_of(call.policy), AnswersChats):
+            return await self._answered_in_text(engine, messages, tools, call)
         known = [(s.number, s.conversation) for s in self._of(call) if s.conversation is not None]
         context = await self._format.context(messages, tools, known)
         begun = [] if context.strand is None else self._strands[context.strand].tokens[: context.kept]
@@ -109,6 +113,23 @@ class Policy:
             closed_by=self._format.closed_by(generation.token_ids, call.sampling.stop_token_ids),
         )
         return completion
+
+    async def _answered_in_text(
+        self, engine: AnswersChats, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, call: Call
+    ) -> Completion:
+        """Ask a model that tells no tokens, and record its texts in those of the run's tokenizer: as a strand
+        of their own, with log-probs of 0, which measures and is never trained on."""
+        reply = await engine.chat(messages, tools, call.sampling)
+        text = "".join(filter(None, [reply.reasoning, reply.content]))
+        prompt = await self._format.in_thread(self._format.encode_chat, messages, tools)
+        token_ids = np.array(await self._format.in_thread(self._format.encode, text), np.int32)
+        unknown = np.zeros(len(token_ids), np.float32)
+        generation = Generation(token_ids, unknown, unknown.astype(np.int32), reply.finish_reason)
+        self._strands.append(strand := Strand(len(self._strands), call.agent, call.policy, None))
+        strand.extend(prompt, generation, replace(call, trainable=False))
+        calls = tuple(ToolCall(*parts) for parts in reply.tool_calls)
+        answer = Answer(reply.content, reply.reasoning, calls, ())
+        return _completion(text, answer, generation, call, len(prompt))
 
     async def generate(
         self, token_ids: Sequence[int], agent: str = DEFAULT_AGENT, *,

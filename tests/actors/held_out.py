@@ -85,13 +85,16 @@ class Evaluations:
         return info.delivered.consumer_seq >= times
 
     @asynccontextmanager
-    async def evaluator(self, engines, environment, *, fails=False, opponents=(), further=(), agents=()):
+    async def evaluator(
+        self, engines, environment, *, fails=False, opponents=(), further=(), agents=(), endpoints=()
+    ):
         """An evaluator at work, its end awaited; yields what stops it, and its task."""
         working = Evaluator(
             self.bus, engines, TOKENIZER, environment,
             sampled=SAMPLED, greedy=replace(SAMPLED, temperature=0.0), opponents=dict(opponents),
         )  # fmt: skip
         working.further = FurtherEngines(dict(further), dict(agents))
+        working.endpoints = dict(endpoints)
         stop = asyncio.Event()
         running = asyncio.create_task(working.run(stop))
         try:

@@ -24,6 +24,14 @@ def test_a_set_is_answered_by_an_opponent_that_stays_as_it_is():
         )
 
 
+def test_a_set_is_answered_by_a_model_behind_an_endpoint_of_another_name_than_an_opponents():
+    there = {"endpoints": {"base": {"url": "https://host/v1", "model": "large"}}}
+    resolve({"evaluation": {"sets": SETS}, "actors": {"evaluation": there}})
+    opponents = {"base": {"path": "model"}}
+    with pytest.raises(ConfigError, match=r"endpoints\.base: this name is that of an opponent"):
+        resolve({"actors": {"evaluation": there, "opponents": opponents}})
+
+
 @pytest.mark.parametrize("evaluation", [{"only": True}, {"servers": 1}])
 def test_engines_that_only_evaluate_do_not_take_turns_with_a_learner(evaluation):
     with pytest.raises(ConfigError, match=f"colocation.enabled with actors.evaluation.{min(evaluation)}"):

@@ -62,7 +62,9 @@ async def _facts(url: str) -> ServerFacts:
             return await client.facts()
     except EngineError as error:
         raise ConfigError(
-            f"{url} cannot evaluate: {error}. Start SGLang there first, or leave it out of the settings"
+            f"{url} cannot evaluate: {error}. Start SGLang there first, or leave it out of the settings; "
+            "other servers take no weights, and may only answer for a model that stays as it is, as one of "
+            "actors.evaluation.endpoints"
         ) from error
     finally:
         await client.close()
