@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from actors.config import PluginEnvironmentConfig, SglangEngineConfig
+from actors.config import PluginEnvironmentConfig
+from actors.engines.config import SglangEngineConfig
 from actors.environments.agent_config import AgentConfig
 from actors.environments.clients_config import ClientsConfig
 from actors.environments.length_config import LengthProfileConfig

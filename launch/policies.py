@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, JsonValue, field_validator
 
-from actors.config import ActorsConfig, EngineConfig, EnvironmentConfig, SglangEngineConfig
+from actors.config import ActorsConfig, EnvironmentConfig
+from actors.engines.config import EngineConfig, SglangEngineConfig
 from actors.engines.gpu_plan import gpu_plan, gpus_used
 from actors.environments.debate_config import DebateConfig
 from actors.environments.games.config import GameConfig, TextArenaGame

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.config import EmbeddedEngineConfig, EngineConfig
 from actors.engines.base import Engine
+from actors.engines.config import EmbeddedEngineConfig, EngineConfig
 
 if TYPE_CHECKING:
     from actors.engines.fleet.member import Build

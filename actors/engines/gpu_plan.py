@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.config import ActorsConfig, EngineConfig, SglangEngineConfig
+from actors.config import ActorsConfig
+from actors.engines.config import EngineConfig, SglangEngineConfig
 from actors.engines.sglang.gpu_count import base_gpu_id, gpus_of_engine
 
 

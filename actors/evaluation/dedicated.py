@@ -6,9 +6,10 @@ from pathlib import Path
 
 import structlog
 
-from actors.config import ActorsConfig, EngineConfig, SglangEngineConfig
+from actors.config import ActorsConfig
 from actors.engines.base import Engine
 from actors.engines.build import engine_builds, evaluation_engine
+from actors.engines.config import EngineConfig, SglangEngineConfig
 from actors.engines.fleet.engine_admin import attached_builds
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.gpu_plan import gpu_plan

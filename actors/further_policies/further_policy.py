@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from actors.config import ActorsConfig, EngineConfig
+from actors.config import ActorsConfig
 from actors.counters import report_metrics
 from actors.engine_report import EngineReport
 from actors.engines.build import engine_builds
+from actors.engines.config import EngineConfig
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet

@@ -8,8 +8,9 @@ from typing import Self
 
 from transformers import AutoTokenizer
 
-from actors.config import ActorsConfig, EmbeddedEngineConfig, EngineConfig
+from actors.config import ActorsConfig
 from actors.engines.build import build_engine
+from actors.engines.config import EmbeddedEngineConfig, EngineConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.gpu_plan import gpu_plan
 from actors.opponents.config import OpponentConfig

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from actors.config import SglangEngineConfig, SingleTurnConfig
+from actors.config import SingleTurnConfig
 from actors.engines.base import GenerationRequest, Sampling
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.client import request_body
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.settings import interpreter

@@ -21,8 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from actors.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.base import GenerationRequest, Sampling
+from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.sglang.settings import interpreter
 from bus.errors import ConfigError

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
-from actors.config import EmbeddedEngineConfig
+from actors.engines.config import EmbeddedEngineConfig
 from bus.codec import Json
 from bus.errors import SluiceError
 from launch.benchmarks.overlap_record import Heard, Turn

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from bus.errors import ConfigError
 from launch.benchmarks.model_shapes import SHAPES
 from learner.model_directory import save_hf_directory

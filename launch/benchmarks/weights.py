@@ -20,9 +20,9 @@ import structlog
 import torch
 from transformers import AutoConfig, Qwen3ForCausalLM
 
-from actors.config import EngineConfig
 from actors.engines.base import Engine, GenerationRequest, Sampling
 from actors.engines.build import build_engine
+from actors.engines.config import EngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.sglang.settings import interpreter
 from actors.weights.follow import PolicyFollower

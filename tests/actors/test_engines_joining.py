@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.engine_admin import EngineAdmin, attached_builds, subject_of
 from actors.engines.fleet.engine_claims import EngineClaims, role_of

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from actors.config import EmbeddedEngineConfig
 from actors.engines.base import Generation, GenerationRequest, InterruptedGenerationError, KvTokens
+from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.decoder import BatchedDecoder, Finished, prepare_weights
 from bus.errors import EngineError, RequestRefusedError
 from bus.work_progress import long_work

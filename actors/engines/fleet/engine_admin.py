@@ -7,8 +7,8 @@ from pathlib import Path
 
 import structlog
 
-from actors.config import EngineConfig, SglangEngineConfig
 from actors.engines.base import Engine
+from actors.engines.config import EngineConfig, SglangEngineConfig
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.member import Build

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import xxhash
 
-from actors.config import EngineConfig, SglangEngineConfig
+from actors.engines.config import EngineConfig, SglangEngineConfig
 from bus.connection import Bus
 from bus.errors import ConfigError
 from bus.messages import RoleHolder

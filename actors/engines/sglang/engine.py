@@ -9,7 +9,6 @@ from typing import TypeVar
 import structlog
 import torch
 
-from actors.config import SglangEngineConfig
 from actors.engines.announced_version import Published
 from actors.engines.base import (
     NOTHING,
@@ -18,6 +17,7 @@ from actors.engines.base import (
     InterruptedGenerationError,
     KvTokens,
 )
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.answers import Streamed
 from actors.engines.sglang.cache_loads import CacheLoads
 from actors.engines.sglang.client import SglangClient, UnreachableError

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
-from actors.config import SglangEngineConfig
 from actors.engines.announced_version import Published
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.broadcast_group import LearnerGroup, Offer
 from actors.engines.sglang.changes import takes_changes
 from actors.engines.sglang.client import SglangClient, TooSlowError, UnreachableError

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from actors.config import SglangEngineConfig, by_name
+from actors.engines.config import SglangEngineConfig, by_name
 from actors.engines.sglang.client import SglangClient
 from actors.engines.sglang.gpu_count import base_gpu_id, gpus
 from actors.engines.sglang.pair_client import PairClient, together

@@ -16,7 +16,7 @@ from typing import Protocol, Self
 import psutil
 import structlog
 
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.client import SglangClient, UnreachableError
 from actors.engines.sglang.launcher import UNKNOWN_SETTING
 from actors.engines.sglang.settings import interpreter, server_environment, server_settings

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.client import SglangClient
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.server_facts import ServerFacts

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from actors.config import SglangEngineConfig, SglangSetting
+from actors.engines.config import SglangEngineConfig, SglangSetting
 from actors.engines.sglang.gpu_count import base_gpu_id, is_on, replicas, size
 from actors.engines.sglang.in_server import sluice_changes
 from bus.errors import ConfigError

@@ -9,7 +9,7 @@ from pathlib import Path
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from bus.errors import ConfigError
 from bus.server import nats_binary
 from launch.config import RunConfig

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from actors.config import ActorsConfig, EmbeddedEngineConfig, SglangEngineConfig
+from actors.config import ActorsConfig
+from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.gpu_plan import GpuPlan, gpu_plan, gpus_used
 from bus.errors import ConfigError
 

@@ -9,7 +9,8 @@ import torch
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 
-from actors.config import ActorsConfig, EmbeddedEngineConfig, SamplingConfig
+from actors.config import ActorsConfig, SamplingConfig
+from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.scripted import ScriptedEngine
 from actors.evaluation.dedicated import beside_rollouts, exact_engine, own_servers, refuse_unfit_servers

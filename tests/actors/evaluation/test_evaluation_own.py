@@ -4,7 +4,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from actors.config import ActorsConfig, EmbeddedEngineConfig, EvaluatorConfig, SglangEngineConfig
+from actors.config import ActorsConfig, EvaluatorConfig
+from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.evaluation.engines import OwnEngine
 from bus.blobs import delete_blob

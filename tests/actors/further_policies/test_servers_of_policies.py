@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors.config import ActorsConfig, EmbeddedEngineConfig, SglangEngineConfig
+from actors.config import ActorsConfig
+from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.engines.fleet.engine_claims import EngineClaims
 from actors.further_policies.further_policy import FurtherSettings, PolicyOpener
 from bus.blobs import put_blob

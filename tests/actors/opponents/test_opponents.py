@@ -9,8 +9,9 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
-from actors.config import ActorsConfig, EmbeddedEngineConfig, SglangEngineConfig
+from actors.config import ActorsConfig
 from actors.engines.base import Sampling
+from actors.engines.config import EmbeddedEngineConfig, SglangEngineConfig
 from actors.environments.base import Task
 from actors.environments.build import build_environment
 from actors.environments.games.config import GameConfig, Nim

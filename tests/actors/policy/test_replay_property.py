@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from actors.config import EmbeddedEngineConfig
 from actors.engines.base import Generation, Sampling
+from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.scripted import ScriptedEngine
 from actors.environments.base import Episode

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from actors.environments.build import build_environment
 from bus import plugins
 from bus.config import AllowConfig, BusConfig

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.config import EmbeddedEngineConfig
+from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from bus.errors import EngineError
 from tests.actors.tiny import other_model, recomputed, request, tiny_model

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from actors.config import EmbeddedEngineConfig
+from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from bus.errors import EngineError
 from tests.actors.engines.embedded.test_engine_embedded import halted_at

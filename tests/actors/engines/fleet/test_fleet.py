@@ -5,8 +5,9 @@ from functools import wraps
 
 import pytest
 
-from actors.config import ActorsConfig, SglangEngineConfig
+from actors.config import ActorsConfig
 from actors.engines.base import Generation, GenerationRequest, Sampling
+from actors.engines.config import SglangEngineConfig
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
 from bus.errors import ConfigError, EngineError, EngineLostError, RequestRefusedError

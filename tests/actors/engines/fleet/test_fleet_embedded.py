@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.config import EmbeddedEngineConfig
 from actors.engines.base import InterruptedGenerationError
+from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from actors.config import SglangEngineConfig
 from actors.engines.announced_version import Published
+from actors.engines.config import SglangEngineConfig
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang.engine import SglangEngine

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from actors.config import SglangEngineConfig
 from actors.engines.base import InterruptedGenerationError
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang import pair_client as sglang_pair_client
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.server import group_members

@@ -15,8 +15,9 @@ import pytest_asyncio
 import torch
 from transformers import PreTrainedModel
 
-from actors.config import ActorsConfig, SglangEngineConfig
+from actors.config import ActorsConfig
 from actors.engines.base import Engine, Generation, GenerationRequest, Sampling
+from actors.engines.config import SglangEngineConfig
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.sglang.engine import SglangEngine

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
 from bus.errors import ConfigError
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy

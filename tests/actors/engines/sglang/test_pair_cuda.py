@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
 from tests.actors.cuda import NEAR, PROMPT, SERVER, policy
 from tests.actors.tiny import recomputed, request

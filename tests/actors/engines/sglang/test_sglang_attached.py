@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang import cache_loads
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.requests_in_progress import RequestsInProgress

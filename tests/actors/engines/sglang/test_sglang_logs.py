@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang import server as servers
 from actors.engines.sglang.server import OwnServer, ServerProcess
 from storage.disk import log_files

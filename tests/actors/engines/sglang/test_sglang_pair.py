@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.pair import Pair, halves, server_of
 from actors.engines.sglang.server import OwnServer

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang import weights as sglang_weights
 from actors.engines.sglang.answers import read_answer
 from actors.engines.sglang.gpu_count import base_gpu_id, gpus

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
 from tests.actors.sglang_served import CONFIG, FIRST, PROMPT, SECOND, group_of, noted
 from tests.actors.tiny import recomputed, request

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from actors.engines.fleet.config import FleetConfig
 from actors.engines.fleet.fleet import Fleet
 from actors.engines.fleet.pending_request import PendingRequest
@@ -174,7 +174,7 @@ def routed_by(model, prompt, generation) -> np.ndarray:
 ACTOR = """
 import asyncio, sys
 from pathlib import Path
-from actors.config import SglangEngineConfig
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.engine import SglangEngine
 
 async def main():

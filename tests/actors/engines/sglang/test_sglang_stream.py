@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from actors.config import SglangEngineConfig
 from actors.engines.base import InterruptedGenerationError
+from actors.engines.config import SglangEngineConfig
 from actors.engines.sglang.answers import Streamed, read_events
 from actors.engines.sglang.engine import SglangEngine
 from actors.engines.sglang.settings import server_settings

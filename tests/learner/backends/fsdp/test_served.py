@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.config import EmbeddedEngineConfig
+from actors.engines.config import EmbeddedEngineConfig
 from actors.engines.embedded.engine import EmbeddedEngine
 from bus.errors import EngineError
 from learner.backends.fsdp.trainer import FsdpTrainer

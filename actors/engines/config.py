@@ -1,0 +1,262 @@
+"""Settings of engines: of one in the actor's process, and of SGLang servers. Loads without torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from bus.config import Config
+
+SglangSetting = bool | int | float | str | tuple[int | float | str, ...]
+
+
+def by_name(table: Mapping[str, SglangSetting]) -> dict[str, SglangSetting]:
+    """Return settings that may be written as flags by SGLang's own names, with underscores."""
+    return {name.replace("-", "_"): value for name, value in table.items()}
+
+
+class EmbeddedEngineConfig(Config):
+    """Engine of transformers in the actor's process, for laptops, tests and small models."""
+
+    type: Literal["embedded"] = "embedded"
+    """Name of the engine."""
+
+    slots: int = Field(256, ge=1)
+    """Most generations that are decoded at once; further ones wait."""
+
+    threads: int = Field(1, ge=1)
+    """CPU threads of a decode step. Torch has one such number for each process, and the engine sets it."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of weights, activations and KV cache; log-probs are always float32."""
+
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Implementation of attention in transformers."""
+
+    prefill_tokens: int = Field(4096, ge=1)
+    """Most prompt tokens, with padding, computed between two decode steps; a longer prompt goes alone."""
+
+    seed: int | None = None
+    """Seed of the sampler, for tests; without it every engine draws differently."""
+
+    close_timeout_s: float = Field(30.0, gt=0)
+    """Longest time that closing waits for the present decode step."""
+
+    kv_tokens: int | None = Field(None, ge=1)
+    """Tokens of contexts that the engine is to hold at once, by which leases are taken
+    (`fleet.soft_kv_share`). `None` bounds them by their number alone."""
+
+    @property
+    def routed_experts(self) -> bool:
+        """Return whether it records where tokens were routed: never, unlike the sglang engine."""
+        return False
+
+    @property
+    def context(self) -> int | None:
+        """Return None: its context is always the model's, unlike that of the sglang engine."""
+        return None
+
+    @property
+    def left_free(self) -> int:
+        """Return the tokens of a context that no trajectory takes up, unlike at the sglang engine: none."""
+        return 0
+
+
+class DisaggregationConfig(Config):
+    """An engine as a pair of SGLang servers: one computes prompts, the other the tokens after them."""
+
+    enabled: bool = False
+    """Whether an engine is a pair of servers. Each has all weights, on devices of its own."""
+
+    transfer: str = "mooncake"
+    """Library by which SGLang sends keys and values between the two: `mooncake`, `nixl`, ... Its package has
+    to be installed beside SGLang."""
+
+    prefill: dict[str, SglangSetting] = Field(default_factory=dict)
+    """Settings of the server for prompts, in addition to those in `server`, which they override."""
+
+    decode: dict[str, SglangSetting] = Field(default_factory=dict)
+    """Settings of the server for the tokens after prompts, in addition to `server`, which they override."""
+
+    prefill_url: str | None = None
+    """Running server for prompts to attach to; the engine's `url` is the one for the tokens after them."""
+
+
+class SglangEngineConfig(Config):
+    """Engine of an SGLang server: one that the actor starts, or one that runs already."""
+
+    type: Literal["sglang"] = "sglang"
+    """Name of the engine."""
+
+    url: str | None = None
+    """Running SGLang server to attach to, as http://host:port; without it the actor starts one."""
+
+    urls: tuple[str, ...] = ()
+    """Several running servers to attach to; the fleet has an engine for each. More join and leave with
+    `launch engines`."""
+
+    python: Path | None = None
+    """Interpreter of the environment that SGLang is installed in. Without it the actor's own is
+    used if it has SGLang, else that of `make sglang`."""
+
+    server: dict[str, SglangSetting] = Field(default_factory=dict)
+    """Settings for `sglang.launch_server`, named as its flags, such as `mem_fraction_static = 0.8`."""
+
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the server."""
+
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
+    """Whether prompts are computed by a server of their own."""
+
+    update: Literal["disk", "tensor", "group"] = "disk"
+    """How weights get to the server. `disk`: in files in `weights_directory`, which the server must see too.
+    `tensor`: in the body of requests, which is slower, for a server on another host. `group`: from the
+    learner itself, over NCCL or gloo, for a server in its cluster."""
+
+    pause: Literal["in_place", "retract", "drain"] = "in_place"
+    """What an update does to running generations. `in_place`: they go on with what they computed before.
+    `retract`: they compute it again with the new weights, which is all that a server before 0.5.19 can do.
+    `drain`: the update waits for their end."""
+
+    weights_directory: Path | None = None
+    """Directory of the tensors of an update while a server reads them; the first update has the size of the
+    model. Without it they are in memory, in /dev/shm."""
+
+    start_timeout_s: float = Field(900.0, gt=0)
+    """Longest time that a server may take to start; the first start on a GPU compiles kernels."""
+
+    request_timeout_s: float = Field(3600.0, gt=0)
+    """Longest time that one generation may take before it is aborted and counts as failed. The fleet's limit
+    of this name interrupts it before, unless that is longer."""
+
+    update_timeout_s: float = Field(600.0, gt=0)
+    """Longest time that an update may take; with `drain` it starts when no new request is let through. With
+    `update = "group"` the preparation, during which the server generates, may take as long before."""
+
+    stream_interval: int = Field(128, ge=0)
+    """Tokens after which a server hands out the part of a generation that it has sampled: a server that dies
+    loses at most so many of each. With 0 it hands them out at the end only."""
+
+    routed_experts: bool = False
+    """Whether trajectories record to which experts a mixture of experts sent each token, in every layer."""
+
+    health_every_s: float = Field(10.0, gt=0)
+    """Time from one check that the server still generates to the next."""
+
+    health_timeout_s: float = Field(30.0, gt=0)
+    """Longest answer time of a check. A server that exceeds it twice counts as dead, and the fleet builds
+    another engine."""
+
+    @property
+    def settings(self) -> dict[str, SglangSetting]:
+        """Return the settings in `server` by SGLang's own names, with underscores."""
+        return by_name(self.server)
+
+    @property
+    def in_files(self) -> bool:
+        """Return whether weights that this host has are written to files for the server."""
+        return self.update == "disk" or (self.update == "group" and not self.attached)
+
+    @model_validator(mode="after")
+    def _attached_servers_are_not_ours(self) -> Self:
+        for url in self.attached:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"url={url!r} is no URL: write it as http://host:port")
+            if self.server or self.environment or self.python:
+                raise ValueError(
+                    f"url={url!r} attaches to a server that runs: leave out server, environment and python"
+                )
+        if self.url is not None and self.urls:
+            raise ValueError(f"url={self.url!r} beside urls: put it among them")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"urls={list(self.urls)} names a server twice: each would load weights twice")
+        return self
+
+    @model_validator(mode="after")
+    def _a_pair_is_one_engine(self) -> Self:
+        pair = self.disaggregation
+        if not pair.enabled:
+            if pair != DisaggregationConfig():
+                raise ValueError("disaggregation has settings and is off: set disaggregation.enabled=true")
+            return self
+        if self.update == "group":
+            raise ValueError(
+                'disaggregation with update="group": the learner sends to one server, and a pair is two: '
+                "set update=disk or update=tensor"
+            )
+        if self.pause == "retract":
+            raise ValueError(
+                "disaggregation with pause=retract: SGLang does not say which tokens of what it puts aside "
+                "are of which weights: set pause=in_place or pause=drain"
+            )
+        if self.routed_experts:
+            raise ValueError(
+                "disaggregation with routed_experts: each server of a pair knows those of its own tokens "
+                "only: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _an_attached_pair_has_two_urls(self) -> Self:
+        pair = self.disaggregation
+        if self.urls and pair.enabled:
+            raise ValueError(
+                f"disaggregation with urls={list(self.urls)}: one pair is named by url (decode) and "
+                "disaggregation.prefill_url; more need actors of their own"
+            )
+        if pair.enabled and (self.url is None) != (pair.prefill_url is None):
+            raise ValueError(
+                f"url={self.url!r} with disaggregation.prefill_url={pair.prefill_url!r}: a pair that runs "
+                "already has both"
+            )
+        if pair.prefill_url is not None:
+            if not pair.prefill_url.startswith(("http://", "https://")):
+                raise ValueError(
+                    f"disaggregation.prefill_url={pair.prefill_url!r} is no URL: write it as http://host:port"
+                )
+            if pair.prefill or pair.decode:
+                raise ValueError(
+                    f"disaggregation.prefill_url={pair.prefill_url!r} attaches to a server that runs: leave "
+                    "out disaggregation.prefill and disaggregation.decode"
+                )
+        return self
+
+    @property
+    def attached(self) -> tuple[str, ...]:
+        """URLs of the running servers; empty where the actor starts its own."""
+        return self.urls or (() if self.url is None else (self.url,))
+
+    @property
+    def claimed(self) -> tuple[str, ...]:
+        """URLs of all running servers that nobody else may use, that for a pair's prompts among them."""
+        prefill = self.disaggregation.prefill_url
+        return tuple(url.rstrip("/") for url in (*self.attached, *([prefill] if prefill else [])))
+
+    def attached_to(self, url: str) -> "SglangEngineConfig":
+        """Return the settings of an engine at one of these URLs, or at another that joins."""
+        own = url in self.attached
+        return self.model_copy(
+            update={
+                "url": url.rstrip("/"),
+                "urls": (),
+                "server": {},
+                "environment": {},
+                "python": None,
+                "disaggregation": self.disaggregation if own else DisaggregationConfig(),
+            }
+        )
+
+    @property
+    def context(self) -> int | None:
+        """Return the context of its servers in tokens, where that is set; else it is the model's."""
+        context = by_name(self.server).get("context_length")
+        return context if isinstance(context, int) else None
+
+    @property
+    def left_free(self) -> int:
+        """Return the tokens of a context that no trajectory takes up: SGLang ends a generation before."""
+        return 2
+
+
+EngineConfig = Annotated[EmbeddedEngineConfig | SglangEngineConfig, Field(discriminator="type")]
