@@ -76,14 +76,10 @@ async def connected(config: BusConfig, name: str, credentials: Credentials | Non
     except (OSError, ValueError, nats.errors.Error) as error:  # TimeoutError is an OSError
         silence = "no answer" if credentials else "no answer: a bus with keys needs --creds"
         reason = complaint or str(error) or silence
-        refused = (
-            not client.options  # the URL did not parse
-            or isinstance(error, ConfigError)
-            or "authorization" in reason.lower()
-        )
+        parses = bool(client.options)
+        refused = not parses or isinstance(error, ConfigError) or "authorization" in reason.lower()
         raise (ConfigError if refused else BusAwayError)(
-            f"cannot use the bus at {without_credentials(config.url)} ({reason}, tried for "
-            f"{time.monotonic() - began:.1f} s): start one with `launch bus`, or name another with --bus.url"
+            _unusable(config, reason, tried_s=time.monotonic() - began)
         ) from error
     finally:
         starting = False
@@ -91,6 +87,13 @@ async def connected(config: BusConfig, name: str, credentials: Credentials | Non
         if client.options and not client.is_connected:  # no options: the URL did not parse
             await close(client)
     return client
+
+
+def _unusable(config: BusConfig, reason: str, *, tried_s: float) -> str:
+    return (
+        f"cannot use the bus at {without_credentials(config.url)} ({reason}, tried for {tried_s:.1f} s): "
+        "start one with `launch bus`, or name another with --bus.url"
+    )
 
 
 async def _tls_mistake(client: Client, reason: str, credentials: Credentials | None) -> str:
