@@ -20,6 +20,7 @@ from bus.codec import MAX_DEPTH, Message, decode, encode, fast_constructor
 from bus.device_messages import DeviceHold, DeviceUser
 from bus.errors import SchemaError
 from bus.messages import (
+    AdaptedBase,
     BlobRef,
     DeadLetter,
     DeltaRef,
@@ -105,9 +106,10 @@ DELTAS = (
 )
 PROBE = Probe(token_ids=((1, 2, 3), (4, 5)), logprobs=((-0.5, -1.25), (-2.0,)))
 KEPT = KeptVersion(policy_version=3, snapshot=BLOB)
+ADAPTED = AdaptedBase(weights=BLOB, scale=2.0)
 POLICY = PolicyManifest(
     policy_version=7, incarnation="a1", snapshot=BLOB, model=BLOB, stage="rl", trains_from=2, deltas=DELTAS,
-    probe=PROBE, kept=(KEPT,),
+    probe=PROBE, kept=(KEPT,), adapted=ADAPTED,
 )  # fmt: skip
 CHAT = Prompt(
     content=[{"role": "user", "content": "2+2?"}], label=None, metadata={"level": 3, "tags": ["a", None]}
@@ -122,6 +124,7 @@ EXAMPLES = (
     Pace(slower=2.5),
     DELTAS[0],
     KEPT,
+    ADAPTED,
     BlobAsked(blob=BLOB),
     BlobOffer(
         url="https://10.0.0.1:8000", access=BlobAccess(token="t", certificate="-----BEGIN CERTIFICATE-----")

@@ -54,7 +54,7 @@ def test_commands_are_completed(completed):
 def test_flags_are_completed_by_section(completed):
     assert completed("local", "--pre") == ["--preset"]
     assert completed("local", "--lear") == ["--learner."]
-    assert completed("local", "--learner.lo") == ["--learner.loss."]
+    assert completed("local", "--learner.los") == ["--learner.loss."]
     assert {"--learner.loss.type", "--learner.loss.clip-eps"} < {*completed("local", "--learner.loss.")}
     assert completed("local", "--seed", "3", "--data.no-sh") == ["--data.no-shuffle"]
     assert completed("runs", "stop", "--t") == ["--timeout-s"]
@@ -102,7 +102,7 @@ ASKED = [
     (["runs", "s"], ["show", "stop"]),
     (["local", "--pre"], ["--preset"]),
     (["local", "--lear"], ["--learner."]),
-    (["local", "--learner.lo"], ["--learner.loss."]),
+    (["local", "--learner.los"], ["--learner.loss."]),
     (["local", "--seed", "3", "--data.no-sh"], ["--data.no-shuffle"]),
     (["local", "--preset", "s"], ["sort"]),
     (["local", "--learner.loss.type", "c"], ["cispo", "clip_cov"]),
