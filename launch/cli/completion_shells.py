@@ -99,7 +99,7 @@ else
 fi"""
 """Takes tables as lines 'key' 'words'."""
 
-FISH = r"""# completion of launch for fish 3 and later
+FISH = r"""# completion of launch for fish 3.4 and later
 function __launch_words
     switch "$argv"
 @WORDS@
@@ -132,7 +132,8 @@ function __launch_complete
         set -l root runs
         set -q SLUICE_DIRECTORY; and set root $SLUICE_DIRECTORY
         for run in $root/*/
-            string match -r '^[A-Za-z0-9_-]+$' -- (path basename $run) | string replace -r '^' "$head"
+            set -l name (string replace -r '^.*/([^/]+)/$' '$1' -- $run)
+            string match -r '^[A-Za-z0-9_-]+$' -- $name | string replace -r '^' "$head"
         end
     else if test -n "$values"
         printf '%s\n' $head$values

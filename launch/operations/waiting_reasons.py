@@ -26,6 +26,11 @@ def of_role(state: RunState, role: str) -> list[Status]:
     return [status for status in state.statuses.values() if status.role == role]
 
 
+def waits_for_leases(actor: Status) -> bool:
+    """Tell whether an actor could run rollouts and has none; not so one that only evaluates, or yields."""
+    return actor.doing.startswith("waiting for leases")
+
+
 def problems(state: RunState) -> list[str]:
     """Return what is missing or stuck, each in a sentence; nothing for a healthy run, or one that is done."""
     found = [f"the bus does not answer a question: {what}" for what in state.unanswered]
@@ -132,7 +137,7 @@ def _held_by(state: RunState) -> str:
 def _waiting_actors(state: RunState) -> Iterator[str]:
     reasons: dict[str, int] = {}
     for actor in of_role(state, "actor"):
-        if actor.doing.startswith("waiting for leases"):
+        if waits_for_leases(actor):
             reason = _no_leases(state)
         elif actor.doing.startswith(("waiting", "starting")):
             reason = actor.doing

@@ -29,11 +29,9 @@ def fetched(path: Path, setting: str) -> Path:
 
     Where the hub cannot be reached, what an earlier call has fetched is taken. Raises `ConfigError` when
     there is none, or the hub refuses it."""
-    from huggingface_hub.errors import HfHubHTTPError
-
     try:
         return _snapshot(path, local_files_only=False)
-    except (HfHubHTTPError, OSError, ValueError) as error:  # OSError: no network, or no room
+    except (_http_error(), OSError, ValueError) as error:  # OSError: no network, or no room
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{setting}: {path} is no directory here, and the Hugging Face hub does not give it "
@@ -54,18 +52,23 @@ def fetched_before(path: Path) -> Path | None:
 def newest_commit(path: Path) -> str | None:
     """Return the commit that the hub has for a name now; None where it does not say."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
-    # Its base is of the HTTP library, which is another one from version to version.
-    http_error: type[Exception] = HfHubHTTPError.__bases__[0]
     found = NAME.fullmatch(str(path))
     assert found is not None, path
     try:
         described = HfApi().model_info(found["repo"], revision=found["revision"], timeout=LOOK_S)
-    except (http_error, OSError, ValueError) as error:
+    except (_http_error(), OSError, ValueError) as error:
         log.debug("hub_not_asked", model=str(path), reason=str(error))
         return None
     return described.sha
+
+
+def _http_error() -> type[Exception]:
+    """Return what the hub's client raises for answers and broken connections alike: the base of its own
+    error is of the HTTP library, which is another one from version to version."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return HfHubHTTPError.__bases__[0]
 
 
 def with_commit(path: Path, commit: str) -> Path:

@@ -13,7 +13,7 @@ from bus.errors import ConfigError
 from launch.config import RunConfig
 from launch.history.retrain import recorded_config
 from launch.operations.run_status import RunState
-from launch.operations.waiting_reasons import of_role
+from launch.operations.waiting_reasons import of_role, waits_for_leases
 from launch.watch.episode_ends import ends_text, recent_ends
 from launch.watch.units import size
 from learner.range_warnings import ranges
@@ -134,9 +134,9 @@ def _failures(state: RunState) -> Iterator[str]:
 
 
 def _idle(state: RunState) -> Iterator[str]:
-    """Yield the actors without a request while others have more than their engines run at a time."""
+    """Yield the actors that ask for leases while others have more than their engines run at a time."""
     actors = of_role(state, "actor")
-    idle = [one.source for one in actors if not integer(one.values, "running")]
+    idle = [one.source for one in actors if waits_for_leases(one)]
     queued = sum(integer(one.values, "waiting") for one in actors)
     if idle and queued:
         named = ", ".join(idle[:3]) + (f" and {len(idle) - 3} more" if len(idle) > 3 else "")

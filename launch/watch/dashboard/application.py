@@ -129,7 +129,7 @@ async def _events(
 ) -> AsyncIterator[bytes]:
     """Yield the news of a run until `stop` or until the reader goes, which cancels this."""
     sent, told, quiet_s = LiveCurves(), -1, 0.0
-    warned: list[str] = []
+    warned: list[str] | None = None  # a reader who comes back may show some that have gone
     while not stop.is_set():
         status.look()
         await curves.refresh()

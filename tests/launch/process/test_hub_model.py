@@ -1,21 +1,19 @@
 """Tests models named as on the Hugging Face hub, with its client and a server that speaks its API."""
 
-import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from launch.process.hub_model import is_hub_name
+from tests.hub_server import COMMIT, NEWER, Repo, serving
 
-NAME, COMMIT = "org/tiny", "a" * 40
+NAME = "org/tiny"
 FILES = {
     "config.json": b'{"max_position_embeddings": 64}',
     "tokenizer.json": b"{}",
@@ -25,58 +23,10 @@ FILES = {
 }
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Answers what `snapshot_download` asks of a model's repository."""
-
-    def do_GET(self) -> None:
-        if f"{self.path}/".startswith(f"/api/models/{NAME}/"):
-            names = [{"rfilename": name} for name in FILES]
-            found = json.dumps({"id": NAME, "sha": self._commit, "siblings": names}).encode()
-            if "/tree/" in self.path:
-                entries = [
-                    {"type": "file", "path": name, "oid": "b" * 40, "size": len(text)}
-                    for name, text in FILES.items()
-                ]
-                found = json.dumps(entries).encode()
-            return self._answer(found)
-        prefix = f"/{NAME}/resolve/{self._commit}/"
-        if self.path.startswith(prefix) and (name := self.path.removeprefix(prefix)) in FILES:
-            return self._answer(FILES[name])
-        self.send_response(404)
-        self.send_header("X-Error-Code", "RepoNotFound")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-        return None
-
-    @property
-    def _commit(self) -> str:
-        """Return the commit that the path names, or else the newest."""
-        named = re.search(r"\b[a-d]{40}\b", self.path)
-        return named[0] if named else self.server.newest
-
-    do_HEAD = do_GET  # noqa: N815 - the name that http.server asks for
-
-    def _answer(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("ETag", f'"{hash(body) & 0xFFFFFFFF:x}"')
-        self.send_header("X-Repo-Commit", self._commit)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing: each request would be a line."""
-
-
 @pytest.fixture
 def hub() -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.newest = COMMIT
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serving(Repo(NAME, FILES)) as server:
+        yield server
 
 
 def asked(expression: str, home: Path, port: int, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -112,7 +62,7 @@ def test_a_model_is_fetched_once_and_then_found_without_the_hub(hub: ThreadingHT
 
 
 def test_a_run_goes_on_with_the_commit_that_it_began_with(hub: ThreadingHTTPServer, tmp_path: Path):
-    there, gone, newer = hub.server_port, 1, "b" * 40
+    there, gone, newer = hub.server_port, 1, NEWER
     began = asked(f"model_directory(pin(Path('{NAME}'), RUN)).name", tmp_path, there)
     assert began.stdout.splitlines()[-1] == COMMIT, began.stderr
     assert "model_pinned" in began.stdout

@@ -2,15 +2,18 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-COMMIT = "c" * 40
+from tests.hub_server import COMMIT, NEWER, Repo, serving
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
-def read(name: str, home: Path) -> subprocess.CompletedProcess[str]:
+def read(name: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Read prompts in a process of its own, since the hub's client reads its settings on import."""
     program = f"""
 import json
@@ -41,7 +44,7 @@ from storage.config import PromptKeys
 from storage.prompts.dataset import load_prompts
 print(json.dumps([prompt.content for prompt in load_prompts(Path({name!r}), PromptKeys())]))
 """
-    own = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    own = {"HF_HOME": str(home), **(environment or {"HF_HUB_OFFLINE": "1"})}
     return subprocess.run(
         [sys.executable, "-c", program], env=os.environ | own, capture_output=True, text=True, timeout=60,
         check=False,
@@ -61,7 +64,35 @@ print(json.dumps([prompt.content for prompt in load_prompts(Path({name!r}), Prom
 def test_a_split_of_a_data_set_is_read_from_the_cache(name: str, prompts: list[str], home: Path):
     found = read(name, home)
     assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout) == prompts
+    assert json.loads(found.stdout.splitlines()[-1]) == prompts
+
+
+def test_a_host_goes_on_with_the_commit_that_it_has_and_a_named_one_is_fetched(tmp_path: Path):
+    repo = Repo("org/rows", {"train.jsonl": b'{"prompt": "1+1?", "label": "2"}\n'}, kind="datasets")
+    with serving(repo) as hub:
+        place = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
+        assert COMMIT in read("hf://org/rows", tmp_path, **place).stdout
+        hub.newest = NEWER
+        again = read("hf://org/rows/train", tmp_path, **place)
+        assert COMMIT in again.stdout, again.stderr
+        assert NEWER in read(f"hf://org/rows@{NEWER}", tmp_path, **place).stdout
+
+
+def test_a_download_that_breaks_off_is_an_error_with_its_remedy(tmp_path: Path):
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        threading.Thread(target=_break_off, args=(listener,), daemon=True).start()
+        place = {"HF_ENDPOINT": f"http://127.0.0.1:{listener.getsockname()[1]}"}
+        said = read("hf://org/rows", tmp_path, **place).stderr.splitlines()[-1]
+    assert said.startswith("bus.errors.ConfigError: hf://org/rows: the Hugging Face hub does not give"), said
+
+
+def _break_off(listener: socket.socket) -> None:
+    """Answer each request with less than is announced, until the listener is closed."""
+    with suppress(OSError):
+        while True:
+            with listener.accept()[0] as connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
 
 
 @pytest.mark.parametrize(
