@@ -275,7 +275,7 @@ async def test_requests_that_are_to_begin_again_before_the_abort_is_answered_are
             await flight.sent
             flights.renew(flight)
 
-    ended, flights = asyncio.Event(), RequestsInProgress(Server, 0)
+    ended, flights = asyncio.Event(), RequestsInProgress(Server)
     with flights.new(request("first", [1])) as flight:
         flight.sent = asyncio.create_task(ended.wait())
         await asyncio.wait_for(flights.interrupt(TIMEOUT_S), TIMEOUT_S)
