@@ -48,7 +48,7 @@ def test_with_every_default_in_force_nothing_changes_either(written):
     defaults = {".".join(at): value for at, value in leaves(RunConfig().model_dump(mode="json"))}
     tables_of_tables = {
         "data.sources", "learner.teachers", "evaluation.sets", "actors.environments", "actors.opponents",
-        "policies",
+        "actors.evaluation.endpoints", "policies",
     }  # fmt: skip
     assert {*defaults} - {*lines} == tables_of_tables
     every = flags(tomllib.loads("\n".join(lines[name] for name in defaults if name in lines)))
