@@ -15,6 +15,9 @@ from torch.nn.attention.varlen import varlen_attn
 LONGEST_TO_SHORTEST = 2
 """Sequences attended to in one call differ in length by at most this factor, which bounds the padding."""
 
+PACK_DEPENDENT_ROPES = {"dynamic", "longrope"}
+"""Rotary embeddings whose angles follow from the longest sequence of a call, which is another in each pack."""
+
 
 class Bucket(NamedTuple):
     """Sequences of similar length, attended to in one call."""

@@ -43,9 +43,23 @@ SIZES = {
 """Hyperparameters of a tiny model of most families."""
 
 
-def tiny_config(family: str = "qwen3", *, tied: bool = False, **changes: object) -> PretrainedConfig:
-    """A configuration of two layers."""
+ROPES = {
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32
+    },
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 32},
+}  # fmt: skip
+"""Rotary embeddings scaled so that sequences of tens of tokens are turned by other angles."""
+
+
+def tiny_config(
+    family: str = "qwen3", *, tied: bool = False, rope: str | None = None, **changes: object
+) -> PretrainedConfig:
+    """A configuration of two layers; `rope` is one of `ROPES`."""
     values = {**SIZES, "tie_word_embeddings": tied, **_OWN.get(family, {})}
+    if rope is not None:
+        values["rope_parameters"] = {"rope_type": rope, "rope_theta": 1e4, **ROPES[rope]}
     return getattr(transformers, f"{_CLASSES[family]}Config")(**{**values, **changes})
 
 

@@ -9,10 +9,9 @@ from transformers.initialization import no_init_weights
 
 from bus.errors import ConfigError
 from learner.backends.fsdp.attention import PACKED
+from learner.backends.packed_attention import PACK_DEPENDENT_ROPES
 
 LAYER_KINDS = {"full_attention", "sliding_attention"}
-PACK_DEPENDENT_ROPES = {"dynamic", "longrope"}
-"""Rotary embeddings whose angles depend on the longest sequence of a forward pass."""
 OUTPUT_CHANGES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
 """Hyperparameters by which a model changes its logits, with the value that changes nothing."""
 

@@ -47,6 +47,8 @@ TIED = (("tied", True),)
 FOUR_LAYERS = (("num_hidden_layers", 4),)
 ODD_VOCABULARY = (("vocab_size", 59),)
 LLAMA = (("family", "llama"),)
+LLAMA3 = (*LLAMA, ("rope", "llama3"))
+YARN = (*LLAMA, ("rope", "yarn"))
 MOE = (("family", "qwen3_moe"),)
 MIXTRAL = (("family", "mixtral"),)
 PLAIN = {"distributed_optimizer": False}
@@ -61,6 +63,7 @@ CASES = {
     "tp2 odd vocabulary": Case(2, {"tensor": 2}, ODD_VOCABULARY),
     "tp2 odd tied vocabulary": Case(2, {"tensor": 2}, ODD_VOCABULARY + TIED),
     "tp2 sp": Case(2, {"tensor": 2, "sequence": True}),
+    "tp2 sp yarn": Case(2, {"tensor": 2, "sequence": True}, YARN),
     "tp2 sp plain tied": Case(2, PLAIN | {"tensor": 2, "sequence": True}, TIED),
     "pp2": Case(2, {"pipeline": 2}),
     "pp2 plain": Case(2, PLAIN | {"pipeline": 2}),
@@ -69,6 +72,7 @@ CASES = {
     "pp2 vpp2 plain tied": Case(2, PLAIN | {"pipeline": 2, "virtual_pipeline": 2}, FOUR_LAYERS + TIED),
     "cp2": Case(2, {"context": 2}),
     "cp2 one sequence a micro-batch": Case(2, {"context": 2}, budget=1),
+    "cp2 llama3": Case(2, {"context": 2}, LLAMA3),
     "cp2 plain tied": Case(2, PLAIN | {"context": 2}, TIED),
     "full recompute": Case(2, {"tensor": 2, "sequence": True, "recompute": "full"}),
     "selective recompute": Case(2, {"context": 2, "recompute": "selective"}),

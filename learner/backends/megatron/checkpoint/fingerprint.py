@@ -6,7 +6,7 @@ from pydantic import JsonValue
 from transformers import PretrainedConfig
 
 from learner.backends.megatron.conversion.families import shape_of
-from learner.backends.megatron.model.model import rope_theta
+from learner.backends.megatron.model.rope import rope_settings
 
 
 def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
@@ -14,4 +14,4 @@ def fingerprint(hf_config: PretrainedConfig) -> dict[str, JsonValue]:
     shape = vars(shape_of(hf_config)).copy()
     experts = shape.pop("experts")
     routing = {} if experts is None else {"experts": json.loads(json.dumps(vars(experts)))}
-    return {"model_type": hf_config.model_type, "rope_theta": rope_theta(hf_config), **shape, **routing}
+    return {"model_type": hf_config.model_type, **rope_settings(hf_config), **shape, **routing}

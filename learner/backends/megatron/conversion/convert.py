@@ -18,7 +18,7 @@ from learner.backends.megatron.conversion.base import OUTPUT, Rule, Shape
 from learner.backends.megatron.conversion.families import FAMILIES, shape_of
 from learner.backends.megatron.conversion.torch_dist import MegatronWeights, write_tensors
 from learner.backends.megatron.core import CheckpointingConfig, save_config
-from learner.backends.megatron.model.model import unsupported
+from learner.backends.megatron.model.requirements import unsupported
 from learner.checkpoint.manifest import (
     MANIFEST,
     damaged_files,

@@ -33,6 +33,7 @@ from learner.backends.megatron.model.context_attention import (
     gathered,
 )
 from learner.backends.megatron.model.qkv import HeadSettings, split_heads
+from learner.backends.megatron.model.rope import Rope
 from learner.backends.megatron.model.tree_attention import TreeLayout, attend_along_paths, tree_layout
 from learner.backends.packed_attention import (
     Bucket,
@@ -62,17 +63,11 @@ class PackedLayout(PackedSeqParams):  # type: ignore[misc]  # megatron-core is u
     """Segments that each query sees, where sequences share them; `None` if they share nothing."""
 
 
-def rotary_frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Return the float32 [head_dim / 2] angles in radians per position (arXiv:2104.09864)."""
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=device).float() / head_dim
-    return 1.0 / theta**exponent
-
-
 def pack_layout(
     cu_seqlens: Tensor,
     lengths: Sequence[int],
     position_ids: Tensor,
-    frequencies: Tensor,
+    rope: Rope,
     dtype: torch.dtype,
     *,
     context_ranks: int = 1,
@@ -85,21 +80,19 @@ def pack_layout(
         cu_seqlens: int32 [sequences + 1], where each sequence starts in the whole pack, and its tokens.
         lengths: the differences of `cu_seqlens`, on the host.
         position_ids: [T], position of each token of this rank in its own sequence.
-        frequencies: [d / 2], from `rotary_frequencies`.
+        rope: angles of the positions.
         dtype: dtype of the queries and keys.
         context_ranks: number of ranks that share the tokens.
         context_rank: number of this rank among them.
         tree: segments that the tokens of this rank are, where sequences share them.
     """
-    angles = torch.outer(position_ids.float(), frequencies)[:, None]
-    cos, sin = angles.cos(), angles.sin()
     layout = PackedLayout(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=max(lengths),
         max_seqlen_kv=max(lengths),
-        rotation=(torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)),
+        rotation=rope.rotation(position_ids, dtype),
     )
     by_length = not has_varlen_kernel(cu_seqlens.device, dtype)
     if tree is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from bus.errors import ConfigError
-from learner.backends.megatron.conversion.base import Experts, Requirement
+from learner.backends.megatron.conversion.base import Experts
 from learner.backends.megatron.conversion.families import FAMILIES, shape_of
 from learner.backends.megatron.core import (
     GPTModel,
@@ -25,9 +25,10 @@ from learner.backends.megatron.model.attention import (
     PackedAttention,
     PackedSelfAttention,
     pack_layout,
-    rotary_frequencies,
 )
 from learner.backends.megatron.model.norm import RMSNorm
+from learner.backends.megatron.model.requirements import unsupported
+from learner.backends.megatron.model.rope import rope_of
 from learner.backends.output.output_layer import TokenLoss
 from learner.backends.output.policy_output import policy_output
 from learner.config.parallel import UNDIVIDED, ParallelConfig
@@ -56,7 +57,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             position_embedding_type="none",  # PackedSelfAttention applies the rotary embedding
             vp_stage=stage,
         )
-        self.frequencies = rotary_frequencies(config.kv_channels, rope_theta(hf_config), device())
+        self.rope = rope_of(hf_config, config.kv_channels, device())
         self.real_vocab_size = hf_config.vocab_size
         _mark_cut_weights(self)
 
@@ -89,7 +90,7 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron-core is untyped
             batch.cu_seqlens,
             batch.lengths,
             batch.position_ids if tree is None else batch.position_ids[tree.source],
-            self.frequencies,
+            self.rope,
             self.config.params_dtype,
             context_ranks=self.pg_collection.cp.size(),
             context_rank=self.pg_collection.cp.rank(),
@@ -154,71 +155,6 @@ def build_model(hf_config: PretrainedConfig, *, dtype: torch.dtype) -> PolicyMod
     """Build the whole model on this rank; raises as `build_chunks` does."""
     [model] = build_chunks(hf_config, dtype=dtype)
     return model
-
-
-def rope_theta(hf_config: PretrainedConfig) -> float:
-    """Return the base of the rotary embedding."""
-    return float(_rope(hf_config).get("rope_theta", 10000.0))
-
-
-def unsupported(hf_config: PretrainedConfig) -> list[str]:
-    """List, for people, every hyperparameter that the learner would get wrong."""
-    if hf_config.model_type not in FAMILIES:
-        return [f"model_type={hf_config.model_type!r} is unknown; known are {', '.join(sorted(FAMILIES))}"]
-    requirements = (*REQUIREMENTS, *FAMILIES[hf_config.model_type].requirements)
-    return [
-        f"{name}={_read(hf_config, name)!r}: {reason}"
-        for name, supported, reason in requirements
-        if not supported(_read(hf_config, name), hf_config)
-    ]
-
-
-REQUIREMENTS: list[Requirement] = [
-    ("hidden_act", lambda act, _: act == "silu", "only silu is supported"),
-    ("rope_type", lambda kind, _: kind == "default", "scaled rotary embeddings are not supported"),
-    ("partial_rotary_factor", lambda part, _: part in (None, 1.0), "the whole head must be rotated"),
-    (
-        "layer_types",
-        lambda kinds, _: set(kinds or ()) <= {"full_attention"},
-        "sliding windows are not supported",
-    ),
-    ("use_sliding_window", lambda used, _: not used, "sliding windows are not supported"),
-    ("attention_bias", lambda bias, _: not bias, "this bias is not supported"),
-    ("mlp_bias", lambda bias, _: not bias, "this bias is not supported"),
-    ("attention_dropout", lambda rate, _: not rate, "dropout is not supported: set it to 0"),
-    ("quantization_config", lambda quantized, _: quantized is None, "load the unquantized model"),
-    (
-        "num_key_value_heads",
-        lambda groups, c: c.num_attention_heads % (groups or c.num_attention_heads) == 0,
-        "must divide num_attention_heads",
-    ),
-    (
-        "output_router_logits",
-        lambda wanted, _: not wanted,
-        "it adds a load-balancing loss, which is not trained on: set it to false",
-    ),
-    (
-        "num_experts_per_tok",
-        lambda chosen, c: chosen is None or _routable(chosen, c),
-        "must be at most num_experts, and more than 1 where norm_topk_prob makes a single weight 1",
-    ),
-]
-"""Requirements of every family."""
-
-
-def _routable(chosen: int, hf_config: PretrainedConfig) -> bool:
-    experts = shape_of(hf_config).experts
-    return experts is None or (chosen <= experts.count and (chosen > 1 or not experts.renormalize))
-
-
-def _read(hf_config: PretrainedConfig, name: str) -> Any:
-    if name == "rope_type":
-        return _rope(hf_config).get("rope_type", "default")
-    return getattr(hf_config, name, None)
-
-
-def _rope(hf_config: PretrainedConfig) -> dict[str, Any]:
-    return getattr(hf_config, "rope_parameters", None) or {}
 
 
 def _block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:

@@ -183,6 +183,16 @@ def test_the_configuration_of_another_model_is_refused(tmp_path):
         megatron_to_hf(tmp_path / "megatron", tmp_path / "out", other)
 
 
+def test_a_scaled_rotary_embedding_is_kept_and_no_other_taken(tmp_path):
+    source = written(tmp_path / "hf", "llama", rope="yarn")
+    hf_to_megatron(source, tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    assert load_hf_config(tmp_path / "back").rope_parameters == load_hf_config(source).rope_parameters
+    other = written(tmp_path / "other", "llama", rope="llama3")
+    with pytest.raises(ConfigError, match="of another model: rope_scaling is .*'yarn'.*, not .*'llama3'"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "out", other)
+
+
 def test_a_flipped_bit_in_a_checkpoint_is_found(tmp_path):
     hf_to_megatron(written(tmp_path / "hf"), tmp_path / "megatron")
     file = tmp_path / "megatron/__0_0.distcp"

@@ -7,6 +7,7 @@ from learner.backends.megatron.model.model import build_model
 from learner.data.packing import pack
 from tests.learner.tiny import (
     FAMILIES,
+    ROPES,
     SPARSE,
     hf_gradients,
     hf_state,
@@ -32,6 +33,19 @@ def test_packed_logits_equal_those_of_transformers_sequence_by_sequence(family, 
     [batch] = pack(samples, 1000)
     difference = built_from(reference).logits(batch) - reference_logits(reference, samples)
     assert difference.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"), [*(("llama", rope) for rope in ROPES), ("qwen2", "yarn"), ("qwen3", "yarn")]
+)
+@torch.no_grad()
+def test_scaled_angles_are_those_of_transformers(family, rope):
+    reference = tiny_model(family, rope=rope)
+    samples = random_samples([5, 100, 1, 60, 9])
+    [batch] = pack(samples, 1000)
+    expected = reference_logits(reference, samples)
+    assert (built_from(reference).logits(batch) - expected).abs().max() < 1e-5
+    assert (reference_logits(tiny_model(family), samples) - expected).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -110,7 +124,7 @@ def test_every_unsupported_hyperparameter_is_named_at_once():
         attention_bias=True,
         mlp_bias=True,
         attention_dropout=0.1,
-        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
     )
     with pytest.raises(ConfigError) as error:
         build_model(config, dtype=torch.float32)
@@ -119,9 +133,24 @@ def test_every_unsupported_hyperparameter_is_named_at_once():
         "attention_bias",
         "mlp_bias",
         "attention_dropout",
-        "rope_type='linear'",
+        "rope_type='dynamic': its angles depend on the longest sequence",
     ):
         assert name in str(error.value)
+
+
+def test_a_scaling_that_is_not_known_is_refused_with_those_that_are():
+    config = tiny_config("llama")
+    config.rope_parameters["rope_type"] = "proportional"
+    message = "rope_type='proportional': only default, linear, llama3, yarn are supported"
+    with pytest.raises(ConfigError, match=message):
+        build_model(config, dtype=torch.float32)
+
+
+def test_heads_that_are_rotated_in_part_are_refused():
+    config = tiny_config("llama")
+    config.rope_parameters["partial_rotary_factor"] = 0.5
+    with pytest.raises(ConfigError, match="partial_rotary_factor=0.5: the whole head must be rotated"):
+        build_model(config, dtype=torch.float32)
 
 
 def test_sliding_windows_are_refused():

@@ -1,0 +1,77 @@
+"""Says which models the learner would compute wrongly, and why."""
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from learner.backends.megatron.conversion.base import Requirement
+from learner.backends.megatron.conversion.families import FAMILIES, shape_of
+from learner.backends.megatron.model.rope import SCALED, rope_parameters, rope_type
+from learner.backends.packed_attention import PACK_DEPENDENT_ROPES
+
+
+def unsupported(hf_config: PretrainedConfig) -> list[str]:
+    """List, for people, every hyperparameter that the learner would get wrong."""
+    if hf_config.model_type not in FAMILIES:
+        return [f"model_type={hf_config.model_type!r} is unknown; known are {', '.join(sorted(FAMILIES))}"]
+    requirements = (*REQUIREMENTS, *FAMILIES[hf_config.model_type].requirements)
+    return [
+        f"{name}={_read(hf_config, name)!r}: {reason}"
+        for name, supported, reason in requirements
+        if not supported(_read(hf_config, name), hf_config)
+    ]
+
+
+REQUIREMENTS: list[Requirement] = [
+    ("hidden_act", lambda act, _: act == "silu", "only silu is supported"),
+    (
+        "rope_type",
+        lambda kind, _: kind not in PACK_DEPENDENT_ROPES,
+        "its angles depend on the longest sequence, so that those of a pack would change one another",
+    ),
+    (
+        "rope_type",
+        lambda kind, _: kind in {"default", *SCALED, *PACK_DEPENDENT_ROPES},
+        f"only default, {', '.join(SCALED)} are supported",
+    ),
+    ("partial_rotary_factor", lambda part, _: part in (None, 1.0), "the whole head must be rotated"),
+    (
+        "layer_types",
+        lambda kinds, _: set(kinds or ()) <= {"full_attention"},
+        "sliding windows are not supported",
+    ),
+    ("use_sliding_window", lambda used, _: not used, "sliding windows are not supported"),
+    ("attention_bias", lambda bias, _: not bias, "this bias is not supported"),
+    ("mlp_bias", lambda bias, _: not bias, "this bias is not supported"),
+    ("attention_dropout", lambda rate, _: not rate, "dropout is not supported: set it to 0"),
+    ("quantization_config", lambda quantized, _: quantized is None, "load the unquantized model"),
+    (
+        "num_key_value_heads",
+        lambda groups, c: c.num_attention_heads % (groups or c.num_attention_heads) == 0,
+        "must divide num_attention_heads",
+    ),
+    (
+        "output_router_logits",
+        lambda wanted, _: not wanted,
+        "it adds a load-balancing loss, which is not trained on: set it to false",
+    ),
+    (
+        "num_experts_per_tok",
+        lambda chosen, c: chosen is None or _routable(chosen, c),
+        "must be at most num_experts, and more than 1 where norm_topk_prob makes a single weight 1",
+    ),
+]
+"""Requirements of every family."""
+
+
+def _routable(chosen: int, hf_config: PretrainedConfig) -> bool:
+    experts = shape_of(hf_config).experts
+    return experts is None or (chosen <= experts.count and (chosen > 1 or not experts.renormalize))
+
+
+def _read(hf_config: PretrainedConfig, name: str) -> Any:
+    if name == "rope_type":
+        return rope_type(hf_config)
+    if name == "partial_rotary_factor" and name in rope_parameters(hf_config):
+        return rope_parameters(hf_config)[name]
+    return getattr(hf_config, name, None)
