@@ -189,7 +189,7 @@ def test_a_scaled_rotary_embedding_is_kept_and_no_other_taken(tmp_path):
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
     assert load_hf_config(tmp_path / "back").rope_parameters == load_hf_config(source).rope_parameters
     other = written(tmp_path / "other", "llama", rope="llama3")
-    with pytest.raises(ConfigError, match="of another model: rope_scaling is .*'yarn'.*, not .*'llama3'"):
+    with pytest.raises(ConfigError, match=r"of another model: rope_scaling is .*'yarn'.*, not .*'llama3'"):
         megatron_to_hf(tmp_path / "megatron", tmp_path / "out", other)
 
 

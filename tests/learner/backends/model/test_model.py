@@ -149,7 +149,7 @@ def test_a_scaling_that_is_not_known_is_refused_with_those_that_are():
 def test_heads_that_are_rotated_in_part_are_refused():
     config = tiny_config("llama")
     config.rope_parameters["partial_rotary_factor"] = 0.5
-    with pytest.raises(ConfigError, match="partial_rotary_factor=0.5: the whole head must be rotated"):
+    with pytest.raises(ConfigError, match=r"partial_rotary_factor=0\.5: the whole head must be rotated"):
         build_model(config, dtype=torch.float32)
 
 
